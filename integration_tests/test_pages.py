@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import traceback
 from pathlib import Path
 
@@ -101,3 +102,9 @@ def test_the_architecture_page_names_every_folder_of_the_sources_and_no_other() 
     sources = ROOT.glob("packages/*/src")
     folders = [str(file.parent.relative_to(source)) for source in sources for file in source.rglob("__init__.py")]
     assert sorted(named) == sorted(folders)
+
+
+def test_the_table_of_published_runs_is_that_of_their_results() -> None:
+    script = ROOT / "docs/generate/published_rows.py"
+    namespace = runpy.run_path(str(script))
+    assert namespace["table"](namespace["rows"]()) in (ROOT / "docs/published-setups.md").read_text()

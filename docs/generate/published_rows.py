@@ -212,6 +212,13 @@ def ratio(row: Mapping[str, Any]) -> float | None:
 
 def rewrite(found: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the table and the distribution of errors into the page."""
+    before, _, rest = PAGE.read_text().partition("<!-- rows -->\n")
+    _, _, after = rest.partition("<!-- end of rows -->")
+    PAGE.write_text(before + table(found) + after)
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table and the distribution of errors, with the comments around them."""
     lines = ["| run | published | dry run | ratio |", "| --- | ---: | ---: | ---: |"]
     ratios = []
     for name, row in found.items():
@@ -227,11 +234,7 @@ def rewrite(found: Mapping[str, Mapping[str, Any]]) -> None:
         f"{len(errors)} runs: median error {median(errors):.1%}; {within[0]} within 5 %, {within[1]} within 12 %, "
         f"{within[2]} within 25 %. {waiting} rows with memory have not been run yet."
     )
-    text = PAGE.read_text()
-    before, _, rest = text.partition("<!-- rows -->\n")
-    _, _, after = rest.partition("<!-- end of rows -->")
-    body = "\n".join(["<!-- rows -->", "", summary, "", *lines, "", "<!-- end of rows -->"])
-    PAGE.write_text(before + body + after)
+    return "\n".join(["<!-- rows -->", "", summary, "", *lines, "", "<!-- end of rows -->"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command ``fsdp-runtime``: ``estimate``, a dry run of a step; ``verl-check``, whether verl finds the engine."""
+"""The command ``fsdp-runtime``: dry runs (``estimate``, ``recipe``); ``verl-check``, what verl finds of the engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from typing import Any, cast
 import fsdp_runtime
 from fsdp_runtime.dry_run import Estimate, Sweep, estimate, sweep
 from fsdp_runtime.dry_run.parse_args import parse_mesh, split_bandwidths
+from fsdp_runtime.dry_run.recipe import recipes
 from fsdp_runtime.dry_run.report.charts import chart_picture
 from fsdp_runtime.dry_run.report.html import html_report
 from fsdp_runtime.dry_run.report.progress import ProgressLine
+from fsdp_runtime.dry_run.report.recipe import markdown_lines, recipe_sections
 from fsdp_runtime.dry_run.report.sections import Section, estimate_sections, sweep_sections
 from fsdp_runtime.dry_run.report.text import text_lines
 from fsdp_runtime.dry_run.step_time import step_time
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _verl_check(run=options.run)
     progress = ProgressLine()
     try:
+        if options.command == "recipe":
+            return _recipe(options, progress)
         return _sweep(options, progress) if options.sweep else _estimate(options, progress)
     except (FsdpRuntimeError, TpPlansError, OSError) as error:
         message = str(error)
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = (str(error).splitlines() or [""])[0]
         message = f"{type(error).__name__}: {told} ({last.filename}, line {last.lineno}, in {last.name})"
     progress.close()
-    print(f"fsdp-runtime estimate: {message}", file=sys.stderr)
+    print(f"fsdp-runtime {options.command}: {message}", file=sys.stderr)
     return FAILED
 
 
@@ -80,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     _add_machine(command)
     _add_sweep(command)
     _add_output(command)
+    _add_recipe(commands)
     check = commands.add_parser(
         "verl-check",
         help="whether verl finds the engine fsdp_runtime",
@@ -87,6 +92,46 @@ def parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--run", action="store_true", help="also train four steps with verl on two CPU processes")
     return program
+
+
+def _add_recipe(commands: Any) -> None:
+    command = commands.add_parser(
+        "recipe",
+        help="meshes of a number of GPUs that a model fits, with the call of parallelize",
+        description="Compare the meshes of some GPUs by dry runs. Exit code: 0, 1 if nothing fits, 2 for errors.",
+    )
+    command.add_argument("model", metavar="CONFIG_OR_DIR", help="a config.json, or a checkpoint's directory")
+    command.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
+    command.add_argument(
+        "--memory", dest="device_memory", required=True, metavar="SIZE", help="of a GPU, such as 80GiB"
+    )
+    command.add_argument("--lengths", type=_integers, default=(8192, 32768, 131072), metavar="TOKENS,...")
+    command.add_argument("--trainings", default="full,lora", metavar="KIND,...", help="full, lora (default: both)")
+    command.add_argument("--ep", type=_integers, default=(1,), metavar="N,...", help="sizes of ep (default: 1)")
+    command.add_argument(
+        "--hardware", default="H100", help="whose time orders meshes: A100, H100 (default), H200, B200"
+    )
+    command.add_argument("--workers", type=int, default=2, metavar="N", help="parallel dry runs (default: 2)")
+    command.add_argument("--markdown", action="store_true", help="print Markdown")
+
+
+def _recipe(options: argparse.Namespace, progress: ProgressLine) -> int:
+    _require_unit(options.device_memory, "--memory")
+    found = recipes(
+        options.model,
+        options.gpus,
+        device_memory=options.device_memory,
+        lengths=options.lengths,
+        trainings=options.trainings.split(","),
+        ep=options.ep,
+        hardware=options.hardware,
+        workers=options.workers,
+        progress=progress,
+    )
+    progress.close()
+    for line in (markdown_lines if options.markdown else text_lines)(recipe_sections(found)):
+        print(line)
+    return TOO_LARGE if all(each.found.best is None for each in found) else OK
 
 
 def _verl_check(*, run: bool) -> int:
@@ -257,11 +302,7 @@ def _time_sections(found: Estimate, hardware: str | None) -> list[Section]:
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that ``estimate`` and ``sweep`` share."""
-    if options.device_memory is not None and re.fullmatch(r"[\d.]+", options.device_memory.strip()):
-        raise EstimateError(
-            f"--device-memory {options.device_memory} has no unit: write {options.device_memory}GiB, or another size "
-            "with its unit, such as 80GB"
-        )
+    _require_unit(options.device_memory, "--device-memory")
     names = ("seq_len", "micro_batch", "dtype", "master_dtype", "logprobs", "clip", "offload")
     step = ("micro_batches", "offload_activations", "attention_kernels", "allocator", "compile")
     others = ("assume_gradients", "routing", "exact", "rank", "device_memory", *step)
@@ -271,6 +312,13 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "plan": _plan(options.plan, options.towers),
         "bandwidth": None if options.bandwidth is None else split_bandwidths(options.bandwidth),
     }
+
+
+def _require_unit(size: str | None, option: str) -> None:
+    if size is not None and re.fullmatch(r"[\d.]+", size.strip()):
+        raise EstimateError(
+            f"{option} {size} has no unit: write {size}GiB, or another size with its unit, such as 80GB"
+        )
 
 
 def _plan(name: str, towers: str) -> Any:

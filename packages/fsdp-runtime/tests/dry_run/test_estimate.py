@@ -201,6 +201,12 @@ def test_advice_names_a_fused_optimizer_where_the_optimizer_has_the_peak() -> No
         assert [item.saves for item in advice if "AdamW(fused=True)" in item.change] == ([3] if named else [])
 
 
+def test_advice_is_due_where_reserved_bytes_and_constants_fill_the_device() -> None:
+    memory = replace(made_estimate(peak=34 * 2**30).memory, reserved=70 * 2**30, constants={"context": 2**30})
+    assert advice_for(made_settings(), memory, memory.device)
+    assert advice_for(made_settings(), memory, 2 * memory.device) == ()
+
+
 def test_a_quantized_checkpoint_is_told_with_the_refusal_of_its_weights() -> None:
     model = twelve()
     assert quantization_assumptions(model) == []
@@ -237,7 +243,7 @@ def test_too_little_memory_brings_advice_with_numbers() -> None:
     found = run(device_memory="1KiB", mesh={"dp_replicate": 2, "dp_shard": 2})
     assert found.fits is False
     assert any("dp_shard=4" in item.change and item.saves for item in found.advice)
-    assert run(device_memory="1GiB").advice == ()
+    assert run(device_memory="16GiB").advice == ()
 
 
 def test_json_has_the_totals() -> None:

@@ -6,9 +6,9 @@ from fsdp_runtime.dry_run.types import Advice, Memory, Settings
 
 
 def advice_for(settings: Settings, memory: Memory, device_memory: int | None) -> tuple[Advice, ...]:
-    """Return changes that lower the peak, largest savings first; none if at least 10 % of the device stay free."""
+    """Return changes that lower the peak, largest savings first; none if the process leaves 10 % of the device free."""
     peak = memory.peak.nbytes
-    if device_memory is None or memory.peak.total <= 0.9 * device_memory:
+    if device_memory is None or memory.device <= 0.9 * device_memory:
         return ()
     mesh = settings.mesh
     found: list[Advice] = []

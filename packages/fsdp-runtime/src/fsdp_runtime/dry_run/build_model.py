@@ -27,7 +27,7 @@ def build_model(source: str | Path | Any, dtype: torch.dtype) -> nn.Module:
         EstimateError: the file does not exist, its class is unknown, or transformers is not installed.
     """
     require_model_source(source)
-    build = _from_config(source) if not callable(source) else cast("Callable[[], nn.Module]", source)
+    build = model_builder(source)
     try:
         with meta_device():
             model = build()
@@ -58,7 +58,14 @@ def vocabulary_size(model: nn.Module, embedding: str | None) -> int:
     return int(weight.shape[0])
 
 
-def _from_config(source: Any) -> Callable[[], nn.Module]:
+def model_builder(source: Any) -> Callable[[], nn.Module]:
+    """Return the function that builds the model: the source itself, or one that a config gives.
+
+    Raises:
+        EstimateError: as :func:`build_model`.
+    """
+    if callable(source):
+        return cast("Callable[[], nn.Module]", source)
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError as error:

@@ -129,6 +129,21 @@ class Sweep:
         return json.dumps(self.to_dict(), indent=indent)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The meshes of a number of GPUs for one kind of training and length.
+
+    Args:
+        training: ``"full"`` or ``"lora"``.
+        seq_len: tokens per sequence.
+        found: the meshes, best first.
+    """
+
+    training: str
+    seq_len: int
+    found: Sweep
+
+
 def format_mesh(sizes: Mapping[str, int]) -> str:
     """Return the axes of a mesh that are larger than 1, such as ``"dp_shard=32 tp=8"``."""
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one rank"

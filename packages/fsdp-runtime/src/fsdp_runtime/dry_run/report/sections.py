@@ -37,6 +37,7 @@ class Section:
         left: number of leading columns that are left-aligned; the others hold numbers.
         lines: sentences below the table.
         status: ``"good"`` or ``"bad"`` if the heading is a verdict.
+        code: whether the lines are code.
     """
 
     heading: str
@@ -44,6 +45,7 @@ class Section:
     left: int = 1
     lines: Sequence[str] = ()
     status: str = ""
+    code: bool = False
 
 
 def estimate_sections(estimate: Estimate) -> list[Section]:
@@ -81,7 +83,7 @@ def sweep_sections(sweep: Sweep, *, shown: int | None = None) -> list[Section]:
         )
     ]
     if failed:
-        found.append(Section(heading=f"Not possible: {len(failed)}", lines=_errors(failed)))
+        found.append(Section(heading=f"Not possible: {len(failed)}", lines=candidate_errors(failed)))
     if sweep.best is None and estimated:
         found.append(Section(heading="Nothing fits", status="bad"))
     return found
@@ -205,7 +207,7 @@ def _mesh_and_way(candidate: Candidate) -> str:
     return format_mesh(candidate.axes) + (f", {way}" if way != "allgather" else "")
 
 
-def _errors(failed: Sequence[Candidate]) -> list[str]:
+def candidate_errors(failed: Sequence[Candidate]) -> list[str]:
     """Return each mesh and error once, with the number of candidates that share them."""
     counts = Counter((candidate.error, _mesh_and_way(candidate)) for candidate in failed)
     return [

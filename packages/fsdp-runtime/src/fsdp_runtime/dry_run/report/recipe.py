@@ -1,0 +1,88 @@
+"""A recipe as sections, and sections as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from fsdp_runtime.dry_run.report.format import format_bytes, format_seconds
+from fsdp_runtime.dry_run.report.sections import Section, candidate_errors
+from fsdp_runtime.dry_run.sweep_types import Candidate, Recipe, format_mesh
+from fsdp_runtime.dry_run.traffic_totals import bytes_sent_by_axis
+
+_FULL_OPTIONS = (
+    "fsdp=fsdp_runtime.FSDPOptions(",
+    "    mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32), master_dtype=torch.float32",
+    "),",
+)
+_ADAPTERS = 'model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))'
+
+
+def recipe_sections(recipes: Iterable[Recipe]) -> list[Section]:
+    """Return for each recipe its meshes, best first, what was refused, and the call for the best one."""
+    found: list[Section] = []
+    for recipe in recipes:
+        candidates = recipe.found.candidates
+        fitting = [each for each in candidates if each.estimate is not None and each.estimate.fits]
+        refused = [each for each in candidates if each.estimate is None]
+        heading = f"{recipe.training}, {recipe.seq_len:,} tokens: {len(fitting)} of {len(candidates)} meshes fit"
+        rows = [_HEADER, *map(_row, recipe.found.estimated)] if recipe.found.estimated else ()
+        lines = [f"refused: {line}" for line in candidate_errors(refused)]
+        found.append(Section(heading=heading, rows=rows, left=2, lines=lines, status="" if fitting else "bad"))
+        if recipe.found.best is not None:
+            call = parallelize_call(recipe.training, recipe.found.best)
+            found.append(Section(heading=f"Call for {recipe.found.best.label}", lines=call, code=True))
+    return found
+
+
+def parallelize_call(training: str, candidate: Candidate) -> list[str]:
+    """Return the lines that parallelize a model as a candidate of a recipe was estimated."""
+    sizes = ", ".join(f"{axis}={size}" for axis, size in candidate.axes.items() if size != 1)
+    options = [
+        *(["sequence_parallel=True,"] if candidate.sequence_parallel else []),
+        f'activation_checkpointing="{candidate.activation_checkpointing}",',
+        *(_FULL_OPTIONS if training == "full" else ("fsdp=fsdp_runtime.FSDPOptions(),",)),
+    ]
+    return [
+        f"mesh = fsdp_runtime.MeshSpec({sizes}).build()",
+        *([_ADAPTERS] if training == "lora" else []),
+        "fsdp_runtime.parallelize(",
+        *(f"    {line}" for line in ("model,", "mesh,", *options)),
+        ")",
+    ]
+
+
+def markdown_lines(sections: Iterable[Section]) -> Iterator[str]:
+    """Yield sections as Markdown: headings, tables, lists, code."""
+    for section in sections:
+        yield from (f"## {section.heading}", "")
+        if section.rows:
+            header, *rows = section.rows
+            rules = ["---" if column < section.left else "---:" for column in range(len(header))]
+            yield from (_markdown_row(row) for row in (header, rules, *rows))
+            yield ""
+        if section.code:
+            yield from ("```python", *section.lines, "```", "")
+        elif section.lines:
+            yield from (*(f"- {line}" for line in section.lines), "")
+
+
+_HEADER = ["mesh", "fits", "of the device", "live tensors", "time / 1M tokens", "sent per step by axis"]
+
+
+def _row(candidate: Candidate) -> list[str]:
+    estimate = candidate.estimate
+    if estimate is None:
+        raise ValueError(f"{candidate.label} has no estimate")
+    sent = bytes_sent_by_axis(estimate.traffic)
+    return [
+        format_mesh(candidate.axes) + (", SP" if candidate.sequence_parallel else ""),
+        "yes" if estimate.fits else "no",
+        format_bytes(estimate.memory.device),
+        format_bytes(estimate.memory.peak.total),
+        "-" if candidate.seconds is None else format_seconds(candidate.seconds),
+        ", ".join(f"{axis} {format_bytes(size)}" for axis, size in sent.items() if size) or "-",
+    ]
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -1,0 +1,75 @@
+"""A recipe lists the meshes of some GPUs, and its calls are those that were estimated."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_runtime import MeshSpec, cli
+from fsdp_runtime.dry_run import EstimateError, recipe
+from fsdp_runtime.dry_run.candidates import rank_candidates
+from fsdp_runtime.dry_run.recipe import recipes
+from fsdp_runtime.dry_run.report.recipe import markdown_lines, parallelize_call, recipe_sections
+from fsdp_runtime.dry_run.sweep_types import Candidate, Recipe
+from harness.estimates import GIB, made_estimate, made_settings
+from harness.models import tiny_config
+
+
+def test_full_training_and_lora_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config("Qwen3ForCausalLM").to_dict()))
+    asked = ["recipe", str(path), "--gpus", "2", "--memory", "80GiB", "--lengths", "64", "--workers", "0"]
+    assert cli.main([*asked, "--markdown"]) == 0
+    told = capsys.readouterr().out
+    assert "## full, 64 tokens: 2 of 2 meshes fit" in told
+    assert "## lora, 64 tokens: 2 of 2 meshes fit" in told
+    assert "| tp=2, SP | yes |" in told
+    assert "get_peft_model" in told
+
+
+def test_long_sequences_are_tried_on_ranks_of_cp(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def answer(_model: object, gpus: int, **options: object) -> object:
+        asked.append(options)
+        return rank_candidates(gpus, [])
+
+    monkeypatch.setattr(recipe, "sweep", answer)
+    recipes("config.json", 8, device_memory="80GiB", trainings=("full",))
+    assert [(each["seq_len"], each["cp"], each["sequence_parallel"]) for each in asked] == [
+        (length, cp, sp)
+        for length, cp in ((8192, [1]), (32768, [1, 2]), (131072, [1, 2, 4, 8]))
+        for sp in ((False,), (True,))
+    ]
+    with pytest.raises(EstimateError, match="half"):
+        recipes("config.json", 8, device_memory="80GiB", trainings=("half",))
+
+
+def test_what_does_not_fit_and_what_is_refused_is_listed() -> None:
+    plain = Candidate(mesh=MeshSpec(dp_shard=8), sequence_parallel=False, activation_checkpointing="block")
+    large = plain.with_estimate(
+        made_estimate(peak=90 * GIB, device_memory=80 * GIB, settings=made_settings()), device_flops=None
+    )
+    refused = Candidate(
+        mesh=MeshSpec(tp=8), sequence_parallel=True, activation_checkpointing="block", error="4 heads over 8 ranks"
+    )
+    sections = recipe_sections([Recipe(training="full", seq_len=8192, found=rank_candidates(8, [large, refused]))])
+    told = "\n".join(markdown_lines(sections))
+    assert "## full, 8,192 tokens: 0 of 2 meshes fit" in told
+    assert "| dp_shard=8 | no |" in told
+    assert "- refused: tp=8 (1 candidate): 4 heads over 8 ranks" in told
+    assert "```" not in told
+
+
+@pytest.mark.parametrize("training", ["full", "lora"])
+def test_the_call_is_python(training: str) -> None:
+    candidate = Candidate(
+        mesh=MeshSpec(dp_shard=2, tp=4, ep=2), sequence_parallel=True, activation_checkpointing="block"
+    )
+    call = "\n".join(parallelize_call(training, candidate))
+    ast.parse(call)
+    assert "MeshSpec(dp_shard=2, tp=4, ep=2)" in call
+    assert ("master_dtype" in call) == (training == "full")

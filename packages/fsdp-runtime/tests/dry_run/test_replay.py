@@ -1,0 +1,62 @@
+"""A step replayed on the allocator: scaled tapes reserve what the tape of all blocks does."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import LlamaConfig
+
+from fsdp_runtime.dry_run import Estimate, estimate
+
+CONFIG = LlamaConfig(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=9,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def _estimate(**options: object) -> Estimate:
+    keywords: dict[str, object] = {"seq_len": 2048, "activation_checkpointing": "block", "constants": ()}
+    return estimate(CONFIG, {"dp_shard": 2}, **{**keywords, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True, "activation_checkpointing": "none"}, {"micro_batches": 2}])
+def test_scaled_tapes_reserve_as_much_as_every_block(options: dict[str, object]) -> None:
+    scaled, exact = _estimate(**options), _estimate(exact=True, **options)
+    assert scaled.memory.phases[0].total == exact.memory.phases[0].total
+    assert scaled.memory.reserved is not None
+    assert exact.memory.reserved is not None
+    assert scaled.memory.reserved == pytest.approx(exact.memory.reserved, rel=0.02)
+    assert scaled.memory.reserved >= scaled.memory.peak.total
+
+
+def test_gradients_of_earlier_micro_batches_are_live_in_forward() -> None:
+    one, two = _estimate(), _estimate(micro_batches=2)
+    gradients = one.memory.after_backward.gradients
+    assert two.memory.after_forward.total - one.memory.after_forward.total == gradients
+
+
+def test_compiled_blocks_keep_less() -> None:
+    eager, compiled = (
+        _estimate(activation_checkpointing="none"),
+        _estimate(activation_checkpointing="none", compile=True),
+    )
+    assert compiled.memory.after_forward.activations < 0.8 * eager.memory.after_forward.activations
+
+
+def test_inputs_of_recomputed_blocks_move_to_the_host() -> None:
+    kept, moved = _estimate(), _estimate(offload_activations=True)
+    inputs = 9 * 2048 * 128 * 2
+    saved = kept.memory.after_forward.activations - moved.memory.after_forward.activations
+    assert saved >= inputs
+
+
+@pytest.mark.parametrize("loss", ["transformers", "torchtitan", "chunked:4", "chunked-vocabulary:128", "fused-linear"])
+def test_losses_of_other_code(loss: str) -> None:
+    found = _estimate(logprobs=loss)
+    float32_logits = 2048 * 512 * 4
+    copies = (found.memory.peak.nbytes.logits + found.memory.peak.nbytes.temporaries) / float32_logits
+    assert found.memory.after_backward.gradients > 0
+    assert copies > 2 if loss in ("transformers", "torchtitan") else copies < 6
