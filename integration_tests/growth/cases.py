@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from growth import plans
+from growth import logprobs, plans, transfers
 
-CASES = [*plans.CASES]
+CASES = [*plans.CASES, *transfers.CASES, *logprobs.CASES]
