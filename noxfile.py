@@ -320,6 +320,14 @@ def faults(session: nox.Session) -> None:
     session.run("python", "-m", "faults.run", *session.posargs, env={"PYTHONPATH": "integration_tests", **ONE_THREAD})
 
 
+@nox.session
+def growth(session: nox.Session) -> None:
+    """Measure how time, memory and calls grow with the size of what public calls are given (`-- --only REGEX`)."""
+    install_editable(session, "test")
+    environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "-m", "growth.run", *session.posargs, env=environment)
+
+
 @nox.session(requires=["dist"], reuse_venv=False)
 def plans_alone(session: nox.Session) -> None:
     """Run tp-plans' pure tests and the planner from its wheel, in an environment without torch and transformers."""

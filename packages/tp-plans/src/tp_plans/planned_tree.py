@@ -23,6 +23,7 @@ from tp_plans.styles import (
     GatherSequence,
     ParameterStyle,
     Style,
+    VocabParallelEmbedding,
     parameter_layout,
 )
 
@@ -70,6 +71,12 @@ class PlannedTree:
     def styled_modules(self) -> Iterator[tuple[str, Style]]:
         """Iterate over the modules that have a rule, with their styles."""
         yield from ((path, style) for path, style in self.styles.items() if path in self.modules)
+
+    @cached_property
+    def embedding_width(self) -> int | None:
+        """The width of the first embedding that is split and has a table; ``None`` where there is none."""
+        split = (p for p, s in self.styled_modules() if isinstance(s, (VocabParallelEmbedding, ColwiseEmbedding)))
+        return next((table.shape[1] for path in split if (table := self.tree.weight(path)) is not None), None)
 
     def rule(self, path: str) -> str | None:
         """Return the pattern that a module or parameter matches first."""
@@ -124,14 +131,14 @@ class PlannedTree:
 
     def within(self, root: str) -> Iterator[tuple[str, Any]]:
         """Iterate over the modules of the language model at ``root``, except those inside split experts."""
-        experts: list[str] = []
+        experts: set[str] = set()
         for path, module in self.modules.items():
             if root and path != root and not path.startswith(f"{root}."):
                 continue
-            if any(path.startswith(f"{owner}.") for owner in experts):
+            if experts and any(above in experts for above in ancestors(path)):
                 continue
             if isinstance(self.style(path), (ExpertsParallel, DispatchExperts)):
-                experts.append(path)
+                experts.add(path)
             yield path, module
 
 

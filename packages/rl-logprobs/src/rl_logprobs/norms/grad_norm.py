@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -206,27 +206,49 @@ def _norms(
         return {}
     powers = []
     for group, members in reduce_groups(everything, groups).items():
-        device, member_ids = group.device(result_device), {id(parameter) for parameter in members}
-        chosen = [member_ids.intersection(map(id, parameters)) for parameters in listed.values()]
-        local = torch.stack([_weighted_power(complete, keys, group, float(norm_type), device) for keys in chosen])
+        device, weights = group.device(result_device), _weights(complete, members, group, is_max=is_max)
+        local_powers = [
+            _weighted_power(complete.parts, parameters, weights, float(norm_type), device)
+            for parameters in listed.values()
+        ]
+        local = torch.stack(local_powers)
         powers.append((group.max(local) if is_max else group.sum(local)).to(result_device))
     total = torch.stack(powers).amax(0) if is_max else torch.stack(powers).sum(0).pow(1 / norm_type)
     any_float64 = any(part.dtype is torch.float64 for part in gradients.parts.values())
     return dict(zip(listed, total.to(torch.float64 if any_float64 else torch.float32).unbind(), strict=True))
 
 
-def _weighted_power(
-    gradients: LocalGradients, chosen: Set[int], group: ReduceGroup, norm_type: float, device: torch.device
-) -> torch.Tensor:
-    """Return this rank's power sum, with replicated parts down-weighted so that each element counts once."""
-    by_weight: dict[float, list[torch.Tensor]] = {}
+def _weights(
+    gradients: LocalGradients, members: Sequence[torch.Tensor], group: ReduceGroup, *, is_max: bool
+) -> dict[int, float]:
+    """Return the factor of each gradient of a group's parameters, by the parameter's ``id``.
+
+    Replicated parts are down-weighted so that each element counts once.
+    """
+    member_ids = {id(parameter) for parameter in members}
+    weights = {}
     for placement, keys in gradients.by_placement.items():
-        weight = 1.0 if norm_type == math.inf else group.replica_weight(placement)
-        by_weight.setdefault(weight, []).extend(gradients.parts[key] for key in keys if key in chosen)
-    parts = [norm_power(tensors, norm_type, device) * weight for weight, tensors in by_weight.items() if tensors]
-    if not parts:
+        weight = 1.0 if is_max else group.replica_weight(placement)
+        weights.update((key, weight) for key in keys if key in member_ids)
+    return weights
+
+
+def _weighted_power(
+    parts: Mapping[int, torch.Tensor],
+    parameters: Iterable[torch.Tensor],
+    weights: Mapping[int, float],
+    norm_type: float,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return this rank's power sum over those of some parameters that have a weight."""
+    by_weight: dict[float, list[torch.Tensor]] = {}
+    for key in map(id, parameters):
+        if key in weights:
+            by_weight.setdefault(weights[key], []).append(parts[key])
+    powers = [norm_power(tensors, norm_type, device) * weight for weight, tensors in by_weight.items()]
+    if not powers:
         return norm_power([], norm_type, device)
-    return torch.stack(parts).amax() if norm_type == math.inf else torch.stack(parts).sum()
+    return torch.stack(powers).amax() if norm_type == math.inf else torch.stack(powers).sum()
 
 
 def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:

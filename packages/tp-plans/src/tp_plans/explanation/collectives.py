@@ -153,9 +153,7 @@ def _input_layout(path: str, planned: PlannedTree) -> _InputLayout:
 
 def _reads_stream(path: str, planned: PlannedTree) -> bool:
     weight = planned.tree.weight(path)
-    embeddings = (p for p, s in planned.styled_modules() if isinstance(s, (VocabParallelEmbedding, ColwiseEmbedding)))
-    tables = (table for each in embeddings if (table := planned.tree.weight(each)) is not None)
-    width = next((table.shape[1] for table in tables), None)
+    width = planned.embedding_width
     return weight is None or width is None or weight.shape[1] == width
 
 

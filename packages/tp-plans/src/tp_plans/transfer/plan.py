@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from tp_plans.errors import TransferError
 from tp_plans.transfer.block_transfer import BlockTransfer
 from tp_plans.transfer.boxes import SHARED_BYTES, Box, difference, disjoint, full_box, intersection, split_box, volume
 from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
+from tp_plans.transfer.least_loaded import LeastLoaded
+from tp_plans.transfer.near_boxes import NearBoxes
 from tp_plans.transfer.relays import owners_of, relayed_transfers
 
 
@@ -128,8 +131,9 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay:
                 for small in [part] if nbytes <= SHARED_BYTES else split_box(part, SHARED_BYTES // itemsize):
                     shared.append((order, name, small, senders, rank, volume(small) * itemsize))
                     order += 1
+    least = LeastLoaded(load)
     for place, name, box, senders, rank, nbytes in sorted(shared, key=lambda item: (-item[5], item[0])):
-        sender = min(senders, key=lambda each: (load[each], each))
+        sender = least.of(senders)
         load[sender] += nbytes
         fixed.append((place, BlockTransfer(name, box, sender, rank, nbytes)))
     fixed.sort(key=lambda item: item[0])
@@ -157,12 +161,12 @@ def plan_cover(layout: TransferLayout) -> tuple[BlockTransfer, ...]:
     """
     load: dict[int, int] = defaultdict(int)
     found = []
-    remembered = _Providers()
+    remembered, least = _Providers(), LeastLoaded(load)
     for name, tensor in layout.tensors.items():
         providers = remembered.of_tensor(name, tensor, owners_of(layout, name))
         for part, _, senders in providers(full_box(tensor.shape), None):
             for small in split_box(part, max(1, SHARED_BYTES // tensor.itemsize)):
-                owner = min(senders, key=lambda each: (load[each], each))
+                owner = least.of(senders)
                 load[owner] += volume(small) * tensor.itemsize
                 found.append(BlockTransfer(name, small, owner, owner, volume(small) * tensor.itemsize))
     return tuple(found)
@@ -197,8 +201,8 @@ class _Providers:
     """Which ranks can send which part of a box; remembers how boxes are cut, as replicas and experts are cut alike."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[Box, ...], int] = {}
-        self._cuts: dict[tuple[Box, int], list[tuple[Box, int, Box]]] = {}
+        self._indices: dict[tuple[Box, ...], tuple[int, NearBoxes]] = {}
+        self._cuts: dict[tuple[Box, tuple[Box, ...], int], list[tuple[Box, int, Box]]] = {}
 
     def of_tensor(
         self, name: str, tensor: CheckpointTensor, owners: Mapping[Box, Sequence[int]]
@@ -212,28 +216,36 @@ class _Providers:
             tensor: its shape.
             owners: the ranks that store each box.
         """
-        everyone = self._number(tuple(owners))
-        holders = {rank for ranks in owners.values() for rank in ranks}
+        number, index = self._indexed(tuple(owners))
+        held: dict[int, list[Box]] = defaultdict(list)
+        for stored, ranks in owners.items():
+            for each in ranks:
+                held[each].append(stored)
+        indices: dict[int, NearBoxes] = {}
 
         def providers(box: Box, rank: int | None) -> list[tuple[Box, int, Sequence[int]]]:
-            number, stored = everyone
-            if rank in holders:
-                number, stored = self._number(tuple(sorted(owners, key=lambda each: rank not in owners[each])))
-            if (box, number) not in self._cuts:
-                self._cuts[box, number] = _cut(name, tensor, box, stored)
-            cuts = self._cuts[box, number]
-            if rank in holders:
-                return [(part, n, [rank] if rank in owners[by] else owners[by]) for part, n, by in cuts]
+            own: tuple[Box, ...] = ()
+            if rank is not None and rank in held:
+                if rank not in indices:
+                    indices[rank] = NearBoxes(held[rank])
+                own = tuple(indices[rank].near(box))
+            if (box, own, number) not in self._cuts:
+                self._cuts[box, own, number] = _cut(name, tensor, box, chain(own, index.near(box)))
+            cuts = self._cuts[box, own, number]
+            if rank is not None and own:
+                return [(part, n, [rank] if by in own else owners[by]) for part, n, by in cuts]
             return [(part, n, owners[by]) for part, n, by in cuts]
 
         return providers
 
-    def _number(self, stored: tuple[Box, ...]) -> tuple[int, tuple[Box, ...]]:
-        """A short name for some boxes, since the hash of a long tuple is computed at each use."""
-        return self._numbers.setdefault(stored, len(self._numbers)), stored
+    def _indexed(self, stored: tuple[Box, ...]) -> tuple[int, NearBoxes]:
+        """Some boxes by place, with a short name, since the hash of a long tuple is computed at each use."""
+        if stored not in self._indices:
+            self._indices[stored] = len(self._indices), NearBoxes(stored)
+        return self._indices[stored]
 
 
-def _cut(name: str, tensor: CheckpointTensor, box: Box, stored: Sequence[Box]) -> list[tuple[Box, int, Box]]:
+def _cut(name: str, tensor: CheckpointTensor, box: Box, stored: Iterable[Box]) -> list[tuple[Box, int, Box]]:
     """Cut a box by stored boxes; return each part with its elements and the first stored box that has it."""
     found = []
     left = [box] if volume(box) else []

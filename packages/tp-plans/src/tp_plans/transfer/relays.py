@@ -63,12 +63,10 @@ def relayed_transfers(source: TransferLayout, destination: TransferLayout) -> li
 
 def owners_of(layout: TransferLayout, name: str) -> dict[Box, list[int]]:
     """The ranks that store each box of a tensor."""
-    owners: dict[Box, list[int]] = {}
+    owners: dict[Box, dict[int, None]] = {}
     for block in layout.blocks(name):
-        held = owners.setdefault(block.box, [])
-        if block.rank not in held:
-            held.append(block.rank)
-    return owners
+        owners.setdefault(block.box, {})[block.rank] = None
+    return {box: list(ranks) for box, ranks in owners.items()}
 
 
 def _wanted_cells(held: Sequence[Box], wanted: Sequence[Box]) -> list[tuple[Box, list[Box], list[Box]]]:

@@ -1,0 +1,7 @@
+"""All measured calls."""
+
+from __future__ import annotations
+
+from growth import logprobs, plans, transfers
+
+CASES = [*plans.CASES, *transfers.CASES, *logprobs.CASES]
