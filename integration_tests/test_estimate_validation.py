@@ -133,6 +133,7 @@ def predicted(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
     options = dict(options)
     master = options.pop("master", False)
     told: dict[str, Any] = {"dtype": "bf16", "master_dtype": "fp32"} if master else {"dtype": "fp32"}
+    told["attention_kernels"] = "none"  # the real step runs on a CPU, whose attention has no workspaces of a GPU's
     found = estimate(
         config_of(name), axes, seq_len=LENGTH, micro_batch=BATCH, rank=rank, logprobs=logprobs, **told, **options
     )

@@ -85,6 +85,11 @@ def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
         "routing": "worst",
         "device_memory": "80GiB",
         "bandwidth": {"tp": "450GB/s", "dp_shard": "400Gb/s"},
+        "micro_batches": 1,
+        "offload_activations": False,
+        "attention_kernels": "flash2",
+        "allocator": "",
+        "compile": False,
     }
 
 
@@ -221,7 +226,7 @@ def test_a_tiny_model_is_swept_from_its_config(tmp_path: Path) -> None:
     fixed = ["--activation-checkpointing", "none", "--max-tp", "2", "--dp-replicate", "1", "--workers", "0"]
     command = ["estimate", str(tmp_path), "--seq-len", "16", "--sweep", "--world-size", "2", *fixed, "--json", "-"]
     done = subprocess.run(
-        ["python", "-m", "fsdp_runtime.cli", *command, "--bandwidth", "1GB/s", "--device-memory", "1GiB"],
+        ["python", "-m", "fsdp_runtime.cli", *command, "--bandwidth", "1GB/s", "--device-memory", "4GiB"],
         env=environment(),
         capture_output=True,
         text=True,

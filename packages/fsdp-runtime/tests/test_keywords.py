@@ -118,5 +118,10 @@ def test_a_new_option_touches_its_step_alone() -> None:
 
 def test_a_dry_run_takes_the_options_of_fsdp() -> None:
     config = tiny_config("LlamaForCausalLM")
-    found = estimate(config, {"dp_shard": 2}, seq_len=8, fsdp=FSDPOptions(reshard_after_forward=False))
-    assert found.memory.peak.total > estimate(config, {"dp_shard": 2}, seq_len=8).memory.peak.total
+    sharded, kept = (
+        estimate(
+            config, {"dp_shard": 2}, seq_len=8, attention_kernels="none", fsdp=FSDPOptions(reshard_after_forward=each)
+        )
+        for each in (None, False)
+    )
+    assert kept.memory.peak.total > sharded.memory.peak.total

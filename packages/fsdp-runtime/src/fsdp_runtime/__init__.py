@@ -13,7 +13,7 @@ Errors:      ``FsdpRuntimeError``, and of its subclasses ``BackendError``, ``Gra
              ``MeshError``, ``ModelError``, ``OptionError``, ``WeightsError``; all are in ``fsdp_runtime.errors``
 
 Rooms with a table of their own are imported by name, such as ``fsdp_runtime.dry_run``: ``batching``, ``dry_run``,
-``mesh``, ``model``, ``monitor``, ``sync``, ``trainers``, ``weights``.  The modules below may move.
+``mesh``, ``meters``, ``model``, ``monitor``, ``sync``, ``trainers``, ``weights``.  The modules below may move.
 
 A name is imported at its first use: the command line refuses wrong arguments, and prints its help and version, before
 torch is imported.

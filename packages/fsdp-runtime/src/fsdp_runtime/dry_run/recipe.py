@@ -42,7 +42,7 @@ class WithAdapters:
         except ImportError as error:
             raise EstimateError("a recipe of LoRA needs peft: pip install peft, or leave lora out") from error
         adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        model: nn.Module = get_peft_model(model_builder(self.source)(), adapters)  # type: ignore[arg-type]
+        model: nn.Module = get_peft_model(model_builder(self.source)(), adapters)
         return model
 
 

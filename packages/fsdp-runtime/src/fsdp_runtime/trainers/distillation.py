@@ -108,4 +108,4 @@ def _over_tp(model: str, weight: Any) -> Any:
             f"the student's head is sharded over {', '.join(axes)} within its forward: let FSDP2 gather it with the "
             "model around it, not as a module of its own"
         )
-    return weight.detach().full_tensor()
+    return weight.detach().full_tensor()  # type: ignore[attr-defined]

@@ -156,7 +156,7 @@ def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
 def check_tokens(model: Any, processing_class: Any) -> None:
     """Raise :class:`ModelError` if a tokenizer has more tokens than the model's embedding has rows."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     rows = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
     if rows is not None and hasattr(tokenizer, "get_vocab") and len(tokenizer) > rows:
         raise ModelError(

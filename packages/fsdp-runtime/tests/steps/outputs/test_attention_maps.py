@@ -78,6 +78,7 @@ def _packed_maps() -> list[float]:
     model = tiny_model("Qwen3ForCausalLM")
     model.set_attn_implementation("eager")  # type: ignore[operator]
     alone = [_maps(model, {}, part) for part in (IDS[:, :5], IDS[:, 5:])]
+    model.zero_grad()
     packed = parallelize(model, mesh_for({"tp": 2}), packed_sequences=True, **SEQUENCE_PARALLEL)
     positions = torch.cat([torch.arange(5), torch.arange(3)]).expand(2, -1)
     errors = []

@@ -226,7 +226,7 @@ def _weights(
     Replicated parts are down-weighted so that each element counts once.
     """
     member_ids = {id(parameter) for parameter in members}
-    weights = {}
+    weights: dict[int, float] = {}
     for placement, keys in gradients.by_placement.items():
         weight = 1.0 if is_max else group.replica_weight(placement)
         weights.update((key, weight) for key in keys if key in member_ids)
