@@ -313,7 +313,7 @@ def test_losses_are_finite_where_no_label_is_left(folder: Path) -> None:
     from fsdp_runtime.trainers.logits import per_token
 
     logits, labels = torch.randn(2, 1, 7, requires_grad=True), torch.full((2, 5), -100)
-    fields = per_token(logits, labels, temperature=1.0, entropy=True, is_top1=True)
+    fields = per_token(logits, labels, temperature=1.0, fields=("log_probs", "entropy", "is_top1"))
     fields["log_probs"].sum().backward()
     assert fields["log_probs"].shape == (2, 4)
     assert logits.grad is not None
@@ -328,6 +328,6 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.delitem(vars(trainers), "SFTTrainer", raising=False)  # kept from an earlier use
     monkeypatch.setitem(sys.modules, "trl", None)
-    monkeypatch.delitem(sys.modules, "fsdp_runtime.trainers.trl_trainers", raising=False)
+    monkeypatch.delitem(sys.modules, "fsdp_runtime.trainers.trl_classes", raising=False)
     with pytest.raises(BackendError, match=r"pip install 'fsdp-runtime\[trl\]'"):
         _ = trainers.SFTTrainer
