@@ -9,7 +9,7 @@ from fsdp_runtime.gpu_check import parity
 from fsdp_runtime.gpu_check.__main__ import main
 from fsdp_runtime.gpu_check.check_result import CheckResult, within
 from fsdp_runtime.gpu_check.machine import World, accelerator
-from fsdp_runtime.gpu_check.memory import compare
+from fsdp_runtime.gpu_check.memory import compared
 from fsdp_runtime.gpu_check.report import markdown
 from harness.ranks import RankPool
 
@@ -65,10 +65,9 @@ def test_bounds_decide():
     assert within("Parity", "a", 0.3, 0.2).state == "failed"
 
 
-def test_a_peak_far_from_the_dry_run_fails(monkeypatch):
-    monkeypatch.setattr("fsdp_runtime.gpu_check.memory.expected_peak", lambda: 2**30)
-    near, far = (CheckResult("Memory", "measured peak of a step", str(int(2**30 * f))) for f in (1.01, 1.2))
-    assert [f.state for f in compare([near, far])] == ["passed", "failed"]
+def test_a_peak_far_from_the_dry_run_fails():
+    near, far = (compared("peak of a step", int(2**30 * f), 2**30) for f in (1.01, 1.2))
+    assert [f.state for f in (near, far)] == ["passed", "failed"]
 
 
 def test_worlds_name_their_backend():

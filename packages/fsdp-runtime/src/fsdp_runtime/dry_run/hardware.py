@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fsdp_runtime.meters.peak_flops import PEAK_FLOPS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
@@ -32,10 +34,10 @@ class Hardware:
 
 
 HARDWARE: Mapping[str, Hardware] = {
-    "A100": Hardware(flops=312e12, memory_bandwidth=2.04e12, node_bandwidth=300e9, network_bandwidth=25e9),
-    "H100": Hardware(flops=989e12, memory_bandwidth=3.35e12, node_bandwidth=450e9),
-    "H200": Hardware(flops=989e12, memory_bandwidth=4.8e12, node_bandwidth=450e9, memory=141e9),
-    "B200": Hardware(flops=2250e12, memory_bandwidth=8e12, node_bandwidth=900e9, memory=192e9),
+    "A100": Hardware(flops=PEAK_FLOPS["A100"], memory_bandwidth=2.04e12, node_bandwidth=300e9, network_bandwidth=25e9),
+    "H100": Hardware(flops=PEAK_FLOPS["H100"], memory_bandwidth=3.35e12, node_bandwidth=450e9),
+    "H200": Hardware(flops=PEAK_FLOPS["H200"], memory_bandwidth=4.8e12, node_bandwidth=450e9, memory=141e9),
+    "B200": Hardware(flops=PEAK_FLOPS["B200"], memory_bandwidth=8e12, node_bandwidth=900e9, memory=192e9),
 }
 
 #: Parts of the rates that kernels reach: matrix products of the sizes of training; attention by its kernels

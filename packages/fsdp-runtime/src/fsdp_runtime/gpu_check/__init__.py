@@ -2,10 +2,10 @@
 
 ``machine``   devices, versions, and on which device and backend a rank works
 ``ranks``     processes of one world, each check on all of them, and what became of it
-``parity``    a step on every axis beside the same step of one process
-``kernels``   log-probabilities by Triton beside torch's operators
-``memory``    the peak of a step beside the dry run's
-``speed``     gradient norm and log-probabilities beside a copy of as many bytes
+``parity``    a step on every axis against the same step of one process
+``kernels``   log-probabilities by Triton against torch's operators
+``memory``    the peak of a step against the dry run's
+``speed``     gradient norm and log-probabilities against a copy of as many bytes
 ``transfer``  weights from shards to shards over the backend
 ``report``    one Markdown page of all findings
 """

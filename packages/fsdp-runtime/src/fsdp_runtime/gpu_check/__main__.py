@@ -11,7 +11,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.kernels import check_kernels
 from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
-from fsdp_runtime.gpu_check.memory import check_memory, compare
+from fsdp_runtime.gpu_check.memory import check_memory
 from fsdp_runtime.gpu_check.parity import check_parity
 from fsdp_runtime.gpu_check.ranks import Check, run_checks
 from fsdp_runtime.gpu_check.report import markdown, verdict
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for world in chosen:
         for checks in [*(ALONE if world.size == 1 else []), *EVERY]:
             findings += _run(world, checks)
-    page = markdown(compare(findings))
+    page = markdown(findings)
     options.output.write_text(page, encoding="utf-8")
     print(f"{page}\nReport: {options.output}")
     return 1 if any(finding.state == "failed" for finding in findings) else 0

@@ -1,4 +1,4 @@
-"""Log-probabilities by Triton beside torch's operators: values and gradients."""
+"""Log-probabilities by Triton against torch's operators: values and gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def check_kernels(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield the largest difference of each dtype and width, relative to the largest element."""
     rl_logprobs, triton = optional("rl_logprobs"), optional("triton")
     if rl_logprobs is None or triton is None:
-        yield CheckResult("Kernels", "Triton beside torch", "rl-logprobs or triton is not installed", state="not run")
+        yield CheckResult("Kernels", "Triton against torch", "rl-logprobs or triton is not installed", state="not run")
         return
     if device.type == "cpu":
-        yield CheckResult("Kernels", "Triton beside torch", "Triton needs an accelerator", state="not run")
+        yield CheckResult("Kernels", "Triton against torch", "Triton needs an accelerator", state="not run")
         return
     for dtype, bound in BOUNDS.items():
         for width in WIDTHS:

@@ -1,4 +1,4 @@
-"""A step on every axis beside the same step of one process: loss and every gradient on every rank."""
+"""A step on every axis against the same step of one process: loss and every gradient on every rank."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def largest_difference(model: nn.Module, setting: Setting, device: torch.device)
         if gradient is None or wanted is None:
             differences.append(float("inf") if (gradient is None) != (wanted is None) else 0.0)
             continue
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        differences.append(float((whole - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)))
+        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        differences.append(float((full - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)))
     return max(differences)
 
 

@@ -1,4 +1,4 @@
-"""Gradient norm and log-probabilities beside a copy of as many bytes: what the memory allows."""
+"""Gradient norm and log-probabilities against a copy of as many bytes: what the memory allows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import World, optional
+from fsdp_runtime.meters.step_meter import synchronize
 
 REPEATS = 10
 #: Elements of a gradient; rows and columns of logits.  A CPU is given 1/64.
@@ -66,12 +67,6 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
         synchronize(device)
         best = min(best, time.perf_counter() - begin)
     return best
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _beside(what: str, rate: float, copied: float, world: World) -> CheckResult:

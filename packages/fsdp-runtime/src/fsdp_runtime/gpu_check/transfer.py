@@ -13,7 +13,7 @@ from fsdp_runtime import MeshSpec, parallelize
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import World
 from fsdp_runtime.gpu_check.parity import build
-from fsdp_runtime.gpu_check.speed import synchronize
+from fsdp_runtime.meters.step_meter import synchronize
 from fsdp_runtime.sync import ModelShards, execute_transfer, verify_transfer
 
 

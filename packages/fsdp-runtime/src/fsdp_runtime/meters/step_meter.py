@@ -20,9 +20,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.collectives import axis_names, collective_call
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.meters.model_flops import ModelFlops
-
-#: Dense bfloat16 operations a second, as the makers publish them without sparsity.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12, "MI325X": 1307e12}
+from fsdp_runtime.meters.peak_flops import PEAK_FLOPS
 
 
 @dataclass(frozen=True)
@@ -142,11 +140,11 @@ class StepMeter:
         """
         self._phases, self._peaks = {}, {}
         counter = _CountTraffic(self._mesh) if count_traffic and self._mesh is not None else None
-        _wait(self._device)
+        synchronize(self._device)
         begin = time.perf_counter()
         with nullcontext() if counter is None else counter:
             yield
-        _wait(self._device)
+        synchronize(self._device)
         seconds = time.perf_counter() - begin
         if counter is not None:
             self._traffic = dict(counter.sent)
@@ -166,12 +164,12 @@ class StepMeter:
     def phase(self, name: str) -> Iterator[None]:
         """Measure a part of a step; several with one name are added up, and the largest of their peaks counts."""
         counts = self._device.type == "cuda"
-        _wait(self._device)
+        synchronize(self._device)
         if counts:
             torch.cuda.reset_peak_memory_stats(self._device)
         begin = time.perf_counter()
         yield
-        _wait(self._device)
+        synchronize(self._device)
         self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - begin
         if counts:
             self._peaks[name] = max(self._peaks.get(name, 0), torch.cuda.max_memory_allocated(self._device))
@@ -211,6 +209,7 @@ def _published(device: torch.device) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def _wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for a device; a CPU has computed what it was told."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
