@@ -13,9 +13,9 @@ from torch import Tensor
 import tp_plans
 from fsdp_runtime import OptionError
 from fsdp_runtime.sharded.chunks import Chunk
-from fsdp_runtime.sharded.rank_boxes import stored_part
+from fsdp_runtime.sharded.rank_boxes import inside, stored_part
 from fsdp_runtime.sync.schedule import aligned, schedule_rounds, split_transfers
-from fsdp_runtime.sync.tensor_views import Sides, box_views, inside, message_values
+from fsdp_runtime.sync.tensor_views import Sides, box_views, message_values
 from tp_plans import Replicate, Shard
 from tp_plans.transfer import CheckpointTensor, EngineSize, StridedShard, TransferLayout, TransferPlan
 

@@ -52,12 +52,17 @@ def mesh_ranks(entries: Sequence[StateEntry]) -> ModelRanks:
     """Return all ranks of the model's mesh, replicas included; this rank alone for a model of plain tensors."""
     mesh = model_mesh(entries)
     if mesh is None:
-        return ModelRanks(global_first=dist.get_rank() if dist.is_initialized() else 0)
+        return ModelRanks(global_first=own_rank())
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     index = 0
     for size, coordinate in zip(mesh.shape, mesh.get_coordinate() or (0,) * mesh.ndim, strict=True):
         index = index * size + coordinate
     return ModelRanks(groups, index, mesh.size(), int(mesh.mesh.flatten()[0]))
+
+
+def own_rank() -> int:
+    """Return this process's rank in the world, 0 where ``torch.distributed`` is not initialized."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_ranks() -> ModelRanks:
@@ -156,7 +161,7 @@ def all_reduce_over(groups: Sequence[ProcessGroup], tensor: Tensor, op: dist.Red
 
 def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
     """All-gather a picklable value; return the values by global rank.  One collective per group."""
-    values = {dist.get_rank() if dist.is_initialized() else 0: value}
+    values = {own_rank(): value}
     for group in ranks.groups:
         gathered: list[dict[int, Any]] = [{}] * dist.get_world_size(group)
         dist.all_gather_object(gathered, values, group=group)

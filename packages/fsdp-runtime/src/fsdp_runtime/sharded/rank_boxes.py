@@ -65,6 +65,11 @@ def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
     yield StoredBlock(rank, box, chunk.source, offset, chunk.dims)
 
 
+def inside(box: Box, part: Box) -> tuple[slice, ...]:
+    """Return the slices of a tensor of a box's shape that hold a part of the box."""
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, box, strict=True))
+
+
 def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, part: Box) -> Tensor:
     """Return a view of a part of a block of a checkpoint tensor, in that tensor's dims, in the rank's local tensors."""
     view = local.get(block.local)

@@ -11,12 +11,12 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.collectives import all_reduce_over, mesh_ranks
+from fsdp_runtime.sharded.collectives import all_reduce_over, mesh_ranks, own_rank
 from fsdp_runtime.sharded.hashing import hash_box
-from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.sharded.rank_boxes import block_view, inside
 from fsdp_runtime.sync.groups import rank_in
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
-from fsdp_runtime.sync.tensor_views import box_views, inside, torch_dtype
+from fsdp_runtime.sync.tensor_views import box_views, torch_dtype
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans.transfer import Box, TransferLayout, TransferPlan, box_shape, plan_cover
 
@@ -52,7 +52,7 @@ def digest(
     shards = ModelShards(model, export=export)
     shards.refresh()
     groups = mesh_ranks(state_entries(model)).groups
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = own_rank()
     return _summed(shards.layout, _of_cover(shards.layout, shards.local, rank), groups)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import Store
 
 from fsdp_runtime._torch_compat import separate_group
 from fsdp_runtime.errors import OptionError, WeightSyncError
+from fsdp_runtime.sharded.collectives import own_rank
 
 #: How long an exchange of a transfer may take before its ranks give up.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -80,4 +81,4 @@ def rank_in(group: ProcessGroup | None) -> int:
     """
     if group is not None:
         return group.rank()
-    return dist.get_rank() if dist.is_initialized() else 0
+    return own_rank()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
-from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh
+from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh, own_rank
 from fsdp_runtime.sharded.rank_boxes import rank_boxes, stored_part
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.adapters import saved_tensors
@@ -66,7 +65,7 @@ class ModelShards:
         else:
             groups = _adapter_groups(saved_tensors(model, entries, adapter, embeddings=False), dtype)
         mesh = model_mesh(entries)
-        own = dist.get_rank() if dist.is_initialized() else 0
+        own = own_rank()
         everyone = [own] if mesh is None else mesh.mesh.flatten().tolist()
         tensors: dict[str, CheckpointTensor] = {}
         blocks: dict[str, list[StoredBlock]] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.sharded.rank_boxes import block_view, inside
 from fsdp_runtime.sync.schedule import Message
 from tp_plans.transfer import BlockTransfer, Box, TransferLayout, TransferPlan, box_shape
 
@@ -19,11 +19,6 @@ def box_views(
     """Yield the parts of a box that a rank stores, each with its view in the rank's local tensors."""
     for part, block in layout.within(rank, tensor, box):
         yield part, block_view(local, tensor, block, part)
-
-
-def inside(box: Box, part: Box) -> tuple[slice, ...]:
-    """Return the slices of a tensor of a box's shape that hold a part of the box."""
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, box, strict=True))
 
 
 def torch_dtype(layout: TransferLayout, tensor: str) -> torch.dtype:

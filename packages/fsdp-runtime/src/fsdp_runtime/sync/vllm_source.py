@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
+from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.sync.model_layout import ModelShards
 from fsdp_runtime.weights.stream import WeightExport, WeightInfo
@@ -127,7 +128,7 @@ class WeightSource(_Base):
     def _iter_local(self) -> Iterator[tuple[str, Tensor]]:
         if self._shards is None:
             raise OptionError("these weights are computed from full tensors: iterate with iter_full()")
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = own_rank()
         for group in self._export.groups:
             gathered: dict[str, Tensor] = {}
             if any(item.name not in self._placed for item in group.tensors):

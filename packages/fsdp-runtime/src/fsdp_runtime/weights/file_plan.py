@@ -214,16 +214,16 @@ class _Tensor:
 
     def steps(self, pieces: Sequence[Piece], *, partial: bool) -> Iterator[WriteStep]:
         """Yield the steps; what needs no exchange comes first."""
-        whole = full_box(self._item.shape)
+        full = full_box(self._item.shape)
         found = sum(volume(piece.block.box) for piece in pieces)
-        if found != volume(whole) and not partial:
+        if found != volume(full) and not partial:
             raise WeightsError(
-                f"{self._item.name} has {volume(whole)} elements and the ranks' blocks of it have {found}: the model's "
+                f"{self._item.name} has {volume(full)} elements and the ranks' blocks of it have {found}: the model's "
                 "shards have to hold every element exactly once"
             )
         local: list[Area] = []
         exchanged: list[list[Area]] = []
-        for areas in self._areas(whole, [Part(piece.block.box, piece.owners[0], piece) for piece in pieces]):
+        for areas in self._areas(full, [Part(piece.block.box, piece.owners[0], piece) for piece in pieces]):
             for number, area in enumerate(areas):
                 if area.is_local and area.is_whole:
                     local.append(area)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model
@@ -21,7 +20,7 @@ from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import Chunk, ReadSlices, Slices, fill_local, identity_chunk, local_part
-from fsdp_runtime.sharded.collectives import ModelRanks, mesh_ranks, raise_on_all, required_device
+from fsdp_runtime.sharded.collectives import ModelRanks, mesh_ranks, own_rank, raise_on_all, required_device
 from fsdp_runtime.sharded.file_systems import FilePlace, file_place
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
@@ -141,7 +140,7 @@ def load_weights(
             drawn: list[StateEntry] = []
             for entry in refresh_buffers(base_entries):
                 (stored if weights.by_model_name.keys() & {*entry.names} else drawn).append(entry)
-            sent, received = _fill(stored, weights, checkpoint, near, ranks, bucket_bytes)
+            sent, received = _fill(stored, weights, converter, near, ranks, bucket_bytes)
             with raise_on_all(ranks):
                 for entry in drawn:
                     fill_local(entry.tensor, *_drawn(entry, new_modules or {}))
@@ -183,26 +182,23 @@ def _are_one(identities: Sequence[Any], places: Sequence[FilePlace]) -> bool:
 
 def _readers(places: Mapping[int, FilePlace], readers: Literal["host", "job"]) -> list[int]:
     """The ranks that read for this one: those of its host, or all."""
-    own = _own_rank()
+    own = own_rank()
     host = places[own].host
     if readers == "job":
         return list(places)
     return [rank for rank, place in places.items() if place.host == host] if host else [own]
 
 
-def _own_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _fill(
     entries: Sequence[StateEntry],
     weights: WeightMap,
-    checkpoint: HubCheckpoint,
+    converter: _Converter,
     readers: Sequence[int],
     ranks: ModelRanks,
     bucket_bytes: int,
 ) -> tuple[int, int]:
     """Fill every tensor of the model; return the bytes sent and received."""
+    checkpoint = converter.checkpoint
     in_blocks: list[tuple[Tensor, Sequence[Chunk]]] = []
     others: list[tuple[Tensor, str]] = []
     for entry in entries:
@@ -213,11 +209,10 @@ def _fill(
         else:
             in_blocks.append((entry.tensor, chunks))
     device = required_device(ranks.groups) or torch.device("cpu")
-    blocks = BlockReader(_own_rank(), ranks, bucket_bytes, device, checkpoint)
+    blocks = BlockReader(own_rank(), ranks, bucket_bytes, device, checkpoint)
     blocks.run(plan_reads(in_blocks, checkpoint.tensors, readers, bucket_bytes))
     with raise_on_all(ranks):
         blocks.raise_error()
-        converter = _Converter(checkpoint)
         for tensor, name in others:
             fill_local(tensor, *_source(name, weights, checkpoint, converter))
     return blocks.bytes_sent, blocks.bytes_received
@@ -370,7 +365,7 @@ class _Converter:
     """Run conversions on full tensors; keeps the last one's outputs, because neighbouring tensors share them."""
 
     def __init__(self, checkpoint: HubCheckpoint) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._last: Conversion | None = None
         self._outputs: dict[str, Tensor] = {}
 
@@ -378,6 +373,6 @@ class _Converter:
         """Return a function that reads slices of the conversion's outputs."""
         if self._last is not origin.conversion and origin.conversion is not None:
             self._outputs.clear()
-            inputs = {name: self._checkpoint.read(name) for name in origin.conversion.sources}
+            inputs = {name: self.checkpoint.read(name) for name in origin.conversion.sources}
             self._last, self._outputs = origin.conversion, origin.conversion.run(inputs)
         return lambda name, slices: self._outputs[name][slices]

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
-from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.sharded.rank_boxes import inside
 from fsdp_runtime.weights.file_plan import Part, file_runs
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
+from fsdp_runtime.weights.messages import in_message, local_view, message_bytes
 from fsdp_runtime.weights.read_plan import Read, receivers
-from tp_plans.transfer import box_shape, split_box, volume
+from tp_plans.transfer import box_shape, split_box
 
 logger = logging.getLogger(__name__)
 
 #: Bytes that are read before they are converted, or copied to a device.
 _STAGED = 2**24
-#: Alignment of a part in a message, a multiple of every dtype's size.
-_ALIGNMENT = 16
 #: Seconds between two lines about the progress of a load.
 _SAID_EVERY = 10.0
 
@@ -86,15 +85,15 @@ class BlockReader:
         self._fill_buffer(each, each.area.box, values)
         for part in each.area.parts:
             if self._rank in part.piece.owners:
-                _view(each, part).copy_(values[_inner(each, part)])
+                _view(each, part).copy_(values[inside(each.area.box, part.box)])
         return values if sent else None
 
     def _fill_from_file(self, each: Read) -> None:
         """Read an area into the local tensor that it is for, or by way of a buffer, where it has to be converted."""
         (part,) = each.area.parts
-        whole = _view(each, part)
-        if whole.device.type == "cpu" and whole.dtype == each.item.dtype and whole.is_contiguous():
-            self._fill_buffer(each, part.box, whole)
+        full = _view(each, part)
+        if full.device.type == "cpu" and full.dtype == each.item.dtype and full.is_contiguous():
+            self._fill_buffer(each, part.box, full)
             return
         for box in split_box(part.box, max(_STAGED // each.item.dtype.itemsize, 1)):
             values = torch.empty(box_shape(box), dtype=each.item.dtype)
@@ -123,15 +122,15 @@ class BlockReader:
                 continue
             values = self._result(each, futures[id(each)])
             for part, receiver in _sent(each):
-                given = torch.empty(_aligned(each, part), dtype=torch.uint8)
+                given = torch.empty(message_bytes(each.item, part.box), dtype=torch.uint8)
                 if values is not None:
-                    _shaped(given, each, part).copy_(values[_inner(each, part)])
+                    in_message(given, 0, each.item, part.box).copy_(values[inside(each.area.box, part.box)])
                 outgoing.setdefault(receiver, []).append(given)
         messages = {rank: torch.cat(parts).to(self._device) for rank, parts in outgoing.items()}
         outgoing.clear()
         sizes: dict[int, int] = {}
         for each, part in self._received(batch):
-            sizes[each.area.file_rank] = sizes.get(each.area.file_rank, 0) + _aligned(each, part)
+            sizes[each.area.file_rank] = sizes.get(each.area.file_rank, 0) + message_bytes(each.item, part.box)
         incoming = {rank: torch.empty(size, dtype=torch.uint8, device=self._device) for rank, size in sizes.items()}
         self.bytes_sent += sum(each.nbytes for each in messages.values())
         self.bytes_received += sum(sizes.values())
@@ -139,9 +138,8 @@ class BlockReader:
         offsets = dict.fromkeys(incoming, 0)
         for each, part in self._received(batch):
             source = each.area.file_rank
-            run = incoming[source][offsets[source] : offsets[source] + _aligned(each, part)]
-            _view(each, part).copy_(_shaped(run, each, part))
-            offsets[source] += _aligned(each, part)
+            _view(each, part).copy_(in_message(incoming[source], offsets[source], each.item, part.box))
+            offsets[source] += message_bytes(each.item, part.box)
         self._ahead.give(sum(each.nbytes for each in batch if id(each) in futures and any(_sent(each))))
 
     def _received(self, batch: Sequence[Read]) -> Iterator[tuple[Read, Part]]:
@@ -186,19 +184,4 @@ def _sent(each: Read) -> Iterator[tuple[Part, int]]:
 
 
 def _view(each: Read, part: Part) -> Tensor:
-    block = part.piece.block
-    return block_view({block.local: each.local[part.piece.chunk]}, each.item.name, block, part.box)
-
-
-def _inner(each: Read, part: Part) -> tuple[slice, ...]:
-    sides = zip(part.box, each.area.box, strict=True)
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in sides)
-
-
-def _aligned(each: Read, part: Part) -> int:
-    return -(-volume(part.box) * each.item.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def _shaped(run: Tensor, each: Read, part: Part) -> Tensor:
-    nbytes = volume(part.box) * each.item.dtype.itemsize
-    return run[:nbytes].view(each.item.dtype).view(box_shape(part.box))
+    return local_view(each.local[part.piece.chunk], each.item.name, part)

@@ -222,10 +222,10 @@ def _planned(
         if gathered:
             for batch in split_by_bytes(groups, bucket_bytes):
                 for item, tensor in export.gather(batch):
-                    whole, local = replace(item, chunks=[identity_chunk(item.name, item.shape)]), {item.name: tensor}
+                    full, local = replace(item, chunks=[identity_chunk(item.name, item.shape)]), {item.name: tensor}
                     yield (
-                        whole,
-                        planner.plan(whole, *pieces_of(whole, local, gathered=True), writer=next(writers)),
+                        full,
+                        planner.plan(full, *pieces_of(full, local, gathered=True), writer=next(writers)),
                         local,
                     )
                     del tensor, local

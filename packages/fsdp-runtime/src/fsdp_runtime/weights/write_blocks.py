@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
-from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.sharded.rank_boxes import inside
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.file_plan import Area, Part, WriteStep, file_runs
+from fsdp_runtime.weights.messages import in_message, local_view, message_bytes
 from tp_plans.transfer import Box, box_shape, split_box, volume
 
 #: Bytes that are converted, or copied from a device, before they are written.
 _STAGED = 2**26
-#: Alignment of a part in a message, a multiple of every dtype's size.
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class BlockWriter:
         for each, part in _sent(pending):
             if self._rank in (part.rank, each.area.file_rank):
                 sizes, peer = (sizes_out, each.area.file_rank) if part.rank == self._rank else (sizes_in, part.rank)
-                sizes[peer] = sizes.get(peer, 0) + _aligned(each.item, part.box)
+                sizes[peer] = sizes.get(peer, 0) + message_bytes(each.item, part.box)
         outgoing, incoming = (
             {peer: torch.empty(size, dtype=torch.uint8, device=self._device) for peer, size in sizes.items()}
             for sizes in (sizes_out, sizes_in)
@@ -124,9 +123,8 @@ class BlockWriter:
         for each, part in _sent(pending):
             if part.rank == self._rank:
                 peer = each.area.file_rank
-                run = outgoing[peer][offsets[peer] : offsets[peer] + _bytes(each.item, part.box)]
-                _shaped(run, each.item, part.box).copy_(_view(each.local, part))
-                offsets[peer] += _aligned(each.item, part.box)
+                in_message(outgoing[peer], offsets[peer], each.item, part.box).copy_(_view(each.local, part))
+                offsets[peer] += message_bytes(each.item, part.box)
         exchange_bytes(self._ranks, outgoing, incoming)
         outgoing.clear()
         offsets = dict.fromkeys(incoming, 0)
@@ -136,9 +134,8 @@ class BlockWriter:
             received = []
             for part in each.area.parts:
                 if part.rank != self._rank:
-                    start = offsets[part.rank]
-                    received.append(incoming[part.rank][start : start + _bytes(each.item, part.box)])
-                    offsets[part.rank] += _aligned(each.item, part.box)
+                    received.append(in_message(incoming[part.rank], offsets[part.rank], each.item, part.box))
+                    offsets[part.rank] += message_bytes(each.item, part.box)
             self._write_assembled(each, received)
 
     def _write_local(
@@ -146,8 +143,8 @@ class BlockWriter:
     ) -> None:
         """Write a part of one of this rank's own tensors, staged only where it has to be converted or copied."""
         (part,) = area.parts
-        whole = _view(local, part)
-        as_it_is = whole.device.type == "cpu" and whole.dtype == item.dtype and whole.is_contiguous()
+        full = _view(local, part)
+        as_it_is = full.device.type == "cpu" and full.dtype == item.dtype and full.is_contiguous()
         limit = volume(area.box) if as_it_is else max(min(_STAGED, self._bucket_bytes) // item.dtype.itemsize, 1)
         for box in split_box(area.box, max(limit, 1)):
             values = _view(local, Part(box, part.rank, part.piece)).to(item.dtype)
@@ -156,15 +153,14 @@ class BlockWriter:
             self._write(item, box, values, file)
 
     def _write_assembled(self, each: _Pending, received: Sequence[Tensor]) -> None:
-        """Put an area together and write it; ``received`` are the bytes of the parts of other ranks, in order."""
+        """Put an area together and write it; ``received`` are the parts of other ranks, in order."""
         if self.error is not None:
             return
         box, given = each.area.box, iter(received)
         values = torch.empty(box_shape(box), dtype=each.item.dtype)
         for part in each.area.parts:
-            inner = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(part.box, box, strict=True))
             own = part.rank == self._rank
-            values[inner].copy_(_view(each.local, part) if own else _shaped(next(given), each.item, part.box))
+            values[inside(box, part.box)].copy_(_view(each.local, part) if own else next(given))
         self._write(each.item, box, values, each.file)
 
     def _write(self, item: ExportedTensor, box: Box, values: Tensor, file: SafetensorsWriter | None) -> None:
@@ -184,18 +180,4 @@ def _sent(pending: Sequence[_Pending]) -> Iterator[tuple[_Pending, Part]]:
 
 
 def _view(local: Mapping[str, Tensor], part: Part) -> Tensor:
-    block = part.piece.block
-    numbered = {block.local: local[str(part.piece.chunk)]}
-    return block_view(numbered, f"chunk {part.piece.chunk}", block, part.box)
-
-
-def _bytes(item: ExportedTensor, box: Box) -> int:
-    return volume(box) * item.dtype.itemsize
-
-
-def _aligned(item: ExportedTensor, box: Box) -> int:
-    return -(-_bytes(item, box) // _ALIGNMENT) * _ALIGNMENT
-
-
-def _shaped(run: Tensor, item: ExportedTensor, box: Box) -> Tensor:
-    return run.view(item.dtype).view(box_shape(box))
+    return local_view(local[str(part.piece.chunk)], f"chunk {part.piece.chunk}", part)

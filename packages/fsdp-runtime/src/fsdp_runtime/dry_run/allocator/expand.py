@@ -8,7 +8,7 @@ group of a storage of a neighbour refers to the same neighbour of every copy.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
@@ -139,13 +139,15 @@ def _ends(region: StepRegion, is_last: bool) -> bool:
     return region.phase == "loss" or (region.phase == "forward" and is_last)
 
 
-def _runs(entries: Sequence[TapeEntry], group_of: object) -> Iterable[tuple[int | None, list[TapeEntry]]]:
+def _runs(
+    entries: Sequence[TapeEntry], group_of: Callable[[StepRegion | None], int | None]
+) -> Iterable[tuple[int | None, list[TapeEntry]]]:
     """Yield entries that follow one another in one phase and group."""
     current: list[TapeEntry] = []
     label: object = None
     group: int | None = None
     for entry in entries:
-        own = group_of(entry.region)  # type: ignore[operator]
+        own = group_of(entry.region)
         found = (own, entry.region.phase if entry.region is not None else "")
         if current and found != label:
             yield group, current
