@@ -18,9 +18,9 @@ from fsdp_runtime.gpu_check.report import markdown, verdict
 from fsdp_runtime.gpu_check.speed import check_speed
 from fsdp_runtime.gpu_check.transfer import check_transfer
 
-#: What a world of one rank is asked, and what every world is; each line has processes of its own.
-ALONE: list[list[Check]] = [[check_kernels, check_speed], [check_memory]]
-EVERY: list[list[Check]] = [[check_parity], [check_transfer]]
+#: What a world of one rank is asked, and what every larger one is; each list has processes of its own.
+ALONE: list[list[Check]] = [[check_memory], [check_kernels, check_speed, check_parity]]
+TOGETHER: list[list[Check]] = [[check_parity, check_transfer]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     findings = machine(device)
     for world in chosen:
-        for checks in [*(ALONE if world.size == 1 else []), *EVERY]:
+        for checks in ALONE if world.size == 1 else TOGETHER:
             findings += _run(world, checks)
     page = markdown(findings)
     options.output.write_text(page, encoding="utf-8")
