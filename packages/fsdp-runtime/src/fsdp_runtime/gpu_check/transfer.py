@@ -20,8 +20,8 @@ from fsdp_runtime.sync import ModelShards, execute_transfer, verify_transfer
 def check_transfer(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield whether weights of ``dp_shard`` arrive on ``tp``, and the seconds that they took."""
     trainer, engine = (MeshSpec(**{axis: world.size}).build(device_type=device.type) for axis in ("dp_shard", "tp"))
-    source = ModelShards(parallelize(build(experts=True).to(device), trainer))
-    model = build(experts=True).to(device)
+    source = ModelShards(parallelize(build(experts=False).to(device), trainer))
+    model = build(experts=False).to(device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
