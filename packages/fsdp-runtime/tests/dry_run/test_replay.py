@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from transformers import LlamaConfig
 
@@ -17,6 +19,7 @@ CONFIG = LlamaConfig(
 )
 
 
+@cache
 def _estimate(**options: object) -> Estimate:
     keywords: dict[str, object] = {"seq_len": 2048, "activation_checkpointing": "block", "constants": ()}
     return estimate(CONFIG, {"dp_shard": 2}, **{**keywords, **options})  # type: ignore[arg-type]
