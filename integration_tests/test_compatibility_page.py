@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from docs.generate.compatibility import DOCS, Run, merged, page, read_report
+from docs.generate.compatibility import DOCS, ENVIRONMENTS, Run, merged, page, read_report
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -63,3 +66,23 @@ def test_every_run_is_a_row() -> None:
 def test_the_page_is_written_from_the_kept_runs() -> None:
     kept = [Run(**each) for each in json.loads((DOCS / "compatibility.json").read_text())]
     assert (DOCS / "compatibility.md").read_text() == page(kept)
+
+
+def _required(package: str, name: str) -> SpecifierSet:
+    """What a package requires of another one, itself or in its extra of that name."""
+    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    stated = [*project["dependencies"], *project.get("optional-dependencies", {}).get("transformers", [])]
+    found = [each.specifier for each in map(Requirement, stated) if each.name == name]
+    return found[0] if found else SpecifierSet()
+
+
+def test_environments_of_other_trainers_hold_what_the_page_says() -> None:
+    torch = [f"2.{minor}.{patch}" for minor in range(6, 17) for patch in range(3)]
+    transformers = [f"{major}.{minor}.{patch}" for major in (4, 5) for minor in range(60) for patch in range(4)]
+    for environment in json.loads(ENVIRONMENTS.read_text()):
+        allowed = [version for version in torch if version in SpecifierSet(environment["torch"])]
+        fits = [name for name in ("rl-logprobs", "fsdp-runtime") if any(_required(name, "torch").filter(allowed))]
+        of_models = [version for version in transformers if version in SpecifierSet(environment["transformers"])]
+        if not any(_required("fsdp-runtime", "transformers").filter(of_models)):
+            fits[-1] += " without weights"
+        assert environment["fits"] == ["tp-plans", *fits], environment["project"]

@@ -14,6 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1]
+ENVIRONMENTS = DOCS / "environments.json"
+OF_TRAINERS = (
+    "What other projects' releases require, and the packages of this repository that fit there without a change of a "
+    "version. `tp-plans` requires neither torch nor transformers; the other two take torch 2.10 to 2.15, and weights "
+    "are read from transformers 5.6 on. "
+    "What fits here is what the requirements allow: the table above says which versions tests ran on."
+)
 ABOUT = (
     "Test runs on the versions that the packages support, each on Linux with CPU ranks only. "
     "A run of all tests says *all*; one of chosen tests (`nox -s torch_subset transformers_versions`) says *subset*. "
@@ -77,13 +84,23 @@ def merged(known: Iterable[Run], new: Iterable[Run]) -> list[Run]:
 
 def page(runs: Iterable[Run]) -> str:
     """The page in Markdown."""
+    trainers = [
+        f"| {each['project']} | {each['stated']} | {each['torch']} | {each['transformers']} | {', '.join(each['fits'])} |"
+        for each in json.loads(ENVIRONMENTS.read_text())
+    ]
     rows = [
         f"| {run.torch} | {run.python} | {run.transformers} | {run.tests} "
         f"| {run.passed} | {run.failed} | {run.skipped} | {run.date} | {run.commit} |"
         for run in runs
     ]
     head = "| torch | Python | transformers | tests | passed | failed | skipped | date | commit |"
-    return "\n".join(["# Compatibility", "", ABOUT, "", head, "|---" * 9 + "|", *rows, ""])
+    of_trainers = "| project | stated by | torch | transformers | fits |"
+    return "\n".join(
+        [
+            *("# Compatibility", "", ABOUT, "", head, "|---" * 9 + "|", *rows, ""),
+            *("## Environments of other trainers", "", OF_TRAINERS, "", of_trainers, "|---" * 5 + "|", *trainers, ""),
+        ]
+    )
 
 
 def main() -> None:
