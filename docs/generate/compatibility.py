@@ -85,7 +85,8 @@ def merged(known: Iterable[Run], new: Iterable[Run]) -> list[Run]:
 def page(runs: Iterable[Run]) -> str:
     """The page in Markdown."""
     trainers = [
-        f"| {each['project']} | {each['stated']} | {each['torch']} | {each['transformers']} | {', '.join(each['fits'])} |"
+        f"| {each['project']} | {each['stated']} | {each['torch']} | {each['transformers']} "
+        f"| {', '.join(each['fits'])} |"
         for each in json.loads(ENVIRONMENTS.read_text())
     ]
     rows = [
