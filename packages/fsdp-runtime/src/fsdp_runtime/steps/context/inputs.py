@@ -24,7 +24,7 @@ from fsdp_runtime._transformers_compat.models import (
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
-from fsdp_runtime.steps.context.outputs import KeptLogits, LossOfRows, Rows
+from fsdp_runtime.steps.context.outputs import GlobalRows, KeptLogits, LossOfRows
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout, load_balancer_of
 from fsdp_runtime.steps.documents.documents import Documents, find_documents
 from fsdp_runtime.steps.documents.positions import DerivedPositions
@@ -54,7 +54,7 @@ class Inputs:
     ) -> None:
         self.attention, self.shared_prefixes = attention, shared_prefixes
         self.derived, self.cuts_padding, self.head = derived, cuts_padding, head
-        self.rows: Rows | None = None
+        self.rows: GlobalRows | None = None
         self.kept: KeptLogits | None = None
         self.longest: Tensor | int = 0
         self.own_ids: Tensor | None = None
@@ -78,7 +78,7 @@ class Inputs:
             raise LayoutError("output_router_logits beside an attention_mask: leave the mask out, or use cp=1")
         self._require_parts(tokens, given, positions, subtree_end)
         layout = self.attention.layout(tokens.shape[1])
-        self.rows = Rows(tokens.shape[0], layout, self.attention.group)
+        self.rows = GlobalRows(tokens.shape[0], layout, self.attention.group)
         full = None if positions is None else gather_tokens(positions, layout, self.attention.group, dim=-1)
         if full is not None:
             _require_order(full, layout)
@@ -135,7 +135,7 @@ class Inputs:
             output["router_logits"] = tuple(self.rows.router_logits(each) for each in found)
         return output
 
-    def _begin_outputs(self, model: Any, asked: dict[str, Any], tokens: Tensor, rows: Rows) -> dict[str, Any]:
+    def _begin_outputs(self, model: Any, asked: dict[str, Any], tokens: Tensor, rows: GlobalRows) -> dict[str, Any]:
         """Prepare what is computed of full rows, and return its inputs."""
         self.end()
         share, scores = tokens.shape[1], scores_rows(model)
@@ -283,7 +283,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(each)
 
 
-def _documents(positions: Tensor, rows: Rows) -> Documents | None:
+def _documents(positions: Tensor, rows: GlobalRows) -> Documents | None:
     found = find_documents(positions, None, None, (rows.batch, rows.layout.length))
     return found if found is not None and found.packed else None
 

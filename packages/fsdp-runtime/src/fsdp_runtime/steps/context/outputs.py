@@ -23,7 +23,7 @@ from fsdp_runtime.steps.context.sharding import SequenceLayout
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class GlobalRows:
     """The rows of one forward.
 
     Args:
@@ -72,7 +72,7 @@ class KeptLogits:
         rows: those of the forward.
     """
 
-    def __init__(self, kept: int | Tensor, rows: Rows) -> None:
+    def __init__(self, kept: int | Tensor, rows: GlobalRows) -> None:
         every = torch.arange(rows.layout.length)
         places = every[-kept:] if isinstance(kept, int) else every[kept.cpu()]
         self.rows, self.count = rows, len(places)
@@ -107,7 +107,7 @@ class LossOfRows:
         rows: those of the forward.
     """
 
-    def __init__(self, function: Callable[..., Tensor], rows: Rows) -> None:
+    def __init__(self, function: Callable[..., Tensor], rows: GlobalRows) -> None:
         self.function, self.rows = function, rows
         #: Read by :mod:`fsdp_runtime.steps.outputs.labels`.
         self.takes_sharded_logits = bool(getattr(function, "takes_sharded_logits", False))
