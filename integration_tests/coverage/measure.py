@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -225,7 +226,8 @@ def gradient_errors(
         places: of each parameter's part in the full tensor, for a caller that has them already.
     """
     if floor is None:
-        floor = 1e-9 * max(largest(gradient) for gradient in gradients.values() if gradient is not None)
+        largest_of_all = max(largest(gradient) for gradient in gradients.values() if gradient is not None)
+        floor = 1e-9 * largest_of_all or sys.float_info.min  # of a model without features all are zero
     found = _all_places(reference, candidate) if places is None else places
     for path, parameter in candidate.named_parameters():
         if path not in found:

@@ -15,9 +15,10 @@ from fsdp_runtime.steps import ContextParallel
 from fsdp_runtime.steps.context.inputs import _require_order
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import Method
+from fsdp_runtime.steps.context.outputs import LossOfRows, Rows
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import attention_of, check_context_parallel, replace_attention
-from harness.models import tiny_config, tiny_inputs, tiny_model
+from harness.models import tiny_inputs, tiny_model
 from refusals import Provocations
 from refusals.worlds import Own, cpm_ant, facts_with, headed, ids, parallelized, refuse, row, with_attention, world
 
@@ -112,7 +113,7 @@ def _check(model: nn.Module, way: Method = "allgather") -> None:
 
 def _rope() -> Any:
     model = _llama()
-    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}  # without transformers' embeddings
     return model
 
 
@@ -142,7 +143,6 @@ CASES: Provocations = {
         "position_ids restart within": lambda: _alone(
             _llama(), {"input_ids": ids(1, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])}, unmasked="layers.0"
         ),
-        "router logits {shape}": _router_logits,
         "need position_ids, and take no": lambda: _alone(
             _llama(), {"input_ids": ids(1, 4), "subtree_end": torch.full((1, 4), 4)}
         ),
@@ -154,9 +154,12 @@ CASES: Provocations = {
         "position_ids {shape} for rows": lambda: _given(position_ids=torch.ones(2, 5)),
         "Inputs._require_parts: the batch was cut": _cut_otherwise,
         "_require_order: the batch was cut": _order,
-        "labels are shifted inside": lambda: _given(labels=torch.zeros(2, 6)),
+        "computes its loss by code of its own": lambda: _forward(
+            {"input_ids": ids(1, 4), "labels": ids(1, 4)}, headed("bert", "masked")
+        ),
+        "{key} {given}": lambda: _given(labels=torch.zeros(2, 5)),
         "_refuse_unshardable: a key/value cache": lambda: _given(use_cache=True),
-        "logits_to_keep counts positions": lambda: _given(logits_to_keep=3),
+        "logits_to_keep of": lambda: _given(logits_to_keep=torch.ones(2, 6, dtype=torch.bool)),
         "no rank computes the attention map": lambda: _given(output_attentions=True),
         "{name}: a key/value cache": lambda: _given(other=_cache()),
         "cannot be sharded along the tokens": lambda: _given(pixel_values=torch.ones(2, 3)),
@@ -173,6 +176,12 @@ CASES: Provocations = {
             tiny_model("LlamaForCausalLM", attention_dropout=0.1), context_parallel="ring"
         ),
         "divides heads over cp": lambda: refuse(_llama(), {"cp": 3}, context_parallel="ulysses"),
+    },
+    "fsdp_runtime/steps/context/outputs.py": {
+        "router logits {shape}": _router_logits,
+        "of a loss are not": lambda: LossOfRows(lambda *_: torch.ones(()), Rows(1, LAYOUT, None))(  # type: ignore[arg-type]
+            torch.ones(1, 3, 8), ids(1, 4)
+        ),
     },
     "fsdp_runtime/steps/context/sharding.py": {
         "give an integer": lambda: SequenceLayout(0, 2, 0),
@@ -221,7 +230,9 @@ def _gptj() -> Any:
 
 
 def _reward_model() -> Any:
-    return transformers.Qwen3ForSequenceClassification(tiny_config("Qwen3ForCausalLM"))
+    sizes: Any = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.RobertaConfig(**sizes, num_attention_heads=2, max_position_embeddings=32)
+    return transformers.RobertaForSequenceClassification(config)
 
 
 def _t5() -> Any:

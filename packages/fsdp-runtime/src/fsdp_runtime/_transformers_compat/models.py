@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -45,6 +46,56 @@ def picks_one_token(model: Any) -> bool:
     """
     endings = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
     return any(base.__name__.endswith(endings) for base in type(model).__mro__)
+
+
+def scores_rows(model: Any) -> bool:
+    """Return True if the model's class applies ``score`` to all tokens, and then picks one that is no padding.
+
+    So do ``GenericForSequenceClassification`` and the decoders with code of their own (4.57 to 5.23).
+    """
+    named = {"score", "pad_token_id"} <= _names_in_forward(model)
+    return named and picks_one_token(model) and isinstance(getattr(model, "score", None), nn.Module)
+
+
+def calls_loss_function(model: Any) -> bool:
+    """Return True if the code of the model's forward calls its ``loss_function``."""
+    return hasattr(model, "loss_function") and "loss_function" in _names_in_forward(model)
+
+
+def takes_places_of_logits(model: Any) -> bool:
+    """Return True if the model's forward takes the places of tokens as ``logits_to_keep``, or their number.
+
+    By ``slice_logits_to_keep`` (5.23), or a choice between a slice and indices (4.57 on).
+    """
+    names = _names_in_forward(model)
+    return "slice_logits_to_keep" in names or {"logits_to_keep", "isinstance", "slice"} <= names
+
+
+def _names_in_forward(model: Any) -> set[str]:
+    """Return the names that the code of a model's forward uses, below decorators and classes that were mixed in."""
+    forwards = (inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls))
+    codes = (code for forward in forwards if (code := getattr(forward, "__code__", None)) is not None)
+    return {name for code in codes for name in (*code.co_names, *code.co_varnames)}
+
+
+def is_causal_lm_loss(function: Any) -> bool:
+    """Return True for the loss of transformers that compares each token's logits with the next label."""
+    module = sys.modules.get("transformers.loss.loss_utils")
+    return module is not None and function is module.ForCausalLMLoss
+
+
+@contextmanager
+def with_loss_function(model: Any, function: Any) -> Iterator[None]:
+    """The model with another ``loss_function``, which its property keeps as ``_loss_function`` (4.57 to 5.23)."""
+    before = vars(model).get("_loss_function")
+    model.loss_function = function
+    try:
+        yield
+    finally:
+        if before is None:
+            del model._loss_function
+        else:
+            model.loss_function = before
 
 
 def is_encoder_decoder(model: Any) -> bool:
@@ -133,6 +184,20 @@ def rope_types(config: Any) -> set[str]:
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     return {str(each.get("rope_type", "default")) for each in nested or [rope]}
+
+
+def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
+    """Return the rotary embeddings whose frequencies depend on the longest position that they are called with.
+
+    ``dynamic_rope_update`` reads their ``rope_type``, a word or one for each kind of layer (4.57 to 5.23).
+    """
+    found = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        words = kinds.values() if isinstance(kinds, dict) else (kinds,)
+        if any(isinstance(word, str) and ("dynamic" in word or word == "longrope") for word in words):
+            found.append(module)
+    return found
 
 
 def disable_cache(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ each its own tokens' part of the gradient, which FSDP2 sums over ``cp``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._transformers_compat.models import scores_rows
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.steps.context.sharding import SequenceLayout
@@ -81,7 +83,10 @@ def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: di
     ranks, length = dist.get_world_size(attention.group), tokens.shape[1]
     multiple = attention.layout(1 if attention.load_balancer is None else 2).multiple
     layout = attention.layout(-(-length // multiple) * multiple // ranks)
-    taken = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+    model: Any = base_model(module)
+    scores = scores_rows(model)  # which context parallelism gathers, with a loss of their own
+    taken = () if scores else ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+    fills = {"input_ids": _padding_id(model, kwargs)} if scores and layout.length > length else {}
     rows = FullRows(
         layout, length, attention.group, {name: kwargs[name] for name in taken if kwargs.get(name) is not None}
     )
@@ -92,7 +97,7 @@ def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: di
         if name == "position_ids" and isinstance(value, Tensor):
             kwargs[name] = _positions(value, layout)
         elif isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]:
-            kwargs[name] = rows.shard(value)
+            kwargs[name] = rows.shard(value, fills.get(name, 0))
     _rows.set(rows)
     return args, kwargs
 
@@ -103,6 +108,8 @@ def _after(module: nn.Module, args: Any, output: Any) -> Any:
     if rows is None or output is None or not isinstance(getattr(output, "logits", None), Tensor):
         return output
     model: Any = base_model(module)
+    if scores_rows(model):
+        return output
     if "labels" in rows.given:
         loss = getattr(model, "loss_function", None)
         if not getattr(loss, "takes_sharded_logits", False):
@@ -121,6 +128,17 @@ def _after(module: nn.Module, args: Any, output: Any) -> Any:
         full = rows.gather(logits)
         output.logits = full[:, -kept:] if isinstance(kept, int) else full[:, kept]
     return output
+
+
+def _padding_id(model: Any, kwargs: Mapping[str, Any]) -> int:
+    """Return the id after which no token of a row is scored."""
+    found: int | None = model.config.get_text_config().pad_token_id
+    if found is None or kwargs.get("input_ids") is None:
+        raise OptionError(
+            "rows that are scored at their last token cannot be padded over cp: set the config's pad_token_id and give "
+            "input_ids, or rows of a length that divides"
+        )
+    return found
 
 
 def _padded(values: Tensor, length: int, fill: int) -> Tensor:

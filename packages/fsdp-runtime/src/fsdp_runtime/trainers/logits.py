@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._transformers_compat.models import calls_loss_function
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.full_rows import FullRows, rows_in_force
 from fsdp_runtime.trainers.rl_logprobs_backend import token_statistics
@@ -98,10 +98,7 @@ def take_sharded_logits(model: Any) -> None:
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    forwards = (inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls))
-    codes = (getattr(forward, "__code__", None) for forward in forwards)
-    calls_loss = any(code is not None and "loss_function" in code.co_names for code in codes)
-    if calls_loss and (own := model.loss_function) is ForCausalLMLoss:
+    if calls_loss_function(model) and (own := model.loss_function) is ForCausalLMLoss:
         model.loss_function = causal_lm_loss(own)
         model.loss_function.takes_sharded_logits = True
 

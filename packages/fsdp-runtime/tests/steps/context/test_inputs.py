@@ -36,11 +36,11 @@ def _on_one_rank(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"labels": torch.zeros(2, 6, dtype=torch.long)}, "labels are shifted inside the model, across shards"),
+        ({"labels": torch.zeros(2, 5, dtype=torch.long)}, r"labels \(2, 5\): give \[2, 6\], one for each of this rank"),
         ({"use_cache": True}, "a key/value cache would hold the keys of this rank only: pass use_cache=False"),
         ({"cache_params": object()}, "a key/value cache would hold the keys"),
-        ({"logits_to_keep": 3}, "logits_to_keep counts positions of the full row"),
-        ({"logits_to_keep": torch.tensor([2])}, "logits_to_keep counts positions of the full row"),
+        ({"logits_to_keep": torch.ones(2, 6, dtype=torch.bool)}, "logits_to_keep of LlamaForCausalLM: under cp it is"),
+        ({"logits_to_keep": 3, "labels": torch.zeros(2, 6, dtype=torch.long)}, "of the full row, without labels"),
         ({"output_attentions": True}, "under cp no rank computes the attention map"),
         ({"token_type_ids": torch.zeros(2, 6)}, r"token_type_ids \(2, 6\) cannot be sharded along the tokens"),
         ({"encoder_outputs": (torch.zeros(2, 6),)}, r"encoder_outputs \(2, 6\) cannot be sharded"),

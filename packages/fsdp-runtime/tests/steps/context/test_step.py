@@ -29,7 +29,7 @@ from fsdp_runtime.steps.context.step import (
     replace_attention,
     under_context_parallelism,
 )
-from harness.models import tiny_config, tiny_inputs, tiny_model
+from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
 
@@ -54,7 +54,9 @@ def test_attention_of_another_kind_is_refused_with_the_fix() -> None:
 def test_a_head_that_scores_one_token_of_each_row_is_refused_with_the_fix() -> None:
     import transformers
 
-    model = transformers.Qwen3ForSequenceClassification(tiny_config("Qwen3ForCausalLM"))
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.RobertaConfig(**sizes, num_attention_heads=2, max_position_embeddings=32)
+    model = transformers.RobertaForSequenceClassification(config)
     _refused(model, r"picks one token of each row for its scores.*use cp=1, or parallelize its trunk \(AutoModel\)")
 
 

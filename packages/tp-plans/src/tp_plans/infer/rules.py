@@ -256,7 +256,7 @@ def _head(sub: Sublayer, tree: ModelTree) -> tuple[int | str, int] | None:
                 return (path if "." not in path else size), size
     counts = (getattr_path(module, path) for name in HEAD_COUNTS for path in (name, f"config.{name}"))
     heads = next((count for count in counts if is_integer(count, least=1) and sub.inner_dim % count == 0), None)
-    return None if heads is None else (sub.inner_dim // heads, sub.inner_dim // heads)
+    return (sub.inner_dim // heads, sub.inner_dim // heads) if heads and sub.inner_dim else None
 
 
 def _head_tables(sub: Sublayer, tree: ModelTree) -> tuple[str, ...]:

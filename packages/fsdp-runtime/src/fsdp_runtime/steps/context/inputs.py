@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime._transformers_compat.models import asks_for, is_cache, original_class
+from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._transformers_compat.models import (
+    asks_for,
+    calls_loss_function,
+    is_cache,
+    original_class,
+    scores_rows,
+    takes_places_of_logits,
+    with_loss_function,
+)
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
+from fsdp_runtime.steps.context.outputs import GlobalRows, KeptLogits, LossOfRows
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout, load_balancer_of
 from fsdp_runtime.steps.documents.documents import Documents, find_documents
 from fsdp_runtime.steps.documents.positions import DerivedPositions
@@ -23,30 +35,10 @@ _OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _EMBEDDED = {"token_type_ids": "token_type_embeddings", "task_type_ids": "task_type_embeddings"}
 
 _CACHE = "a key/value cache would hold the keys of this rank only: pass use_cache=False"
-_POSITIONS = (
-    "logits_to_keep counts positions of the full row, of which a rank holds a part: leave it out or pass 0, and take "
-    "the positions from the logits of the ranks that hold them (SequenceLayout.positions)"
-)
-#: What is no tensor of tokens and asks for something of full rows.
-_OF_FULL_ROWS = {
-    "labels": "labels are shifted inside the model, across shards: shift them in the full sequence, shard them with "
-    "SequenceLayout.shard, and compute the loss from the logits (as rl_logprobs does)",
-    **dict.fromkeys(("past_key_values", "use_cache", "cache_params", "cache", "state", "mems", "use_mems"), _CACHE),
-    **dict.fromkeys(("logits_to_keep", "num_logits_to_keep"), _POSITIONS),
-}
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of one forward.
-
-    Args:
-        batch: how many.
-        layout: the tokens of each rank.
-    """
-
-    batch: int
-    layout: SequenceLayout
+_CACHES = ("past_key_values", "use_cache", "cache_params", "cache", "state", "mems", "use_mems")
+#: Targets of the model's own loss, one for each token.
+_LABELS = ("labels", "shift_labels")
+_KEPT = "logits_to_keep"
 
 
 class Inputs:
@@ -58,10 +50,16 @@ class Inputs:
         shared_prefixes: bool,
         derived: DerivedPositions | None,
         cuts_padding: bool,
+        head: str | None = None,
     ) -> None:
         self.attention, self.shared_prefixes = attention, shared_prefixes
-        self.derived, self.cuts_padding = derived, cuts_padding
-        self.rows: _Rows | None = None
+        self.derived, self.cuts_padding, self.head = derived, cuts_padding, head
+        self.rows: GlobalRows | None = None
+        self.kept: KeptLogits | None = None
+        self.longest: Tensor | int = 0
+        self.own_ids: Tensor | None = None
+        self.full_ids: Tensor | None = None
+        self._stack = ExitStack()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a rank's inputs with the mask of the full rows and position ids."""
@@ -69,19 +67,22 @@ class Inputs:
             raise LayoutError("a model under context parallelism takes its inputs by name, such as input_ids=...")
         kwargs = dict(kwargs)
         subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
+        asked = {name: kwargs.pop(name) for name in (*_LABELS, _KEPT) if _asks(kwargs.get(name))}
         _refuse_unshardable(module, kwargs)
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
             raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
+        self._require_asked(base_model(module), asked, tokens)
         given, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if self.cuts_padding and given is not None and asks_for(module, kwargs, "router_logits"):
             raise LayoutError("output_router_logits beside an attention_mask: leave the mask out, or use cp=1")
         self._require_parts(tokens, given, positions, subtree_end)
         layout = self.attention.layout(tokens.shape[1])
-        self.rows = _Rows(tokens.shape[0], layout)
+        self.rows = GlobalRows(tokens.shape[0], layout, self.attention.group)
         full = None if positions is None else gather_tokens(positions, layout, self.attention.group, dim=-1)
         if full is not None:
             _require_order(full, layout)
+        self.longest = layout.length - 1 if full is None else full.max()
         mask = self._full_mask(given, tokens, layout)
         packable = given is None and subtree_end is None
         documents = _documents(full, self.rows) if packable and full is not None else None
@@ -98,7 +99,8 @@ class Inputs:
         if self.cuts_padding and given is not None:  # the last ones are then those of this rank
             own_last = layout.permutation.roll(-(layout.rank + 1) * tokens.shape[1])
             mask = mask.index_select(1, own_last.to(mask.device))
-        return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+        more = self._begin_outputs(base_model(module), asked, tokens, self.rows)
+        return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False, **more}
 
     def _full_mask(self, given: Tensor | None, tokens: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the mask of the full length, from which transformers takes the number of keys."""
@@ -130,21 +132,86 @@ class Inputs:
         """
         found = output.get("router_logits") if isinstance(output, MutableMapping) else None
         if type(found) is tuple and self.rows is not None:
-            output["router_logits"] = tuple(self._of_full_rows(each, self.rows) for each in found)
+            output["router_logits"] = tuple(self.rows.router_logits(each) for each in found)
         return output
 
-    def _of_full_rows(self, local: Tensor, rows: _Rows) -> Tensor:
-        layout, share = rows.layout, rows.layout.length // rows.layout.ranks
-        if local.shape[0] == rows.batch * layout.length:  # of a model inside, which has gathered them
-            return local
-        if local.dim() != 2 or local.shape[0] != rows.batch * share:
+    def _begin_outputs(self, model: Any, asked: dict[str, Any], tokens: Tensor, rows: GlobalRows) -> dict[str, Any]:
+        """Prepare what is computed of full rows, and return its inputs."""
+        self.end()
+        share, scores = tokens.shape[1], scores_rows(model)
+        found = dict(asked)
+        for name in _LABELS if not scores else ():
+            if name in asked:
+                found[name] = asked[name] if asked[name].shape[1] == share else rows.layout.shard(asked[name])
+        if scores and tokens.dim() == 2:
+            self.own_ids, self.full_ids = tokens, rows.full(tokens)
+            found["input_ids"] = self.full_ids
+        if "labels" in asked and not scores:
+            self._stack.enter_context(with_loss_function(model, LossOfRows(model.loss_function, rows)))
+        if _KEPT in asked:
+            self.kept = KeptLogits(asked[_KEPT], rows)
+            found[_KEPT] = self.kept.local.to(tokens.device)
+        return found
+
+    def end(self, *_: Any) -> None:
+        """Leave the model as it was before the forward, also after an error."""
+        self._stack.close()
+        self.kept = self.own_ids = self.full_ids = None
+
+    def gather_kept(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        """Return the logits of all kept tokens from those of a rank's."""
+        return output if self.kept is None else self.kept(output)
+
+    def gather_scores(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        """Return the scores of full rows."""
+        return output if self.rows is None else self.rows.full(output)
+
+    def own_tokens(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the inputs of the trunk below a head for full rows: this rank's token ids."""
+        full, own = self.full_ids, self.own_ids
+        if full is None:
+            return None
+        found = {name: own if value is full else value for name, value in kwargs.items()}
+        return tuple(own if value is full else value for value in args), found
+
+    def add_longest(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Add the longest position of the full rows to those of a rotary embedding, whose frequencies depend on it."""
+        positions = kwargs.get("position_ids") if len(args) < 2 else args[1]
+        if positions is None:
+            return None
+        last = torch.as_tensor(self.longest, device=positions.device, dtype=positions.dtype)
+        longer = torch.cat([positions, last.expand(*positions.shape[:-1], 1)], dim=-1)
+        return ((args[0], longer, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "position_ids": longer})
+
+    def drop_longest(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Leave the longest position out again."""
+        return tuple(each[..., :-1, :] for each in output) if isinstance(output, tuple) else output[..., :-1, :]
+
+    def _require_asked(self, model: Any, asked: Mapping[str, Any], tokens: Tensor) -> None:
+        """Check that what is asked of full rows can be computed; no communication."""
+        batch, share = tokens.shape[:2]
+        name = original_class(model).__name__
+        full = share * dist.get_world_size(self.attention.group)
+        labels = {} if scores_rows(model) else {key: asked[key] for key in _LABELS if key in asked}
+        if labels and not calls_loss_function(model):
             raise LayoutError(
-                f"router logits {tuple(local.shape)} are not [{rows.batch * share}, experts] for {rows.batch} rows of "
-                f"{share} tokens: pass output_router_logits=False, or use cp=1"
+                f"labels: {name} computes its loss by code of its own, of one rank's tokens: leave them out, and "
+                "compute the loss from the logits"
             )
-        own = torch.unflatten(local, 0, (rows.batch, share))
-        full = gather_tokens(own.detach(), layout, self.attention.group, dim=1)
-        return full.index_copy(1, layout.positions.to(own.device), own).flatten(0, 1)
+        for key, value in labels.items():
+            if not isinstance(value, Tensor) or tuple(value.shape) not in ((batch, share), (batch, full)):
+                given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise LayoutError(
+                    f"{key} {given}: give [{batch}, {share}], one for each of this rank's tokens, or "
+                    f"[{batch}, {full}], those of the full rows"
+                )
+        kept = asked.get(_KEPT, 0)
+        places = type(kept) is int or (isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype == torch.long)
+        if _KEPT in asked and (not places or labels or self.head is None or not takes_places_of_logits(model)):
+            raise LayoutError(
+                f"logits_to_keep of {name}: under cp it is a number or places [kept] of the full row, without labels, "
+                "of a model with a language-model head that takes places: leave it out or pass 0"
+            )
 
     def _require_parts(self, tokens: Tensor, mask: Any, positions: Any, subtree_end: Any) -> None:
         """Check the shapes of a rank's inputs, and the load balancer that cut them; no communication."""
@@ -182,10 +249,9 @@ def refuse_attention_maps(module: nn.Module, _args: Any, kwargs: Mapping[str, An
 
 
 def _refuse_unshardable(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    for name, reason in _OF_FULL_ROWS.items():
-        value = kwargs.get(name)
-        if value is not None if isinstance(value, Tensor) or is_cache(value) else bool(value):
-            raise LayoutError(reason)
+    for name in _CACHES:
+        if _asks(kwargs.get(name)):
+            raise LayoutError(_CACHE)
     for name, value in kwargs.items():
         if name in _OF_TOKENS or (name in _EMBEDDED and _embeds(module, _EMBEDDED[name])):
             continue
@@ -197,6 +263,10 @@ def _refuse_unshardable(module: nn.Module, kwargs: dict[str, Any]) -> None:
                     f"{name} {tuple(leaf.shape)} cannot be sharded along the tokens: compute the embeddings of the "
                     "full sequence first, and pass this rank's part as inputs_embeds"
                 )
+
+
+def _asks(value: Any) -> bool:
+    return value is not None if isinstance(value, Tensor) or is_cache(value) else bool(value)
 
 
 def _embeds(module: nn.Module, table: str) -> bool:
@@ -213,7 +283,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(each)
 
 
-def _documents(positions: Tensor, rows: _Rows) -> Documents | None:
+def _documents(positions: Tensor, rows: GlobalRows) -> Documents | None:
     found = find_documents(positions, None, None, (rows.batch, rows.layout.length))
     return found if found is not None and found.packed else None
 

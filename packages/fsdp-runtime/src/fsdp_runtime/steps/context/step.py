@@ -15,17 +15,21 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.attention import use_attention
 from fsdp_runtime._transformers_compat.models import (
     is_encoder_decoder,
     is_transformers_model,
+    length_dependent_ropes,
     picks_one_token,
     pooler,
     recorded_outputs,
     rope_types,
+    scores_rows,
 )
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
@@ -68,7 +72,7 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
             "ContextAttention(group, load_balancer).attend in your model and pass "
             "context_parallel=ContextParallel(attention=False)"
         )
-    if picks_one_token(model):
+    if picks_one_token(model) and not scores_rows(model):
         raise ModelError(
             f"{name} picks one token of each row for its scores, and a rank of cp holds a part of the row: use cp=1, "
             "or parallelize its trunk (AutoModel), gather the hidden states, and apply the head to the token"
@@ -103,7 +107,7 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
     if (path := facts.makes_own_masks) is not None:
         raise ModelError(f"{path} of {name} computes its mask and positions from the length of a rank's row: use cp=1")
     rope = rope_types(facts.text_config) & set(_LENGTH_DEPENDENT)
-    if rope:
+    if rope and not length_dependent_ropes(model):
         raise ModelError(
             f"{name} has rotary embeddings of type {', '.join(rope)}, whose frequencies depend on the longest position "
             "that a rank sees: use cp=1, or set rope_type to another one"
@@ -206,8 +210,17 @@ def replace_attention(
 ) -> None:
     """Replace a model's attention except in some modules, and complete its inputs in a hook."""
     use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
-    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding)
-    hook_model(model, "completes a rank's part of rows", inputs)
+    base: Any = base_model(model)
+    head = inspect_model(model).lm_head
+    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding, head)
+    hook_model(model, "completes a rank's part of rows", inputs, inputs.end)
+    if head is not None:
+        hook_forward(model.get_submodule(head), "gathers logits that are kept", after=inputs.gather_kept)
+    if scores_rows(base):
+        hook_forward(base.score, "gathers scores", after=inputs.gather_scores)
+        hook_forward(getattr(base, base.base_model_prefix), "takes a rank's tokens", before=inputs.own_tokens)
+    for rope in length_dependent_ropes(model):
+        hook_forward(rope, "sees the longest position", before=inputs.add_longest, after=inputs.drop_longest)
     for module in filter(is_transformers_model, model.modules()):
         hook_forward(module, "refuses attention maps", before=refuse_attention_maps)
         if "router_logits" in recorded_outputs(module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,18 +22,24 @@ from tp_plans.runtime import plain_full_tensor
 _indexes: ContextVar[nn.Module | None] = ContextVar("indexes", default=None)
 
 
-def return_full_hidden_states(model: nn.Module) -> None:
+def return_full_hidden_states(model: nn.Module, *, over_cp: bool = False) -> None:
     """Let every transformers model in a model return full plain tensors in its tuples of hidden states.
 
     In a forward with indices as ``logits_to_keep``, the last hidden states are full and plain too.
+
+    Args:
+        model: the model.
+        over_cp: context parallelism makes indices of a number of tokens.
     """
+    begin = partial(_begin, over_cp)
     for module in model.modules():
         if is_transformers_model(module):
-            hook_forward(module, "gathers hidden states", before=_begin, after=_with_full_states, always=True)
+            hook_forward(module, "gathers hidden states", before=begin, after=_with_full_states, always=True)
 
 
-def _begin(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    if _indexes.get() is None and isinstance(kwargs.get("logits_to_keep"), Tensor):
+def _begin(over_cp: bool, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    kept = kwargs.get("logits_to_keep")
+    if _indexes.get() is None and (isinstance(kept, Tensor) or (over_cp and kept)):
         _indexes.set(module)
 
 

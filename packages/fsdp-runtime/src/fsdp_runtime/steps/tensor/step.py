@@ -177,5 +177,5 @@ class TensorParallel(Step):
         gather_logits_in_generate(model)
         heads = [path for path, style in styles.items() if _has_sharded_logits(getattr(style, "style", None))]
         gather_logits_for_labels(model, heads)
-        return_full_hidden_states(model)
+        return_full_hidden_states(model, over_cp=setup.meshes.cp is not None)
         return_full_attention_maps(model)

@@ -1,0 +1,148 @@
+"""What a model computes of full rows from a rank's tokens: router logits, kept logits, scores and its own loss.
+
+Each is that of the full rows on every rank, with the gradient of a rank's own tokens: the sum over ``cp`` counts it
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._transformers_compat.models import is_causal_lm_loss
+from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.steps.context.exchange import gather_tokens
+from fsdp_runtime.steps.context.sharding import SequenceLayout
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalRows:
+    """The rows of one forward.
+
+    Args:
+        batch: how many.
+        layout: the tokens of each rank.
+        group: the ranks of ``cp``.
+    """
+
+    batch: int
+    layout: SequenceLayout
+    group: ProcessGroup
+
+    def full(self, own: Tensor) -> Tensor:
+        """Return ``[batch, seq, ...]`` from this rank's tokens ``[batch, seq / cp, ...]``."""
+        gathered = gather_tokens(own.detach(), self.layout, self.group, dim=1)
+        return gathered.index_copy(1, self.layout.positions.to(own.device), own)
+
+    def router_logits(self, local: Tensor) -> Tensor:
+        """Return ``[batch * seq, experts]`` from ``[batch * seq / cp, experts]``; full ones as they are.
+
+        Raises:
+            LayoutError: they are of another shape.
+        """
+        share = self.layout.length // self.layout.ranks
+        if local.shape[0] == self.batch * self.layout.length:  # of a model inside, which has gathered them
+            return local
+        if local.dim() != 2 or local.shape[0] != self.batch * share:
+            raise LayoutError(
+                f"router logits {tuple(local.shape)} are not [{self.batch * share}, experts] for {self.batch} rows of "
+                f"{share} tokens: pass output_router_logits=False, or use cp=1"
+            )
+        return self.full(torch.unflatten(local, 0, (self.batch, share))).flatten(0, 1)
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Return the sum over the ranks."""
+        total = own.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total + (own - own.detach()) if own.requires_grad else total
+
+
+class KeptLogits:
+    """``logits_to_keep`` of full rows: a rank computes those of its tokens.
+
+    Args:
+        kept: a number of tokens at the end, or places ``[kept]`` in the full row.
+        rows: those of the forward.
+    """
+
+    def __init__(self, kept: int | Tensor, rows: GlobalRows) -> None:
+        every = torch.arange(rows.layout.length)
+        places = every[-kept:] if isinstance(kept, int) else every[kept.cpu()]
+        self.rows, self.count = rows, len(places)
+        here = places[:, None] == rows.layout.positions
+        self.own, self.local = here.nonzero(as_tuple=True)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the logits ``[batch, kept, vocab]`` from those of this rank's tokens."""
+        if isinstance(logits, DTensor):
+            local = self(logits.to_local())
+            shape = torch.Size((logits.shape[0], self.count, *logits.shape[2:]))
+            return DTensor.from_local(
+                local, logits.device_mesh, logits.placements, shape=shape, stride=_strides(shape), run_check=False
+            )
+        own = self.own.to(logits.device)
+        empty = logits.new_zeros(logits.shape[0], self.count, *logits.shape[2:])
+        return self.rows.sum(empty.index_copy(1, own, logits))
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+class LossOfRows:
+    """A model's loss function, given a rank's tokens.
+
+    That of causal language models is computed of a rank's tokens, for each of which ``labels`` hold the next token
+    of the full row.  Any other gets the full rows.
+
+    Args:
+        function: that of the model.
+        rows: those of the forward.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], rows: GlobalRows) -> None:
+        self.function, self.rows = function, rows
+        #: Read by :mod:`fsdp_runtime.steps.outputs.labels`.
+        self.takes_sharded_logits = bool(getattr(function, "takes_sharded_logits", False))
+
+    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss of the full rows.
+
+        Raises:
+            LayoutError: the model gives its loss function other logits than one for each token.
+        """
+        share = self.rows.layout.length // self.rows.layout.ranks
+        if tuple(logits.shape[:2]) != (self.rows.batch, share):
+            raise LayoutError(
+                f"logits {tuple(logits.shape)} of a loss are not [{self.rows.batch}, {share}, ...], one for each "
+                "token: leave labels out, and compute the loss from the logits"
+            )
+        if self.takes_sharded_logits or is_causal_lm_loss(self.function):
+            return self._of_next_tokens(logits, labels, *args, **kwargs)
+        return self.function(self.rows.full(logits), self.rows.full(labels), *args, **kwargs)
+
+    def _of_next_tokens(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        *args: Any,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        layout = self.rows.layout
+        if shift_labels is None:
+            shifted = nn.functional.pad(self.rows.full(labels)[:, 1:], (0, 1), value=ignore_index)
+            shift_labels = layout.shard(shifted)
+        if num_items_in_batch is None:
+            num_items_in_batch = self.rows.sum((shift_labels != ignore_index).sum())
+        options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
+        return self.rows.sum(self.function(logits, labels, *args, shift_labels=shift_labels, **options))
