@@ -334,9 +334,12 @@ def _commit(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> Non
         _write_index(work / INDEX_FILE, weight_map, sum(item.nbytes for items in shards for item in items))
     else:
         (work / _shard_name(1, 1)).rename(work / SINGLE_FILE)
-    for file in work.iterdir():
-        if file.name != decisive:
-            move_into_place(file, target / file.name)
+    others = [file for file in work.iterdir() if file.name != decisive]
+    for file in others:  # an fsync of each, and one of the directory: all may wait for the same disk
+        fsync_path(file)
+    for file in others:
+        file.replace(target / file.name)
+    fsync_path(target)
     move_into_place(work / decisive, target / decisive)
     if indexed:
         (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer it to an index
