@@ -17,9 +17,9 @@ from faults.launch import Ended, launch
 
 STEPS = 8
 #: The step in which a fault strikes, by phase: states are saved in steps 1, 3 and 5, counted from 0.
-MOMENTS = {"forward": 4, "backward": 4, "save": 5, "stream": 5}
+MOMENTS = {"forward": 4, "backward": 4, "save": 5, "asynchronous save": 5, "stream": 5}
 #: The state that there must be then.
-DUE = {"forward": 4, "backward": 4, "save": 4, "stream": 6}
+DUE = {"forward": 4, "backward": 4, "save": 4, "asynchronous save": 4, "stream": 6}
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,13 @@ class Campaign:
             **{f"kill -9 during {phase}": self._injected("kill", phase) for phase in MOMENTS},
             "kill -9 of rank 0 during backward": self._injected("kill", "backward", 0),
             "kill -9 of rank 0 during save": self._injected("kill", "save", 0),
+            "kill -9 of rank 0 during asynchronous save": self._injected("kill", "asynchronous save", 0),
             "SIGSTOP during backward": self._injected("stop", "backward"),
             "SIGSTOP of rank 0 during forward": self._injected("stop", "forward", 0),
             "exception during forward": self._injected("raise", "forward"),
             "SIGTERM to one rank during backward": self._injected("terminate", "backward"),
             "one rank's files may not grow, save": self._injected("full", "save"),
+            "one rank's files may not grow, asynchronous save": self._injected("full", "asynchronous save"),
             **{f"{damage}, load": self._damaged(damage) for damage in DAMAGE},
             "full disk during save": self._full_disk,
         }
@@ -103,7 +105,10 @@ class Campaign:
                 problems = _problems(ended, "asked to stop", f"ranks [{fault.rank}]", good=True)
                 return self._resumed(label, folder, states, fault.step + 1, seconds, problems)
             named = f"rank {fault.rank}: OSError" if kind == "full" else f"rank {fault.rank}, in phase {phase!r}"
-            problems = _problems(others, named, f"phase {phase!r}")
+            words = [named, f"phase {phase!r}"]
+            if phase == "asynchronous save":  # training is in any phase meanwhile, and notices in the next save
+                words = [f"rank {fault.rank}: OSError" if kind == "full" else f"rank {fault.rank}"]
+            problems = _problems(others, *words)
             return self._resumed(label, folder, states, DUE[phase], seconds, problems)
 
         return attempt

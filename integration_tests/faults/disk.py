@@ -21,7 +21,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "truncated shard": ("rank-00003.safetensors", lambda file: os.truncate(file, 5000)),
     "missing shard": ("rank-00002.safetensors", Path.unlink),
     "flipped bit in the manifest": ("manifest.json", _flip),
-    "flipped bit in the random states": ("rank-00000.random.pt", _flip),
+    "flipped bit in the random states": ("rank-00000.rng.pt", _flip),
 }
 
 

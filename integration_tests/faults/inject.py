@@ -28,7 +28,7 @@ class Fault:
     Args:
         kind: ``"kill"`` (SIGKILL), ``"stop"`` (SIGSTOP), ``"terminate"`` (SIGTERM), ``"full"`` (no file may grow, as
             on a full disk), ``"raise"``.
-        phase: ``"forward"``, ``"backward"``, ``"save"`` or ``"stream"``.
+        phase: ``"forward"``, ``"backward"``, ``"save"``, ``"asynchronous save"`` or ``"stream"``.
         rank: on which rank.
         step: in which step.
     """
@@ -45,17 +45,23 @@ class InjectedFault:
     def __init__(self, fault: Fault | None, model: nn.Module, folder: Path) -> None:
         self._fault = fault if fault is not None and fault.rank == dist.get_rank() else None
         self._struck, self._step = folder / STRUCK, -1
+        self._saved: int | None = None
         block = inspect_model(model).last_block
         match self._fault.phase if self._fault else None:
             case "forward":
                 block.register_forward_hook(lambda *args: self._strike())
             case "backward":
                 block.register_forward_hook(lambda module, inputs, output: self._in_backward(output))
-            case "save":
+            case "save" | "asynchronous save":
                 self._in_save()
 
     def begin(self, step: int) -> None:
-        self._step = step
+        if self._step != self._saved:  # a save of that step may go on
+            self._step = step
+
+    def saving(self, step: int) -> None:
+        """A save begins, and no other one is being written."""
+        self._saved = step if self._fault is not None and self._fault.step == step else None
 
     def streamed(self, number: int) -> None:
         if self._fault is not None and self._fault.phase == "stream" and number == 3:
@@ -70,7 +76,8 @@ class InjectedFault:
         write = SafetensorsWriter.write
 
         def strike_and_write(file: SafetensorsWriter, name: str, tensor: Tensor, start: int = 0) -> int:
-            self._strike()
+            if self._saved is not None:
+                self._strike()
             return write(file, name, tensor, start)
 
         SafetensorsWriter.write = strike_and_write  # type: ignore[method-assign]
@@ -87,7 +94,7 @@ class InjectedFault:
             case "terminate":
                 os.kill(os.getpid(), signal.SIGTERM)
             case "full":
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then writing fails, as it does on a full disk
+                # Python ignores SIGXFSZ, so that writing fails, as it does on a full disk.
                 resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT, resource.RLIM_INFINITY))
             case "raise":
                 raise ValueError("injected: the data of this rank is broken")

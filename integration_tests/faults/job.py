@@ -64,6 +64,7 @@ class Training:
         self.model = fsdp_runtime.parallelize(model, mesh, sequence_parallel="tp" in axes)
         self.optimizer = AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.scheduler = CosineAnnealingLR(self.optimizer, T_max=20)
+        self._saving: Any = None
         torch.manual_seed(fsdp_runtime.submesh(mesh, "dp").get_local_rank())
 
     def loss(self) -> torch.Tensor:
@@ -76,8 +77,19 @@ class Training:
         self.optimizer.zero_grad()
         self.scheduler.step()
 
-    def save(self, states: str, step: int) -> None:
-        fsdp_runtime.save_training_state(states, self.model, self.optimizer, step=step, scheduler=self.scheduler)
+    def save(self, states: str, step: int, *, asynchronous: bool) -> None:
+        arguments = {"step": step, "scheduler": self.scheduler}
+        if asynchronous:
+            self._saving = fsdp_runtime.save_training_state(
+                states, self.model, self.optimizer, asynchronous=True, **arguments
+            )
+        else:
+            fsdp_runtime.save_training_state(states, self.model, self.optimizer, **arguments)
+
+    def wait(self) -> None:
+        """Wait for the save that goes on, if there is one."""
+        if self._saving is not None:
+            self._saving.wait()
 
     def load(self, states: str) -> int:
         state = fsdp_runtime.load_training_state(states, self.model, self.optimizer, scheduler=self.scheduler)
@@ -89,6 +101,7 @@ def train(settings: Settings) -> None:
     torch.set_num_threads(1)
     training = Training(settings.axes)
     injected = InjectedFault(settings.fault, training.model, Path(settings.folder))
+    asynchronous = settings.fault is not None and settings.fault.phase == "asynchronous save"
     losses = Path(settings.folder, f"losses-{dist.get_rank()}.jsonl")
     with (
         stop_on_signal() as must_stop,
@@ -109,7 +122,9 @@ def train(settings: Settings) -> None:
             last = must_stop()
             if last or (step + 1) % SAVE_EVERY == 0:
                 with monitor.phase("save"):
-                    training.save(settings.states, step + 1)
+                    training.wait()
+                    injected.saving(step)
+                    training.save(settings.states, step + 1, asynchronous=asynchronous)
             with monitor.phase("stream"):
                 for number, _ in enumerate(fsdp_runtime.stream_weights(training.model, bucket_bytes=2**14)):
                     injected.streamed(number)

@@ -349,10 +349,10 @@ def _full_disk(directory: Path, rank: int) -> str:
     run.save(directory, step=1)
     original = SafetensorsWriter.write
 
-    def write(self: SafetensorsWriter, name: str, tensor: Tensor) -> int:
+    def write(self: SafetensorsWriter, name: str, tensor: Tensor, start: int = 0) -> int:
         if dist.get_rank() == rank:
             raise OSError("no space left on device")
-        return original(self, name, tensor)
+        return original(self, name, tensor, start)
 
     SafetensorsWriter.write = write  # type: ignore[method-assign]
     try:

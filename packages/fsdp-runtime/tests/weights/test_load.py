@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -499,3 +500,33 @@ def test_storages_can_be_freed_after_saving_and_loading(tmp_path: Path) -> None:
     save_weights(model, tmp_path)
     load_weights(model, tmp_path)
     assert all(parameter.untyped_storage().resizable() for parameter in model.parameters())
+
+
+def _written_to_meanwhile(path: Path) -> str:
+    """Another process writes to a file in place, once it has been opened."""
+    model = parallelize(tiny_model("LlamaForCausalLM"), mesh_for({"dp_shard": 2}))
+    read_into = HubCheckpoint.read_into
+
+    def overwrite_and_read(self: HubCheckpoint, stored: Any, first: int, values: Tensor) -> None:
+        if dist.get_rank() == 1:
+            with stored.file.open("r+b") as file:
+                file.seek(-4, os.SEEK_END)
+                file.write(b"abcd")
+        read_into(self, stored, first, values)
+
+    HubCheckpoint.read_into = overwrite_and_read  # type: ignore[method-assign]
+    try:
+        with pytest.raises(WeightsError) as refusal:
+            load_weights(model, path)
+    finally:
+        HubCheckpoint.read_into = read_into  # type: ignore[method-assign]
+    dist.barrier()
+    return str(refusal.value)
+
+
+def test_a_checkpoint_that_is_written_to_while_it_is_read_is_refused_on_every_rank(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    save_weights(tiny_model("LlamaForCausalLM"), tmp_path)
+    for message in two_ranks.run(_written_to_meanwhile, tmp_path):
+        assert "was written to while it was loaded" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 from collections.abc import Iterator
@@ -366,3 +367,54 @@ def test_a_directory_that_cannot_be_made_ends_every_rank(two_ranks: RankPool, tm
     first, second = two_ranks.run(_failing_save, tmp_path / "file", writes_before_failure=0)
     assert first.startswith(("FileExistsError", "NotADirectoryError"))
     assert second.startswith(f"OtherRankError: rank 0: {first[:10]}")
+
+
+def _without_renames(directory: Path, *, asynchronous: bool) -> str:
+    """Return this rank's error where the file system cannot rename a file over another one."""
+    model = parallelize(_model(seed=2), mesh_for({"dp_shard": 2}))
+
+    def refused(self: Path, target: Path) -> Path:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported", str(self), None, str(target))
+
+    replace_, Path.replace = Path.replace, refused  # type: ignore[method-assign]
+    try:
+        with pytest.raises((OSError, WeightsError)) as failure:
+            save_weights(model, directory, asynchronous=True).wait() if asynchronous else save_weights(model, directory)
+    finally:
+        Path.replace = replace_  # type: ignore[method-assign]
+    dist.barrier()
+    return f"{type(failure.value).__name__}: {failure.value}"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_file_system_that_cannot_rename_ends_every_rank_and_leaves_the_old_checkpoint(
+    two_ranks: RankPool, tmp_path: Path, asynchronous: bool
+) -> None:
+    save_weights(_model(seed=1), tmp_path)
+    first, second = two_ranks.run(_without_renames, tmp_path, asynchronous=asynchronous)
+    assert "Operation not supported" in first
+    assert second.startswith("OtherRankError: rank 0: OSError")
+    _assert_equal(_tensors(tmp_path), dict(_model(seed=1).state_dict()))
+    assert not list(tmp_path.glob(".*"))
+
+
+def _unseen(directory: Path) -> str:
+    """Return this rank's error where one rank sees another disk under the directory's name."""
+    model = parallelize(_model(seed=2), mesh_for({"dp_shard": 2}))
+    is_dir = Path.is_dir
+    if dist.get_rank() == 1:
+        Path.is_dir = lambda self, **options: False  # type: ignore[method-assign,assignment]
+    try:
+        with pytest.raises((OptionError, WeightsError)) as failure:
+            save_weights(model, directory, asynchronous=True)
+    finally:
+        Path.is_dir = is_dir  # type: ignore[method-assign]
+    dist.barrier()
+    return f"{type(failure.value).__name__}: {failure.value}"
+
+
+def test_a_directory_that_one_rank_does_not_see_is_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    first, second = two_ranks.run(_unseen, tmp_path)
+    assert second.startswith("OptionError: directory: rank 1 does not see")
+    assert first == f"OtherRankError: rank 1: {second}"
+    assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_runtime import FSDPOptions, OptionError, parallelize, unsharded
 from fsdp_runtime.sharded import gather
+from fsdp_runtime.sync import WeightExport
 from fsdp_runtime.weights import save_weights, stream_weights
+from fsdp_runtime.weights.stream import ExportedModel, split_by_bytes
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
 from harness.pairwise import pairwise_first
@@ -152,7 +154,7 @@ def _peaks_of_streams(axes: dict[str, int], buckets: Sequence[int]) -> tuple[lis
 def _peak_of_stream(model: nn.Module, bucket_bytes: int) -> tuple[int, int]:
     live = LiveBytes()
     with live:
-        for _, tensor in stream_weights(model, bucket_bytes=bucket_bytes):
+        for _, tensor in stream_weights(model, bucket_bytes=bucket_bytes, buckets_ahead=0):
             del tensor
     deadline = time.monotonic() + 5  # gloo's threads let go of a finished collective's tensors in their own time
     while live.live and time.monotonic() < deadline:
@@ -194,6 +196,94 @@ def _collectives_of_stream(axes: dict[str, int], bucket_bytes: int) -> tuple[int
     finally:
         gather.all_gather_flat = original
     return len(calls), tensors
+
+
+def _most_buckets_held(axes: dict[str, int], ahead: int) -> tuple[int, int, bool]:
+    """The most buckets that are gathered and not consumed, how many there are, and whether the order is the model's."""
+    model = _parallel("LlamaForCausalLM", axes)
+    export = WeightExport(bucket_bytes=40_000, buckets_ahead=ahead)
+    expected = [weight.name for weight in export.describe(model)]
+    runs = [{i.name for g in run for i in g.tensors} for run in split_by_bytes(export.prepare(model).groups, 40_000)]
+    started = most = 0
+    original = ExportedModel.gather
+
+    def counted(self: ExportedModel, groups: Any, to: int | None = None) -> Any:
+        nonlocal started
+        started += 1
+        return original(self, groups, to)
+
+    ExportedModel.gather = counted  # type: ignore[method-assign]
+    names = []
+    live = LiveBytes()
+    try:
+        with live:
+            for name, tensor in export.stream(model):
+                names.append(name)
+                consumed = sum(run <= {*names[:-1]} for run in runs)
+                most = max(most, started - consumed)
+                del tensor
+    finally:
+        ExportedModel.gather = original  # type: ignore[method-assign]
+    # Each bucket that is held, padded, with the shards that go in; one before may still be gloo's.
+    assert live.peak <= (ahead + 2) * 1.5 * max(40_000, *(w.nbytes for w in export.describe(model))) * 1.02 + 40_000
+    return most, len(runs), names == expected
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_stream_gathers_the_stated_buckets_ahead_and_keeps_its_order(two_ranks: RankPool, ahead: int) -> None:
+    for most, runs, in_order in two_ranks.run(_most_buckets_held, {"dp_shard": 2}, ahead):
+        assert runs > 5
+        assert most == ahead + 1
+        assert in_order
+    with pytest.raises(OptionError, match="buckets_ahead=-1: give 0 or more"):
+        WeightExport(buckets_ahead=-1)
+
+
+def _gathered_for_one(architecture: str, axes: dict[str, int], to: int, path: Path) -> tuple[list[str], int]:
+    """What the one rank gets wrong, or others get at all; and the bytes that this rank receives."""
+    model = _parallel(architecture, axes)
+    received = 0
+    original = gather.all_gather_flat
+
+    def counted(output: Tensor, own: Tensor, group: Any) -> dist.Work:
+        nonlocal received
+        received += output.nbytes - own.nbytes
+        return original(output, own, group)
+
+    gather.all_gather_flat = counted
+    try:
+        weights = [
+            pair for bucket in WeightExport(bucket_bytes=40_000).prepare(model).buckets(to=to) for pair in bucket
+        ]
+    finally:
+        gather.all_gather_flat = original
+    if dist.get_rank() != to:
+        return [name for name, _ in weights], received
+    return _differences(iter(weights), load_file(path / "model.safetensors")), received
+
+
+@pytest.mark.parametrize(
+    ("architecture", "axes"),
+    [
+        ("LlamaForCausalLM", {"dp_replicate": 2, "dp_shard": 2}),
+        ("LlamaForCausalLM", {"dp_shard": 2, "tp": 2}),
+        ("Qwen3MoeForCausalLM", {"dp_shard": 2, "tp": 2, "ep": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("to", [0, 3])
+def test_only_ranks_that_one_rank_needs_gather_for_it(
+    four_ranks: RankPool, tmp_path: Path, architecture: str, axes: dict[str, int], to: int
+) -> None:
+    _saved(tmp_path, architecture, tied=False)
+    found = four_ranks.run(_gathered_for_one, architecture, axes, to, tmp_path)
+    assert [wrong for wrong, _ in found] == [[], [], [], []]
+    received = [nbytes for _, nbytes in found]
+    assert received[to] == max(received)
+    if "dp_replicate" in axes:  # ranks 0 and 1 are one replica
+        assert all((nbytes > 0) == (rank // 2 == to // 2) for rank, nbytes in enumerate(received))
+    else:
+        assert sum(received) < 3.2 * received[to]
 
 
 def _gathered_large_and_small(dims: tuple[int, ...]) -> bool:

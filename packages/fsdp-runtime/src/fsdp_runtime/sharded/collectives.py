@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +29,14 @@ class ModelRanks:
         index: index of this rank among them, from 0.
         count: number of ranks.
         global_first: global rank of the rank with index 0.
+        rank: global rank of this rank.
     """
 
     groups: Sequence[ProcessGroup] = ()
     index: int = 0
     count: int = 1
     global_first: int = 0
+    rank: int = field(default_factory=lambda: own_rank())  # also known once the world has been left
 
     @property
     def is_first(self) -> bool:
@@ -106,13 +108,14 @@ def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
         A record with which the step gives a value to all ranks in the same collective.
 
     Raises:
-        OtherRankError: another rank failed.  The rank that failed raises its own exception.
+        OtherRankError: another rank failed or has ended.  The rank that failed raises its own exception.
     """
     step = RankStep()
     try:
         yield step
     except Exception as error:
-        all_gather_objects(ranks, (f"{type(error).__name__}: {error}", None))
+        with suppress(OtherRankError):  # this rank's own error is raised
+            all_gather_objects(ranks, (f"{type(error).__name__}: {error}", None))
         raise
     results = all_gather_objects(ranks, (None, step.value))
     failures = {rank: message for rank, (message, _) in results.items() if message is not None}
@@ -160,11 +163,19 @@ def all_reduce_over(groups: Sequence[ProcessGroup], tensor: Tensor, op: dist.Red
 
 
 def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
-    """All-gather a picklable value; return the values by global rank.  One collective per group."""
-    values = {own_rank(): value}
+    """All-gather a picklable value; return the values by global rank.  One collective per group.
+
+    Raises:
+        OtherRankError: another rank has ended, or cannot be reached.
+    """
+    values = {ranks.rank: value}
     for group in ranks.groups:
-        gathered: list[dict[int, Any]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, values, group=group)
+        gathered: list[dict[int, Any]] = [{}] * group.size()
+        try:
+            dist.all_gather_object(gathered, values, group=group)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise OtherRankError(f"a rank has ended, or does not answer rank {ranks.rank}: {reason}") from error
         values = {rank: item for part in gathered for rank, item in part.items()}
     return values
 

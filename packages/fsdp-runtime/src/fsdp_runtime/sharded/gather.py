@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import all_gather_flat
+from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.sharded.shard_offsets import dtensor_slices, shard_steps
 from tp_plans.transfer import ShardStep
 
@@ -70,16 +72,21 @@ class _GatheredChunks:
         return padded.narrow(0, 0, self.size).movedim(0, self.dim)
 
 
-def full_tensors(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """Yield the full tensors in order; plain tensors are yielded unchanged.  Collective: every rank passes the same.
+def full_tensors(
+    tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None, to: int | None = None
+) -> Iterator[Tensor]:
+    """Return an iterator over the full tensors in order; plain tensors are unchanged.
 
-    All communication starts before the first tensor is yielded; each tensor is waited for when it is requested.
+    Collective: every rank passes the same.  All communication has started when this returns; each tensor is waited for
+    when it is requested.
 
     Args:
         tensors: parameters and buffers, plain or DTensors on any meshes.
         dtype: floating-point tensors are converted to it before they are communicated.
+        to: the global rank that needs them; the others take part in the gathers that it needs, and have to exhaust
+            the iterator, whose tensors are of no use there.  ``None`` for all ranks.
     """
-    pending = [_pending(tensor.detach(), dtype) for tensor in tensors]
+    pending = [_pending(tensor.detach(), dtype, to) for tensor in tensors]
     ready: list[Tensor | _GatheredChunks] = [item.tensor for item in pending]
     while waiting := [index for index, item in enumerate(pending) if item.steps]:
         by_group: dict[ProcessGroup, list[int]] = {}
@@ -96,12 +103,22 @@ def full_tensors(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None)
                     pending[index].tensor = torch.empty(0)  # the buffer holds its bytes now
             del gathered
     pending.clear()
+    return _completed(ready, is_needed=to is None or to == own_rank())
+
+
+def _completed(ready: list[Tensor | _GatheredChunks], *, is_needed: bool) -> Iterator[Tensor]:
     for index, value in enumerate(ready):
         ready[index] = torch.empty(0)
-        yield value.tensor().contiguous() if isinstance(value, _GatheredChunks) else value
+        if not isinstance(value, _GatheredChunks):
+            yield value
+        elif is_needed:
+            yield value.tensor().contiguous()
+        else:
+            value.work.wait()
+            yield torch.empty(0)
 
 
-def _pending(tensor: Tensor, dtype: torch.dtype | None) -> _PendingGather:
+def _pending(tensor: Tensor, dtype: torch.dtype | None, to: int | None) -> _PendingGather:
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     if not isinstance(tensor, DTensor):
@@ -114,8 +131,23 @@ def _pending(tensor: Tensor, dtype: torch.dtype | None) -> _PendingGather:
         if step.num_chunks > 1:
             steps.append((mesh.get_group(step.axis), step, size[step.dim]))
         size[step.dim] = step.chunk_range(size[step.dim], coordinate[step.axis])[1]
+    if to is not None:
+        differing = _differing_axes(mesh, to)
+        needed = next((n for n in range(len(steps) + 1) if differing <= {s.axis for _, s, _ in steps[:n]}), None)
+        # Gathers run from the last step to the first; this rank takes part until its results are of no use to ``to``.
+        steps = [] if needed is None else steps[max(needed - 1, 0) :]
     # Offloaded shards are on the CPU; collectives run on the mesh's device.
     return _PendingGather(tensor.to_local().to(mesh.device_type), steps)
+
+
+def _differing_axes(mesh: DeviceMesh, rank: int) -> set[int]:
+    """The axes on which this rank's coordinate is not that of another rank; -1 for one outside of the mesh."""
+    found = (mesh.mesh == rank).nonzero()
+    if not len(found):
+        return {-1}
+    return {
+        axis for axis, (a, b) in enumerate(zip(found[0].tolist(), mesh.get_coordinate() or (), strict=True)) if a != b
+    }
 
 
 def _gather(pending: list[_PendingGather], group: ProcessGroup) -> list[_GatheredChunks]:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks
 from fsdp_runtime.weights.stream import Bucket, WeightExport, WeightInfo
 
 
@@ -27,14 +29,15 @@ def send_weights(
 ) -> None:
     """Broadcast every weight to receivers in other processes, a bucket at a time.
 
-    Collective over the model's ranks; one of them sends, and the others only gather.
+    Collective over the model's ranks; one of them sends, and the others take part in the gathers that it needs: not
+    replicas, for one.  The next bucket is gathered while one is sent.
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         group: on the sending rank, a group of this rank and the receivers; ``None`` on the model's other ranks.
         on_bucket: called on the sending rank before each bucket is broadcast, so that the receivers can allocate and
             join; must not wait until they have received.
-        export: how the weights are exported; with ``flat`` the peak is about twice its ``bucket_bytes``.
+        export: how the weights are exported; with ``flat`` the peak is about its ``bucket_bytes`` once more.
         flat: broadcast a bucket as one flat byte tensor, which :func:`unflatten_bucket` splits; else each tensor.
 
     Raises:
@@ -47,7 +50,11 @@ def send_weights(
         >>> from fsdp_runtime.sync import send_weights
         >>> send_weights(nn.Linear(2, 3), None, print)  # a rank that does not send
     """
-    for bucket in export.buckets(model):
+    entries = state_entries(model)
+    prepared = export.prepare(model, entries)
+    sends = all_gather_objects(mesh_ranks(entries), group is not None)
+    senders = [rank for rank, value in sends.items() if value]
+    for bucket in prepared.buckets(to=senders[0] if len(senders) == 1 else None):
         if group is None:
             continue
         on_bucket([WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket])

@@ -102,9 +102,11 @@ def read_manifest(directory: Path) -> Manifest:
         ) from error
 
 
-def checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of the bytes of a contiguous tensor on the CPU."""
-    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())) if tensor.nbytes else 0
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    """Return the CRC-32 of the bytes of a contiguous tensor on the CPU, which follow those with a CRC ``before``."""
+    if not tensor.nbytes:
+        return before
+    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), before)
 
 
 # The manifest of a file: nothing in it is taken for granted, whatever its checksum.

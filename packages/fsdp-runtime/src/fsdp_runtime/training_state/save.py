@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_memory, state_entries
+from fsdp_runtime.sharded.async_saves import IfSaving, SaveFuture, must_refuse, require_none_running, save_in_thread
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
-    all_gather_objects,
     mesh_or_world_ranks,
     model_mesh,
     raise_on_all,
     require_equal_on_all,
 )
+from fsdp_runtime.sharded.host_staging import HostStaging, drained
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.sharded.work_directory import work_directory
@@ -45,6 +48,36 @@ class Stateful(Protocol):
         """Restore a state."""
 
 
+@overload
+def save_training_state(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = ...,
+    *,
+    step: int,
+    scheduler: Stateful | None = ...,
+    extra: Mapping[str, Any] | None = ...,
+    keep: int | None = ...,
+    asynchronous: Literal[False] = ...,
+    if_saving: IfSaving = ...,
+) -> Path: ...
+
+
+@overload
+def save_training_state(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = ...,
+    *,
+    step: int,
+    scheduler: Stateful | None = ...,
+    extra: Mapping[str, Any] | None = ...,
+    keep: int | None = ...,
+    asynchronous: Literal[True],
+    if_saving: IfSaving = ...,
+) -> SaveFuture[Path]: ...
+
+
 def save_training_state(
     directory: str | os.PathLike[str],
     model: nn.Module,
@@ -54,7 +87,9 @@ def save_training_state(
     scheduler: Stateful | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
-) -> Path:
+    asynchronous: bool = False,
+    if_saving: IfSaving = "wait",
+) -> Path | SaveFuture[Path]:
     """Save model, optimizer, scheduler and RNG states, to resume training on the same or another mesh.
 
     Collective over the ranks of the model's mesh, for a model of plain tensors over the world; all ranks need access
@@ -72,14 +107,21 @@ def save_training_state(
         extra: the user's own data, equal on every rank: tensors, numbers, strings, lists, tuples and dicts.
         keep: number of older states to keep in addition to the new one; ``None`` for all.  States that another job
             saved after this one first loaded from or saved to the directory are neither counted nor removed.
+        asynchronous: return once this rank's part is copied to host memory; a thread writes it while training goes on
+            and changes the tensors.  Resuming from the state is the same, bit for bit.
+        if_saving: while an asynchronous save of this process is being written, ``"wait"`` until it has ended, or
+            ``"raise"`` on all ranks.
 
     Returns:
-        The directory of the new state.
+        The directory of the new state; with ``asynchronous`` a
+        :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`, whose ``wait()`` returns it and raises what the thread
+        has met.
 
     Raises:
         OptionError: a value cannot be saved in a form that is safe to load, a number is negative, the model is on the
-            meta device, an optimizer holds other parameters, or the directory is empty or, as the step, not the same on
-            every rank; nothing has been written then.
+            meta device, an optimizer holds other parameters, the directory is empty or, as the step, not the same on
+            every rank, or an earlier save is still being written with ``if_saving="raise"``; nothing has been written
+            then.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on the rank that cannot write; older states stay in effect.
         OtherRankError: on the other ranks.
@@ -87,7 +129,7 @@ def save_training_state(
     Example:
         >>> import tempfile
         >>> import torch
-        >>> from torch import nn
+        >>> from torch import Tensor, nn
         >>> from fsdp_runtime import save_training_state
         >>> model = nn.Linear(2, 3)
         >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -102,7 +144,6 @@ def save_training_state(
     optimizers = as_list(optimizer)
     with raise_on_all(ranks) as agreed:
         folder = require_path("directory", directory)
-        agreed.value = (os.path.normpath(folder), step)
         tensors = named_tensors(entries, optimizers)
         require_memory({each.name: each.tensor for each in tensors}, "tensors of the training state")
         names = parameter_names(entries, optimizers)
@@ -114,21 +155,85 @@ def save_training_state(
             }
         )
         own_rng = serialize({"rng": rng_states()})
+        agreed.value = (os.path.normpath(folder), step, must_refuse(if_saving))
     for index, name in enumerate(("directory", "step")):
         require_equal_on_all(name, {rank: values[index] for rank, values in agreed.values.items()})
-    with work_directory(folder, ranks) as work:
+    require_none_running([rank for rank, values in agreed.values.items() if values[2]])
+    with ExitStack() as resources:
+        work = resources.enter_context(work_directory(folder, ranks))
         with raise_on_all(ranks):
-            chunks = _write_shards(work, tensors, ranks)
-            files = write_object(work, rng_file(ranks.index), own_rng)
-            if ranks.is_first:
-                files |= write_object(work, SHARED_FILE, shared)
-        written = all_gather_objects(ranks, (chunks, files))
+            chunks = _staged_chunks(tensors, ranks, HostStaging() if asynchronous else None)
+        objects = {rng_file(ranks.index): own_rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
+        save = _Save(work, step, keep, mesh_sizes(entries), chunks, objects, _described(tensors))
+        if not asynchronous:
+            return save.finish(ranks)
+        return save_in_thread(save.finish, ranks, list(agreed.values), resources)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk that this rank writes, and its bytes, which may be taken once: on the host, in order, in pieces."""
+
+    header: TensorHeader
+    start: tuple[int, ...]
+    pieces: Iterator[Tensor]
+
+
+@dataclass
+class _Save:
+    """What remains to be done of a save once nothing refers to the model's tensors, or training waits.
+
+    Args:
+        work: the directory of the unfinished state.
+        step: as of :func:`save_training_state`.
+        keep: likewise.
+        mesh: axes of the model's mesh and their sizes.
+        chunks: what this rank writes of tensors.
+        objects: this rank's other files.
+        described: the shape and the dtype of every tensor.
+    """
+
+    work: Path
+    step: int
+    keep: int | None
+    mesh: Mapping[str, int]
+    chunks: list[_Chunk]
+    objects: Mapping[str, bytes]
+    described: Mapping[str, tuple[tuple[int, ...], str]]
+
+    def finish(self, ranks: ModelRanks) -> Path:
+        """Write this rank's files, and let the state take effect once all ranks have; return its directory.
+
+        Collective.
+        """
+        with raise_on_all(ranks) as written:
+            chunks = _write_shards(self.work, rank_file(ranks.index), self.chunks)
+            files: dict[str, tuple[int, int]] = {}
+            for name, content in self.objects.items():
+                files |= write_object(self.work, name, content)
+            written.value = chunks, files
         with raise_on_all(ranks) as committed:
             if ranks.is_first:
-                _manifest(step, mesh_sizes(entries), tensors, written.values(), ranks).write(work)
-                committed.value = commit(work, step, keep)
-    final: Path = committed.values[ranks.global_first]
-    return final
+                self._manifest(written.values.values(), ranks).write(self.work)
+                committed.value = commit(self.work, self.step, self.keep)
+        final: Path = committed.values[ranks.global_first]
+        return final
+
+    def _manifest(
+        self,
+        written: Iterable[tuple[Mapping[str, StoredChunk], Mapping[str, tuple[int, int]]]],
+        ranks: ModelRanks,
+    ) -> Manifest:
+        chunks: dict[str, list[StoredChunk]] = {name: [] for name in self.described}
+        files: dict[str, tuple[int, int]] = {}
+        for rank_chunks, rank_files in written:
+            files |= rank_files
+            for name, chunk in rank_chunks.items():
+                chunks[name].append(chunk)
+        stored = {
+            name: StoredTensor(shape, dtype, tuple(chunks[name])) for name, (shape, dtype) in self.described.items()
+        }
+        return Manifest(step=self.step, world_size=ranks.count, mesh=self.mesh, tensors=stored, files=files)
 
 
 def rank_file(index: int) -> str:
@@ -150,42 +255,37 @@ def mesh_sizes(entries: Sequence[StateEntry]) -> dict[str, int]:
     return {name: size for name, size in zip(names, mesh.shape, strict=True) if size > 1}
 
 
+def _described(tensors: Sequence[NamedTensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {each.name: (tuple(each.tensor.shape), str(each.tensor.dtype).removeprefix("torch.")) for each in tensors}
+
+
 @torch.no_grad()
-def _write_shards(work: Path, tensors: Sequence[NamedTensor], ranks: ModelRanks) -> dict[str, StoredChunk]:
+def _staged_chunks(tensors: Sequence[NamedTensor], ranks: ModelRanks, staging: HostStaging | None) -> list[_Chunk]:
+    """Return the chunks that this rank writes; they are copied to host memory now, or each when it is written."""
+    chunks = []
+    for chunk in chunks_to_write(tensors, ranks):
+        local = chunk.local
+        header = TensorHeader(chunk.name, tuple(local.shape), local.dtype, local.nbytes)
+        pieces = _on_host(local) if staging is None else drained(staging.copy(local))
+        chunks.append(_Chunk(header, tuple(side.start for side in chunk.slices), pieces))
+    if staging is not None:
+        staging.synchronize()
+    return chunks
+
+
+def _on_host(local: Tensor) -> Iterator[Tensor]:
+    yield local.contiguous().cpu()
+
+
+def _write_shards(work: Path, file_name: str, chunks: Sequence[_Chunk]) -> dict[str, StoredChunk]:
     """Write this rank's file; return its chunks by the tensor's name."""
-    local_chunks = list(chunks_to_write(tensors, ranks))
-    file_name = rank_file(ranks.index)
     stored = {}
-    headers = [
-        TensorHeader(chunk.name, tuple(chunk.local.shape), chunk.local.dtype, chunk.local.nbytes)
-        for chunk in local_chunks
-    ]
-    with SafetensorsWriter(work / file_name, headers) as file:
-        for chunk in local_chunks:
-            on_cpu = chunk.local.contiguous().cpu()
-            file.write(chunk.name, on_cpu)
-            start = tuple(side.start for side in chunk.slices)
-            stored[chunk.name] = StoredChunk(file_name, start, tuple(on_cpu.shape), checksum(on_cpu))
+    with SafetensorsWriter(work / file_name, [chunk.header for chunk in chunks]) as file:
+        for chunk in chunks:
+            header, crc, start = chunk.header, 0, 0
+            for piece in chunk.pieces:
+                file.write(header.name, piece, start)
+                start += piece.numel()
+                crc = checksum(piece, crc)
+            stored[header.name] = StoredChunk(file_name, chunk.start, header.shape, crc)
     return stored
-
-
-def _manifest(
-    step: int,
-    mesh: Mapping[str, int],
-    tensors: Sequence[NamedTensor],
-    written: Iterable[tuple[Mapping[str, StoredChunk], Mapping[str, tuple[int, int]]]],
-    ranks: ModelRanks,
-) -> Manifest:
-    chunks: dict[str, list[StoredChunk]] = {named.name: [] for named in tensors}
-    files: dict[str, tuple[int, int]] = {}
-    for rank_chunks, rank_files in written:
-        files |= rank_files
-        for name, chunk in rank_chunks.items():
-            chunks[name].append(chunk)
-    stored = {
-        named.name: StoredTensor(
-            tuple(named.tensor.shape), str(named.tensor.dtype).removeprefix("torch."), tuple(chunks[named.name])
-        )
-        for named in tensors
-    }
-    return Manifest(step=step, world_size=ranks.count, mesh=mesh, tensors=stored, files=files)

@@ -95,7 +95,7 @@ def load_weights(
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt, the index names one outside its directory, or another
-            process replaced the checkpoint while ranks opened it.
+            process replaced the checkpoint while ranks opened it, or wrote to its files while they were read.
         OptionError: the path is empty, ``readers`` unknown, or ``bucket_bytes`` not positive.
         MismatchError: tensors are missing or of another shape, all listed; or the checkpoint has several tensors for
             one tied tensor of the model, and their values differ.
@@ -104,7 +104,8 @@ def load_weights(
         MetaBufferError: a buffer is on the meta device and no module computes it.
         OtherRankError: another rank raised one of these.
 
-    All errors are raised on every rank before any parameter changes, except a read error in the middle of a file.
+    All errors are raised on every rank before any parameter changes, except a read error in the middle of a
+    file, and files that are written to meanwhile.
 
     Example:
         >>> import tempfile
@@ -124,6 +125,7 @@ def load_weights(
         ranks = mesh_ranks(entries)
         checkpoint, places = _open_on_all(path, ranks)
         with checkpoint:
+            opened = checkpoint.identity()
             with raise_on_all(ranks) as step:
                 base_entries = base_state_entries(model, entries)
                 weights = _match(
@@ -144,6 +146,11 @@ def load_weights(
             with raise_on_all(ranks):
                 for entry in drawn:
                     fill_local(entry.tensor, *_drawn(entry, new_modules or {}))
+                if checkpoint.identity() != opened:
+                    raise CheckpointError(
+                        f"{os.fspath(path)} was written to while it was loaded, and the model may have values of both: "
+                        "load it again once it is complete; save_weights replaces files and never writes to old ones"
+                    )
     remember_rules(base_model(model), weights.rules)
     if training is not None:
         model.train(training)

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.async_saves import IfSaving, SaveFuture, must_refuse, require_none_running, save_in_thread
 from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
@@ -33,6 +36,7 @@ from fsdp_runtime.sharded.collectives import (
 )
 from fsdp_runtime.sharded.file_systems import by_host, file_place, may_share_files
 from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, write_and_fsync
+from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter, TensorHeader
 from fsdp_runtime.sharded.work_directory import others_at_work, work_directory
@@ -51,6 +55,38 @@ _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 _CHECKED_AFTER = 2**28
 
 
+@overload
+def save_weights(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = ...,
+    bucket_bytes: int = ...,
+    dtype: torch.dtype | None = ...,
+    names: Names = ...,
+    quantize: Quantization | None = ...,
+    writers: Literal["all", "one"] | None = ...,
+    asynchronous: Literal[False] = ...,
+    if_saving: IfSaving = ...,
+) -> SaveReport: ...
+
+
+@overload
+def save_weights(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = ...,
+    bucket_bytes: int = ...,
+    dtype: torch.dtype | None = ...,
+    names: Names = ...,
+    quantize: Quantization | None = ...,
+    writers: Literal["all", "one"] | None = ...,
+    asynchronous: Literal[True],
+    if_saving: IfSaving = ...,
+) -> SaveFuture[SaveReport]: ...
+
+
 def save_weights(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -61,7 +97,9 @@ def save_weights(
     names: Names = "checkpoint",
     quantize: Quantization | None = None,
     writers: Literal["all", "one"] | None = None,
-) -> SaveReport:
+    asynchronous: bool = False,
+    if_saving: IfSaving = "wait",
+) -> SaveReport | SaveFuture[SaveReport]:
     """Save a model as safetensors, with its ``config.json`` and ``generation_config.json``, if it has them.
 
     Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  Every rank writes its
@@ -89,14 +127,21 @@ def save_weights(
             which the others send their blocks, for file systems where several hosts may not write to one file.
             ``None`` takes ``"all"`` if all ranks are on one host, or the file system is known to keep their writes
             apart (Lustre, GPFS, BeeGFS, Ceph, WekaFS), and ``"one"`` otherwise, as on NFS.
+        asynchronous: return once this rank's blocks are exchanged and copied to host memory, as many bytes as it
+            writes; a thread writes them while training goes on and changes the weights.
+        if_saving: while an asynchronous save of this process is being written, ``"wait"`` until it has ended, or
+            ``"raise"`` on all ranks.
 
     Returns:
-        The bytes that this rank wrote, sent, received and held.
+        The bytes that this rank wrote, sent, received and held; with ``asynchronous`` a
+        :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`, whose ``wait()`` returns them and raises what the thread
+        has met.
 
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
-        OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``names`` or ``writers`` unknown, or
-            the directory empty, not the same on every rank, or not seen by one.
+        OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``names``, ``writers`` or
+            ``if_saving`` unknown, the directory empty, not the same on every rank, or not seen by one, or an earlier
+            save still being written with ``if_saving="raise"``.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on a rank that cannot write; the directory's old contents stay in effect.
         OtherRankError: on the other ranks.
@@ -119,7 +164,7 @@ def save_weights(
     ranks = mesh_or_world_ranks(model, entries)
     with raise_on_all(ranks) as step:
         target = require_path("directory", directory)
-        step.value = os.path.normpath(target), file_place(target)
+        step.value = os.path.normpath(target), file_place(target), must_refuse(if_saving)
         options = WeightExport(dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes)
         export = options.prepare(model, entries)
         items = export.tensors
@@ -127,23 +172,47 @@ def save_weights(
         if quantize is not None:
             config_dtype = dtype or torch.bfloat16
         shards = list(split_by_bytes(items, max_shard_bytes))
-    require_equal_on_all("directory", {rank: value for rank, (value, _) in step.values.items()})
-    places = {rank: place for rank, (_, place) in step.values.items()}
+    require_equal_on_all("directory", {rank: value for rank, (value, _, _) in step.values.items()})
+    require_none_running([rank for rank, (_, _, refuses) in step.values.items() if refuses])
+    places = {rank: place for rank, (_, place, _) in step.values.items()}
     share = may_share_files(places.values()) if writers is None else writers == "all"
     files = [
         _File(_shard_name(number, len(shards)), items, None if share else writer)
         for number, (items, writer) in enumerate(zip(shards, cycle(by_host(places)), strict=False), start=1)
     ]
-    with work_directory(target, ranks) as work:
+    with ExitStack() as resources:
+        work = resources.enter_context(work_directory(target, ranks))
+        staging = HostStaging() if asynchronous else None
         with leave_inference_mode():
-            report = _write_files(files, export, work, ranks, list(places), bucket_bytes)
+            blocks, on_disk = _write_files(files, export, work, ranks, list(places), bucket_bytes, staging, resources)
         with raise_on_all(ranks):
-            if ranks.is_first:
-                if is_transformers_model(base_model(model)):
-                    save_config(base_model(model), work, config_dtype)
-                    if quantize is not None:
-                        _add_to_config(work / "config.json", quantize.config(export.kept_modules))
-                _commit(work, target, shards)
+            if ranks.is_first and is_transformers_model(base_model(model)):
+                save_config(base_model(model), work, config_dtype)
+                if quantize is not None:
+                    _add_to_config(work / "config.json", quantize.config(export.kept_modules))
+        report = blocks.report
+        if staging is not None:
+            staging.synchronize()
+            report = replace(report, peak_bytes=report.peak_bytes + staging.nbytes)
+        finish = partial(_finish, report, on_disk, work, target, shards)
+        return save_in_thread(finish, ranks, list(places), resources) if asynchronous else finish(ranks)
+
+
+def _finish(
+    report: SaveReport,
+    on_disk: Sequence[Callable[[], None]],
+    work: Path,
+    target: Path,
+    shards: list[list[ExportedTensor]],
+    ranks: ModelRanks,
+) -> SaveReport:
+    """Wait until every rank's files are on the disk, and let them take effect.  Collective."""
+    with raise_on_all(ranks):
+        for wait in on_disk:
+            wait()
+    with raise_on_all(ranks):
+        if ranks.is_first:
+            _commit(work, target, shards)
     return report
 
 
@@ -163,33 +232,35 @@ def _write_files(
     ranks: ModelRanks,
     everyone: Sequence[int],
     bucket_bytes: int,
-) -> SaveReport:
-    """Write this rank's parts of every file; return once all of what it wrote is on the disk."""
+    staging: HostStaging | None,
+    resources: ExitStack,
+) -> tuple[BlockWriter, list[Callable[[], None]]]:
+    """Write this rank's parts of every file, or stage them; return calls that return once they are on the disk."""
     rank, first = everyone[ranks.index], everyone[0]
     layouts = _create(files, work, ranks, rank, first)
     blocks = BlockWriter(rank, ranks, bucket_bytes, required_device(ranks.groups) or torch.device("cpu"))
     writers = (each.writer for each in files for _ in each.items)
     tensors = _planned(export, everyone, bucket_bytes, writers)
     unchecked = 0
-    with ThreadPoolExecutor(1, "fsync") as pool:
-        on_disk = []
-        for each, layout in zip(files, layouts, strict=True):
-            file = SafetensorsWriter(work / each.name, layout, create=False)
-            for _ in each.items:
-                item, steps, sources = next(tensors)
-                blocks.add(item, steps, sources, file)
-                unchecked += item.nbytes
-            blocks.flush()
-            on_disk.append(pool.submit(_fsync_and_close, file))
-            if unchecked >= _CHECKED_AFTER * ranks.count:
-                unchecked = 0
-                with raise_on_all(ranks):
-                    blocks.raise_error()
-        with raise_on_all(ranks):
-            blocks.raise_error()
-            for future in on_disk:
-                future.result()
-    return blocks.report
+    pool = resources.enter_context(ThreadPoolExecutor(1, "fsync"))
+    on_disk: list[Callable[[], None]] = []
+    for each, layout in zip(files, layouts, strict=True):
+        on_file = SafetensorsWriter(work / each.name, layout, create=False)
+        file = on_file if staging is None else StagedWriter(on_file, staging)
+        for _ in each.items:
+            item, steps, sources = next(tensors)
+            blocks.add(item, steps, sources, file)
+            unchecked += item.nbytes
+        blocks.flush()
+        completed = partial(_fsync_and_close, file)
+        on_disk.append(completed if staging is not None else pool.submit(completed).result)
+        if unchecked >= _CHECKED_AFTER * ranks.count:
+            unchecked = 0
+            with raise_on_all(ranks):
+                blocks.raise_error()
+    with raise_on_all(ranks):
+        blocks.raise_error()
+    return blocks, on_disk
 
 
 def _create(files: Sequence[_File], work: Path, ranks: ModelRanks, rank: int, first: int) -> list[SafetensorsLayout]:
@@ -243,7 +314,7 @@ def _planned(
                 yield item, planner.plan(item, *pieces_of(item, group.sources), writer=next(writers)), local
 
 
-def _fsync_and_close(file: SafetensorsWriter) -> None:
+def _fsync_and_close(file: SafetensorsWriter | StagedWriter) -> None:
     try:
         file.fsync()
     finally:
@@ -263,9 +334,12 @@ def _commit(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> Non
         _write_index(work / INDEX_FILE, weight_map, sum(item.nbytes for items in shards for item in items))
     else:
         (work / _shard_name(1, 1)).rename(work / SINGLE_FILE)
-    for file in work.iterdir():
-        if file.name != decisive:
-            move_into_place(file, target / file.name)
+    others = [file for file in work.iterdir() if file.name != decisive]
+    for file in others:  # an fsync of each, and one of the directory: all may wait for the same disk
+        fsync_path(file)
+    for file in others:
+        file.replace(target / file.name)
+    fsync_path(target)
     move_into_place(work / decisive, target / decisive)
     if indexed:
         (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer it to an index

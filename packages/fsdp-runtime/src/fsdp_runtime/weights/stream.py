@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.model.state import StateEntry
+from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
@@ -57,11 +59,13 @@ class WeightExport:
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
         bucket_bytes: gather up to this many bytes of full tensors at once, at least one parameter.  The peak is about
-            this plus the largest parameter, plus the buffers of one more axis under TP and FSDP2.
+            this, once more for each bucket ahead, plus the largest parameter, plus the buffers of one more axis under
+            TP and FSDP2.
+        buckets_ahead: gather up to this many further buckets while one is consumed; 0 for the least memory.
 
     Raises:
-        OptionError: ``bucket_bytes`` is not positive; at use, ``dtype`` is not a floating-point dtype, or ``names`` is
-            unknown.
+        OptionError: ``bucket_bytes`` is not positive, or ``buckets_ahead`` negative; at use, ``dtype`` is not a
+            floating-point dtype, or ``names`` is unknown.
 
     Example:
         >>> import torch
@@ -78,10 +82,13 @@ class WeightExport:
     names: Names = "checkpoint"
     quantize: Quantization | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    buckets_ahead: int = 1
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise OptionError(f"bucket_bytes={self.bucket_bytes}: give a positive number of bytes")
+        if self.buckets_ahead < 0:
+            raise OptionError(f"buckets_ahead={self.buckets_ahead}: give 0 or more")
 
     @property
     def exported_dtype(self) -> torch.dtype | None:
@@ -178,22 +185,36 @@ class ExportedModel:
         """Yield every weight as a full plain tensor, on every rank.  Collective."""
         return without_inference_mode(self._stream())
 
-    def buckets(self) -> Iterator[Bucket]:
-        """Yield lists of weights of one dtype, up to ``bucket_bytes``.  Collective."""
-        return without_inference_mode(self._buckets())
+    def buckets(self, to: int | None = None) -> Iterator[Bucket]:
+        """Yield lists of weights of one dtype, up to ``bucket_bytes``.  Collective.
+
+        Args:
+            to: the global rank that needs them; the others take part in the gathers that it needs, and get none.
+        """
+        return without_inference_mode(self._buckets(to))
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
-        for groups in split_by_bytes(self._groups, self._options.bucket_bytes):
-            for item, tensor in self.gather(groups):
+        for gathered in self._ahead(None):
+            for item, tensor in gathered:
                 yield item.name, tensor
                 del tensor
 
-    def _buckets(self) -> Iterator[Bucket]:
+    def _ahead(self, to: int | None) -> Iterator[Iterator[tuple[ExportedTensor, Tensor]]]:
+        """Yield the weights of one run of groups after another, while the next ones are being gathered."""
+        started: deque[Iterator[tuple[ExportedTensor, Tensor]]] = deque()
+        for groups in split_by_bytes(self._groups, self._options.bucket_bytes):
+            started.append(self.gather(groups, to))
+            if len(started) > self._options.buckets_ahead:
+                yield started.popleft()
+        while started:
+            yield started.popleft()
+
+    def _buckets(self, to: int | None) -> Iterator[Bucket]:
         limit = self._options.bucket_bytes
-        for groups in split_by_bytes(self._groups, limit):  # no bucket waits here while the next groups are gathered
+        for gathered in self._ahead(to):  # no bucket waits here while the next groups are gathered
             open_buckets: dict[torch.dtype, Bucket] = {}  # quantized weights and their scales alternate
             sizes: dict[torch.dtype, int] = {}
-            for item, tensor in self.gather(groups):
+            for item, tensor in gathered:
                 size = sizes.get(tensor.dtype, 0) + tensor.nbytes
                 if size > limit and tensor.dtype in open_buckets:
                     yield open_buckets.pop(tensor.dtype)
@@ -204,11 +225,26 @@ class ExportedModel:
             while open_buckets:
                 yield open_buckets.pop(next(iter(open_buckets)))
 
-    def gather(self, groups: Sequence[ExportGroup]) -> Iterator[tuple[ExportedTensor, Tensor]]:
-        """Yield the weights of some of the groups, gathered together.  Collective."""
+    def gather(self, groups: Sequence[ExportGroup], to: int | None = None) -> Iterator[tuple[ExportedTensor, Tensor]]:
+        """Return an iterator over the weights of some of the groups, whose gathers have started.  Collective.
+
+        It has to be exhausted; with ``to``, it is empty on all ranks but that one.
+        """
         full = full_tensors(
-            [tensor for group in groups for tensor in group.sources.values()], dtype=self._options.exported_dtype
+            [tensor for group in groups for tensor in group.sources.values()],
+            dtype=self._options.exported_dtype,
+            to=to,
         )
+        return self._produced(groups, full) if to is None or to == own_rank() else self._dropped(full)
+
+    def _dropped(self, full: Iterator[Tensor]) -> Iterator[tuple[ExportedTensor, Tensor]]:
+        for _ in full:
+            pass
+        yield from ()
+
+    def _produced(
+        self, groups: Sequence[ExportGroup], full: Iterator[Tensor]
+    ) -> Iterator[tuple[ExportedTensor, Tensor]]:
         for group in groups:
             for item, tensor in group.produce({name: next(full) for name in group.sources}):
                 parts = self._parts(item)
@@ -234,6 +270,7 @@ def stream_weights(
     dtype: torch.dtype | None = None,
     names: Names = "checkpoint",
     quantize: Quantization | None = None,
+    buckets_ahead: int = 1,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a model as a full plain tensor, on every rank, in model order.
 
@@ -245,10 +282,12 @@ def stream_weights(
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         bucket_bytes: gather parameters together up to this many bytes of full tensors, at least one parameter.  The
-            peak is about this plus the largest parameter, plus the buffers of one more axis under TP and FSDP2.
+            peak is about this, once more for each bucket ahead, plus the largest parameter, plus the buffers of one
+            more axis under TP and FSDP2.
         dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
+        buckets_ahead: gather up to this many further buckets while one is consumed; 0 for the least memory.
 
     Yields:
         Name and tensor, on the device that the model computes on.  A tensor that is not sharded is the model's own
@@ -257,7 +296,8 @@ def stream_weights(
 
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
-        OptionError: ``bucket_bytes`` is not positive, ``dtype`` not a floating-point dtype, or ``names`` unknown.
+        OptionError: ``bucket_bytes`` is not positive, ``buckets_ahead`` negative, ``dtype`` not a floating-point
+            dtype, or ``names`` unknown.
 
     Example:
         >>> import torch
@@ -268,7 +308,10 @@ def stream_weights(
         weight (3, 2) torch.bfloat16
         bias (3,) torch.bfloat16
     """
-    yield from WeightExport(dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes).stream(model)
+    export = WeightExport(
+        dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes, buckets_ahead=buckets_ahead
+    )
+    yield from export.stream(model)
 
 
 def split_by_bytes(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
+from fsdp_runtime.sharded.host_staging import StagedWriter
 from fsdp_runtime.sharded.rank_boxes import inside
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.weights.export import ExportedTensor
@@ -44,7 +45,7 @@ class _Pending:
     item: ExportedTensor
     area: Area
     local: Mapping[str, Tensor]
-    file: SafetensorsWriter | None
+    file: SafetensorsWriter | StagedWriter | None
 
 
 class BlockWriter:
@@ -81,7 +82,7 @@ class BlockWriter:
         item: ExportedTensor,
         steps: Sequence[WriteStep],
         sources: Mapping[str, Tensor],
-        file: SafetensorsWriter | None,
+        file: SafetensorsWriter | StagedWriter | None,
     ) -> None:
         """Write what this rank has of a tensor, and take the rest into the next exchange.  Collective.
 
@@ -139,7 +140,11 @@ class BlockWriter:
             self._write_assembled(each, received)
 
     def _write_local(
-        self, item: ExportedTensor, area: Area, local: Mapping[str, Tensor], file: SafetensorsWriter | None
+        self,
+        item: ExportedTensor,
+        area: Area,
+        local: Mapping[str, Tensor],
+        file: SafetensorsWriter | StagedWriter | None,
     ) -> None:
         """Write a part of one of this rank's own tensors, staged only where it has to be converted or copied."""
         (part,) = area.parts
@@ -163,7 +168,9 @@ class BlockWriter:
             values[inside(box, part.box)].copy_(_view(each.local, part) if own else next(given))
         self._write(each.item, box, values, each.file)
 
-    def _write(self, item: ExportedTensor, box: Box, values: Tensor, file: SafetensorsWriter | None) -> None:
+    def _write(
+        self, item: ExportedTensor, box: Box, values: Tensor, file: SafetensorsWriter | StagedWriter | None
+    ) -> None:
         if self.error is not None or file is None:
             return
         try:

@@ -1,0 +1,130 @@
+"""Saves that go on in a thread: what they return, the groups that they use, and one at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from typing import Generic, Literal, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.sharded.collectives import ModelRanks
+
+T = TypeVar("T")
+#: What a save does while an earlier one of this process is being written.
+IfSaving = Literal["wait", "raise"]
+
+#: How long a rank that has written waits for the others; a rank that ends is noticed at once.
+_TIMEOUT = timedelta(hours=1)
+
+logger = logging.getLogger(__name__)
+_running: list[SaveFuture[object]] = []
+_groups: dict[tuple[int, ...], tuple[ProcessGroup | None, ProcessGroup]] = {}
+
+
+class SaveFuture(Generic[T]):
+    """A save that a thread completes; the interpreter's exit waits for it.
+
+    The files are in effect once all ranks have written theirs, whether or not :meth:`wait` is called.  An error of one
+    rank is an error on all, and leaves the old files in effect; it is logged at once, and raised by :meth:`wait`.
+    """
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._result: T | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="save")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Return whether the save has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> T:
+        """Return the save's result once it has ended.  Not collective.
+
+        Raises:
+            OSError: this rank could not write.
+            OtherRankError: another rank could not, or has ended.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set by the thread
+
+    def _run(self) -> None:
+        try:
+            if self._finish is not None:
+                self._result = self._finish()
+        except Exception as error:  # raised by ``wait``
+            self._error = error
+            logger.exception("a save that was running failed; what was saved before is unchanged")
+        finally:
+            self._finish = None  # holds host memory
+
+
+def save_in_thread(
+    finish: Callable[[ModelRanks], T], ranks: ModelRanks, everyone: Sequence[int], resources: ExitStack
+) -> SaveFuture[T]:
+    """Complete a save in a thread, which closes its resources.  Collective.
+
+    Args:
+        finish: writes what was staged; gets the ranks with a process group of their own, so that its collectives and
+            those of training do not mix.
+        ranks: those of the model.
+        everyone: their global ranks.
+        resources: moved to the thread.
+    """
+    own = _with_own_group(ranks, everyone)
+    moved = resources.pop_all()
+
+    def run() -> T:
+        with moved:
+            return finish(own)
+
+    future = SaveFuture(run)
+    _running[:] = [each for each in _running if not each.done()]
+    _running.append(future)  # type: ignore[arg-type]  # read only
+    return future
+
+
+def must_refuse(if_saving: IfSaving) -> bool:
+    """Wait for the save of this process that is being written, or return whether there is one, as asked.
+
+    Raises:
+        OptionError: neither ``"wait"`` nor ``"raise"`` was asked for.
+    """
+    if if_saving not in ("wait", "raise"):
+        raise OptionError(f"if_saving={if_saving!r}: write 'wait' or 'raise'")
+    running = [each for each in _running if not each.done()]
+    if if_saving == "raise":
+        return bool(running)
+    for each in running:
+        each._thread.join()
+    return False
+
+
+def require_none_running(refusing: Sequence[int]) -> None:
+    """Raise on every rank where some refuse to save now."""
+    if refusing:
+        raise OptionError(
+            f"ranks {', '.join(map(str, refusing))} are still writing an earlier save: wait() for its SaveFuture, or "
+            "pass if_saving='wait'"
+        )
+
+
+def _with_own_group(ranks: ModelRanks, everyone: Sequence[int]) -> ModelRanks:
+    """The same ranks, connected by one gloo group that nothing else uses."""
+    if not ranks.groups:
+        return ranks
+    world, group = _groups.get(tuple(everyone), (None, None))
+    if group is None or world is not dist.group.WORLD:
+        group = dist.new_group(list(everyone), timeout=_TIMEOUT, backend="gloo", use_local_synchronization=True)
+        _groups[tuple(everyone)] = dist.group.WORLD, group
+    return replace(ranks, groups=(group,))

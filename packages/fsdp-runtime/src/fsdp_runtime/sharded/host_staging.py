@@ -1,0 +1,90 @@
+"""Copies of tensors in host memory, from which a save goes on writing while training changes the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
+
+T = TypeVar("T")
+#: Bytes of a piece of host memory; pinned memory comes in powers of two.
+_SLAB = 2**26
+
+
+class HostStaging:
+    """Bytes of tensors, copied to host memory, which is pinned where the tensors are on an accelerator."""
+
+    def __init__(self) -> None:
+        self._room: dict[str, Tensor] = {}
+        self.nbytes = 0
+
+    def copy(self, tensor: Tensor) -> list[Tensor]:
+        """Start to copy a tensor; return its bytes in row-major order, in pieces ``[bytes]`` of uint8 on the host.
+
+        A copy from an accelerator is complete after :meth:`synchronize`.
+        """
+        flat = tensor.detach().contiguous().reshape(-1)
+        flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+        pieces = []
+        while flat.numel():
+            piece = self._take(flat.numel(), flat.device.type)
+            piece.copy_(flat[: len(piece)], non_blocking=True)
+            pieces.append(piece)
+            flat = flat[len(piece) :]
+        return pieces
+
+    def synchronize(self) -> None:
+        """Return once every copy is complete; the memory that is left is free again."""
+        if any(kind != "cpu" for kind in self._room):
+            torch.accelerator.synchronize()
+        self._room.clear()
+
+    def _take(self, nbytes: int, kind: str) -> Tensor:
+        """At most so many bytes of host memory, at least one."""
+        room = self._room.pop(kind, None)
+        if room is None:
+            room = torch.empty(_SLAB, dtype=torch.uint8, pin_memory=kind != "cpu")
+            self.nbytes += _SLAB
+        if len(room) > nbytes:
+            self._room[kind] = room[nbytes:]
+        return room[:nbytes]
+
+
+class StagedWriter:
+    """What is to be written to a file, in host memory; :meth:`fsync` writes it.
+
+    Args:
+        file: which is opened by the first write.
+        staging: the host memory.
+    """
+
+    def __init__(self, file: SafetensorsWriter, staging: HostStaging) -> None:
+        self._file, self._staging = file, staging
+        self._writes: list[tuple[str, int, list[Tensor]]] = []
+
+    def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
+        """Copy what :meth:`SafetensorsWriter.write` takes, and return its bytes."""
+        self._writes.append((name, start * tensor.itemsize, self._staging.copy(tensor)))
+        return tensor.nbytes
+
+    def fsync(self) -> None:
+        """Write what was copied, and return once it is on the disk."""
+        for name, start, pieces in drained(self._writes):
+            for piece in drained(pieces):
+                start += self._file.write(name, piece, start)
+        self._file.fsync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def drained(items: list[T]) -> Iterator[T]:
+    """Yield what is in a list in order; the list keeps none of it."""
+    items.reverse()
+    while items:
+        yield items.pop()
