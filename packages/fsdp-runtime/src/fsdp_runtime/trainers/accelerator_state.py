@@ -136,8 +136,8 @@ class StateMixin(_AnyAccelerator):
         owner = {id(own): index for index, model in enumerate(self._models) for own in model.parameters()}
         found: list[list[Optimizer]] = [[] for _ in self._models]
         for optimizer in self._optimizers:
-            models = {owner.get(id(own)) for group in optimizer.param_groups for own in group["params"]}
-            if len(models) != 1 or None in models:
+            models = {owner.get(id(own), -1) for group in optimizer.param_groups for own in group["params"]}
+            if len(models) != 1 or -1 in models:
                 raise OptionError(
                     f"{type(optimizer.optimizer).__name__} holds parameters of {len(models)} models: use one a model"
                 )

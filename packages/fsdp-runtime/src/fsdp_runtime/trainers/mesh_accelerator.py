@@ -59,6 +59,7 @@ class MeshAccelerator(StateMixin, Accelerator):
     """
 
     mesh: DeviceMesh
+    flag_tensor: Tensor | None
     _source: ModelSource | None = None
     _preparing: Sequence[nn.Module] = ()
 
