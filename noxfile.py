@@ -77,6 +77,7 @@ TRAINER_SUBSET = [
         f"[{name}-{{'dp_shard': 2, 'tp': 2}}]"
         for name in ("SFT", "DPO", "KTO", "RLOO", "GRPO", "Reward", "Distillation")
     ),
+    "trl_private_names.py",
     "trl_every_trainer.py::test_they_are_with_sequences_divided_over_ranks",
     "transformers_trainer.py::test_losses_norms_and_weights_are_those_of_one_process[{'dp_shard': 2, 'tp': 2}]",
     "accelerate_loop.py::test_losses_norms_rates_and_weights_are_those_of_one_process[fsdp x tp]",

@@ -17,6 +17,7 @@ DOCS = Path(__file__).parents[1]
 ABOUT = (
     "Test runs on the versions that the packages support, each on Linux with CPU ranks only. "
     "A run of all tests says *all*; one of chosen tests (`nox -s torch_subset transformers_versions`) says *subset*. "
+    "Rows with a release of TRL are those of `nox -s trainers_versions`: each trainer on one mesh. "
     "verl 0.9.1 takes transformers below 5.11: the row of 5.10.4 is that of `nox -s verl`. "
     "A row is one run of one commit: what failed there may be mended since. "
     "Plans take models of transformers 4.57 too; weights are read, written and streamed from 5.6 on, and an older "
@@ -38,11 +39,12 @@ class Run:
     skipped: int
     date: str
     commit: str
+    trl: str = "none"
 
     @property
     def place(self) -> tuple[tuple[int, ...], ...]:
         """The versions as numbers, oldest first."""
-        return tuple(_numbers(version) for version in (self.torch, self.python, self.transformers))
+        return tuple(_numbers(version) for version in (self.torch, self.python, self.transformers, self.trl))
 
 
 def read_report(path: Path) -> Run:
@@ -66,6 +68,7 @@ def read_report(path: Path) -> Run:
         failed=failed,
         skipped=number["skipped"],
         date=suite.get("timestamp", "")[:10],
+        trl=said.get("trl", "none"),
     )
 
 
@@ -78,12 +81,12 @@ def merged(known: Iterable[Run], new: Iterable[Run]) -> list[Run]:
 def page(runs: Iterable[Run]) -> str:
     """The page in Markdown."""
     rows = [
-        f"| {run.torch} | {run.python} | {run.transformers} | {run.tests} "
+        f"| {run.torch} | {run.python} | {run.transformers} | {'' if run.trl == 'none' else run.trl} | {run.tests} "
         f"| {run.passed} | {run.failed} | {run.skipped} | {run.date} | {run.commit} |"
         for run in runs
     ]
-    head = "| torch | Python | transformers | tests | passed | failed | skipped | date | commit |"
-    return "\n".join(["# Compatibility", "", ABOUT, "", head, "|---" * 9 + "|", *rows, ""])
+    head = "| torch | Python | transformers | TRL | tests | passed | failed | skipped | date | commit |"
+    return "\n".join(["# Compatibility", "", ABOUT, "", head, "|---" * 10 + "|", *rows, ""])
 
 
 def main() -> None:

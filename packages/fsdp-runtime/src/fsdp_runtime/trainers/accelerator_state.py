@@ -16,6 +16,7 @@ from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.trainers._accelerate_compat import registered_objects, schedulers
 from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights import save_weights
 
@@ -192,8 +193,8 @@ class _Rest:
         self.accelerator.step = state["step"]
 
     def _objects(self) -> Iterator[tuple[str, Sequence[Any]]]:
-        yield "schedulers", self.accelerator._schedulers
-        yield "registered objects", self.accelerator._custom_objects
+        yield "schedulers", schedulers(self.accelerator)
+        yield "registered objects", registered_objects(self.accelerator)
 
 
 def _name(index: int) -> str:

@@ -28,6 +28,7 @@ from fsdp_runtime.errors import BackendError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.mesh.spec import axis_size, require_axes, submesh
+from fsdp_runtime.trainers._accelerate_compat import is_prepared
 from fsdp_runtime.trainers.accelerator_settings import accelerator_settings, check_ranks
 from fsdp_runtime.trainers.accelerator_state import StateMixin
 from fsdp_runtime.trainers.logits import compute_losses_on
@@ -133,7 +134,7 @@ class MeshAccelerator(StateMixin, Accelerator):
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Wrap an optimizer; its state stays where its parameters are."""
-        if self._source is not None and not getattr(optimizer, "_is_accelerate_prepared", False):
+        if self._source is not None and not is_prepared(optimizer):
             check_parameters([optimizer], [*self._models, *self._preparing], [])
         return super().prepare_optimizer(optimizer, device_placement=False)
 
