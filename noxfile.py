@@ -64,7 +64,6 @@ AUTOMODEL = "nemo-automodel==0.7.0"  # installed without dependencies: some need
 BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", AUTOMODEL, "trl==1.16.0"]
 #: Releases of transformers and TRL together: the last four minors of each.
 TRAINER_VERSIONS = [
-    ("5.20.2", "1.13.0"),
     ("5.21.1", "1.13.0"),
     ("5.22.2", "1.14.2"),
     ("5.24.0", "1.15.0"),

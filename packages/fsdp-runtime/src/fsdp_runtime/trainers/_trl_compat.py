@@ -1,4 +1,4 @@
-"""Every use of what TRL keeps to itself, with its reason; tested on TRL 1.14 and 1.16.
+"""Every use of what TRL keeps to itself, with its reason; tested on TRL 1.13 to 1.16.
 
 TRL's trainers build models, wrap them in adapters and gather over the world by functions of other modules, found under
 global names of the trainer's own.  Inside of :func:`replaced` those names stand for functions of a mesh.
