@@ -60,7 +60,27 @@ SUBSET_WITHOUT = [
         ("rl-logprobs", "test_linear_logprobs.py::test_gradients_are_the_derivatives"),
     )
 ]
-BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", "nemo-automodel==0.7.0", "trl==1.16.0"]
+AUTOMODEL = "nemo-automodel==0.7.0"  # installed without dependencies: some need CUDA
+BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", AUTOMODEL, "trl==1.16.0"]
+#: Releases of transformers and TRL together: the last four minors of each.
+TRAINER_VERSIONS = [
+    ("5.21.1", "1.13.0"),
+    ("5.22.2", "1.14.2"),
+    ("5.24.0", "1.15.0"),
+    ("5.24.0", "1.16.0"),
+]
+#: Each trainer on one mesh, and a loop on accelerate.
+TRAINER_SUBSET = [
+    *(
+        "trl_every_trainer.py::test_losses_norms_and_weights_are_those_of_one_process"
+        f"[{name}-{{'dp_shard': 2, 'tp': 2}}]"
+        for name in ("SFT", "DPO", "KTO", "RLOO", "GRPO", "Reward", "Distillation")
+    ),
+    "trl_private_names.py",
+    "trl_every_trainer.py::test_they_are_with_sequences_divided_over_ranks",
+    "transformers_trainer.py::test_losses_norms_and_weights_are_those_of_one_process[{'dp_shard': 2, 'tp': 2}]",
+    "accelerate_loop.py::test_losses_norms_rates_and_weights_are_those_of_one_process[fsdp x tp]",
+]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 DIST, REPORTS = Path("dist"), Path("reports")
 #: Test processes: one more than cores, since some tests wait, at most four. Each has its own ranks and runs all tests
@@ -223,11 +243,24 @@ def ray(session: nox.Session) -> None:
 
 @nox.session
 def trainers(session: nox.Session) -> None:
-    """Run the trainers of transformers and TRL on a mesh against those of one process, and their examples."""
+    """Run trainers, loops on accelerate and Automodel on a mesh against those of one process, and their examples."""
     install_editable(session, "trainers")
+    session.install("--no-deps", AUTOMODEL)
     session.env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     files = sorted(map(str, Path("packages/fsdp-runtime/tests/with_trainers").glob("*.py")))
     session.run("pytest", *files, *session.posargs)
+
+
+@nox.session
+@nox.parametrize(("transformers", "trl"), TRAINER_VERSIONS)
+def trainers_versions(session: nox.Session, transformers: str, trl: str) -> None:
+    """Run each trainer on one mesh on releases of transformers and TRL."""
+    install_editable(session, "trainers")
+    session.install(f"transformers=={transformers}", f"trl=={trl}", "requests")  # imported by TRL 1.13
+    session.env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    tests = [f"packages/fsdp-runtime/tests/with_trainers/{test}" for test in TRAINER_SUBSET]
+    report = f"--junitxml=reports/trainers-{transformers}-{trl}.xml"
+    session.run("pytest", report, *tests, *session.posargs)
 
 
 @nox.session

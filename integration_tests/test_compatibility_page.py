@@ -59,8 +59,8 @@ def test_the_last_run_on_the_same_versions_counts_and_versions_are_ordered_as_nu
 
 def test_every_run_is_a_row() -> None:
     rows = page([RUN, replace(RUN, tests="subset", failed=2)]).splitlines()
-    assert "| 2.9.1 | 3.11.7 | 5.0.0 | all | 3 | 0 | 0 | 2026-01-02 | abc |" in rows
-    assert "| 2.9.1 | 3.11.7 | 5.0.0 | subset | 3 | 2 | 0 | 2026-01-02 | abc |" in rows
+    assert "| 2.9.1 | 3.11.7 | 5.0.0 |  | all | 3 | 0 | 0 | 2026-01-02 | abc |" in rows
+    assert "| 2.9.1 | 3.11.7 | 5.0.0 |  | subset | 3 | 2 | 0 | 2026-01-02 | abc |" in rows
 
 
 def test_the_page_is_written_from_the_kept_runs() -> None:

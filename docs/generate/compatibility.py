@@ -24,6 +24,7 @@ OF_TRAINERS = (
 ABOUT = (
     "Test runs on the versions that the packages support, each on Linux with CPU ranks only. "
     "A run of all tests says *all*; one of chosen tests (`nox -s torch_subset transformers_versions`) says *subset*. "
+    "Rows with a release of TRL are those of `nox -s trainers_versions`: each trainer on one mesh. "
     "verl 0.9.1 takes transformers below 5.11: the row of 5.10.4 is that of `nox -s verl`. "
     "A row is one run of one commit: what failed there may be mended since. "
     "Plans take models of transformers 4.57 too; weights are read, written and streamed from 5.6 on, and an older "
@@ -45,11 +46,12 @@ class Run:
     skipped: int
     date: str
     commit: str
+    trl: str = "none"
 
     @property
     def place(self) -> tuple[tuple[int, ...], ...]:
         """The versions as numbers, oldest first."""
-        return tuple(_numbers(version) for version in (self.torch, self.python, self.transformers))
+        return tuple(_numbers(version) for version in (self.torch, self.python, self.transformers, self.trl))
 
 
 def read_report(path: Path) -> Run:
@@ -73,6 +75,7 @@ def read_report(path: Path) -> Run:
         failed=failed,
         skipped=number["skipped"],
         date=suite.get("timestamp", "")[:10],
+        trl=said.get("trl", "none"),
     )
 
 
@@ -90,15 +93,15 @@ def page(runs: Iterable[Run]) -> str:
         for each in json.loads(ENVIRONMENTS.read_text())
     ]
     rows = [
-        f"| {run.torch} | {run.python} | {run.transformers} | {run.tests} "
+        f"| {run.torch} | {run.python} | {run.transformers} | {'' if run.trl == 'none' else run.trl} | {run.tests} "
         f"| {run.passed} | {run.failed} | {run.skipped} | {run.date} | {run.commit} |"
         for run in runs
     ]
-    head = "| torch | Python | transformers | tests | passed | failed | skipped | date | commit |"
+    head = "| torch | Python | transformers | TRL | tests | passed | failed | skipped | date | commit |"
     of_trainers = "| project | stated by | torch | transformers | fits |"
     return "\n".join(
         [
-            *("# Compatibility", "", ABOUT, "", head, "|---" * 9 + "|", *rows, ""),
+            *("# Compatibility", "", ABOUT, "", head, "|---" * 10 + "|", *rows, ""),
             *("## Environments of other trainers", "", OF_TRAINERS, "", of_trainers, "|---" * 5 + "|", *trainers, ""),
         ]
     )

@@ -17,6 +17,7 @@ def environment(config: pytest.Config) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": _version("torch"),
         "transformers": _version("transformers"),
+        "trl": _version("trl"),
         "tests": "all" if everything else "subset",
         "commit": _commit(config.rootpath),
     }

@@ -11,6 +11,7 @@ import trl
 from datasets import Dataset
 
 from fsdp_runtime.trainers import on_mesh
+from fsdp_runtime.trainers.distillation import divergence_loss
 from harness.models import VOCAB
 from harness.trainers import BATCH, COMMON, tokenizer
 
@@ -128,4 +129,41 @@ def build(model: Any, mesh: Any, dp: int, *, name: str, output: str, teacher: An
         **more,
         **{key: teacher if key == "teacher_model" else value for key, value in others.items()},
     }
+    if mesh is None:
+        compute_without_triton()
     return cls(**common) if mesh is None else on_mesh(cls)(**common, mesh=mesh)
+
+
+class _LogProbs:
+    """What TRL 1.15 computes by Triton kernels, from full logits."""
+
+    @staticmethod
+    def apply(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        temperature: float,
+        chunk: int,
+        softcap: float | None,
+        scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[torch.Tensor | None, ...]:
+        assert softcap is None  # of no model of the tests
+        logits = torch.nn.functional.linear(hidden, weight, bias).float() * scale / temperature
+        logprobs = logits.log_softmax(-1)
+        own = logprobs.gather(-1, labels[:, None])[:, 0]
+        found = {
+            "entropy": -(logprobs.exp() * logprobs).sum(-1),
+            "log_sum_sq_probs": (2 * logprobs.detach()).logsumexp(-1),
+            "mean_logits": logits.detach().mean(-1),
+            "is_top1": logits.argmax(-1) == labels,
+        }
+        return own, *(value if name in outputs else None for name, value in found.items())
+
+
+def compute_without_triton() -> None:
+    """Let TRL 1.15, whose losses in one process need Triton, compute them by torch; distillation's by ours."""
+    if trl.__version__.startswith("1.15."):
+        trl.trainer.utils._ChunkedLogProbFunction = _LogProbs
+        trl.trainer.distillation_trainer._chunked_divergence_loss = divergence_loss

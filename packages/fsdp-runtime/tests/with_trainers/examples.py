@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from harness import pages
@@ -15,6 +16,7 @@ from harness.torchrun import torchrun
 from harness.trainers import COMMON, forget_accelerate, token_rows, write_checkpoint
 
 GUIDE = Path(__file__).parents[4] / "docs" / "guides" / "trainer.md"
+ACCELERATE = GUIDE.with_name("accelerate.md")
 FOLDER = Path(__file__).parents[4] / "docs" / "examples" / "trainer"
 
 
@@ -30,7 +32,7 @@ def run(script: str, output: Path, *arguments: str) -> list[dict[str, Any]]:
     return figures(done.stdout)
 
 
-@pytest.mark.parametrize(("script", "steps"), [("train.py", 40), ("sft.py", 60)])
+@pytest.mark.parametrize(("script", "steps"), [("train.py", 40), ("sft.py", 60), ("loop.py", 40)])
 def test_the_loss_falls_and_the_model_is_saved(tmp_path: Path, script: str, steps: int) -> None:
     losses = [entry["loss"] for entry in run(script, tmp_path, f"--steps={steps}") if "loss" in entry]
     assert len(losses) == steps // 5  # one rank prints
@@ -80,6 +82,33 @@ def _guide(folder: Path) -> list[int]:
     }
     pages.run(pages.blocks(GUIDE, "py"), names)
     return [entry["step"] for entry in names["trainer"].state.log_history if "loss" in entry]
+
+
+def _accelerate_guide(folder: Path, output: str) -> list[bool]:
+    from torch.utils.data import DataLoader
+
+    from fsdp_runtime import MeshSpec, trainers
+
+    forget_accelerate()
+    rows = [{name: torch.tensor(value) for name, value in row.items()} for row in token_rows()]
+    names: dict[str, Any] = {
+        "MeshAccelerator": trainers.MeshAccelerator,
+        "MeshSpec": MeshSpec,
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "torch": torch,
+        "path": str(folder),
+        "folder": output,
+        "loader": DataLoader(rows, batch_size=2),
+        "__name__": "page",
+    }
+    pages.run(pages.blocks(ACCELERATE, "py"), names)
+    return [bool(names["loss"].isfinite())]
+
+
+def test_the_lines_of_the_guide_to_accelerate_run(four_ranks: RankPool, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "in")
+    assert four_ranks.run(_accelerate_guide, folder, str(tmp_path / "out")) == [[True]] * 4
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
 
 
 def test_the_lines_of_the_guide_run(four_ranks: RankPool, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Install what they need with ``pip install fsdp-runtime[trainer]`` (transformers,
 ``fsdp-runtime[trl]`` (TRL and datasets in addition).  Importing this package imports none of them; the first use of a
 name does, and raises ``BackendError`` where one is not installed.
 
+A loop of yours:   ``MeshAccelerator``, accelerate's ``Accelerator`` on a mesh
 Any trainer:       ``on_mesh``, as in ``on_mesh(trl.DPOTrainer)``; ``MeshTrainerMixin``, the part that all share
 For short:         ``Trainer``, ``SFTTrainer``, ``GRPOTrainer``: those of transformers and TRL
 """
@@ -16,26 +17,29 @@ from fsdp_runtime._lazy import lazy_names
 
 if TYPE_CHECKING:
     from fsdp_runtime.trainers.factory import on_mesh
+    from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator
     from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
 
     GRPOTrainer: Any
     SFTTrainer: Any
     Trainer: Any
 
-__all__ = ["GRPOTrainer", "MeshTrainerMixin", "SFTTrainer", "Trainer", "on_mesh"]
+__all__ = ["GRPOTrainer", "MeshAccelerator", "MeshTrainerMixin", "SFTTrainer", "Trainer", "on_mesh"]
 
-_MIXIN, _FACTORY, _TRANSFORMERS, _TRL = (
-    f"{__name__}.{file}" for file in ("mesh_trainer", "factory", "transformers_trainer", "trl_classes")
+_ACCELERATOR, _MIXIN, _FACTORY, _TRANSFORMERS, _TRL = (
+    f"{__name__}.{file}"
+    for file in ("mesh_accelerator", "mesh_trainer", "factory", "transformers_trainer", "trl_classes")
 )
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "GRPOTrainer": _TRL,
+        "MeshAccelerator": _ACCELERATOR,
         "MeshTrainerMixin": _MIXIN,
         "SFTTrainer": _TRL,
         "Trainer": _TRANSFORMERS,
         "on_mesh": _FACTORY,
     },
-    extras={_MIXIN: "trainer", _FACTORY: "trainer", _TRANSFORMERS: "trainer", _TRL: "trl"},
+    extras={_ACCELERATOR: "trainer", _MIXIN: "trainer", _FACTORY: "trainer", _TRANSFORMERS: "trainer", _TRL: "trl"},
 )

@@ -39,8 +39,8 @@ def divergence_loss(
     teacher_lm_head_weight: Tensor,
     completion_mask: Tensor,
     beta: float,
+    *chunk_size: int,
     num_items_in_batch: Any = None,
-    *,
     temperature: float = 1.0,
     **heads: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,6 +53,7 @@ def divergence_loss(
         teacher_lm_head_weight: ``[vocab, features of the teacher]``, plain or sharded.
         completion_mask: ``[batch, tokens]``, 0 where a token does not count.
         beta: 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.
+        chunk_size: not used; TRL before 1.15 gives it.
         num_items_in_batch: what the sum is divided by; by default the tokens that count.
         temperature: of both.
         heads: bias, scale and soft cap of both heads, by TRL's names.

@@ -11,7 +11,10 @@ import inspect
 import types
 from typing import Any
 
+from torch import Tensor
+
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.trainers._trl_compat import chunked_head_output
 from fsdp_runtime.trainers.full_rows import rows_in_force
 from fsdp_runtime.trainers.logits import per_token, scored_positions
 from fsdp_runtime.wrap import replace_forward
@@ -69,11 +72,49 @@ def add_fused_lm_head(
         plain = forward(*args, **kwargs)
         found = per_token(plain.logits, labels, temperature=temperature, fields=outputs, rows=rows)
         mask = labels[:, 1:] != -100
-        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        loss = -found["log_probs"].sum() / count
-        aux_loss = getattr(plain, "aux_loss", None)
-        if aux_loss is not None:
-            loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+        loss, aux_loss = _loss(self.config, plain, found["log_probs"], mask, num_items_in_batch)
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
 
     replace_forward(model, types.MethodType(fused_forward, model))
+
+
+def _loss(config: Any, plain: Any, log_probs: Tensor, mask: Tensor, items: Any) -> tuple[Tensor, Any]:
+    """Return the loss, a mixture's auxiliary one included, and that one."""
+    loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
+    if (aux_loss := getattr(plain, "aux_loss", None)) is not None:
+        loss = loss + getattr(config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+    return loss, aux_loss
+
+
+def add_chunked_head(model: Any, chunk_size: int, is_vlm: bool = False) -> None:
+    """Patch ``model.forward`` as ``_patch_chunked_ce_lm_head`` of TRL before 1.15 does, with the head as it is sharded.
+
+    Args:
+        model: a causal language model of transformers, not a ``PeftModel`` around it.
+        chunk_size: not used: logits are not held longer than by the model itself.
+        is_vlm: not used.
+    """
+    forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def chunked_forward(
+        self: Any, *args: Any, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        if (rows := rows_in_force()) is not None:
+            labels, num_items_in_batch = rows.given.get("labels"), rows.given.get("num_items_in_batch")
+        if labels is None:
+            return forward(*args, **kwargs)
+        kwargs["use_cache"] = False
+        plain = forward(*args, **kwargs)
+        found = per_token(plain.logits, labels, temperature=1.0, fields=("entropy", "is_top1"), rows=rows)
+        mask = labels[:, 1:] != -100
+        loss, aux_loss = _loss(self.config, plain, found["log_probs"], mask, num_items_in_batch)
+        return chunked_head_output(
+            loss=loss,
+            num_correct_tokens=found["is_top1"].sum(),
+            entropy_sum=(found["entropy"].detach() * mask).sum(),
+            num_valid_tokens=mask.sum(),
+            aux_loss=aux_loss,
+        )
+
+    replace_forward(model, types.MethodType(chunked_forward, model))

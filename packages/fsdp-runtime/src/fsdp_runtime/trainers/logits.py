@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.models import calls_loss_function
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.trainers.full_rows import FullRows, rows_in_force
+from fsdp_runtime.trainers.full_rows import FullRows, rows_in_force, take_full_rows
 from fsdp_runtime.trainers.rl_logprobs_backend import token_statistics
 
 
@@ -101,6 +103,13 @@ def take_sharded_logits(model: Any) -> None:
     if calls_loss_function(model) and (own := model.loss_function) is ForCausalLMLoss:
         model.loss_function = causal_lm_loss(own)
         model.loss_function.takes_sharded_logits = True
+
+
+def compute_losses_on(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a sharded model compute its loss from sharded logits, and from full rows under context parallelism."""
+    if hasattr(base_model(model), "loss_function"):
+        take_sharded_logits(base_model(model))
+    take_full_rows(model, mesh)
 
 
 def scored_positions(labels: Tensor) -> int:

@@ -1,43 +1,77 @@
 """accelerate's ``Accelerator`` over the data-parallel ranks of a mesh instead of the world.
 
-A trainer asks its accelerator which part of the batch is its own and how to bring the parts together.  Ranks that
-differ only in ``cp`` or ``tp`` compute on the same batch, so to a trainer they are one process.
+A training loop asks its accelerator which part of the batch is its own and how to bring the parts together.  Ranks that
+differ only in ``cp`` or ``tp`` compute on the same batch, so to the loop they are one process.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
+from accelerate.utils import reduce as reduce_over_world
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import flatten_axes
-from fsdp_runtime.errors import BackendError
+from fsdp_runtime.errors import BackendError, OptionError
+from fsdp_runtime.keywords import Options
 from fsdp_runtime.memory.gradient_accumulation import no_sync
-from fsdp_runtime.mesh.spec import axis_size, submesh
-from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_
+from fsdp_runtime.mesh.spec import axis_size, require_axes, submesh
+from fsdp_runtime.trainers._accelerate_compat import is_prepared
+from fsdp_runtime.trainers.accelerator_settings import accelerator_settings, check_ranks
+from fsdp_runtime.trainers.accelerator_state import StateMixin
+from fsdp_runtime.trainers.logits import compute_losses_on
+from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
+from fsdp_runtime.trainers.prepared_optimizers import check_parameters, follow_parameters
+from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, require_rl_logprobs
+from fsdp_runtime.trainers.training_arguments import check_on_mesh
 
 
-class MeshAccelerator(Accelerator):
-    """An ``Accelerator`` whose processes are the data-parallel ranks of ``mesh``, and that wraps no model.
+class MeshAccelerator(StateMixin, Accelerator):
+    """An ``Accelerator`` for a loop of one's own on a mesh of any axes: its processes are the ranks of ``dp``.
 
-    ``is_main_process`` and the barriers still concern all ranks.  Made from an ordinary one by
-    :func:`over_mesh`.
+    ``prepare`` shards models in place of wrapping them, deals batches over ``dp`` and lets optimizers that were built
+    before hold the shards.  Losses, norms and weights are those of ``Accelerator`` on as many processes as ``dp`` has
+    ranks.  Ranks that differ only in ``cp`` or ``tp`` get the same batches; ``is_main_process`` and the barriers
+    concern all ranks.  :func:`over_mesh` makes one of the accelerator of a trainer.
 
-    Attributes:
-        mesh: the mesh of the model, with this package's axis names.
+    Args:
+        mesh: of :class:`fsdp_runtime.MeshSpec`, over all ranks.
+        parallelize_kwargs: keywords of ``parallelize`` for the models that ``prepare`` shards.
+        settings: other arguments of ``Accelerator``, such as ``gradient_accumulation_steps`` and
+            ``mixed_precision="bf16"``.
+
+    Raises:
+        BackendError: rl-logprobs is not installed.
+        MeshError: the mesh has other axes.
+        OptionError: a setting, or accelerate's configuration, asks for another kind of parallelism, for ``fp16`` or
+            ``fp8``, or counts other ranks than the mesh has.
     """
 
     mesh: DeviceMesh
+    flag_tensor: Tensor | None
+    _source: ModelSource | None = None
+    _preparing: Sequence[nn.Module] = ()
+
+    def __init__(self, mesh: DeviceMesh, *, parallelize_kwargs: Options | None = None, **settings: Any) -> None:
+        require_axes(mesh)
+        require_rl_logprobs()
+        self.mesh = mesh
+        self._source = ModelSource(mesh, {**(parallelize_kwargs or {})})
+        super().__init__(**accelerator_settings(mesh, settings))
+        check_ranks(self, mesh)
+        _ = self.model_group  # makes the group, on all ranks at once
 
     @property
     def num_processes(self) -> int:
@@ -53,15 +87,82 @@ class MeshAccelerator(Accelerator):
     def _dp(self) -> DeviceMesh:
         return submesh(self.mesh, "dp")
 
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, data loaders and schedulers, in any order; return them in the same order.
+
+        A model that is not sharded yet is parallelized, in place; one on the meta device stays there until
+        ``load_weights``.  Optimizers that hold its parameters then hold the shards.  Sharded models and data loaders
+        are taken as they are.
+
+        Raises:
+            ModelError: an optimizer holds parameters of no model that is, or was, prepared, or has stepped with the
+                parameters that are to be replaced; or a model is sharded on another mesh.
+            OptionError: ``device_placement`` is of another length.
+        """
+        if device_placement is not None and len(device_placement) != len(args):
+            raise OptionError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
+        models = [each for each in args if isinstance(each, nn.Module)]
+        if self._source is not None:
+            optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+            check_parameters(optimizers, [*models, *self._models], [each for each in models if not is_sharded(each)])
+            for model in models:
+                with follow_parameters(model, [*optimizers, *self._optimizers]):
+                    self._shard(model)
+        self._preparing = models  # which may follow their optimizers
+        try:
+            return super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._preparing = ()
+
+    def _shard(self, model: nn.Module) -> None:
+        if self._source is None:
+            return
+        if is_sharded(model):
+            check_on_mesh(model, self.mesh)
+        else:
+            self._source.shard(model)
+        compute_losses_on(model, self.mesh)
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Apply autocast if ``mixed_precision`` asks for it; no wrapper around the model, no move of its shards."""
-        prepared: nn.Module = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        """Shard the model, if it is not, and apply autocast if ``mixed_precision`` asks for it."""
+        self._shard(model)
+        placement = False if is_sharded(model) else device_placement
+        prepared: nn.Module = super().prepare_model(model, device_placement=placement, evaluation_mode=True)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Wrap an optimizer; its state stays where its parameters are."""
+        if self._source is not None and not is_prepared(optimizer):
+            check_parameters([optimizer], [*self._models, *self._preparing], [])
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler; a step of the loop is as many of its own as ``dp`` has ranks, unless batches are split."""
+        prepared = super().prepare_scheduler(scheduler)
+        ranks = SimpleNamespace(num_processes=self.num_processes)
+        step = prepared.step
+
+        def step_over_dp(*args: Any, **kwargs: Any) -> None:
+            with replaced_globals(AcceleratedScheduler.step, AcceleratorState=lambda: ranks):
+                step(*args, **kwargs)
+
+        if "step" not in vars(prepared):
+            prepared.step = step_over_dp
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Deal the batches over ``dp``; workers of the ranks of one ``tp`` group draw the same random numbers."""
+        """Deal the batches over ``dp``; workers of the ranks of one ``tp`` group draw the same random numbers.
+
+        Raises:
+            OptionError: ``even_batches=False``, with which ranks of ``dp`` would take different numbers of batches.
+        """
+        if self._source is not None and self.num_processes > 1 and not self.even_batches:
+            raise OptionError(
+                f"even_batches=False lets ranks of dp={self.num_processes} run different numbers of forwards, which "
+                "wait for one another: leave it True, and drop_last=True in the data loader to repeat no sample"
+            )
         seed_worker = data_loader.worker_init_fn
         if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:  # transformers passes the world's rank
             own = {**seed_worker.keywords, "rank": self.process_index}
@@ -75,6 +176,35 @@ class MeshAccelerator(Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm of all gradients, each shard counted once; return the norm before clipping."""
         return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip every element of the gradients."""
+        nn.utils.clip_grad_value_(parameters, clip_value, foreach=False)  # lists of plain tensors beside DTensors
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this data-parallel rank's part of a list, tuple, dict or tensor."""
+        state = PartialState()
+        own = SimpleNamespace(num_processes=self.num_processes, process_index=self.process_index, device=state.device)
+        with PartialState.split_between_processes(own, inputs, apply_padding=apply_padding) as part:
+            yield part
+
+    @property
+    def is_last_process(self) -> bool:
+        """True on one rank only, the last of the world."""
+        last: bool = self.state.is_last_process
+        return last
+
+    def check_trigger(self) -> bool:
+        """Return True on all ranks if any rank, of ``tp`` and ``cp`` too, has called ``set_trigger``."""
+        flag = self.flag_tensor if self.flag_tensor is not None else torch.tensor(0, device=self.device)
+        raised = bool(reduce_over_world(flag, reduction="max").item())
+        self.flag_tensor = None if raised else self.flag_tensor
+        return raised
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Refused: ranks of one mesh take the same number of batches."""
+        raise OptionError("join_uneven_inputs is for DDP: leave even_batches=True, so that batches are even")
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate tensors (also in lists, tuples and dicts) of all data-parallel ranks along the first dim."""
@@ -102,14 +232,23 @@ class MeshAccelerator(Accelerator):
         return gathered
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or average tensors over the data-parallel ranks; ``reduction="none"`` leaves them as they are."""
+        """Sum, average or take the largest (``"max"``) of tensors over the data-parallel ranks.
+
+        ``scale`` is not applied, as in accelerate on everything but XLA.
+
+        Raises:
+            OptionError: another reduction than these and ``"none"``, which leaves tensors as they are.
+        """
+        if reduction not in ("sum", "mean", "max", "none"):
+            raise OptionError(f"reduction={reduction!r}: choose one of sum, mean, max, none")
 
         def one(value: Tensor) -> Tensor:
             if reduction == "none":
                 return value
             value = value.clone()
-            dist.all_reduce(value, group=self._dp.get_group())
-            return value * scale / (self.num_processes if reduction == "mean" else 1)
+            operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+            dist.all_reduce(value, operation, group=self._dp.get_group())
+            return value / self.num_processes if reduction == "mean" else value
 
         return recursively_apply(one, tensor, error_on_other_type=True)
 

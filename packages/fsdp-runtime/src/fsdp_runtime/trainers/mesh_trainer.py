@@ -16,8 +16,7 @@ from fsdp_runtime.errors import CheckpointError, ModelError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.steps.tensor.lora import save_adapter
-from fsdp_runtime.trainers.full_rows import take_full_rows
-from fsdp_runtime.trainers.logits import full, label_smoother_for, take_sharded_logits
+from fsdp_runtime.trainers.logits import compute_losses_on, full, label_smoother_for
 from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator, over_mesh
 from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
 from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, grad_norm, require_rl_logprobs
@@ -127,10 +126,7 @@ class MeshTrainerMixin(_AnyTrainer):
         check_samples(self.train_dataset, batch, self.mesh, drop_last=drop_last)
 
     def _adopt(self, model: nn.Module) -> None:
-        """Let a sharded model compute its loss from sharded logits, and from full rows under context parallelism."""
-        if hasattr(base_model(model), "loss_function"):
-            take_sharded_logits(base_model(model))
-        take_full_rows(model, self.mesh)
+        compute_losses_on(model, self.mesh)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model by ``model_init``, and shard it."""

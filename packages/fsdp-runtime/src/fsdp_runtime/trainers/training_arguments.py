@@ -143,6 +143,11 @@ def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
             f"{submodule} recomputes its activations by parallelize(activation_checkpointing=...): set "
             "gradient_checkpointing=False in the training arguments"
         )
+    check_on_mesh(model, mesh)
+
+
+def check_on_mesh(model: Any, mesh: DeviceMesh) -> None:
+    """Raise :class:`ModelError` unless a model is parallelized on ``mesh``."""
     sharded = [tensor.device_mesh for tensor in model.parameters() if isinstance(tensor, DTensor)]
     if axis_size(mesh, "tp") > 1 and not sharded:
         raise ModelError("the model has no sharded parameter, and tp > 1: call parallelize(model, mesh) first")

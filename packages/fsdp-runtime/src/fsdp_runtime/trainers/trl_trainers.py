@@ -19,9 +19,16 @@ from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import axis_size, submesh
-from fsdp_runtime.steps.outputs.generation import full_logits
-from fsdp_runtime.trainers._trl_compat import adds_reference_adapter, pairs_within_batches, replaced, takes_reference
-from fsdp_runtime.trainers.fused_head import add_fused_lm_head
+from fsdp_runtime.steps.outputs.generation import full_logits, gather_logits
+from fsdp_runtime.trainers._trl_compat import (
+    CHUNKED_HEAD,
+    adds_reference_adapter,
+    pairs_within_batches,
+    reads_logits,
+    replaced,
+    takes_reference,
+)
+from fsdp_runtime.trainers.fused_head import add_chunked_head, add_fused_lm_head
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin, data_parallel_rank
 from fsdp_runtime.trainers.model_source import is_sharded, keep_reference_adapter, with_reference_adapter
 from fsdp_runtime.trainers.training_arguments import check_tokens
@@ -41,6 +48,7 @@ class TrlMixin(MeshTrainerMixin):
     def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
         functions = {
             "add_fused_lm_head": add_fused_lm_head,
+            CHUNKED_HEAD: add_chunked_head,
             "create_model_from_path": self._create_model,
             "get_peft_model": self._add_adapter,
             "VLLMGeneration": server_generation(type(self)) if getattr(args, "use_vllm", False) else None,
@@ -89,6 +97,11 @@ class TrlMixin(MeshTrainerMixin):
         model = self._source.load(path, architecture, **settings)
         self._adopt(model)
         return model
+
+    def _adopt(self, model: nn.Module) -> None:
+        super()._adopt(model)
+        if reads_logits(type(self)):
+            gather_logits(base_model(model))
 
     def _add_adapter(self, model: Any, config: Any, **options: Any) -> nn.Module:
         """Shard the model in its adapter; in the place of peft's ``get_peft_model``."""

@@ -14,19 +14,24 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.wrap import hook_forward
 
 
-@contextmanager
-def full_logits(model: nn.Module) -> Iterator[nn.Module]:
-    """Let a model return plain logits inside the ``with``, for code such as ``generate``.
-
-    Generation asks for the logits of the last position only, so what is gathered is ``[batch, vocab]``.
-    """
+def gather_logits(model: nn.Module) -> Any:
+    """Let a model return plain logits; returns a handle whose ``remove`` ends it."""
 
     def gather(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(getattr(output, "logits", None), DTensor):
             output.logits = output.logits.full_tensor()
         return output
 
-    handle = hook_forward(model, "gathers logits", after=gather)
+    return hook_forward(model, "gathers logits", after=gather)
+
+
+@contextmanager
+def full_logits(model: nn.Module) -> Iterator[nn.Module]:
+    """Let a model return plain logits inside the ``with``, for code such as ``generate``.
+
+    Generation asks for the logits of the last position only, so what is gathered is ``[batch, vocab]``.
+    """
+    handle = gather_logits(model)
     try:
         yield model
     finally:

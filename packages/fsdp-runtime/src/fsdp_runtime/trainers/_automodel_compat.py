@@ -1,0 +1,57 @@
+"""Every use of what NeMo Automodel keeps to itself, with its reason; tested on nemo-automodel 0.7.0.
+
+- ``get_model_parallelizer(model)`` takes ``type(model).parallelizer``, an object with ``parallelize(model,
+  mesh_context)``; classes without the attribute get Automodel's default.  The attribute is Automodel's contract for
+  classes of its own; here ``PreTrainedModel`` gets it, and a class that has one keeps it.
+- ``MeshContext`` has ``device_mesh`` over ``pp, dp_replicate, dp_shard, cp, tp``, ``moe_mesh`` over ``pp, ep_shard,
+  ep``, ``strategy_config`` (an ``FSDP2Config``, of which :data:`FIELDS` are read), ``moe_parallel_config``,
+  ``activation_checkpointing`` and ``reapply_trainability``.
+- Recipes back-propagate the loss of a rank times ``dp * cp``: gradients are means over both axes.
+- ``ContextParallelSharder(model, device_mesh, batch)`` calls ``model.prepare_model_inputs_for_cp(batch, num_chunks=1)``
+  for a sharder, whose ``shard_batch(cp_mesh, tp_mesh, batch, loss_mask, padding_token_id)`` returns a factory of
+  contexts, the batch and a ``ShardLayout``.
+- ``ModelSupports.supports_ep`` asks for a class of Automodel's own before a model is built with ``ep_size > 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: The fields of ``FSDP2Config``, with what this package does about each.
+FIELDS = {
+    "sequence_parallel": "parallelize",
+    "tp_plan": "parallelize(plan=...)",
+    "patch_is_packed_sequence": "refused",
+    "mp_policy": "FSDPOptions",
+    "offload_policy": "FSDPOptions",
+    "autocast_dtype": "of the recipe",
+    "activation_checkpointing": "of the mesh context",
+    "activation_checkpointing_scope": "refused but all",
+    "defer_fsdp_grad_sync": "of the recipe",
+    "reshard_after_forward": "FSDPOptions",
+    "enable_async_tensor_parallel": "refused",
+    "enable_compile": "refused",
+    "enable_fsdp2_prefetch": "FSDPOptions",
+    "fsdp2_backward_prefetch_depth": "FSDPOptions",
+    "fsdp2_forward_prefetch_depth": "FSDPOptions",
+    "multimodal": "FSDPOptions(frozen_params=...)",
+}
+
+
+def set_parallelizer(cls: Any, parallelizer: Any) -> None:
+    """Let Automodel shard the models of a class, and of those that derive from it, by an object of ours."""
+    cls.parallelizer = parallelizer
+
+
+def allow_expert_parallelism(parallelizer: Any, has_experts: Callable[[Any], bool]) -> None:
+    """Let Automodel build models with ``ep_size > 1`` that ``parallelizer`` shards and that have experts."""
+    from nemo_automodel._transformers.capabilities import ModelSupports
+
+    own: Any = ModelSupports.supports_ep
+
+    def supports_ep(self: Any) -> bool:
+        ours = getattr(type(self._model), "parallelizer", None) is parallelizer
+        return bool(own.fget(self)) or (ours and has_experts(self._model))
+
+    ModelSupports.supports_ep = property(supports_ep, doc=own.__doc__)

@@ -1,0 +1,207 @@
+"""Saving and resuming a loop on accelerate: models and optimizers as shards, and what else the accelerator knows."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils.modeling import convert_file_size_to_int
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_runtime._peft_compat import is_peft_model
+from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.gather import full_tensors
+from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.trainers._accelerate_compat import registered_objects, schedulers
+from fsdp_runtime.training_state import load_training_state, save_training_state
+from fsdp_runtime.weights import save_weights
+
+#: The folder of a model's training state, with the model's index from the second on.
+STATE_FOLDER = "training_state"
+
+#: The accelerator that the mixin precedes.
+_AnyAccelerator: Any = object
+
+
+class StateMixin(_AnyAccelerator):
+    """The methods of ``Accelerator`` that save and load, for models that are sharded; all are collective."""
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """Save models, optimizers, schedulers, random states and registered objects, to resume on this mesh or another.
+
+        One ``save_training_state`` a model, with the optimizers of its parameters.
+
+        Args:
+            output_dir: the same on every rank; left out with ``automatic_checkpoint_naming``.
+            safe_serialization: ``True``: tensors are written as safetensors.
+            kwargs: none.
+
+        Returns:
+            The folder.
+
+        Raises:
+            OptionError: it is called between micro-batches, whose gradients are not saved; no model is prepared; an
+                optimizer holds parameters of two models; or an argument is not supported.
+        """
+        if kwargs or not safe_serialization:
+            raise OptionError(f"save_state writes safetensors, and takes no {sorted(kwargs) or 'safe_serialization'}")
+        if not self.sync_gradients:
+            raise OptionError("save_state between micro-batches would lose their gradients: call it after a step")
+        optimizers = self._optimizers_of_models()
+        self._check_loaders()
+        settings = self.project_configuration
+        if settings.automatic_checkpoint_naming:
+            folder = self._next_folder()
+        elif output_dir is None:
+            raise OptionError("save_state needs output_dir, or automatic_checkpoint_naming=True")
+        else:
+            folder = Path(output_dir)
+        for index, (model, own) in enumerate(zip(self._models, optimizers, strict=True)):
+            rest = _Rest(self) if index == 0 else None
+            save_training_state(folder / _name(index), model, own, step=settings.iteration, scheduler=rest, keep=0)
+        settings.iteration += 1
+        return str(folder)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Load what ``save_state`` has saved, into prepared objects; random states on the same mesh only.
+
+        Args:
+            input_dir: the same on every rank; left out, the newest folder of ``automatic_checkpoint_naming``.
+            load_kwargs: ``None``.
+            kwargs: none.
+
+        Raises:
+            CheckpointError: there is no such state, or the models' were saved at different times.
+            MismatchError: it does not fit the models, the optimizers, or the number of schedulers or registered
+                objects.
+            OptionError: no model is prepared, or an argument is not supported.
+        """
+        if load_kwargs or kwargs:
+            raise OptionError(f"load_state takes no {', '.join(sorted(kwargs)) or 'load_kwargs'} on a mesh")
+        optimizers = self._optimizers_of_models()
+        folder = Path(input_dir) if input_dir is not None else self._newest_folder()
+        found = [
+            load_training_state(folder / _name(index), model, own, scheduler=_Rest(self) if index == 0 else None).step
+            for index, (model, own) in enumerate(zip(self._models, optimizers, strict=True))
+        ]
+        if len(set(found)) > 1:
+            raise CheckpointError(f"{folder} has the models' states of saves {found}: load another folder")
+        self.project_configuration.iteration = found[0] + 1
+
+    def save_model(
+        self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """Write what ``from_pretrained`` reads: weights and config, or the adapters of a ``PeftModel``.
+
+        Raises:
+            OptionError: ``safe_serialization=False``.
+        """
+        if not safe_serialization:
+            raise OptionError("safe_serialization=False: weights are written as safetensors")
+        own = self.unwrap_model(model)
+        if not is_peft_model(own):
+            save_weights(own, save_directory, max_shard_bytes=convert_file_size_to_int(max_shard_size))
+            return
+        for adapter in own.peft_config:
+            save_adapter(own, Path(save_directory, "" if adapter == "default" else adapter), adapter=adapter)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Return the full state dict, by the model's own names, in host memory of the main process; elsewhere ``{}``.
+
+        For ``save_pretrained(state_dict=...)``; ``save_model`` writes without gathering.
+        """
+        entries = state_entries(self.unwrap_model(model))
+        kept: dict[str, Tensor] = {}
+        for entry, tensor in zip(entries, full_tensors([entry.tensor for entry in entries]), strict=True):
+            if self.is_main_process:
+                own = tensor.to("cpu", copy=True)
+                kept |= dict.fromkeys(entry.names, own)
+        return kept
+
+    def register_save_state_pre_hook(self, hook: Any) -> Any:
+        """Refused: states are written as shards, so there is no state dict to hand to a hook."""
+        raise OptionError("hooks of save_state get full state dicts: write your files beside, or use save_model")
+
+    def register_load_state_pre_hook(self, hook: Any) -> Any:
+        """Refused: see :meth:`register_save_state_pre_hook`."""
+        raise OptionError("hooks of load_state are not called on a mesh: read your files before or after it")
+
+    def _optimizers_of_models(self) -> list[list[Optimizer]]:
+        """Return the optimizers of each prepared model."""
+        if not self._models:
+            raise OptionError("no model is prepared: call prepare first")
+        owner = {id(own): index for index, model in enumerate(self._models) for own in model.parameters()}
+        found: list[list[Optimizer]] = [[] for _ in self._models]
+        for optimizer in self._optimizers:
+            models = {owner.get(id(own), -1) for group in optimizer.param_groups for own in group["params"]}
+            if len(models) != 1 or -1 in models:
+                raise OptionError(
+                    f"{type(optimizer.optimizer).__name__} holds parameters of {len(models)} models: use one a model"
+                )
+            found[models.pop()].append(optimizer.optimizer)
+        return found
+
+    def _check_loaders(self) -> None:
+        if any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders):
+            raise OptionError("use_stateful_dataloader is not saved on a mesh: resume with skip_first_batches")
+
+    def _next_folder(self) -> Path:
+        """The next folder by ``automatic_checkpoint_naming``; removes the oldest above ``total_limit``."""
+        settings = self.project_configuration
+        folder = Path(self.project_dir, "checkpoints", f"checkpoint_{settings.iteration}")
+        self.wait_for_everyone()
+        known = _numbered(folder.parent)
+        if folder in known:
+            raise OptionError(f"{folder} exists: set project_configuration.iteration to a number that is free")
+        self.wait_for_everyone()  # all ranks have looked
+        if self.is_main_process and settings.total_limit is not None:
+            for old in known[: max(0, len(known) + 1 - settings.total_limit)]:
+                shutil.rmtree(old)
+        return folder
+
+    def _newest_folder(self) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise OptionError("load_state needs input_dir, or automatic_checkpoint_naming=True")
+        found = _numbered(Path(self.project_dir, "checkpoints"))
+        if not found:
+            raise CheckpointError(f"{self.project_dir} has no checkpoints")
+        return found[-1]
+
+
+class _Rest:
+    """What else an accelerator's state has: schedulers, its count of micro-batches, registered objects."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: [each.state_dict() for each in objects] for name, objects in self._objects()} | {
+            "step": self.accelerator.step
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, objects in self._objects():
+            if len(objects) != len(state[name]):
+                raise MismatchError(f"{len(objects)} {name} are prepared, and {len(state[name])} were saved")
+        for name, objects in self._objects():
+            for each, own in zip(objects, state[name], strict=True):
+                each.load_state_dict(own)
+        self.accelerator.step = state["step"]
+
+    def _objects(self) -> Iterator[tuple[str, Sequence[Any]]]:
+        yield "schedulers", schedulers(self.accelerator)
+        yield "registered objects", registered_objects(self.accelerator)
+
+
+def _name(index: int) -> str:
+    return STATE_FOLDER if index == 0 else f"{STATE_FOLDER}_{index}"
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The folders ``checkpoint_N`` below one, by their number."""
+    found = [each for each in folder.glob("checkpoint_*") if each.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(found, key=lambda each: int(each.name.removeprefix("checkpoint_")))

@@ -1,0 +1,183 @@
+"""NeMo Automodel on the plans of this package: its recipes shard every Hugging Face class by ``parallelize``.
+
+Importing this module is all: ``import fsdp_runtime.trainers.automodel``, before the recipe builds its model.  Classes
+of Automodel's own that bring a parallelizer keep it, as do the strategies DDP and Megatron-FSDP.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from nemo_automodel.components.distributed.config import FSDP2Config
+from nemo_automodel.components.distributed.context_parallel.sharder import (
+    ContextParallelSharder,
+    ShardLayout,
+    round_robin_local_indices,
+)
+from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import PreTrainedModel
+
+from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.mesh.spec import AXES, adopt_mesh, axis_size
+from fsdp_runtime.parallelize import parallelize
+from fsdp_runtime.steps.context.sharding import sequence_layout
+from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from fsdp_runtime.trainers._automodel_compat import allow_expert_parallelism, set_parallelizer
+from tp_plans import TpPlansError, with_expert_parallelism
+
+_RECOMPUTED = {False: "none", None: "none", True: "block", "full": "block", "selective": "selective"}
+_FROZEN = {"root": "root", "per_layer": "layer", "replicate": "replicate"}
+_REFUSED = {
+    "patch_is_packed_sequence": "packed rows would read one another: leave it out",
+    "enable_async_tensor_parallel": "it is not covered: leave it out",
+    "enable_compile": "Automodel's compile runs after sharding and is not covered: leave it out",
+}
+#: What fills the end of rows whose length does not divide; other integers are filled with zeros.
+_FILL = {"labels": -100}
+
+
+class MeshParallelizer(ModelParallelizer):
+    """Automodel's contract of a model's parallelizer, served by ``parallelize``.
+
+    With ``strategy: fsdp2`` the sizes ``tp_size``, ``cp_size``, ``ep_size``, ``dp_replicate_size`` and ``dp_size`` are
+    those of the mesh.  Gradients are means over ``dp`` and ``cp``, as Automodel's recipes expect.
+    """
+
+    def parallelize(self, model: nn.Module, mesh_context: Any, /) -> nn.Module:
+        """Apply every requested parallelism, in place.
+
+        Args:
+            model: with data, or on the meta device.
+            mesh_context: Automodel's ``MeshContext``.
+
+        Returns:
+            The same model.
+
+        Raises:
+            OptionError: a setting of the strategy, or ``pp_size``, is not supported.
+            MeshError, ModelError, tp_plans.TpPlansError: see ``parallelize``.
+        """
+        config, mesh = mesh_context.strategy_config, mesh_context.device_mesh
+        if not isinstance(config, FSDP2Config) or mesh is None or mesh.size() == 1:
+            parallel: nn.Module = super().parallelize(model, mesh_context)
+            return parallel
+        options = _options(config, mesh_context)
+        adopted = _adopted(mesh_context)
+        divisor = axis_size(adopted, "dp_replicate") * axis_size(adopted, "dp_shard") * axis_size(adopted, "cp")
+        fsdp = _fsdp(config, mesh_context, float(divisor))
+        if mesh_context.reapply_trainability is not None:
+            mesh_context.reapply_trainability(model)
+        parallelize(model, adopted, fsdp=fsdp, logits="full", **options)
+        if axis_size(adopted, "cp") > 1:
+            sharder = _Sharder(adopted)
+            model.__dict__["prepare_model_inputs_for_cp"] = sharder.prepare
+        return model
+
+
+def _options(config: Any, mesh_context: Any) -> dict[str, Any]:
+    """Return the keywords of ``parallelize`` that an ``FSDP2Config`` stands for."""
+    for name, instead in _REFUSED.items():
+        if getattr(config, name):
+            raise OptionError(f"distributed.{name}: {instead}")
+    if mesh_context.pp_size > 1:
+        raise OptionError(f"distributed.pp_size={mesh_context.pp_size}: pipelines are not covered: use 1")
+    if (scope := tuple(config.activation_checkpointing_scope)) != ("all",):
+        raise OptionError(f"distributed.activation_checkpointing_scope={scope}: blocks are recomputed all, or none")
+    moe = mesh_context.moe_parallel_config
+    if moe is not None and moe.lm_head_precision is not None:
+        raise OptionError("moe.lm_head_precision: load the model in float32 instead")
+    if (mode := mesh_context.activation_checkpointing) not in _RECOMPUTED:
+        raise OptionError(f"activation_checkpointing={mode!r}: choose one of true, full, selective")
+    return {
+        "plan": "auto" if config.tp_plan is None else config.tp_plan,
+        "sequence_parallel": config.sequence_parallel and mesh_context.tp_size > 1,
+        "activation_checkpointing": _RECOMPUTED[mode],
+    }
+
+
+def _fsdp(config: Any, mesh_context: Any, divisor: float) -> FSDPOptions:
+    moe = mesh_context.moe_parallel_config
+    prefetch = config.enable_fsdp2_prefetch
+    return FSDPOptions(
+        mp_policy=config.mp_policy if moe is None or moe.mp_policy is None else moe.mp_policy,
+        offload_policy=config.offload_policy if isinstance(config.offload_policy, CPUOffloadPolicy) else None,
+        reshard_after_forward=config.reshard_after_forward is not False,
+        reshard_last_block=config.reshard_after_forward is True,
+        prefetch_forward=config.fsdp2_forward_prefetch_depth if prefetch else 0,
+        prefetch_backward=config.fsdp2_backward_prefetch_depth if prefetch else 1,
+        frozen_params=_FROZEN[config.multimodal.frozen_sharding],  # type: ignore[arg-type]
+        gradient_divide_factor=divisor,
+    )
+
+
+def _adopted(mesh_context: Any) -> DeviceMesh:
+    """Return Automodel's meshes as one of this package, over the same process groups."""
+    experts = mesh_context.moe_mesh
+    expert_mesh = None if experts is None or mesh_context.ep_size == 1 else experts["ep_shard", "ep"]
+    return adopt_mesh(mesh_context.device_mesh[AXES], expert_mesh=expert_mesh, efsdp="ep_shard")
+
+
+class _Sharder:
+    """How recipes get the tokens of this rank of ``cp``: the model's own attention spans the ranks."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def prepare(self, batch: Any, *, num_chunks: int = 1) -> dict[str, Any]:
+        """Return what ``ContextParallelSharder`` of Automodel asks a model for."""
+        if num_chunks != 1 or batch.get("qkv_format") == "thd":
+            raise OptionError("rows in THD format, or in chunks, on cp: collate [batch, sequence] rows")
+        own = ContextParallelSharder(shard_batch=self.shard, local_token_global_indices=round_robin_local_indices)
+        return {"cp_sharder": own}
+
+    def shard(
+        self, cp_mesh: Any, tp_mesh: Any, batch: dict[str, Any], *, loss_mask: Any = None, padding_token_id: int = 0
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """Pad every tensor of tokens to a length that divides, and take this rank's."""
+        length = next(batch[name] for name in ("input_ids", "inputs_embeds") if name in batch).shape[1]
+        multiple = 2 * axis_size(self.mesh, "cp")
+        padded = -(-length // multiple) * multiple
+        layout = sequence_layout(self.mesh, padded)
+        batch.setdefault("position_ids", torch.arange(length, device=_device(batch)).expand(1, -1))
+        for name, value in batch.items():
+            if isinstance(value, Tensor):
+                dim = value.dim() - 1 if name == "position_ids" else 1
+                if value.dim() <= dim or value.shape[dim] != length:
+                    raise OptionError(f"{name} {tuple(value.shape)} has no entry for each of {length} tokens on cp")
+                batch[name] = layout.shard(_padded(name, value, dim, padded - length, padding_token_id), dim=dim)
+        return nullcontext, batch, ShardLayout(original_seq_len=length, padded_seq_len=padded)
+
+
+def _device(batch: dict[str, Any]) -> torch.device:
+    return next(value.device for value in batch.values() if isinstance(value, Tensor))
+
+
+def _padded(name: str, value: Tensor, dim: int, missing: int, padding: int) -> Tensor:
+    if not missing:
+        return value
+    shape = [*value.shape[:dim], missing, *value.shape[dim + 1 :]]
+    fill = padding if name == "input_ids" else _FILL.get(name, 0)
+    end = value.new_full(shape, fill)
+    if name == "position_ids":  # padding goes on counting: it is no document of its own
+        end = value.narrow(dim, -1, 1) + torch.arange(1, missing + 1, device=value.device, dtype=value.dtype)
+    return torch.cat([value, end], dim)
+
+
+def has_experts(model: Any) -> bool:
+    """Return True if a model has experts that can be divided over ``ep``."""
+    try:
+        with_expert_parallelism(None, base_model(model))
+    except TpPlansError:
+        return False
+    return True
+
+
+PARALLELIZER = MeshParallelizer()
+set_parallelizer(PreTrainedModel, PARALLELIZER)
+allow_expert_parallelism(PARALLELIZER, has_experts)

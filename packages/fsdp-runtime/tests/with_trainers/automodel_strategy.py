@@ -1,0 +1,167 @@
+"""NeMo Automodel's parallelizer on our plans against one process; run by ``nox -s trainers``.
+
+Its recipes need CUDA; what they call is driven here as they call it: ``MeshContext.build``, ``parallelize_model``,
+``ContextParallelSharder`` and the scale of the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nemo_automodel._transformers.capabilities import ModelSupports
+from nemo_automodel.components.distributed import model_parallelizer
+from nemo_automodel.components.distributed.config import FSDP2Config, MoEParallelizerConfig
+from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder
+from nemo_automodel.components.distributed.context_parallel.sharder import shard_batch_identity
+from nemo_automodel.components.distributed.context_parallel.utils import attach_context_parallel_hooks
+from nemo_automodel.components.distributed.mesh import MeshContext, ParallelismSizes
+from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fsdp_runtime import OptionError
+from fsdp_runtime.sharded.gather import full_tensors
+from fsdp_runtime.trainers import _automodel_compat, automodel
+from harness.ranks import RankPool
+from harness.trainers import token_rows, write_checkpoint
+
+SIZES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp": ({"tp_size": 2}, {}),
+    "fsdp": ({"dp_size": 2}, {}),
+    "fsdp x tp": ({"dp_size": 2, "tp_size": 2}, {}),
+    "fsdp x sp, recomputed": (
+        {"dp_size": 2, "tp_size": 2},
+        {"sequence_parallel": True, "activation_checkpointing": True},
+    ),
+    "hsdp": ({"dp_size": 4, "dp_replicate_size": 2}, {"reshard_after_forward": True, "enable_fsdp2_prefetch": True}),
+    "cp": ({"cp_size": 2}, {}),
+    "fsdp x cp": ({"dp_size": 2, "cp_size": 2}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def context_of(sizes: dict[str, int], **settings: Any) -> MeshContext:
+    config = FSDP2Config(mp_policy=MixedPrecisionPolicy(), **settings)
+    moe = MoEParallelizerConfig() if sizes.get("ep_size", 1) > 1 else None
+    return MeshContext.build(
+        config,
+        ParallelismSizes(**sizes),
+        moe_parallel_config=moe,
+        activation_checkpointing=config.activation_checkpointing,
+    )
+
+
+def gradients(folder: Path, sizes: dict[str, int] | None, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """A backward as recipes run it; on a mesh, the gradients in full."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = {name: torch.tensor([row[name] for row in token_rows(4)]) for name in ("input_ids", "labels")}
+    rows["labels"] = torch.nn.functional.pad(rows["labels"][:, 1:], (0, 1), value=-100)  # as Automodel's collaters do
+    labelled, ranks, mesh = int((rows["labels"] != -100).sum()), 1, None
+    if sizes is not None:
+        context = context_of(sizes, **settings)
+        mesh = context.device_mesh
+        model = model_parallelizer.parallelize_model(model, context)
+        dp, rank = context.dp_size, mesh["dp"].get_local_rank()
+        ranks = dp * context.cp_size
+        rows = {name: value.chunk(dp)[rank] for name, value in rows.items()}
+        if context.cp_size > 1:
+            attach_context_parallel_hooks(model)  # as the infrastructure does after sharding
+    entered, batch = ContextParallelSharder(model, mesh, dict(rows), padding_token_id=0).shard(dict(rows))
+    labels = batch.pop("labels")
+    with entered():
+        logits = model(**batch).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labelled
+        (loss * ranks).backward()
+    named = dict(model.named_parameters())
+    found = full_tensors([own.grad for own in named.values()])
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): own.clone() for name, own in zip(named, found, strict=True)
+    }
+
+
+def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == expected.keys()
+    far = {name: ((found[name] - own).abs().max() / own.abs().max()).item() for name, own in expected.items()}
+    return {name: error for name, error in far.items() if not error < 1e-4}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_every_gradient_is_that_of_one_process(
+    two_ranks: RankPool, four_ranks: RankPool, folder: Path, kind: str
+) -> None:
+    sizes, settings = SIZES[kind]
+    ranks = (
+        four_ranks if sizes.get("dp_size", 1) * sizes.get("tp_size", 1) * sizes.get("cp_size", 1) == 4 else two_ranks
+    )
+    expected = gradients(folder, None, {})
+    for found in ranks.run(gradients, folder, sizes, settings, timeout=300):
+        assert errors(found, expected) == {}
+
+
+@pytest.mark.parametrize("sizes", [{"dp_size": 2, "ep_size": 2}, {"dp_size": 2, "tp_size": 2, "ep_size": 2}], ids=str)
+def test_experts_are_divided_and_their_gradients_are_those_of_one_process(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    write_checkpoint(tmp_path, architecture="Qwen3MoeForCausalLM")
+    expected = gradients(tmp_path, None, {})
+    for found in (four_ranks if "tp_size" in sizes else two_ranks).run(gradients, tmp_path, sizes, {}, timeout=300):
+        assert errors(found, expected) == {}
+
+
+def refusals(folder: Path) -> list[str]:
+    said = []
+    for settings in (
+        {"enable_compile": True},
+        {"patch_is_packed_sequence": True},
+        {"activation_checkpointing_scope": "vision"},
+    ):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with pytest.raises(OptionError) as error:
+            model_parallelizer.parallelize_model(model, context_of({"tp_size": 2}, **settings))
+        said.append(str(error.value))
+        assert not any(isinstance(own, torch.distributed.tensor.DTensor) for own in model.parameters())
+    return said
+
+
+def test_settings_that_are_not_covered_are_refused(two_ranks: RankPool, folder: Path) -> None:
+    for found in two_ranks.run(refusals, folder, timeout=100):
+        names = ("enable_compile", "patch_is_packed_sequence", "activation_checkpointing_scope")
+        assert [name in text for name, text in zip(names, found, strict=True)] == [True] * 3
+
+
+def test_models_with_experts_may_have_ep(tmp_path: Path) -> None:
+    for architecture, expected in (("Qwen3MoeForCausalLM", True), ("Qwen3ForCausalLM", False)):
+        model = AutoModelForCausalLM.from_pretrained(write_checkpoint(tmp_path, architecture=architecture))
+        assert ModelSupports(model, None).supports_ep is expected
+
+
+def test_automodel_is_what_the_adapter_was_written_for() -> None:
+    """Fails when a name or a signature that the adapter uses has changed."""
+    assert model_parallelizer.get_model_parallelizer(torch.nn.Linear(1, 1)) is not automodel.PARALLELIZER
+    assert PreTrainedModel.parallelizer is automodel.PARALLELIZER
+    assert {each.name for each in dataclasses.fields(FSDP2Config)} == set(_automodel_compat.FIELDS)
+    assert list(inspect.signature(ModelParallelizer.parallelize).parameters) == ["self", "model", "mesh_context"]
+    read = {
+        "device_mesh",
+        "moe_mesh",
+        "strategy_config",
+        "moe_parallel_config",
+        "activation_checkpointing",
+        "reapply_trainability",
+    }
+    assert read <= {each.name for each in dataclasses.fields(MeshContext)}
+    assert {"ignore_router_for_ac", "reshard_after_forward", "lm_head_precision", "wrap_outer_model", "mp_policy"} == {
+        each.name for each in dataclasses.fields(MoEParallelizerConfig)
+    }
+    arguments = ["cp_mesh", "tp_mesh", "batch", "loss_mask", "padding_token_id"]
+    assert list(inspect.signature(shard_batch_identity).parameters) == arguments
