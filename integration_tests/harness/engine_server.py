@@ -68,6 +68,9 @@ class EngineServer:
         self.updates.append(dict(self.weights))
         self.version = body.get("weight_version", self.version)
 
+    def _update_weight_version(self, body: dict[str, Any]) -> None:
+        self.version = body["new_version"]
+
     def close(self) -> None:
         """End the server: connections are refused from now on."""
         self._end.set()

@@ -46,7 +46,7 @@ FACTS: dict[str, dict[str, str]] = {
 ROUTES = {
     *("GET /weight_info", "GET /is_paused", "GET /get_world_size", "POST /pause", "POST /resume"),
     *("POST /init_weight_transfer_engine", "POST /shutdown_weight_transfer_engine", "POST /start_weight_update"),
-    *("POST /update_weights", "POST /finish_weight_update"),
+    *("POST /update_weights", "POST /finish_weight_update", "POST /update_weight_version"),
 }
 
 

@@ -160,6 +160,27 @@ def test_a_trainer_that_calls_one_rank_alone_sends_what_it_iterates_over() -> No
         assert server.version == "2"
 
 
+class _Shards:
+    """As ``WeightSync``: numbers of versions, and nothing through the server."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def update(self, version: int) -> None:
+        self.versions.append(version)
+
+
+def test_a_server_is_told_the_version_of_shards_that_its_workers_took() -> None:
+    shards = _Shards()
+    with EngineServer() as server:
+        transfer = WeightTransfer(server.url, lambda source, client: shards, timeout_s=5)
+        for version in (3, 4):
+            transfer.pause()
+            transfer.send(torch.nn.Linear(2, 2), version)
+            transfer.resume()
+        assert (server.version, shards.versions) == ("4", [3, 4])
+
+
 def test_a_server_that_another_trainer_updated_is_left_paused() -> None:
     with EngineServer() as server:
         transfer = _alone(server)

@@ -97,6 +97,10 @@ class EngineClient:
         """Return the version of the weights that the engine names."""
         return str(self.request("/weight_info", timeout_s=timeout_s)["weight_version"])
 
+    def name_version(self, version: str) -> None:
+        """Name the weights that the engine has, of which a transfer of shards has not told the server."""
+        self.request("/update_weight_version", {"new_version": version})
+
     def world_size(self) -> int:
         """Return the number of the engine's workers, over all of its parallel axes."""
         return int(self.request("/get_world_size")["world_size"])

@@ -38,7 +38,8 @@ class WeightTransfer:
             :class:`~fsdp_runtime.sync.engine_client.EngineClient`.
         connect: called with a source and the client, on every rank that sends, before the first update and after a
             failed one.  Returns one of vLLM's trainer engines (``send_weights()``, ``shutdown()``) or an object with
-            ``update(version)``, as ``WeightSync`` has, and perhaps ``close()``.
+            ``update(version)`` that returns when the engine's ranks have that version, as ``WeightSync`` has, and
+            perhaps ``close()``; the server is then told the version.
         timeout_s: seconds after which a call to the server, and an update, fail.
         pause: what the server does with running requests meanwhile.
         export: how the weights are exported.
@@ -167,6 +168,8 @@ class WeightTransfer:
         try:
             self._bounded(lambda: self._transfer(version), f"update to version {version}")
             self._version = version
+            if sender and hasattr(self._engine, "update") and self.client.weight_version() != version:
+                self.client.name_version(version)  # shards went past the server
             if sender:
                 self._require_version()
         except BaseException:
