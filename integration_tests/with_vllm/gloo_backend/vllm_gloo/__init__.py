@@ -2,7 +2,7 @@
 
 Importing this package imports neither vLLM nor the network code.
 
-``EngineClient``   vLLM's HTTP server, as far as weights are concerned; needs no vLLM
+``EngineClient``   vLLM's HTTP server, as far as weights are concerned: that of ``fsdp_runtime.sync``
 ``EngineSync``     send a model's weights to that server over gloo; needs no vLLM on the trainer's side
 
 The engine's side is the plugin ``vllm_gloo`` of vLLM's entry point group ``vllm.general_plugins``: install this
@@ -15,20 +15,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_gloo.client import EngineClient
+    from fsdp_runtime.sync.engine_client import EngineClient
     from vllm_gloo.report import EngineSyncReport
     from vllm_gloo.sync import EngineSync
 
 __all__ = ["EngineClient", "EngineSync", "EngineSyncReport"]
 
 _MODULES = {
-    "EngineClient": "client",
-    "EngineSync": "sync",
-    "EngineSyncReport": "report",
+    "EngineClient": "fsdp_runtime.sync.engine_client",
+    "EngineSync": f"{__name__}.sync",
+    "EngineSyncReport": f"{__name__}.report",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)

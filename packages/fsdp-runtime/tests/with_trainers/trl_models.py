@@ -188,7 +188,6 @@ def test_what_is_no_trainer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("file", "name", "method"),
     [
-        ("async_grpo", "AsyncGRPOTrainer", "get_train_dataloader"),
         ("gkd", "GKDTrainer", "compute_loss"),
         ("gold", "GOLDTrainer", "compute_loss"),
         ("sdpo", "SDPOTrainer", "compute_loss"),

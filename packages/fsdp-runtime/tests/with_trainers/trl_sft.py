@@ -88,6 +88,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "TRL's default activation checkpointing": ({}, {"gradient_checkpointing": True}),
     "accumulated gradients": ({}, {"gradient_accumulation_steps": 2}),
     "packing": ({}, {"packing": True, "packing_strategy": "wrapped", "max_length": 12}),
+    "rows that are packed by best fit": ({}, {"packing": True, "max_length": 24}),
     "the DFT loss": ({}, {"loss_type": "dft"}),
     "the loss of the whole text": ({}, {"completion_only_loss": False}),
 }
@@ -99,6 +100,16 @@ def test_they_are_with_every_option(four_ranks: RankPool, folder: Path, tmp_path
     axes = {"dp_shard": 2, "tp": 2}
     set_up = partial(build, output=str(tmp_path), **options)
     found, expected = compare(four_ranks, set_up, folder, axes, parallel=parallel, key=f"sft {options}")
+    assert differences(found, expected, FIGURES) == {}
+
+
+@pytest.mark.parametrize("parallel", [{}, {"packed_sequences": True}], ids=str)
+def test_packed_rows_divided_over_ranks_give_the_figures_of_one_process(
+    two_ranks: RankPool, folder: Path, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    options = VARIANTS["rows that are packed by best fit"][1]
+    set_up = partial(build, output=str(tmp_path), **options)
+    found, expected = compare(two_ranks, set_up, folder, {"cp": 2}, parallel=parallel, key=f"sft {options}")
     assert differences(found, expected, FIGURES) == {}
 
 

@@ -11,6 +11,7 @@ from fsdp_runtime.sync.model_layout import ModelShards
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.sync.vllm_source import WeightSource
 from fsdp_runtime.sync.weight_sync import SyncReport, WeightSync
+from fsdp_runtime.sync.weight_transfer import WeightTransfer
 from fsdp_runtime.weights.stream import WeightExport, WeightInfo
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "WeightSource",
     "WeightSync",
     "WeightSyncError",
+    "WeightTransfer",
     "digest",
     "digest_layout",
     "execute_transfer",

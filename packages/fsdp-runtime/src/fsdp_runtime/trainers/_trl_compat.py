@@ -57,12 +57,28 @@ _WORKED_THROUGH = (
 )
 
 
+#: The module of the asynchronous GRPO trainer, of which the package has a form of its own.
+_ASYNC_GRPO = "trl.experimental.async_grpo.async_grpo_trainer"
+#: What lists the weights that are sent, by the names of the checkpoint; the callback that begins training; and the
+#: function that looks up the device's operations a second.
+MANIFEST, BEGINS, PEAK_FLOPS = "_iter_vllm_named_params", "_TrainBeginCallback", "get_peak_flops_per_device"
+
+
+def is_async_grpo(trainer_class: type) -> bool:
+    """Return True if a trainer derives from TRL's asynchronous GRPO trainer."""
+    return any(cls.__module__ == _ASYNC_GRPO and hasattr(cls, "_sync_weight") for cls in trainer_class.__mro__)
+
+
 def own_methods(trainer_class: type) -> list[str]:
     """Return the methods that TRL's experimental classes have in the place of those that the mixins work through.
 
     They read the model's logits or weights, or count the world's ranks, by code of their own.
     """
-    experimental = [cls for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.experimental.")]
+    experimental = [
+        cls
+        for cls in trainer_class.__mro__
+        if cls.__module__.startswith("trl.experimental.") and cls.__module__ != _ASYNC_GRPO
+    ]
     return [f"{cls.__name__}.{name}" for cls in experimental for name in _WORKED_THROUGH if name in vars(cls)]
 
 

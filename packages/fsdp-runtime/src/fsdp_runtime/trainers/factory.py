@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.trainers._trl_compat import generates, is_trl, own_methods, reads_head_weights
+from fsdp_runtime.trainers._trl_compat import generates, is_async_grpo, is_trl, own_methods, reads_head_weights
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
 
 _DOC = """``{module}.{name}`` on a mesh.
@@ -63,6 +63,10 @@ def on_mesh(trainer_class: type) -> Any:
         mixin = GeneratingMixin if generates(trainer_class) else TrlMixin
         if reads_head_weights(trainer_class):
             mixin = DistillationMixin
+        if is_async_grpo(trainer_class):
+            from fsdp_runtime.trainers.async_grpo import AsyncGRPOMixin
+
+            mixin = AsyncGRPOMixin
     name = trainer_class.__name__
     doc = _DOC.format(module=trainer_class.__module__.partition(".")[0], name=name)
     return type(name, (mixin, trainer_class), {"__doc__": doc, "__module__": trainer_class.__module__})

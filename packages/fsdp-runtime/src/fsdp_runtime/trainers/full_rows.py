@@ -25,6 +25,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES
 from fsdp_runtime.trainers.rl_logprobs_backend import gather_sequence
 from fsdp_runtime.wrap import effects_of, hook_model
 
@@ -90,7 +91,8 @@ def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: di
     rows = FullRows(
         layout, length, attention.group, {name: kwargs[name] for name in taken if kwargs.get(name) is not None}
     )
-    kwargs = {name: value for name, value in kwargs.items() if name not in taken}
+    left = taken if kwargs.get("position_ids") is None else (*taken, *BOUNDARIES)  # positions say them of any part
+    kwargs = {name: value for name, value in kwargs.items() if name not in left}
     if layout.length > length and kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     for name, value in kwargs.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers._trl_compat import chunked_head_output
 from fsdp_runtime.trainers.full_rows import rows_in_force
-from fsdp_runtime.trainers.logits import per_token, scored_positions
+from fsdp_runtime.trainers.logits import per_position, per_token, scored_positions
 from fsdp_runtime.wrap import replace_forward
 
 _FIELDS = frozenset({"log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs"})
@@ -61,17 +61,19 @@ def add_fused_lm_head(
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
             return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
-        if shift_labels is not None:
-            raise OptionError("shift_labels come with context or sequence parallelism of accelerate: use labels")
         kwargs["use_cache"] = False
         rows = rows_in_force()
         if rows is not None:  # the hook of full rows has taken them: the model runs on this rank's tokens
             labels, num_items_in_batch = rows.given.get("labels"), rows.given.get("num_items_in_batch")
-        elif takes_logits_to_keep:
+            shift_labels = rows.given.get("shift_labels")
+        elif takes_logits_to_keep and shift_labels is None:
             kwargs["logits_to_keep"] = scored_positions(labels)
         plain = forward(*args, **kwargs)
-        found = per_token(plain.logits, labels, temperature=temperature, fields=outputs, rows=rows)
-        mask = labels[:, 1:] != -100
+        options: dict[str, Any] = {"temperature": temperature, "fields": outputs, "rows": rows}
+        if shift_labels is None:
+            found, mask = per_token(plain.logits, labels, **options), labels[:, 1:] != -100
+        else:
+            found, mask = per_position(plain.logits, shift_labels, **options), shift_labels != -100
         loss, aux_loss = _loss(self.config, plain, found["log_probs"], mask, num_items_in_batch)
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
 

@@ -146,6 +146,24 @@ def per_token(
     }
 
 
+def per_position(
+    logits: Tensor, targets: Tensor, *, temperature: float, fields: tuple[str, ...], rows: FullRows | None = None
+) -> dict[str, Any]:
+    """Return what :func:`per_token` does, ``[batch, seq]``, of the token that each position is to predict.
+
+    Args:
+        logits: ``[batch, seq, vocab]``; see :func:`per_token`.
+        targets: ``[batch, seq]``; -100 where there is none.
+        temperature: see :func:`per_token`.
+        fields: see :func:`per_token`.
+        rows: see :func:`per_token`.
+    """
+    if rows is None:
+        return _statistics(logits, targets, temperature, fields)
+    found = _statistics(logits, rows.shard(targets, -100), temperature, fields)
+    return {name: rows.gather(value) for name, value in found.items()}
+
+
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, fields: tuple[str, ...]) -> dict[str, Tensor]:
     found = token_statistics(
         logits, targets, temperature=temperature, entropy="entropy" in fields, argmax="is_top1" in fields

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import recursively_apply
+from accelerate.utils import find_batch_size, recursively_apply, send_to_device, slice_tensors
 from accelerate.utils import reduce as reduce_over_world
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import flatten_axes
-from fsdp_runtime.errors import BackendError, OptionError
+from fsdp_runtime.errors import BackendError, OptionError, OtherRankError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.mesh.spec import axis_size, require_axes, submesh
@@ -155,6 +155,8 @@ class MeshAccelerator(StateMixin, Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Deal the batches over ``dp``; workers of the ranks of one ``tp`` group draw the same random numbers.
 
+        With ``dispatch_batches`` the first rank reads batches, of which each rank of ``dp`` gets an equal part.
+
         Raises:
             OptionError: ``even_batches=False``, with which ranks of ``dp`` would take different numbers of batches.
         """
@@ -163,6 +165,8 @@ class MeshAccelerator(StateMixin, Accelerator):
                 f"even_batches=False lets ranks of dp={self.num_processes} run different numbers of forwards, which "
                 "wait for one another: leave it True, and drop_last=True in the data loader to repeat no sample"
             )
+        if self.dataloader_config.dispatch_batches:
+            return DealtRows(data_loader, self)
         seed_worker = data_loader.worker_init_fn
         if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:  # transformers passes the world's rank
             own = {**seed_worker.keywords, "rank": self.process_index}
@@ -282,6 +286,47 @@ class MeshAccelerator(StateMixin, Accelerator):
         parts = [torch.empty_like(local) for _ in range(self.num_processes)]
         dist.all_gather(parts, local, group=self._dp.get_group())
         return torch.cat(parts)
+
+
+class DealtRows:
+    """Batches that the world's first rank reads, and of which each rank of ``dp`` gets its rows, on its device.
+
+    Args:
+        data_loader: the batches; rows of all ranks of ``dp``, in order.  Read on the first rank only.
+        accelerator: of the mesh.
+    """
+
+    def __init__(self, data_loader: Any, accelerator: MeshAccelerator) -> None:
+        self.dataset = data_loader.dataset
+        self._loader, self._accelerator = data_loader, accelerator
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate; an error of the first rank's reading is raised on every rank.
+
+        Raises:
+            OtherRankError: the first rank could not read a batch.
+        """
+        batches = iter(self._loader) if dist.get_rank() == 0 else None
+        index, ranks = self._accelerator.process_index, self._accelerator.num_processes
+        while True:
+            message: list[Any] = [None, None]
+            error: Exception | None = None
+            if batches is not None:
+                try:
+                    message[0] = next(batches, None)
+                except Exception as own:  # noqa: BLE001 - raised below
+                    message[1], error = f"rank 0: {type(own).__name__}: {own}", own
+            dist.broadcast_object_list(message, src=0)
+            if error is not None:
+                raise error
+            if message[1] is not None:
+                raise OtherRankError(message[1])
+            if (batch := message[0]) is None:
+                return
+            rows = find_batch_size(batch) // ranks
+            yield send_to_device(
+                slice_tensors(batch, slice(index * rows, (index + 1) * rows)), self._accelerator.device
+            )
 
 
 def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:

@@ -71,6 +71,7 @@ class MeshTrainerMixin(_AnyTrainer):
 
     accelerator: MeshAccelerator
     mesh: DeviceMesh
+    _takes_dispatched_batches = False
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class MeshTrainerMixin(_AnyTrainer):
             raise OptionError("parallelize_kwargs for a model that is sharded already: pass it before parallelize")
         if args is not None:
             args = adapted(args, options, sharded=sharded)
-            check_arguments(args)
+            check_arguments(args, dispatched=self._takes_dispatched_batches)
             if kwargs.get("optimizers", (None, None))[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None:
                 check_optimizer(args)
         require_rl_logprobs()

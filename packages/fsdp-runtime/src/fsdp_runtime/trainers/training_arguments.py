@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 _SAMPLING = frozenset({"random", "sequential"})
 
+#: Refused but by a trainer whose batches the first rank reads.
+_DISPATCHED = "accelerator_config's dispatch_batches"
 #: Where an option is set that is refused, its name, and what to do instead.
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda args: bool(args.fsdp), "fsdp", "the model is sharded already: parallelize(..., fsdp=FSDPOptions(...))"),
@@ -52,17 +54,22 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda args: args.eval_use_gather_object, "eval_use_gather_object", "gather tensors"),
     (
         lambda args: args.accelerator_config.dispatch_batches is True,
-        "accelerator_config's dispatch_batches",
+        _DISPATCHED,
         "every rank reads its own batches: dispatch_batches=False",
     ),
     (lambda args: args.n_gpu > 1, "DataParallel over several GPUs of one process", "start one process a GPU: torchrun"),
 )
 
 
-def check_arguments(args: Any) -> None:
-    """Raise :class:`OptionError` for the options of ``TrainingArguments`` that the trainers cannot serve."""
+def check_arguments(args: Any, *, dispatched: bool = False) -> None:
+    """Raise :class:`OptionError` for the options of ``TrainingArguments`` that the trainers cannot serve.
+
+    Args:
+        args: the ``TrainingArguments``.
+        dispatched: the trainer's batches are read by the first rank.
+    """
     for is_set, name, instead in _REFUSED:
-        if is_set(args):
+        if is_set(args) and not (dispatched and name is _DISPATCHED):
             raise OptionError(f"{name} cannot be used on a model that parallelize has sharded: {instead}")
     sampling = str(getattr(args, "train_sampling_strategy", "random"))
     if sampling not in _SAMPLING:

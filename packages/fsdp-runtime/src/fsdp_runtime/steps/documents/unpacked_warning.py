@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 #: Forwards whose position ids are looked at; each one waits for the device.
 _WATCHED = 4
+#: What a model is given beside rows whose documents share prefixes: by this package, and by TRL's trees.
+_SHARED_PREFIXES = frozenset({"subtree_end", "tree_kv_index"})
 
 
 def warn_of_packed_rows(model: nn.Module, facts: ModelFacts) -> None:
@@ -35,7 +37,8 @@ class PackedRowsWatch:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the position ids of the first forwards."""
-        positions = None if "subtree_end" in kwargs else kwargs.get("position_ids")  # else a row with shared prefixes
+        shared = kwargs.keys() & _SHARED_PREFIXES
+        positions = None if shared else kwargs.get("position_ids")
         if not self.left or type(positions) is not Tensor or positions.dim() < 2 or positions.is_meta:
             return
         self.left -= 1

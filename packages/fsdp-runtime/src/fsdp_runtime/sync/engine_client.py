@@ -18,18 +18,21 @@ _LONGEST_ANSWER = 600
 class EngineClient:
     """A vLLM server started with ``VLLM_SERVER_DEV_MODE=1``, from which the routes for weights come.
 
-    It has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines take it too, and those
-    that :class:`EngineSync` needs in addition.
+    It has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines take it too, and reads
+    back the version and whether the server is paused.
 
     Args:
         url: the server, as ``"http://127.0.0.1:8000"``.
         timeout_s: seconds to wait for any one answer.
 
+    Attributes:
+        version: what the next update is named where the caller names none, as vLLM's trainer engines.
+
     Raises:
         OptionError: the URL is none, or the time is not positive.
 
     Example:
-        >>> from vllm_gloo import EngineClient
+        >>> from fsdp_runtime.sync.engine_client import EngineClient
         >>> EngineClient("http://127.0.0.1:8000/").url
         'http://127.0.0.1:8000'
     """
@@ -40,6 +43,7 @@ class EngineClient:
         if timeout_s <= 0:
             raise OptionError(f"timeout_s={timeout_s}: give a positive number of seconds")
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
+        self.version: str | None = None
 
     @property
     def url(self) -> str:
@@ -82,11 +86,20 @@ class EngineClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End an update, and name the version that the engine has now."""
-        self.request("/finish_weight_update", {} if weight_version is None else {"weight_version": weight_version})
+        name = self.version if weight_version is None else weight_version
+        self.request("/finish_weight_update", {} if name is None else {"weight_version": name})
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Let every worker leave the trainer's group."""
+        self.request("/shutdown_weight_transfer_engine", {})
 
     def weight_version(self, *, timeout_s: float | None = None) -> str:
         """Return the version of the weights that the engine names."""
         return str(self.request("/weight_info", timeout_s=timeout_s)["weight_version"])
+
+    def name_version(self, version: str) -> None:
+        """Name the weights that the engine has, of which a transfer of shards has not told the server."""
+        self.request("/update_weight_version", {"new_version": version})
 
     def world_size(self) -> int:
         """Return the number of the engine's workers, over all of its parallel axes."""
@@ -103,6 +116,10 @@ class EngineClient:
     def resume(self) -> None:
         """Schedule again."""
         self.request("/resume", {})
+
+    def is_paused(self) -> bool:
+        """Return whether the server schedules no requests."""
+        return bool(self.request("/is_paused")["is_paused"])
 
 
 def _reason(text: str) -> str:

@@ -1,0 +1,304 @@
+"""Updates of a vLLM server by a trainer that asks for them in steps, as TRL's ``WeightTransferProtocol``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fsdp_runtime.errors import OptionError, WeightSyncError
+from fsdp_runtime.sharded.collectives import own_rank
+from fsdp_runtime.sync.engine_client import EngineClient
+from fsdp_runtime.sync.vllm_source import WeightSource
+from fsdp_runtime.weights.stream import WeightExport, WeightInfo
+
+#: The longest that one rank waits for the others to say what became of an update, beyond the update's own time.
+GRACE_S = 10.0
+
+
+class WeightTransfer:
+    """A vLLM server's weights, for ``AsyncGRPOTrainer(weight_transfer=...)`` of TRL.
+
+    It has that protocol's five methods.  Pass one on every rank to ``on_mesh(AsyncGRPOTrainer)``: each update is then
+    sent by all ranks (:meth:`send`), and an error raised on all.  TRL's own trainer calls :meth:`send_weights` on rank
+    0, which first takes everything to host memory, so that no gather waits for a transfer.
+
+    An update is over when the server names its version.  Every wait is bounded by ``timeout_s``; a server of which it
+    is not known that it has all weights of one version is left paused, so that it generates nothing from them.
+
+    Args:
+        server: the URL of a server started with ``VLLM_SERVER_DEV_MODE=1``, or a client with the methods of
+            :class:`~fsdp_runtime.sync.engine_client.EngineClient`.
+        connect: called with a source and the client, on every rank that sends, before the first update and after a
+            failed one.  Returns one of vLLM's trainer engines (``send_weights()``, ``shutdown()``) or an object with
+            ``update(version)`` that returns when the engine's ranks have that version, as ``WeightSync`` has, and
+            perhaps ``close()``; the server is then told the version.
+        timeout_s: seconds after which a call to the server, and an update, fail.
+        pause: what the server does with running requests meanwhile.
+        export: how the weights are exported.
+
+    Raises:
+        OptionError: the URL is none, or the time is not positive.
+
+    Example:
+        >>> from fsdp_runtime.sync import WeightTransfer
+        >>> transfer = WeightTransfer("http://127.0.0.1:9", lambda source, client: None, timeout_s=0.1)
+        >>> transfer.pause()
+        Traceback (most recent call last):
+        ...
+        fsdp_runtime.errors.WeightSyncError: ...
+    """
+
+    def __init__(
+        self,
+        server: Any,
+        connect: Callable[[Any, Any], Any],
+        *,
+        timeout_s: float = 300.0,
+        pause: Literal["abort", "wait", "keep"] = "keep",
+        export: WeightExport = WeightExport(),
+    ) -> None:
+        if timeout_s <= 0:
+            raise OptionError(f"timeout_s={timeout_s}: give a positive number of seconds")
+        self.client = EngineClient(server, timeout_s=timeout_s) if isinstance(server, str) else server
+        self._connect, self._timeout_s, self._mode, self._export = connect, timeout_s, pause, export
+        self._engine: Any = None
+        self._source: Any = None
+        self._group: ProcessGroup | None = None
+        self._version: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def init_weight_transfer(self) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            WeightSyncError: it does not within ``timeout_s``.
+        """
+        end = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                self.client.weight_version(timeout_s=max(0.1, end - time.monotonic()))
+                return
+            except WeightSyncError as error:
+                if time.monotonic() >= end:
+                    raise WeightSyncError(
+                        f"the server did not say its weights' version within {self._timeout_s:g} s: start it with "
+                        f"VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config ({error})"
+                    ) from error
+                time.sleep(min(0.5, self._timeout_s / 20))
+
+    def pause(self) -> None:
+        """Pause the server.
+
+        Raises:
+            WeightSyncError: it does not answer in time, or is not paused then.
+        """
+        self.client.pause(self._mode)
+        if not self.client.is_paused():
+            raise WeightSyncError("the server answered to a pause, and is not paused: its weights were left alone")
+
+    def resume(self) -> None:
+        """Let the server go on.
+
+        Raises:
+            WeightSyncError: it does not answer in time, is still paused, or has other weights than were sent to it.
+        """
+        self._require_version()
+        self.client.resume()
+        if self.client.is_paused():
+            raise WeightSyncError(
+                f"the server has version {self._version!r} and is still paused after a resume: another client paused "
+                "it, or its engine is gone; requests would wait for ever"
+            )
+
+    def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
+        """Send pairs of names and tensors, which are taken to host memory first; for a trainer that calls rank 0 alone.
+
+        Raises:
+            WeightSyncError: the server did not take them.
+        """
+        pairs = [(name, tensor.detach().cpu(), tensor.device) for name, tensor in iterator]
+        if isinstance(self._source, _HostWeights):
+            self._source.pairs = pairs
+        else:
+            self._engine, self._source = None, _HostWeights(pairs)
+        if self._restarted():
+            self._engine = None
+        self._send(self._next_version(None), sender=True)
+
+    def send(self, model: nn.Module, version: int | None = None) -> None:
+        """Send a sharded model's weights; collective over the world, whose rank 0 talks to the server.
+
+        Args:
+            model: the model, the same in every call.
+            version: of the weights, larger than the last; by default the one after.
+
+        Raises:
+            WeightSyncError: the server did not take them, on every rank.
+        """
+        if self._group is None and dist.is_initialized():
+            limit = timedelta(seconds=2 * self._timeout_s + GRACE_S)
+            self._group = dist.new_group(backend="gloo", timeout=limit)
+        sender = own_rank() == 0
+        if on_every_rank(lambda: sender and self._restarted(), self._group)[0]:
+            self._engine = None
+        if self._source is None:
+            self._source = _Source(model, export=self._export)
+        on_every_rank(lambda: self._send(self._next_version(version), sender=sender), self._group)
+
+    def destroy(self) -> None:
+        """Leave the group with the server's workers."""
+        engine, self._engine = self._engine, None
+        close = getattr(engine, "close", None) or getattr(engine, "shutdown", None)
+        if close is not None:
+            self._bounded(close, "leave the group with the server's workers")
+
+    def _next_version(self, version: int | None) -> str:
+        last = -1 if self._version is None else int(self._version)
+        return str(last + 1 if version is None else version)
+
+    def _send(self, version: str, *, sender: bool) -> None:
+        try:
+            self._bounded(lambda: self._transfer(version), f"update to version {version}")
+            self._version = version
+            if sender and hasattr(self._engine, "update") and self.client.weight_version() != version:
+                self.client.name_version(version)  # shards went past the server
+            if sender:
+                self._require_version()
+        except BaseException:
+            self._engine = None
+            raise
+
+    def _transfer(self, version: str) -> None:
+        self.client.version, self._source.under_way = version, None
+        try:
+            if self._engine is None:
+                self._engine = self._connect(self._source, self.client)
+            if hasattr(self._engine, "update"):
+                self._engine.update(int(version))
+            else:
+                self._engine.send_weights()
+        except Exception:
+            if not hasattr(self._engine, "update"):  # which ends on all ranks alike; vLLM's engines iterate on each
+                self._source.drain()
+            raise
+
+    def _restarted(self) -> bool:
+        return self._version is not None and self.client.weight_version() != self._version
+
+    def _require_version(self) -> None:
+        """Raise unless the server names the version that was sent last."""
+        if self._version is not None and (named := self.client.weight_version()) != self._version:
+            raise WeightSyncError(
+                f"the server names version {named!r} where {self._version!r} was sent: it restarted, or another "
+                "trainer updates it; it was left paused, so that it generates nothing from other weights"
+            )
+
+    def _bounded(self, part: Callable[[], Any], what: str) -> None:
+        """Run a part of an update in a thread, and wait for it no longer than ``timeout_s``.
+
+        A collective that a lost peer does not answer cannot be interrupted; the thread that waits in it is left behind.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            raise WeightSyncError("an earlier update still waits for the server or another rank: restart the trainer")
+        outcome: list[BaseException] = []
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+        def run() -> None:
+            try:
+                if device is not None:  # of this thread alone
+                    torch.accelerator.set_device_index(device)
+                part()
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+                outcome.append(error)
+
+        self._thread = threading.Thread(target=run, name=what, daemon=True)
+        self._thread.start()
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            raise WeightSyncError(
+                f"the {what} did not end within {self._timeout_s:g} s: the server, a worker of it or another rank of "
+                "the trainer does not answer. The server was left paused; restart both, the trainer from its checkpoint"
+            )
+        if outcome:
+            error = outcome[0]
+            if isinstance(error, WeightSyncError):
+                raise error
+            raise WeightSyncError(f"the {what} failed: {type(error).__name__}: {error}") from error
+
+
+def on_every_rank(part: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
+    """Run a part on every rank of a group, and return what each returned; raise on all what a rank raised.
+
+    Args:
+        part: without collectives over the group.
+        group: ``None`` for the world, or for this process alone where there is none.
+
+    Raises:
+        WeightSyncError: a rank raised, with the messages of all; or it did not answer within the group's time.  A rank
+            that raised another error raises that.
+    """
+    outcome, error = None, None
+    try:
+        outcome = part()
+    except Exception as own:  # noqa: BLE001 - raised below
+        error = own
+    said: list[Any] = [(None if error is None else str(error) or type(error).__name__, outcome)]
+    if dist.is_initialized():
+        said = said * dist.get_world_size(group)
+        try:
+            dist.all_gather_object(said, said[0], group=group)
+        except RuntimeError as lost:
+            if error is None:
+                raise WeightSyncError("a rank of the trainer did not say what became of an update: it died") from lost
+    problems = dict.fromkeys(text for text, _ in said if text is not None)
+    if error is not None and not isinstance(error, WeightSyncError):
+        raise error
+    if problems:
+        raise WeightSyncError("; ".join(problems)) from error
+    return [value for _, value in said]
+
+
+class _Source(WeightSource):
+    """Weights of which every rank gathers all once in an update, whatever fails, so that none waits for another."""
+
+    under_way: Iterator[tuple[str, Tensor]] | None = None
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight in full."""
+        self.under_way = super().iter_full()
+        return self.under_way
+
+    def iter_local(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of every weight."""
+        self.under_way = super().iter_local()
+        return self.under_way
+
+    def drain(self) -> None:
+        """Take what an update that failed did not."""
+        for _ in self.under_way or self.iter_full():
+            pass
+
+
+class _HostWeights(_Source):
+    """Weights in host memory as vLLM's trainer engines ask for them, each on the device that it came from."""
+
+    def __init__(self, pairs: list[tuple[str, Tensor, torch.device]]) -> None:
+        self.pairs, self._shards = pairs, None
+
+    @property
+    def weights(self) -> list[WeightInfo]:
+        """Names, dtypes and shapes."""
+        return [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor, _ in self.pairs]
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight."""
+        self.under_way = ((name, tensor.to(device)) for name, tensor, device in self.pairs)
+        return self.under_way

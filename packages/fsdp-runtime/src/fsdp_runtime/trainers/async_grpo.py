@@ -1,0 +1,160 @@
+"""TRL's ``AsyncGRPOTrainer`` on a mesh: rows that the first rank packs, and weights that all ranks send."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.sync.weight_transfer import WeightTransfer, on_every_rank
+from fsdp_runtime.trainers._trl_compat import BEGINS, MANIFEST, PEAK_FLOPS, global_of, replaced
+from fsdp_runtime.trainers.training_arguments import check_tokens
+from fsdp_runtime.trainers.trl_trainers import TrlMixin
+from fsdp_runtime.weights.stream import WeightExport, stream_weights
+
+
+class AsyncGRPOMixin(TrlMixin):
+    """Let TRL's asynchronous GRPO trainer train on a mesh; see :class:`TrlMixin`.
+
+    Rank 0 reads the rollouts and packs a row for every rank of ``dp``; the ranks of one ``tp`` group get the same row.
+    What fails on rank 0, such as a server that does not answer, is raised on every rank.  Pass ``weight_transfer`` on
+    every rank: a :class:`~fsdp_runtime.sync.WeightTransfer` is then called on all of them, and another object, or TRL's
+    own, on rank 0, with weights that are gathered before.
+    """
+
+    _takes_dispatched_batches = True
+    _groups_before_resume: int
+    _trained_groups: set[int]
+
+    def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
+        _check(model, args, kwargs, mesh)
+        self._transfer, self._begun = kwargs.get("weight_transfer"), False
+        kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), _OnEveryRank(self)]
+        functions: dict[str, Any] = {MANIFEST: WeightExport().describe}
+        if mesh.device_type == "cpu":
+            functions[PEAK_FLOPS] = lambda accelerator, dtype: None  # TRL's asks CUDA for its name
+        with replaced(type(self), functions):
+            super().__init__(model, mesh=mesh, args=args, **kwargs)
+        self.remove_callback(global_of(type(self), BEGINS))  # its part is done on every rank
+
+    def _check_data(self) -> None:
+        check_tokens(self.model, self.processing_class)  # prompts go to the rollout worker, not to ranks
+
+    def _create_model(self, path: str, architecture: Any = None, **settings: Any) -> nn.Module:
+        config: Any = transformers.AutoConfig.from_pretrained(path)
+        if config.get_text_config() is not config:
+            raise OptionError(
+                f"{path} is a vision-language model, which AsyncGRPOTrainer is not covered with on a mesh"
+            )
+        return super()._create_model(path, architecture, **settings)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the rows that rank 0 packs, one for each rank of ``dp``."""
+        loaders: list[Any] = []
+        on_every_rank(lambda: loaders.append(super(AsyncGRPOMixin, self).get_train_dataloader()), None)
+        return loaders[0]
+
+    def begin(self) -> None:
+        """Set up the transfer, send the first weights and start the rollouts, once."""
+        if self._begun:
+            return
+        self._begun = True
+        self._on_first(self.weight_transfer, "init_weight_transfer")
+        self._sync_weight()
+        self._on_first(self.rollout_worker, "start")
+
+    def share_progress(self) -> None:
+        """Give every rank the groups of prompts that rank 0 has trained on, by which all end together."""
+        is_first = self.accelerator.is_main_process
+        own = (self._groups_before_resume, self._trained_groups) if is_first else None
+        shared = on_every_rank(lambda: own, None)[0]
+        if not is_first:  # rank 0's own set is the one that its collator adds to
+            self._groups_before_resume, self._trained_groups = shared
+
+    def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
+        """Send the weights, adapters merged; in the place of TRL's, in which rank 0 gathers while it sends."""
+        version = on_every_rank(lambda: self.model_version + 1, None)[0]
+        self._on_first(self.weight_transfer, "pause")
+        paused = time.time()
+        if isinstance(self._transfer, WeightTransfer):
+            self._transfer.send(self.model, version)
+        else:
+            self._on_first(self.weight_transfer, "send_weights", self._gathered())
+        sent = time.time()
+        self._on_first(self.weight_transfer, "resume")
+        if self.accelerator.is_main_process:
+            self.model_version = version
+            if self.rollout_worker:
+                self.rollout_worker.update_model_version(version)
+        return paused, paused, sent
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather every weight to rank 0's host memory, and iterate over them there."""
+        is_first, kept = self.accelerator.is_main_process, []
+        for name, tensor in stream_weights(self.model):  # to the end on every rank, before anything is sent
+            if is_first:
+                kept.append((name, tensor.cpu()))
+        return ((name, tensor.to(self.accelerator.device)) for name, tensor in kept)
+
+    def _on_first(self, owner: Any, method: str, *arguments: Any) -> None:
+        """Call a method of an object that rank 0 alone has, and raise on every rank what it raises."""
+
+        def call() -> None:
+            if owner is not None:
+                getattr(owner, method)(*arguments)
+
+        on_every_rank(call, None)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            if isinstance(self._transfer, WeightTransfer) and not self.accelerator.is_main_process:
+                self._transfer.destroy()  # rank 0's is TRL's part
+
+
+class _OnEveryRank(transformers.TrainerCallback):
+    """The steps around training that TRL takes on rank 0 alone."""
+
+    def __init__(self, trainer: AsyncGRPOMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin, with the first weights."""
+        self._trainer.begin()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Share what the callback reads that ends the last epoch; it comes after this one."""
+        self._trainer.share_progress()
+
+
+def _check(model: Any, args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Raise :class:`OptionError` for what the trainer cannot do on a mesh."""
+    if args is None:
+        raise OptionError("pass args=, such as AsyncGRPOConfig(...)")
+    if not isinstance(model, str):
+        raise OptionError(
+            f"model={type(model).__name__}: AsyncGRPOTrainer names its model to the server: pass its path"
+        )
+    if kwargs.get("peft_config") is not None:
+        raise OptionError(
+            "peft_config is not covered with AsyncGRPOTrainer on a mesh, where it would be merged or sent to the "
+            "server as a file: train all weights, or use trl.GRPOTrainer"
+        )
+    if (cp := axis_size(mesh, "cp")) > 1:
+        raise OptionError(
+            f"AsyncGRPOTrainer packs samples as a tree of prefixes, of which ranks of cp={cp} would hold parts: use "
+            "cp=1, and more of tp or dp_shard"
+        )
+    options = kwargs.get("parallelize_kwargs") or {}
+    if options.get("packed_sequences"):
+        raise OptionError(
+            "parallelize_kwargs has packed_sequences=True, which would keep the branches of AsyncGRPOTrainer's rows "
+            "apart from their common prefix: leave it out"
+        )
