@@ -20,7 +20,12 @@ _specs: dict[tuple[int, Placement, torch.Size, torch.dtype], DTensorSpec] = {}
 
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> DTensor:
     """Return a contiguous DTensor of a shape over this rank's part of it."""
-    key = (id(mesh), placement, shape, local.dtype)
+    return with_spec(local, make_spec(mesh, placement, shape, local.dtype))
+
+
+def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: torch.dtype) -> Any:
+    """Return the spec of a contiguous DTensor."""
+    key = (id(mesh), placement, shape, dtype)
     spec = _specs.get(key)
     if spec is None:
         if len(_specs) >= 4096:  # batches of ever new lengths
@@ -29,9 +34,14 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: t
         for dim in range(len(shape) - 1, 0, -1):
             width *= max(shape[dim], 1)
             stride[dim - 1] = width
-        meta = TensorMeta(shape, tuple(stride), local.dtype)
+        meta = TensorMeta(shape, tuple(stride), dtype)
         spec = _specs[key] = DTensorSpec(mesh, (placement,), tensor_meta=meta)
-    return with_spec(local, spec)
+    return spec
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """Return the tensor that a DTensor is over, without a history of its own; nothing may be written to it."""
+    return tensor._local_tensor
 
 
 def spec_of(tensor: DTensor) -> Any:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from tp_plans.torch_styles._dtensor_compat import make_dtensor, spec_of, with_spec
+from tp_plans.torch_styles._dtensor_compat import local_of, make_dtensor, make_spec, spec_of, with_spec
+from tp_plans.torch_styles._function_compat import direct
 from tp_plans.torch_styles.collectives import all_reduce, gather, own_part, reduce_scatter
 
 _REPLICATE, _PARTIAL = Replicate(), Partial()
@@ -28,11 +29,25 @@ def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
         gradient: how the gradient of the part lies across the ranks; as ``tensor`` if it is not given, but replicated
             for partial sums.
     """
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return tensor.to_local()
     if torch.compiler.is_compiling() or not tensor.is_contiguous():
         return tensor.to_local(grad_placements=None if gradient is None else [gradient])
-    return cast(Tensor, _LocalPart.apply(tensor, gradient))  # type: ignore[no-untyped-call]
+    if not torch.is_grad_enabled():
+        return tensor.to_local()
+    return cast(Tensor, _local_part(tensor, _spec_of_gradient(tensor, gradient)))
+
+
+def summed_gradient(tensor: DTensor) -> Tensor:
+    """Return a replicated tensor as a plain tensor, of whose gradient each rank has a part."""
+    if torch.compiler.is_compiling() or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return with_summed_gradient(local_part(tensor), tensor.device_mesh)
+    return cast(Tensor, _summed_part(tensor, _spec_of_gradient(tensor, None)))
+
+
+def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a plain tensor that is replicated over a mesh, of whose gradient each rank has a part."""
+    if torch.compiler.is_compiling():
+        return cast(Tensor, _SumGradient.apply(local, mesh))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _sum_gradient(local, mesh))
 
 
 def entered(tensor: DTensor) -> Tensor:
@@ -57,28 +72,33 @@ def from_part(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torc
         placement = Shard(cast(Shard, placement).dim % local.ndim)
     if torch.compiler.is_compiling() or not local.is_contiguous():
         return _from_local(local, mesh, placement, shape)
-    return cast(DTensor, _FromPart.apply(local, mesh, placement, shape))  # type: ignore[no-untyped-call]
+    if shape is None:
+        shape = local.shape
+        if placement.is_shard():
+            dim = cast(Shard, placement).dim
+            shape = torch.Size((*shape[:dim], shape[dim] * mesh.size(), *shape[dim + 1 :]))
+    return cast(DTensor, _from_part(local, make_spec(mesh, placement, shape, local.dtype), _of_gradient(placement)))
 
 
 def moved(tensor: DTensor, wanted: Placement) -> DTensor:
     """Return a tensor in another placement; the backward moves the gradient the other way."""
-    return cast(DTensor, _Moved.apply(tensor, wanted))  # type: ignore[no-untyped-call]
+    return cast(DTensor, _moved(tensor, wanted))
 
 
 def summed(partial: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of the ranks' tensors, in memory of its own; its gradient is replicated and goes to each."""
-    return cast(Tensor, _Summed.apply(partial, mesh))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _sum(partial, mesh))
 
 
 def scattered(partial: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     """Return the sum of the ranks' tensors, sharded on a dim."""
-    return cast(DTensor, _Scattered.apply(partial, mesh, dim))  # type: ignore[no-untyped-call]
+    return cast(DTensor, _scatter(partial, mesh, dim))
 
 
 def part_in(tensor: DTensor, wanted: Placement) -> Tensor:
     """Return this rank's part of a tensor in another placement, without a gradient."""
     (placement,) = tensor.placements
-    mesh, local = tensor.device_mesh, tensor.to_local()
+    mesh, local = tensor.device_mesh, local_of(tensor)
     if placement == wanted:
         return local
     if wanted.is_replicate():
@@ -107,38 +127,61 @@ def _of_gradient(placement: Placement) -> Placement:
     return _REPLICATE if placement.is_partial() else placement
 
 
+def _spec_of_gradient(tensor: DTensor, gradient: Placement | None) -> Any:
+    (placement,) = tensor.placements
+    if gradient is None:
+        gradient = _of_gradient(placement)
+    if gradient == placement:
+        return spec_of(tensor)
+    return make_spec(tensor.device_mesh, gradient, tensor.shape, tensor.dtype)
+
+
 class _LocalPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, gradient: Placement | None) -> Tensor:
-        (placement,) = tensor.placements
-        ctx.gradient = _of_gradient(placement) if gradient is None else gradient
-        ctx.spec = spec_of(tensor) if ctx.gradient == placement else None
-        ctx.mesh, ctx.shape = tensor.device_mesh, tensor.shape
-        local = tensor.to_local()
+    def forward(ctx: Any, tensor: DTensor, spec: Any) -> Tensor:
+        ctx.spec = spec
+        local = local_of(tensor)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
-        gradient = gradient.contiguous()
-        if ctx.spec is not None:
-            return with_spec(gradient, ctx.spec), None
-        return make_dtensor(gradient, ctx.mesh, ctx.gradient, ctx.shape), None
+        return with_spec(gradient.contiguous(), ctx.spec), None
+
+
+class _SummedPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, spec: Any) -> Tensor:
+        ctx.spec, ctx.mesh = spec, tensor.device_mesh
+        local = local_of(tensor)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
+        return with_spec(all_reduce(gradient, ctx.mesh), ctx.spec), None
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity forward; the sum over the mesh backward (Megatron-LM's ``f``, arXiv:1909.08053)."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient, ctx.mesh), None
 
 
 class _FromPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | None) -> DTensor:
-        ctx.gradient = _of_gradient(placement)
-        if shape is None:
-            shape = local.shape
-            if placement.is_shard():
-                dim = cast(Shard, placement).dim
-                shape = torch.Size((*shape[:dim], shape[dim] * mesh.size(), *shape[dim + 1 :]))
-        return make_dtensor(local.detach(), mesh, placement, shape)
+    def forward(ctx: Any, local: Tensor, spec: Any, gradient: Placement) -> DTensor:
+        ctx.gradient = gradient
+        return with_spec(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None, None]:
-        return part_in(gradient, ctx.gradient), None, None, None
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None]:
+        return part_in(gradient, ctx.gradient), None, None
 
 
 class _Moved(torch.autograd.Function):
@@ -171,3 +214,7 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None]:
         return part_in(gradient, _REPLICATE), None, None
+
+
+_local_part, _summed_part, _sum_gradient = direct(_LocalPart), direct(_SummedPart), direct(_SumGradient)
+_from_part, _moved, _sum, _scatter = direct(_FromPart), direct(_Moved), direct(_Summed), direct(_Scattered)

@@ -16,7 +16,8 @@ from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import AllReduceOutput, ExpertsParallel, ScaleInput
 from tp_plans.torch_styles.base import Args, Arguments, FirstTensorStyle, ForwardContext, Kwargs, LocalTensorStyle
-from tp_plans.torch_styles.gradients import attach_zero_grads, with_summed_gradient
+from tp_plans.torch_styles.boundaries import with_summed_gradient
+from tp_plans.torch_styles.gradients import attach_zero_grads
 from tp_plans.torch_styles.placement import plain_full_tensor, redistribute, reduce_output, to_output, wrap
 
 

@@ -7,12 +7,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tp_plans.styles import ParameterStyle
-from tp_plans.torch_styles.boundaries import local_part
-from tp_plans.torch_styles.collectives import all_reduce
+from tp_plans.torch_styles.boundaries import local_part, summed_gradient
 
 
 def local_view(parameter: DTensor) -> Tensor:
@@ -92,29 +90,6 @@ class _DenseGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.contiguous()
-
-
-def summed_gradient(full: DTensor) -> Tensor:
-    """A replicated tensor's local view whose gradient is summed over the axis, so every rank gets the full one."""
-    return with_summed_gradient(local_part(full), full.device_mesh)
-
-
-def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the same for a plain tensor that is replicated over a one-axis mesh."""
-    return cast(Tensor, _SumGradient.apply(local, mesh))  # type: ignore[no-untyped-call]
-
-
-class _SumGradient(torch.autograd.Function):
-    """Identity forward; the sum over the mesh backward (Megatron-LM's ``f``, arXiv:1909.08053)."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient, ctx.mesh), None
 
 
 def to_local_writable(tensor: DTensor) -> Tensor:

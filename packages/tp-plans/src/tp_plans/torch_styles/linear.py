@@ -15,8 +15,8 @@ from tp_plans.module_attrs import resolve_int
 from tp_plans.row_ranges import compute_ranges
 from tp_plans.styles import ColwiseParallel, MLAKVProjection, ParameterStyle, RowwiseParallel, Style
 from tp_plans.torch_styles.base import FirstTensorStyle, ForwardContext
-from tp_plans.torch_styles.boundaries import entered, local_part
-from tp_plans.torch_styles.gradients import local_view, summed_gradient, to_local_writable, with_summed_gradient
+from tp_plans.torch_styles.boundaries import entered, local_part, summed_gradient, with_summed_gradient
+from tp_plans.torch_styles.gradients import local_view, to_local_writable
 from tp_plans.torch_styles.placement import as_dtensor, redistribute, reduce_output, to_output, wrap
 from tp_plans.torch_styles.row_all_to_all import RowExchange
 

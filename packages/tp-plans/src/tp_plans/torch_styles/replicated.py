@@ -22,8 +22,8 @@ from tp_plans.torch_styles.base import (
     LocalTensorStyle,
     distribute_tied,
 )
-from tp_plans.torch_styles.boundaries import local_part
-from tp_plans.torch_styles.gradients import full_view, local_view, summed_gradient
+from tp_plans.torch_styles.boundaries import local_part, summed_gradient
+from tp_plans.torch_styles.gradients import full_view, local_view
 from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redistribute, wrap
 
 

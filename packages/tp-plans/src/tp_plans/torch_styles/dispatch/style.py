@@ -18,6 +18,7 @@ from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import DispatchExperts, ParameterStyle
 from tp_plans.torch_styles.base import Args, Arguments, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
+from tp_plans.torch_styles.boundaries import summed_gradient
 from tp_plans.torch_styles.dispatch.exchange import (
     AllToAllExchange,
     DispatchedTokens,
@@ -26,7 +27,7 @@ from tp_plans.torch_styles.dispatch.exchange import (
     to_experts,
 )
 from tp_plans.torch_styles.dispatch.rows import join_rows, split_rows, sum_rows
-from tp_plans.torch_styles.gradients import full_view, summed_gradient
+from tp_plans.torch_styles.gradients import full_view
 from tp_plans.torch_styles.placement import plain_full_tensor
 
 
