@@ -225,7 +225,7 @@ def ray(session: nox.Session) -> None:
 def trainers(session: nox.Session) -> None:
     """Run the trainers of transformers and TRL on a mesh against those of one process, and their examples."""
     install_editable(session, "trainers")
-    session.env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    session.env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     files = sorted(map(str, Path("packages/fsdp-runtime/tests/with_trainers").glob("*.py")))
     session.run("pytest", *files, *session.posargs)
 
@@ -234,7 +234,7 @@ def trainers(session: nox.Session) -> None:
 def verl(session: nox.Session) -> None:
     """Compare the engine for verl with verl's own and with one process, on the transformers that verl takes."""
     install_editable(session, "verl")
-    session.env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    session.env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     files = sorted(map(str, Path("integration_tests/with_verl").glob("*_test.py")))
     session.run("pytest", *files, *session.posargs)
 
