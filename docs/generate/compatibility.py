@@ -26,6 +26,7 @@ ABOUT = (
     "A run of all tests says *all*; one of chosen tests (`nox -s torch_subset transformers_versions`) says *subset*. "
     "Rows with a release of TRL are those of `nox -s trainers_versions`: each trainer on one mesh. "
     "verl 0.9.1 takes transformers below 5.11: the row of 5.10.4 is that of `nox -s verl`. "
+    "It is the newest release; the sources of 0.10.0.dev of 22 August 2026 have the same signatures of what is used. "
     "A row is one run of one commit: what failed there may be mended since. "
     "Plans take models of transformers 4.57 too; weights are read, written and streamed from 5.6 on, and an older "
     "release is refused by name. "

@@ -49,10 +49,10 @@ def resume(path: str, folder: str, **options: Any) -> list[tuple[float, float]]:
 
 
 def resume_with_data_of(folder: str, path: str, **options: Any) -> None:
-    """Load a state beside verl's state of the data, as its SFT trainer keeps them."""
+    """Load a state beside a state of the data of another sampler than that of verl's SFT trainer."""
     engine = drive.build(drive.OURS, path, checkpoint=SAVED, **options)
     if dist.get_rank() == 0:
-        Path(folder, "global_step_1", "actor", "data_0.pt").touch()
+        torch.save({"samples_yielded": 8, "sampler_state": {}}, Path(folder, "global_step_1", "actor", "data_0.pt"))
     dist.barrier()
     engine.load_checkpoint(f"{folder}/global_step_1/actor")
 

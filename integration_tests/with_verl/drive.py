@@ -50,8 +50,7 @@ def build(
     model_config = HFModelConfig(
         path=path,
         load_tokenizer=False,
-        override_config={"attn_implementation": "sdpa"},
-        **{"enable_gradient_checkpointing": False, **model},
+        **{"override_config": {"attn_implementation": "sdpa"}, "enable_gradient_checkpointing": False, **model},
     )
     model_config.model_type = model_type
     if engine != OURS:  # verl registers its own for accelerators only

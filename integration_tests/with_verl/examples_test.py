@@ -1,4 +1,4 @@
-"""The scripts of docs/examples/verl with few steps; SFT and GRPO beside the engine of verl itself on the same tokens.
+"""The scripts of docs/examples/verl with few steps; GRPO beside the engine of verl itself on the same tokens.
 
 Runs with Ray take up to 11 GB and one to three minutes.
 """
@@ -49,12 +49,10 @@ def _values(steps: list[dict[str, Any]], metric: str) -> list[float]:
     return [step[metric] for step in steps if metric in step]
 
 
-def test_sft_equals_verls_own_engine(work: Path) -> None:
-    ours, theirs = (_run("sft", work, engine=engine, steps=8) for engine in ("fsdp_runtime", "fsdp2"))
-    assert len(_values(ours, "train/loss")) == 8
-    for metric, within in (("train/loss", 1e-5), ("train/grad_norm", 1e-4)):
-        assert _values(ours, metric) == pytest.approx(_values(theirs, metric), rel=within)
-    assert _values(ours, "train/loss")[-1] < _values(ours, "train/loss")[0] / 2
+def test_sft_learns(work: Path) -> None:
+    losses = _values(_run("sft", work, steps=8), "train/loss")
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] / 2
 
 
 def test_grpo_equals_verls_own_engine_on_the_same_tokens(work: Path) -> None:

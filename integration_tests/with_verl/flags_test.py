@@ -11,7 +11,9 @@ import pytest
 
 pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it takes are installed by nox -s verl only")
 
-from verl.workers.config import HFModelConfig  # after the check
+from verl.trainer.config import CheckpointConfig  # after the check
+from verl.workers.config import HFModelConfig
+from verl.workers.config.engine import EngineRouterReplayConfig
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.verl import engine, flags
@@ -25,6 +27,8 @@ CLASSES = {
     "HFModelConfig": HFModelConfig,
     "ActorConfig": FsdpRuntimeActorConfig,
     "FSDPActorConfig": FsdpRuntimeActorConfig,
+    "CheckpointConfig": CheckpointConfig,
+    "EngineRouterReplayConfig": EngineRouterReplayConfig,
 }
 #: Flags that are not set alone, and what is to have one value.
 LEFT = {"_target_", "strategy", "fsdp_config", "wrap_policy"}
@@ -50,9 +54,11 @@ def start(kind: str, settings: Mapping[str, Any]) -> None:
     if CLASSES[kind] is FsdpRuntimeActorConfig:
         FsdpRuntimeActorConfig(**{"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1, **settings})
         raise Passed
-    of_model = settings if kind == "HFModelConfig" else {}
-    config = engine_config(**({} if of_model else settings))
-    engine.FsdpRuntimeEngine(SimpleNamespace(**defaults(HFModelConfig) | {**of_model}), config, None, None)
+    given: dict[str, Any] = {"HFModelConfig": {}, "CheckpointConfig": {}, "EngineConfig": {}, kind: settings}
+    config = engine_config(**given["EngineConfig"], **given.get("FSDPEngineConfig", {}))
+    object.__setattr__(config, "router_replay", EngineRouterReplayConfig(**given.get("EngineRouterReplayConfig", {})))
+    model = SimpleNamespace(**defaults(HFModelConfig) | {**given["HFModelConfig"]})
+    engine.FsdpRuntimeEngine(model, config, None, CheckpointConfig(**given["CheckpointConfig"]))
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +88,17 @@ def test_no_other_flag_is_refused(kind: str, name: str) -> None:
         given = {name: not default if isinstance(default, bool) else default + 1}
     with pytest.raises(Passed):
         start(kind, given)
+
+
+def test_every_key_of_verls_commands_is_in_the_table() -> None:
+    """The files of verl's own engine; what its trainer moves from one key to another begins with ``log_prob_``."""
+    from hydra import compose, initialize_config_module
+
+    known = {name for each in flags.FLAGS.values() for name in each}
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        ppo, sft = compose("ppo_trainer"), compose("sft_trainer_engine")
+    actor, critic = ppo.actor_rollout_ref.actor, ppo.critic
+    nodes = [actor, actor.fsdp_config, actor.optim, actor.checkpoint, critic, critic.fsdp, critic.model]
+    nodes += [ppo.actor_rollout_ref.ref, ppo.actor_rollout_ref.model, sft.engine, sft.model, sft.optim, sft.checkpoint]
+    missing = {name for node in nodes for name in node if name not in known and not name.startswith("log_prob_")}
+    assert missing == set()

@@ -33,6 +33,7 @@ COMMON = (
     "+model.override_config.attn_implementation=sdpa",
     "model.enable_gradient_checkpointing=False",
     "optim.lr=1e-2",
+    "+optim.override_optimizer_config.eps=1e-3",  # AdamW divides gradients near zero by their own size
     "trainer.device=cpu",
     "trainer.logger=[console,file]",
     "trainer.total_epochs=1",
@@ -95,25 +96,29 @@ def train(folder: Path, name: str, *options: str) -> dict[int, dict[str, float]]
     return found
 
 
-def test_sft_has_verls_losses_and_goes_on_from_a_checkpoint_on_another_mesh(folder: Path) -> None:
-    start = ("trainer.resume_mode=disable", "trainer.save_freq=-1")
-    expected = train(folder, "verl", *VERLS, *start)
-    kept = f"trainer.default_local_dir={folder}/checkpoints"
-    found = train(folder, "tp", *OURS, "engine.tp=2", "trainer.save_freq=3", "trainer.resume_mode=disable", kept)
-    resumed = train(
-        folder,
-        "cp",
-        *OURS,
-        "engine.cp=2",
-        "trainer.save_freq=-1",
-        kept,
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={folder}/checkpoints/global_step_3",
-    )
-    assert len(expected) == len(found) == 6
-    assert sorted(resumed) == [4, 5, 6]
+def test_sft_has_verls_losses_and_goes_on_from_checkpoints_of_other_meshes(folder: Path) -> None:
+    """Also with another number of ranks of dp, for which verl's state of the data is rewritten."""
+    anew = ("trainer.resume_mode=disable",)
+    expected = train(folder, "verl", *VERLS, *anew, "trainer.save_freq=-1")
+    assert len(expected) == 6
+    agree(expected, train(folder, "dp", *OURS, *anew, *_saves(folder, "dp")))
+    for name, mesh, start in (("tp", "tp=2", "dp/global_step_2"), ("cp", "cp=2", "tp/global_step_4")):
+        found = train(folder, name, *OURS, f"engine.{mesh}", *_resumes(folder, start), *_saves(folder, name))
+        agree({step: metrics for step, metrics in expected.items() if step > int(start[-1])}, found)
+    again = train(folder, "again", *OURS, *_resumes(folder, "tp/global_step_4"), *_saves(folder, "again"))
+    agree({step: expected[step] for step in (5, 6)}, again)
+
+
+def _saves(folder: Path, name: str) -> tuple[str, ...]:
+    return f"trainer.default_local_dir={folder}/{name}", "trainer.save_freq=2"
+
+
+def _resumes(folder: Path, start: str) -> tuple[str, ...]:
+    return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/{start}"
+
+
+def agree(expected: dict[int, dict[str, float]], found: dict[int, dict[str, float]]) -> None:
+    assert sorted(found) == sorted(expected)
     for step, metrics in expected.items():
-        for other in (found, resumed):
-            if step in other:
-                for name in ("train/loss", "train/grad_norm"):
-                    assert other[step][name] == pytest.approx(metrics[name], rel=2e-5), (step, name)
+        for name in ("train/loss", "train/grad_norm"):
+            assert found[step][name] == pytest.approx(metrics[name], rel=1e-5), (step, name)

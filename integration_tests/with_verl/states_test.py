@@ -32,7 +32,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(
     expected = two_ranks.run(actions.save_and_go_on, paths["dense"], str(tmp_path), tp=2)[0]
     for mesh in ({"tp": 2}, {"cp": 2}, {}):
         close(expected, two_ranks.run(actions.resume, paths["dense"], str(tmp_path), **mesh)[0])
-    with pytest.raises(RanksFailed, match="dp=1") as failed:  # verl's trainer would end without an error
+    with pytest.raises(RanksFailed, match="dp=1") as failed:
         two_ranks.run(actions.resume_with_data_of, str(tmp_path), paths["dense"])
     assert len(failed.value.errors) == 2
     from transformers import AutoModelForCausalLM

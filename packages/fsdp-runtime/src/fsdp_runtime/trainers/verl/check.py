@@ -23,6 +23,7 @@ _NEEDED = {
     "uvicorn": "verl.trainer.sft_trainer",
     "fastapi": "verl.trainer.sft_trainer",
     "TransferQueue": "verl.trainer.main_ppo",
+    "cachetools": "verl.trainer.main_ppo",
     "rl-logprobs": "the engine",
 }
 

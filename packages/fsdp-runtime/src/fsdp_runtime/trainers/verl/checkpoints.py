@@ -6,11 +6,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_runtime.errors import CheckpointError, OptionError
+from fsdp_runtime.errors import CheckpointError
+from fsdp_runtime.sharded.collectives import raise_on_all, world_ranks
 from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.trainers.verl.data_state import deal_anew
 from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights import load_weights, save_weights
 
@@ -80,30 +83,28 @@ class Checkpoints:
     def load(self, folder: Path) -> None:
         """Load a checkpoint of this engine, saved on any mesh, or the Hugging Face weights of one of verl's own.
 
+        verl's state of the data of SFT follows: where it is of another number of ranks of dp, its files are rewritten.
+
         Raises:
             CheckpointError: the folder has no state of this engine, and no weights that may stand for one.
-            OptionError: verl's state of the data was saved with another number of ranks of ``dp``.
+            OptionError: verl's state of the data cannot be brought to this number of ranks of dp.
         """
         contents = contents_of(self._config, "load_contents")
         if not (folder / _STATE).is_dir() or "model" not in contents:
             self._load_foreign(folder, contents)
-            return
-        state = load_training_state(
-            folder / _STATE,
-            self._model,
-            self._optimizer if "optimizer" in contents else None,
-            scheduler=self._scheduler if "extra" in contents else None,
-        )
-        self._require_same_data(folder, state.extra.get("dp", self._dp))
-
-    def _require_same_data(self, folder: Path, dp: int) -> None:
-        files = sorted(folder.glob("data_*.pt"))
-        if dp != self._dp and files:
-            raise OptionError(
-                f"{folder} was saved with {dp} ranks of dp and this run has {self._dp}: verl's {files[0].name} counts "
-                "the samples that one rank has read, so that its loop would end early or read samples twice. Resume "
-                f"on a mesh with dp={dp} (tp, cp and ep may change), or move data_*.pt away, which starts the data anew"
+            dp = len(list(folder.glob("data_*.pt")))
+        else:
+            state = load_training_state(
+                folder / _STATE,
+                self._model,
+                self._optimizer if "optimizer" in contents else None,
+                scheduler=self._scheduler if "extra" in contents else None,
             )
+            dp = state.extra.get("dp", self._dp)
+        if not ray.is_initialized():  # under Ray one process reads all data, whose state is of no rank
+            with raise_on_all(world_ranks()):
+                if dist.get_rank() == 0:
+                    deal_anew(folder, dp, self._dp)
 
     def _load_foreign(self, folder: Path, contents: list[str]) -> None:
         weights = folder / _HUGGING_FACE

@@ -249,6 +249,7 @@ def check_flags(config: FsdpRuntimeEngineConfig) -> None:
         OptionError: one is set; the message has the way out.
     """
     refuse("", "FSDPEngineConfig", config)
+    refuse("router_replay.", "EngineRouterReplayConfig", config.router_replay)
     buffer_dtype = (config.mixed_precision or {}).get("buffer_dtype")
     if buffer_dtype is not None and to_dtype("mixed_precision.buffer_dtype", buffer_dtype) != torch.float32:
         raise OptionError(f"mixed_precision.buffer_dtype={buffer_dtype!r}: buffers keep their dtype; leave it out")

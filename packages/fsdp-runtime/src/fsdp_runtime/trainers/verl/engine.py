@@ -35,7 +35,6 @@ from fsdp_runtime.trainers.verl.scores import TokenScores, values_of
 from fsdp_runtime.trainers.verl.verl_api import (
     BaseEngine,
     BaseEngineCtx,
-    detach_tree,
     enable_full_determinism,
     get_device_id,
     get_device_name,
@@ -236,7 +235,8 @@ class FsdpRuntimeEngine(BaseEngine):
         if loss_function is not None:
             group = self.get_data_parallel_group()
             loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=group)
-        return loss, {"model_output": detach_tree(output), "loss": float(loss.detach()), "metrics": metrics}
+        kept = {name: values.detach() for name, values in output.items()}  # not the graph
+        return loss, {"model_output": kept, "loss": float(loss.detach()), "metrics": metrics}
 
     def _idle(self, *, forward_only: bool) -> None:
         """Take part in the collectives of a micro-batch that this rank does not have, with gradients of zero."""

@@ -139,6 +139,19 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "ulysses_sequence_parallel_size": Flag("here", "`cp` with `context_parallel=ulysses`"),
         "fsdp": _OWN_CONFIG,
     },
+    "CheckpointConfig": {
+        **_same("_target_ save_contents load_contents"),
+        "async_save": Flag("refused", "states are written before training goes on"),
+        "strict": Flag("here", "exports are always complete"),
+        "save_lora_only": Flag(
+            "refused", "`lora_adapter/` is written with every checkpoint; `save_contents=[]` writes it alone"
+        ),
+    },
+    "EngineRouterReplayConfig": {
+        **_same("_target_ mode"),
+        "record_file": Flag("refused", "routes travel with the batch; no engine of verl reads it"),
+        "replay_file": Flag("refused", "routes travel with the batch; no engine of verl reads it"),
+    },
     "FSDPOptimizerConfig": {
         **_same(
             "_target_ lr lr_warmup_steps_ratio total_training_steps weight_decay lr_warmup_steps betas clip_grad "
@@ -171,12 +184,14 @@ def unknown_fields() -> list[str]:
     """Return the fields of the installed verl's configs that :data:`FLAGS` does not have, as ``Class.field``."""
     from dataclasses import fields
 
-    from verl.workers import config as configs
+    from verl.trainer import config as of_trainer
+    from verl.workers import config as of_workers
 
     found = []
     for name, known in FLAGS.items():
-        above = {field for base in getattr(configs, name).__mro__[1:] for field in FLAGS.get(base.__name__, {})}
-        found += [f"{name}.{each.name}" for each in fields(getattr(configs, name)) if each.name not in {*known, *above}]
+        kind = getattr(of_workers, name, None) or getattr(of_trainer, name)
+        above = {field for base in kind.__mro__[1:] for field in FLAGS.get(base.__name__, {})}
+        found += [f"{name}.{each.name}" for each in fields(kind) if each.name not in {*known, *above}]
     return found
 
 

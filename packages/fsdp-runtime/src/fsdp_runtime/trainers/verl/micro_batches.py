@@ -61,10 +61,10 @@ def cut(data: Any, group: Any, *, cp: int) -> CutBatch:
     _check(data, facts, forced, cp if dynamic else 0)
     batches, indices = prepare_micro_batches(data, same_micro_num_in_dp=False)
     count = max(each["batches"] for each in _gathered({"batches": len(batches)}, group, size))
-    if dynamic:
-        if len(batches) < (most := min(count, samples // forced)):
-            batches, indices = prepare_micro_batches(data, same_micro_num_in_dp=False, min_num_micro_batch=most)
-        count = max(each["batches"] for each in _gathered({"batches": len(batches)}, group, size))
+    if dynamic and len(batches) < (most := min(count, samples // forced)):
+        more, indices_of_more = prepare_micro_batches(data, same_micro_num_in_dp=False, min_num_micro_batch=most)
+        if len(more) <= count:  # verl cuts on where a balanced cut passes the limit of tokens; idle ones do as well
+            batches, indices = more, indices_of_more
     return CutBatch(batches, indices, count)
 
 

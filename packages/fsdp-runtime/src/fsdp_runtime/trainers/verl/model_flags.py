@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.verl.config import ELSEWHERE, FsdpRuntimeEngineConfig
+from fsdp_runtime.trainers.verl.flags import refuse
 
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
@@ -38,10 +39,4 @@ def check_checkpoint_flags(config: Any) -> None:
             raise OptionError(f"checkpoint.{name} has {unknown[0]!r}: write some of {', '.join(_CONTENTS)}")
         if {"optimizer", "extra"} & {*contents} and "model" not in contents:
             raise OptionError(f"checkpoint.{name}={contents} has states of training without 'model': add it")
-    if config.get("async_save", False):
-        raise OptionError("checkpoint.async_save=True: states are written before training goes on; set it to False")
-    if config.get("save_lora_only", False):
-        raise OptionError(
-            "checkpoint.save_lora_only=True: lora_adapter/ is written with every checkpoint; for that alone set "
-            "checkpoint.save_contents=[]"
-        )
+    refuse("checkpoint.", "CheckpointConfig", config)

@@ -18,12 +18,7 @@ from verl.workers.config import ActorConfig, CriticConfig, EngineConfig
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
-from verl.workers.engine.utils import (
-    detach_tree,
-    enable_full_determinism,
-    postprocess_batch_func,
-    prepare_micro_batches,
-)
+from verl.workers.engine.utils import enable_full_determinism, postprocess_batch_func, prepare_micro_batches
 
 __all__ = [
     "SIGNATURES",
@@ -39,7 +34,6 @@ __all__ = [
     "ShardSpec",
     "build_optimizer",
     "convert_to_regular_types",
-    "detach_tree",
     "enable_full_determinism",
     "extract_multi_modal_inputs",
     "get_constant_schedule_with_warmup",
@@ -92,7 +86,6 @@ SIGNATURES = {
     f"{_BASE}.BaseEngine.disable_adapter": ("self",),
     f"{_BASE}.BaseEngineCtx.__init__": ("self", "engine", "mode", "**kwargs"),
     f"{_BASE}.EngineRegistry.register": ("model_type", "backend", "device", "vendor"),
-    f"{_UTILS}.detach_tree": ("obj",),
     f"{_UTILS}.enable_full_determinism": ("seed",),
     f"{_UTILS}.postprocess_batch_func": ("output_lst", "indices", "data"),
     f"{_UTILS}.prepare_micro_batches": (
