@@ -23,6 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, estimate
+from fsdp_runtime.dry_run.hardware import HARDWARE
+from fsdp_runtime.dry_run.several_adapters import with_several
+from fsdp_runtime.dry_run.step_time import step_time
 
 ROWS = Path(__file__).parents[1] / "published-setups.json"
 PAGE = ROWS.with_suffix(".md")
@@ -38,6 +41,7 @@ SOURCES: Mapping[str, Mapping[str, Any]] = {
     },
     "prime-rl rl": {
         "master_dtype": "fp32",
+        "frozen_dtype": "fp32",
         "logprobs": "chunked-vocabulary:2048",
         "activation_checkpointing": "block",
         "compile": True,
@@ -58,8 +62,10 @@ SOURCES: Mapping[str, Mapping[str, Any]] = {
     },
     "automodel": {
         "master_dtype": None,
-        "logprobs": "transformers",
+        "logprobs": "cross-entropy",
         "activation_checkpointing": "block",
+        "reshard_after_forward": False,
+        "optimizer": "adamw_single",
     },
     "megatron-fsdp": {
         "master_dtype": "fp32",
@@ -103,7 +109,7 @@ def build_model(name: str, *, every_second_matmul: bool = False, adapters: int =
     config = getattr(transformers, sizes["config"])(**sizes["fields"])
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     if adapters:
-        _add_adapters(model, rank=16, adapters=adapters)
+        with_several(model, rank=16, adapters=adapters)
     if every_second_matmul:
         for block in model.model.layers:  # type: ignore[union-attr]
             block.__class__ = _recomputing(type(block))
@@ -124,35 +130,6 @@ def held_logits(micro_batches: int) -> Any:
         return found.mean()
 
     return loss
-
-
-class _Adapted(nn.Module):
-    """A frozen linear layer and some adapters, of which each token uses one (prime-rl's multi-LoRA)."""
-
-    def __init__(self, base: nn.Linear, rank: int, adapters: int) -> None:
-        super().__init__()
-        self.base_layer = base
-        shape = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.lora_A = nn.ParameterList(
-            nn.Parameter(torch.empty(rank, base.in_features, **shape)) for _ in range(adapters)
-        )
-        self.lora_B = nn.ParameterList(
-            nn.Parameter(torch.empty(base.out_features, rank, **shape)) for _ in range(adapters)
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        first, second = torch.stack(list(self.lora_A)), torch.stack(list(self.lora_B))
-        low = hidden @ first[0].t()
-        return self.base_layer(hidden) + (low @ second[0].t()) * 2.0  # type: ignore[no-any-return]
-
-
-def _add_adapters(model: nn.Module, rank: int, adapters: int) -> None:
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    model.requires_grad_(False)
-    for path, module in list(model.named_modules()):
-        owner, _, name = path.rpartition(".")
-        if isinstance(module, nn.Linear) and name in targets:
-            setattr(model.get_submodule(owner), name, _Adapted(module, rank, adapters))
 
 
 @cache
@@ -189,17 +166,19 @@ def main() -> int:
     found = rows()
     for name in found if options.all else options.names:
         estimated = run(found[name])
-        found[name]["found"] = kept(estimated)
+        found[name]["found"] = kept(estimated, found[name]["hardware"])
         print(name, found[name]["found"], f"{estimated.seconds:.0f} s", flush=True)
         ROWS.write_text(json.dumps({**json.loads(ROWS.read_text()), "rows": found}, indent=1) + "\n")
     rewrite(found)
     return 0
 
 
-def kept(estimated: Estimate) -> dict[str, Any]:
-    """Return what the page needs of an estimate."""
+def kept(estimated: Estimate, hardware: str) -> dict[str, Any]:
+    """Return what the page needs of an estimate; expected tokens a second where the hardware's rates are known."""
     memory = estimated.memory
-    return {"peak": memory.peak.total, "phase": memory.peak.phase, "reserved": memory.reserved}
+    found = {"peak": memory.peak.total, "phase": memory.peak.phase, "reserved": memory.reserved}
+    device = next((name for name in HARDWARE if name in hardware), None)
+    return found if device is None else {**found, "tokens_per_s": round(step_time(estimated, device).tokens_per_second)}
 
 
 def ratio(row: Mapping[str, Any]) -> float | None:
@@ -208,6 +187,14 @@ def ratio(row: Mapping[str, Any]) -> float | None:
         return None
     estimated = row["found"]["peak" if row["measured"] == "allocated" else "reserved"] or row["found"]["peak"]
     return float(estimated / 2**30 / row["published"])
+
+
+def speed(row: Mapping[str, Any]) -> str:
+    """Return published and expected tokens a second and GPU with their ratio, as cells."""
+    measured, expected = row.get("tokens_per_s_per_gpu"), row["found"].get("tokens_per_s")
+    if measured is None or expected is None:
+        return f"{'-' if measured is None else f'{measured:,.0f}'} | - | -"
+    return f"{measured:,.0f} | {expected:,.0f} | {expected / measured:.0%}"
 
 
 def rewrite(found: Mapping[str, Mapping[str, Any]]) -> None:
@@ -219,14 +206,15 @@ def rewrite(found: Mapping[str, Mapping[str, Any]]) -> None:
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table and the distribution of errors, with the comments around them."""
-    lines = ["| run | published | dry run | ratio |", "| --- | ---: | ---: | ---: |"]
+    lines = ["| run | published | dry run | ratio | tokens/s | expected | ratio |", f"| --- |{' ---: |' * 6}"]
     ratios = []
     for name, row in found.items():
         if (share := ratio(row)) is None:
             continue
         ratios.append(share)
         published = row["published"]
-        lines.append(f"| {name} | {published:.1f} GiB | {published * share:.1f} GiB | {share:.0%} |")
+        memory = f"{published:.1f} GiB | {published * share:.1f} GiB | {share:.0%}"
+        lines.append(f"| {name} | {memory} | {speed(row)} |")
     errors = sorted(abs(share - 1) for share in ratios)
     within = [sum(error <= bound for error in errors) for bound in (0.05, 0.12, 0.25)]
     waiting = sum(row["published"] is not None and "found" not in row for row in found.values())

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import fsdp_runtime
 from fsdp_runtime.dry_run import Estimate, Sweep, estimate, sweep
+from fsdp_runtime.dry_run.adapters import WithAdapters
 from fsdp_runtime.dry_run.parse_args import parse_mesh, split_bandwidths
 from fsdp_runtime.dry_run.recipe import recipes
 from fsdp_runtime.dry_run.report.charts import chart_picture
@@ -171,12 +172,27 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--master-dtype", help="dtype of parameters, gradients and optimizer state, if different, such as fp32"
     )
+    group.add_argument("--frozen-dtype", help="dtype of stored parameters without gradients (default: --dtype)")
+    group.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, all else frozen")
+    group.add_argument(
+        "--adapters",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of a layer (default: 1, PEFT's; several are added to stacked experts too, and one of them computes)",
+    )
+    group.add_argument(
+        "--keep-gathered",
+        dest="reshard_after_forward",
+        action="store_false",
+        help="keep gathered parameters from forward to backward",
+    )
     group.add_argument("--optimizer", default="adamw", help="adamw (default), adamw-fused, adamw-single, sgd, none")
     group.add_argument(
         "--logprobs",
         default="logits",
         help="the loss: logits (default), linear; that of other code: transformers, torchtitan, chunked:8, "
-        "chunked-vocabulary:2048, fused-linear; or a dotted path",
+        "compiled, cross-entropy, chunked-vocabulary:2048, fused-linear; or a dotted path",
     )
     group.add_argument(
         "--micro-batches", type=int, default=1, help="forward and backward passes of a step (default: 1)"
@@ -244,7 +260,7 @@ def _estimate(options: argparse.Namespace, progress: ProgressLine) -> int:
         )
     spec = parse_mesh(options.mesh)
     found = estimate(
-        options.model,
+        _model(options),
         spec if options.world_size is None else spec.resolve(options.world_size),
         sequence_parallel=options.sequence_parallel,
         activation_checkpointing=options.activation_checkpointing or "none",
@@ -266,7 +282,7 @@ def _sweep(options: argparse.Namespace, progress: ProgressLine) -> int:
     if options.context_parallel:
         varied["context_parallel"] = options.context_parallel.split(",")
     found = sweep(
-        options.model,
+        _model(options),
         _world_size(options),
         max_tp=options.max_tp,
         cp=options.cp,
@@ -300,12 +316,16 @@ def _time_sections(found: Estimate, hardware: str | None) -> list[Section]:
     return [Section(heading=heading, lines=lines)]
 
 
+def _model(options: argparse.Namespace) -> Any:
+    return options.model if options.lora is None else WithAdapters(options.model, options.lora, options.adapters)
+
+
 def _common(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that ``estimate`` and ``sweep`` share."""
     _require_unit(options.device_memory, "--device-memory")
-    names = ("seq_len", "micro_batch", "dtype", "master_dtype", "logprobs", "clip", "offload")
+    names = ("seq_len", "micro_batch", "dtype", "master_dtype", "frozen_dtype", "logprobs", "clip", "offload")
     step = ("micro_batches", "offload_activations", "attention_kernels", "allocator", "compile")
-    others = ("assume_gradients", "routing", "exact", "rank", "device_memory", *step)
+    others = ("reshard_after_forward", "assume_gradients", "routing", "exact", "rank", "device_memory", *step)
     return {
         **{name: getattr(options, name) for name in (*names, *others)},
         "optimizer": options.optimizer.replace("-", "_"),

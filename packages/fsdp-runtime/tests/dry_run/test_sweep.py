@@ -169,3 +169,10 @@ def test_ways_of_attention_are_tried_on_meshes_with_cp_only() -> None:
         context_parallel=("ring", "ulysses"),
     )
     assert [each.label for each in found] == ["dp_shard=2", "cp=2, ring", "cp=2, ulysses"]
+
+
+def test_a_mesh_without_tp_is_a_candidate_where_only_sequence_parallelism_is_asked_for() -> None:
+    found = make_candidates(
+        [MeshSpec(dp_shard=2), MeshSpec(tp=2)], sequence_parallel=(True,), activation_checkpointing=("none",)
+    )
+    assert [(each.mesh.tp, each.sequence_parallel) for each in found] == [(1, False), (2, True)]

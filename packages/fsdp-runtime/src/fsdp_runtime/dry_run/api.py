@@ -36,6 +36,8 @@ def estimate(
     attention_kernels: Literal["flash2", "flash3", "none"] = "flash2",
     allocator: str | None = "",
     constants: Collection[str] = ("context", "nccl", "cublas"),
+    frozen_dtype: str | None = None,
+    reshard_after_forward: bool = True,
     **options: Unpack[Options],
 ) -> Estimate:
     """Run one training step of a model on fake tensors, as one rank of a simulated mesh.
@@ -59,7 +61,8 @@ def estimate(
             ``"adamw_fused"`` and ``"adamw_single"``, without the temporaries of ``foreach``; or ``"none"``.
         logprobs: the loss, the mean of token log-probabilities: ``"logits"`` by ``rl_logprobs.token_logprobs``,
             ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states; the loss of other code,
-            ``"transformers"``, ``"torchtitan"`` (loss parallel), ``"chunked:8"`` (tokens in 8 parts),
+            ``"transformers"``, ``"cross-entropy"`` (of logits in their own dtype), ``"compiled"`` (no float32 copies
+            are written), ``"torchtitan"`` (loss parallel), ``"chunked:8"`` (tokens in 8 parts),
             ``"chunked-vocabulary:2048"`` (rows of the vocabulary) or ``"fused-linear"``; or a function (or its dotted
             path) that is called as ``function(model, inputs)`` and returns the loss (all of it counts as forward).
         clip: clip the gradient norm by ``rl_logprobs.clip_grad_norm_``, if that package is installed.
@@ -84,9 +87,13 @@ def estimate(
             ``"expandable_segments:True"``; ``None`` models no allocator.
         constants: costs of a process on a GPU that are counted besides tensors: ``"context"``, ``"nccl"``,
             ``"cublas"``.
+        frozen_dtype: dtype in which parameters without gradients are stored, such as ``"fp32"`` beside LoRA of code
+            that loads models in it; without it they are stored in ``dtype``.
+        reshard_after_forward: free a block's gathered parameters after its forward, as FSDP2 does by default.
         options: the keywords of ``parallelize``, such as ``plan`` and ``activation_checkpointing``.  Compiled code
             cannot be traced: with ``compile``, results that a compiler fuses are left out of the memory of an eager
-            trace.  ``fsdp`` takes the place of ``master_dtype`` and ``offload``.
+            trace.  ``fsdp`` takes the place of ``master_dtype``, ``offload`` and
+            ``reshard_after_forward``.
 
     Returns:
         Bytes, collectives and floating-point operations of that rank.
@@ -149,6 +156,8 @@ def estimate(
         attention_kernels=attention_kernels,
         allocator=None if allocator is None else parse_allocator(allocator, device_memory=memory),
         constants=constants,
+        reshard_after_forward=reshard_after_forward,
+        frozen_dtype=None if frozen_dtype is None else parse_dtype(frozen_dtype),
         options=options,
     )
     return run(

@@ -16,12 +16,13 @@ from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.model.buffers import meta_device
 
 
-def build_model(source: str | Path | Any, dtype: torch.dtype) -> nn.Module:
+def build_model(source: str | Path | Any, dtype: torch.dtype, frozen_dtype: torch.dtype | None = None) -> nn.Module:
     """Return the model on the meta device, in training mode, its floating-point parameters in ``dtype``.
 
     Args:
         source: a ``config.json`` or a directory with one, a Hugging Face config, or a function that builds a model.
         dtype: dtype of parameters.
+        frozen_dtype: dtype of those without gradients, if it differs.
 
     Raises:
         EstimateError: the file does not exist, its class is unknown, or transformers is not installed.
@@ -41,7 +42,8 @@ def build_model(source: str | Path | Any, dtype: torch.dtype) -> nn.Module:
         raise EstimateError(f"the function that builds the model returned a {type(model).__name__}: return a module")
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to("meta", dtype)
+            stored = dtype if parameter.requires_grad else frozen_dtype or dtype
+            parameter.data = parameter.data.to("meta", stored)
     disable_cache(model)  # training fills no cache
     return model.train()
 

@@ -61,9 +61,10 @@ def make_candidates(
     """Return every mesh with every option; those of ``tp`` and of ``cp`` only where the axis has several ranks."""
     return [
         Candidate(mesh=spec, sequence_parallel=sp, activation_checkpointing=mode, context_parallel=way)
-        for spec, sp, mode in product(specs, dict.fromkeys(sequence_parallel), dict.fromkeys(activation_checkpointing))
+        for spec in specs
+        for sp in (dict.fromkeys(sequence_parallel) if spec.tp > 1 else (False,))
+        for mode in dict.fromkeys(activation_checkpointing)
         for way in (dict.fromkeys(context_parallel) if spec.cp > 1 else ("allgather",))
-        if spec.tp > 1 or not sp
     ]
 
 

@@ -78,7 +78,7 @@ def run(
     started = time.perf_counter()
     with fake_world(spec, rank=rank) as mesh:
         report("building the model", 0, _STEPS)
-        model = build_model(source, step.dtype)
+        model = build_model(source, step.dtype, step.frozen_dtype)
         report("checking the plan", 1, _STEPS)
         parallelism = resolve_parallelism(model, mesh, **_options(step, exchange))
         trace = _trace(TracedModel(model, parallelism.structure), parallelism, mesh, step, exact=exact, report=report)

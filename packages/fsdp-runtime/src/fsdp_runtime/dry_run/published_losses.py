@@ -31,6 +31,36 @@ def full_logits(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(full.flatten(0, 1).float(), targets.flatten())
 
 
+def own_dtype_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of gathered logits in their own dtype (NeMo Automodel's without ``fp32_upcast``)."""
+    full = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return cross_entropy(full.flatten(0, 1), targets.flatten())
+
+
+def compiled_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """A compiled cross-entropy: float32 copies of the logits exist inside of kernels only, their gradient in bfloat16.
+
+    Of logits that are sharded over ``tp`` each rank reads its columns.
+    """
+    local = logits.to_local() if isinstance(logits, DTensor) else logits
+    return _Compiled.apply(local.flatten(0, 1))  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Compiled(torch.autograd.Function):
+    """Keeps the logits and one number a row; backward writes the gradient once, in the logits' dtype."""
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor) -> Tensor:
+        rows = torch.empty(len(logits), dtype=torch.float32)
+        context.save_for_backward(logits, rows)
+        return rows.mean()
+
+    @staticmethod
+    def backward(context: Any, _gradient: Tensor) -> Tensor:
+        logits, _ = context.saved_tensors
+        return torch.empty_like(logits)
+
+
 def loss_parallel_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of torchtitan: float32 copies of logits that stay sharded over ``tp`` (torch's loss parallel)."""
     if not isinstance(logits, DTensor):
@@ -148,7 +178,12 @@ class _ChunkedVocabulary(torch.autograd.Function):
 
 
 #: By name: losses on logits.
-ON_LOGITS: Mapping[str, OnLogits] = {"transformers": full_logits, "torchtitan": loss_parallel_logits}
+ON_LOGITS: Mapping[str, OnLogits] = {
+    "transformers": full_logits,
+    "torchtitan": loss_parallel_logits,
+    "compiled": compiled_logits,
+    "cross-entropy": own_dtype_logits,
+}
 #: By name: losses on hidden states, with the number that a name may give after a colon.
 ON_HIDDEN: Mapping[str, tuple[Callable[[int], OnHidden], int]] = {
     "chunked": (chunked_tokens, _CHUNKS),

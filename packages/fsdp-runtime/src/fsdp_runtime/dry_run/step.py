@@ -67,6 +67,8 @@ class StepConfig:
     attention_kernels: AttentionKernels = "flash2"
     allocator: AllocatorSettings | None = None
     constants: Collection[str] = CONSTANTS
+    frozen_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
         """Raise :class:`EstimateError` for an unknown optimizer, a batch without tokens, or what cannot be traced."""
@@ -79,8 +81,18 @@ class StepConfig:
             raise EstimateError(f"attention_kernels={self.attention_kernels!r}: write one of {allowed}")
         if self.optimizer not in OPTIMIZERS:
             raise EstimateError(f"optimizer {self.optimizer!r}: write one of {', '.join(OPTIMIZERS)}")
-        if self.options.get("fsdp") is not None and (self.master_dtype is not None or self.offload):
-            raise EstimateError("master_dtype and offload are fields of the options that fsdp= gives: leave them out")
+        casts = self.options.get("fsdp") is not None or self.master_dtype is not None
+        if self.frozen_dtype not in (None, self.dtype) and not casts:
+            raise EstimateError(
+                f"frozen_dtype={self.frozen_dtype} without a dtype to gather in: give master_dtype too, such as 'fp32'"
+            )
+        if self.options.get("fsdp") is not None and (
+            self.master_dtype is not None or self.offload or not self.reshard_after_forward
+        ):
+            raise EstimateError(
+                "master_dtype, offload and reshard_after_forward are fields of the options that fsdp= gives: leave "
+                "them out"
+            )
 
     @property
     def compiled(self) -> bool:
@@ -94,11 +106,12 @@ class StepConfig:
             return given
         offload_policy = CPUOffloadPolicy() if self.offload else None
         if self.master_dtype is None:
-            return FSDPOptions(offload_policy=offload_policy)
+            return FSDPOptions(offload_policy=offload_policy, reshard_after_forward=self.reshard_after_forward)
         return FSDPOptions(
             mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master_dtype),
             master_dtype=self.master_dtype,
             offload_policy=offload_policy,
+            reshard_after_forward=self.reshard_after_forward,
         )
 
 

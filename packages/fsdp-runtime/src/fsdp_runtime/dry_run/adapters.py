@@ -1,0 +1,52 @@
+"""Low-rank adapters of a model that a dry run builds: PEFT's, or several of which each token uses one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdp_runtime.errors import EstimateError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class WithAdapters:
+    """Builds a model with low-rank adapters, all else frozen.
+
+    Args:
+        source: what ``estimate`` takes as its model.
+        rank: of the adapters.
+        adapters: number of adapters of a layer.  One is PEFT's LoRA of every linear layer but the head, and stacked
+            experts get none; several are added to attention, MLPs and stacked experts.
+    """
+
+    source: Any
+    rank: int = 16
+    adapters: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise :class:`EstimateError` for sizes that are not positive."""
+        for name in ("rank", "adapters"):
+            if getattr(self, name) < 1:
+                raise EstimateError(f"{name}={getattr(self, name)} of LoRA: give a positive integer")
+
+    def __call__(self) -> nn.Module:
+        """Return the adapted model."""
+        from fsdp_runtime.dry_run.build_model import model_builder  # torch, when the model is built
+        from fsdp_runtime.dry_run.several_adapters import with_several
+
+        build = model_builder(self.source)
+        return _with_lora(build, self.rank) if self.adapters == 1 else with_several(build(), self.rank, self.adapters)
+
+
+def _with_lora(build: Callable[[], nn.Module], rank: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise EstimateError("LoRA needs peft: pip install peft, or leave lora out") from error
+    adapters = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: nn.Module = get_peft_model(build(), adapters)
+    return model
