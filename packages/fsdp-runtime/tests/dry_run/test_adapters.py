@@ -57,10 +57,10 @@ def test_parameters_that_stay_gathered_are_not_gathered_again_for_backward() -> 
 
 def test_losses_of_logits_hold_as_many_copies_as_their_code() -> None:
     wide, narrow, fused = (
-        run(seq_len=2048, logprobs=name, activation_checkpointing="block").memory.peak.total
+        max(peak.nbytes.logits for peak in run(seq_len=2048, logprobs=name).memory.phases)
         for name in ("transformers", "cross-entropy", "compiled")
     )
-    assert wide > max(narrow, fused)
+    assert wide > narrow >= fused > 0
 
 
 def test_a_frozen_dtype_needs_one_to_gather_in() -> None:

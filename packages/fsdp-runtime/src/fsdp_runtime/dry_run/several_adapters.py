@@ -81,4 +81,5 @@ class _AdaptedExperts(nn.Module):
         first, second = getattr(self, f"{name}_lora_A")[0], getattr(self, f"{name}_lora_B")[0]
         low = aten._grouped_mm(rows, first.transpose(1, 2), ends)
         added = aten._grouped_mm(low, second.transpose(1, 2), ends)
-        return aten._grouped_mm(rows, weight.transpose(1, 2), ends) + 2.0 * added
+        found: Tensor = aten._grouped_mm(rows, weight.transpose(1, 2), ends) + 2.0 * added
+        return found
