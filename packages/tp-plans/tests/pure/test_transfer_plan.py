@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import tp_plans
 from tp_plans import PlanError, Replicate, Shard
 from tp_plans.transfer import CheckpointTensor, StoredBlock, StridedShard, TransferError
-from tp_plans.transfer.boxes import full_box, volume
+from tp_plans.transfer.boxes import full_box, intersection, volume
 
 on_any_machine = settings(deadline=None, max_examples=30)
 
@@ -42,10 +42,10 @@ def indices(box):
     return itertools.product(*(range(start, stop) for start, stop in box))
 
 
-def arrived(plan):
+def arrived(plan, transfers=None):
     """How often each element of each tensor reaches each rank; fails where the sender does not store it."""
     counts = Counter()
-    for each in plan.transfers:
+    for each in plan.transfers if transfers is None else transfers:
         held = set().union(*(set(indices(b.box)) for b in plan.source.stored(each.source, each.tensor)))
         assert set(indices(each.box)) <= held
         counts.update((each.destination, each.tensor, index) for index in indices(each.box))
@@ -84,10 +84,8 @@ def test_bytes_received_are_the_bytes_stored_minus_those_the_rank_has(pair):
 @given(pairs())
 def test_with_relays_each_element_leaves_the_source_once_and_reaches_each_rank_once(pair):
     plan = tp_plans.transfer.plan_transfer(*pair, relay=True)
-    direct = tp_plans.transfer.TransferPlan(
-        plan.source, plan.destination, tuple(each.direct for each in plan.transfers)
-    )
-    assert arrived(direct) == arrived(tp_plans.transfer.plan_transfer(*pair))
+    direct = [each.direct for each in plan.transfers]
+    assert arrived(plan, direct) == arrived(tp_plans.transfer.plan_transfer(*pair))
     left, has = Counter(), set()
     for each in plan.transfers:
         for index in indices(each.box):
@@ -211,31 +209,81 @@ def test_a_layout_survives_json_and_other_text_is_refused():
     both = layout.union(stacked)
     assert tp_plans.transfer.TransferLayout.from_json(both.to_json()) == both
     assert both.ranks == (0, 1, 7)
-    for wrong in ("", "[]", '{"format": 2}', json.dumps({"format": 1, "tensors": {"w": 3}, "blocks": {}})):
-        with pytest.raises(TransferError, match=r"not the JSON of a layout|has format 2"):
+    for wrong in ("", "[]", '{"format": 3}', json.dumps({"format": 2, "tensors": {"w": 3}, "patterns": []})):
+        with pytest.raises(TransferError, match=r"not the JSON of a layout|has format 3"):
             tp_plans.transfer.TransferLayout.from_json(wrong)
     with pytest.raises(TransferError, match="in one layout and"):
         layout.union(tp_plans.transfer.mesh_layout({"w": CheckpointTensor((4, 3))}, (1,), {"w": [Replicate()]}))
 
 
-class CountedBlocks(dict):
-    """Blocks by tensor, which counts how often all of them are gone through."""
-
-    passes = 0
-
-    def items(self):
-        type(self).passes += 1
-        return super().items()
-
-    def values(self):
-        type(self).passes += 1
-        return super().values()
-
-
 def test_questions_about_every_rank_read_the_blocks_of_all_ranks_once():
     tensors = {f"layers.{i}.weight": CheckpointTensor((64, 2)) for i in range(4)}
     layout = tp_plans.transfer.mesh_layout(tensors, (32,), {name: [Shard(0)] for name in tensors})
-    layout._blocks = CountedBlocks(layout._blocks)
     assert {layout.bytes_stored(rank) for rank in layout.ranks} == {4 * 2 * 2 * 2}
     assert all(set(layout.local_shapes(rank).values()) == {(2, 2)} for rank in layout.ranks)
-    assert CountedBlocks.passes == 1
+    assert len({id(layout.pattern(name)) for name in tensors}) == 1
+
+
+@on_any_machine
+@given(pairs(), st.booleans())
+def test_a_rank_asks_for_its_own_transfers_and_totals_without_the_list_of_all(pair, relay):
+    plan = tp_plans.transfer.plan_transfer(*pair, relay=relay)
+    for rank in plan.ranks:
+        own = [each for each in plan.transfers if rank in (each.source, each.destination)]
+        assert plan.for_rank(rank) == own
+        away = [each for each in own if not each.is_local]
+        assert plan.bytes_sent(rank) == sum(each.nbytes for each in away if each.source == rank)
+        assert plan.bytes_received(rank) == sum(each.nbytes for each in away if each.destination == rank)
+        assert plan.bytes_kept(rank) == sum(each.nbytes for each in own if each.is_local)
+        pairs_of_ranks = Counter()
+        for each in away:
+            pairs_of_ranks[each.destination] += each.nbytes if each.source == rank else 0
+        assert plan.bytes_sent_to(rank) == +pairs_of_ranks
+        straight = [each.direct for each in plan.transfers if rank in (each.direct.source, each.direct.destination)]
+        assert Counter(plan.for_rank(rank, direct=True)) == Counter(straight)
+    assert plan.receivers == tuple(sorted({each.destination for each in plan.transfers}))
+    assert plan.bytes_wanted == sum(each.nbytes for each in plan.transfers if not (each.is_local or each.is_relay))
+
+
+def _greedy(plan):
+    """The most bytes that a rank sends if each part, from large to small, is sent by the rank that has sent least."""
+    load = Counter()
+    items = []
+    for each in plan.transfers:
+        if each.is_local:
+            continue
+        blocks = plan.source.blocks(each.tensor)
+        items.append((each.nbytes, sorted({b.rank for b in blocks if intersection(b.box, each.box) == each.box})))
+    for nbytes, holders in sorted(items, key=lambda item: (len(item[1]) > 1, -item[0])):
+        load[min(holders, key=lambda rank: (load[rank], rank))] += nbytes
+    return max(load.values(), default=0)
+
+
+@pytest.mark.parametrize("layers", [1, 7])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_senders_are_as_balanced_as_by_a_choice_for_each_part(layers, replicas):
+    shapes = {"q": (64, 32), "k": (16, 32), "norm": (32,), "down": (32, 96), "up": (96, 32)}
+    tensors = {f"layers.{n}.{name}.weight": CheckpointTensor(s) for n in range(layers) for name, s in shapes.items()}
+    kinds = {"norm": (Replicate(),) * 3, "down": (Replicate(), StridedShard(1), Shard(1))}
+    split = {name: kinds.get(name.split(".")[2], (Replicate(), StridedShard(0), Shard(0))) for name in tensors}
+    source = tp_plans.transfer.mesh_layout(tensors, (2, 2, 2), split)
+    expert = {"expert": CheckpointTensor((64, 64))}  # of one rank, which then sends less of all else
+    source = source.union(tp_plans.transfer.mesh_layout(expert, (1,), {"expert": [Replicate()]}, ranks=[3]))
+    tensors |= expert
+    engine = tp_plans.transfer.mesh_layout(tensors, (replicas, 2), {name: [Replicate(), Shard(0)] for name in tensors})
+    plan = tp_plans.transfer.plan_transfer(source, engine.shifted(8))
+    largest = max(each.nbytes for each in plan.transfers)
+    assert max(map(plan.bytes_sent, range(8))) <= _greedy(plan) + largest
+
+
+def test_repeated_layers_and_experts_cost_little_more_than_one():
+    def cuts(layers, experts):
+        names = [f"layers.{n}.experts.{e}.up_proj.weight" for n in range(layers) for e in range(experts)]
+        tensors = dict.fromkeys(names, CheckpointTensor((64, 8)))
+        source = tp_plans.transfer.mesh_layout(tensors, (16,), {name: [Shard(0)] for name in names})
+        target = tp_plans.transfer.mesh_layout(tensors, (4,), {name: [Shard(1)] for name in names}).shifted(16)
+        plan = tp_plans.transfer.plan_transfer(source, target)
+        assert sum(map(plan.bytes_received, range(16, 20))) == len(names) * 64 * 8 * 2
+        return {id(kind.cut) for kind in plan._kinds}
+
+    assert len(cuts(1, 1)) == len(cuts(5, 8)) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -205,7 +205,7 @@ class WeightSync:
             remote = [each.direct for each in remote]
         full = tuple(each for each in remote if each.destination in full_ranks)
         changes = tuple(each for each in remote if each.destination not in full_ranks)
-        return replace(self._plan, transfers=full), replace(self._plan, transfers=changes)
+        return self._plan.part(full), self._plan.part(changes)
 
     def _stage(self, full: TransferPlan) -> dict[str, Tensor]:
         """Tensors on the host for what this rank receives in full."""

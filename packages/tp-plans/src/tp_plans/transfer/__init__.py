@@ -16,7 +16,8 @@ from tp_plans.errors import TransferError
 from tp_plans.transfer.block_transfer import BlockTransfer
 from tp_plans.transfer.boxes import Box, box_shape, full_box, intersection, split_box, volume
 from tp_plans.transfer.engines import EngineSize, engine_layout
-from tp_plans.transfer.layout import CheckpointTensor, StoredBlock, TransferLayout, mesh_layout
+from tp_plans.transfer.layout import CheckpointTensor, TransferLayout, mesh_layout
+from tp_plans.transfer.patterns import StoredBlock
 from tp_plans.transfer.placements import MeshLayout, ShardStep, StridedShard, mesh_boxes, shard_steps
 from tp_plans.transfer.plan import TransferPlan, plan_cover, plan_transfer
 from tp_plans.transfer.rules import EngineRule, engine_rules

@@ -19,6 +19,9 @@ class BlockTransfer:
         nbytes: bytes of the box in the dtype that is sent.
         origin: the rank of the source layout from which the box came to ``source``, where ``source`` passes on what the
             destination layout stores there; ``None`` where it sends its own.
+        position: bytes that the plan's transfers before it have, the same on both of its ranks; those of a chain have
+            the same.
+        hop: how many ranks have passed the box on before.
     """
 
     tensor: str
@@ -27,6 +30,8 @@ class BlockTransfer:
     destination: int
     nbytes: int
     origin: int | None = None
+    position: int = 0
+    hop: int = 0
 
     @property
     def is_local(self) -> bool:
@@ -41,4 +46,4 @@ class BlockTransfer:
     @property
     def direct(self) -> BlockTransfer:
         """The same box from the rank of the source layout, to the same destination."""
-        return self if self.origin is None else replace(self, source=self.origin, origin=None)
+        return self if self.origin is None else replace(self, source=self.origin, origin=None, hop=0)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tp_plans._validate import MAX_RANKS, is_integer
 from tp_plans.errors import TransferError
 from tp_plans.transfer.boxes import Box, full_box
 from tp_plans.transfer.engine_scales import ScaleOf, in_cells, scale_of
-from tp_plans.transfer.layout import CheckpointTensor, StoredBlock, TransferLayout
+from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
+from tp_plans.transfer.patterns import Copies, Pattern, Placed
 from tp_plans.transfer.rules import Engine, EngineRule, RuleBook, engine_rules
 
 #: Both engines pad the vocabulary to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE``).
@@ -136,15 +137,30 @@ def engine_layout(
         local, expert = _local_name(weight, rule)
         suffix = "" if scale is None else scale.suffix
         parameters[local + suffix].append(_Member(name, shape, rule, expert, scale))
-    blocks: dict[str, list[StoredBlock]] = {name: [] for name in tensors}
+    placed: dict[str, Placed] = {}
+    known: dict[Hashable, Sequence[Pattern]] = {}
     for local, members in parameters.items():
-        for rank in range(size.tp):
-            for name, (box, offset, dims) in _on_rank(members, rank, size):
-                blocks[name] += [
-                    StoredBlock(first, box, local, offset, dims)
-                    for first in range(first_rank + rank, first_rank + rank + replicas * size.tp, size.tp)
-                ]
-    return TransferLayout.unchecked(tensors, blocks)
+        key = tuple((each.shape, id(each.rule), each.expert, each.scale and (each.scale.cell,)) for each in members)
+        if key not in known:
+            known[key] = _patterns(members, size, first_rank, replicas)
+        placed.update({each.name: Placed(pattern, (local,)) for each, pattern in zip(members, known[key], strict=True)})
+    return TransferLayout.placed(tensors, placed)
+
+
+def _patterns(members: Sequence[_Member], size: EngineSize, first_rank: int, replicas: int) -> list[Pattern]:
+    """How each tensor of a parameter lies; parameters of like members, as those of all layers are, share it."""
+    found: dict[str, dict[_Part, list[int]]] = {each.name: {} for each in members}
+    for rank in range(size.tp):
+        for name, part in _on_rank(members, rank, size):
+            found[name].setdefault(part, []).append(rank)
+    starts = range(first_rank, first_rank + replicas * size.tp, size.tp)
+    return [
+        Pattern(
+            Copies(tuple(start + rank for start in starts for rank in ranks), box, 0, offset, dims)
+            for (box, offset, dims), ranks in parts.items()
+        )
+        for parts in found.values()
+    ]
 
 
 def _require_dims(name: str, shape: Sequence[int], rule: EngineRule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,8 @@ from typing import Any
 
 from tp_plans._validate import is_integer
 from tp_plans.errors import TransferError, type_name
-from tp_plans.transfer.boxes import Box, box_shape, full_box, intersection, is_empty, volume
+from tp_plans.transfer.boxes import Box, box_shape, full_box, intersection, volume
+from tp_plans.transfer.patterns import NOWHERE, Copies, Pattern, Patterns, Placed, StoredBlock
 from tp_plans.transfer.placements import MeshLayout, mesh_boxes
 
 #: Bytes of an element of each dtype that a checkpoint may have, by torch's name of the dtype.
@@ -31,7 +33,7 @@ ITEM_SIZES: Mapping[str, int] = {
     "bool": 1,
 }
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +60,6 @@ class CheckpointTensor:
         return ITEM_SIZES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """A block of a checkpoint tensor in a local tensor of a rank.
-
-    Args:
-        rank: the rank that stores it.
-        box: the part of the checkpoint tensor.
-        local: the name of the rank's local tensor.
-        offset: the index of the block's first element in the local tensor, one number per local dim.
-        dims: the local dim of each checkpoint dim, ``None`` for a dim that the local tensor lacks.  The block has size
-            1 in local dims that are not listed, as a single expert has in a stack of experts.
-    """
-
-    rank: int
-    box: Box
-    local: str
-    offset: tuple[int, ...]
-    dims: tuple[int | None, ...]
-
-    def local_box(self, box: Box) -> Box:
-        """Return where in the local tensor a part of the block lies."""
-        found = [(first, first + 1) for first in self.offset]
-        for (start, stop), (first, _), dim in zip(box, self.box, self.dims, strict=True):
-            if dim is not None:
-                found[dim] = (self.offset[dim] + start - first, self.offset[dim] + stop - first)
-        return tuple(found)
-
-
 class TransferLayout:
     """Which rank stores which blocks of a checkpoint's tensors.
 
@@ -109,26 +83,24 @@ class TransferLayout:
 
     def __init__(self, tensors: Mapping[str, CheckpointTensor], blocks: Mapping[str, Iterable[StoredBlock]]) -> None:
         self._tensors = dict(tensors)
-        self._blocks: dict[str, tuple[StoredBlock, ...]] = dict.fromkeys(tensors, ())
+        self._placed: dict[str, Placed] = dict.fromkeys(tensors, NOWHERE)
+        patterns = Patterns()
         for name, stored in blocks.items():
             if name not in self._tensors:
                 raise TransferError(f"a block of {name!r}, which is none of the layout's {len(tensors)} tensors")
             listed = list(stored)
             for block in listed:
                 _require_types(name, block)
-            self._blocks[name] = tuple(block for block in listed if volume(block.box))
-            for block in self._blocks[name]:
+            listed = [block for block in listed if volume(block.box)]
+            for block in listed:
                 _require_fit(name, self._tensors[name], block)
+            self._placed[name] = patterns.of(listed)
 
     @classmethod
-    def unchecked(
-        cls, tensors: Mapping[str, CheckpointTensor], blocks: Mapping[str, Iterable[StoredBlock]]
-    ) -> TransferLayout:
-        """Return a layout of blocks that fit by construction; checking each takes longer than making it."""
+    def placed(cls, tensors: Mapping[str, CheckpointTensor], placed: Mapping[str, Placed]) -> TransferLayout:
+        """Return a layout of patterns that fit by construction; checking each block takes longer than making it."""
         layout = cls(tensors, {})
-        layout._blocks.update(
-            {name: tuple(b for b in stored if not is_empty(b.box)) for name, stored in blocks.items()}
-        )
+        layout._placed.update(placed)
         return layout
 
     @property
@@ -142,27 +114,29 @@ class TransferLayout:
         Raises:
             TransferError: the layout has no such tensor.
         """
-        if tensor not in self._blocks:
-            raise TransferError(f"tensor {tensor!r} is none of the layout's {len(self._blocks)}")
-        return self._blocks[tensor]
+        if tensor not in self._placed:
+            raise TransferError(f"tensor {tensor!r} is none of the layout's {len(self._placed)}")
+        pattern, names = self._placed[tensor]
+        return tuple(pattern.blocks(names))
+
+    def pattern(self, tensor: str) -> Pattern:
+        """Return how a tensor lies."""
+        return self._placed[tensor].pattern
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that store something, in order."""
-        return tuple(sorted(self._by_rank))
+        return tuple(sorted(set().union(*(pattern.by_rank for pattern in self._patterns))))
 
     @cached_property
-    def _by_rank(self) -> Mapping[int, Mapping[str, Sequence[StoredBlock]]]:
-        """Each rank's blocks by tensor, so that a question about a rank reads its own blocks alone."""
-        found: dict[int, dict[str, list[StoredBlock]]] = defaultdict(dict)
-        for name, stored in self._blocks.items():
-            for block in stored:
-                found[block.rank].setdefault(name, []).append(block)
-        return dict(found)
+    def _patterns(self) -> Sequence[Pattern]:
+        """The patterns that tensors have, each once."""
+        return tuple({id(each.pattern): each.pattern for each in self._placed.values()}.values())
 
     def stored(self, rank: int, tensor: str) -> Sequence[StoredBlock]:
         """Return the blocks of a tensor that a rank stores."""
-        return self._by_rank.get(rank, {}).get(tensor, ())
+        pattern, names = self._placed.get(tensor, NOWHERE)
+        return list(pattern.blocks(names, rank))
 
     def within(self, rank: int, tensor: str, box: Box) -> list[tuple[Box, StoredBlock]]:
         """Return the parts of a box that a rank stores, each with its block."""
@@ -172,20 +146,27 @@ class TransferLayout:
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the least shapes of a rank's local tensors: those that its blocks reach, without padding."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for stored in self._by_rank.get(rank, {}).values():
-            for block in stored:
+        for pattern, names in self._placed.values():
+            for block in pattern.blocks(names, rank):
                 reached = tuple(stop for _, stop in block.local_box(block.box))
                 known = shapes.get(block.local, reached)
                 shapes[block.local] = tuple(map(max, reached, known))
         return shapes
 
+    @cached_property
+    def _bytes_stored(self) -> Mapping[int, int]:
+        times: dict[tuple[Pattern, int], int] = defaultdict(int)
+        for name, (pattern, _) in self._placed.items():
+            times[pattern, self._tensors[name].itemsize] += 1
+        found: dict[int, int] = defaultdict(int)
+        for (pattern, itemsize), count in times.items():
+            for rank, elements in pattern.elements.items():
+                found[rank] += count * itemsize * elements
+        return found
+
     def bytes_stored(self, rank: int) -> int:
         """Bytes of checkpoint values that a rank stores, in the dtypes that are sent; a copy counts again."""
-        return sum(
-            volume(block.box) * self._tensors[name].itemsize
-            for name, stored in self._by_rank.get(rank, {}).items()
-            for block in stored
-        )
+        return self._bytes_stored.get(rank, 0)
 
     def shifted(self, by: int) -> TransferLayout:
         """Return the layout with ``by`` added to every rank.
@@ -195,15 +176,9 @@ class TransferLayout:
         """
         if min(self.ranks, default=0) + by < 0:
             raise TransferError(f"by is {by}: rank {min(self.ranks)} would become negative")
-        return TransferLayout.unchecked(
-            self._tensors,
-            {
-                name: [
-                    StoredBlock(block.rank + by, block.box, block.local, block.offset, block.dims) for block in stored
-                ]
-                for name, stored in self._blocks.items()
-            },
-        )
+        moved = {id(pattern): pattern.shifted(by) for pattern in self._patterns}
+        placed = {name: Placed(moved[id(pattern)], names) for name, (pattern, names) in self._placed.items()}
+        return TransferLayout.placed(self._tensors, placed)
 
     def union(self, other: TransferLayout) -> TransferLayout:
         """Return both layouts as one, as of two pipeline stages, or of two engines.
@@ -214,23 +189,26 @@ class TransferLayout:
         for name in self._tensors.keys() & other._tensors.keys():
             if self._tensors[name] != other._tensors[name]:
                 raise TransferError(f"{name} is {self._tensors[name]} in one layout and {other._tensors[name]} in one")
-        tensors = {**self._tensors, **other._tensors}
-        blocks = {name: [*self._blocks.get(name, ()), *other._blocks.get(name, ())] for name in tensors}
-        return TransferLayout.unchecked(tensors, blocks)
+        tensors, patterns = {**self._tensors, **other._tensors}, Patterns()
+        placed = {**self._placed, **other._placed}
+        for name in self._tensors.keys() & other._tensors.keys():
+            placed[name] = patterns.of([*self.blocks(name), *other.blocks(name)])
+        return TransferLayout.placed(tensors, placed)
 
     def to_json(self) -> str:
         """Return the layout as JSON, to be sent to another process; :meth:`from_json` reads it."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "tensors": {name: [list(item.shape), item.dtype] for name, item in self._tensors.items()},
-                "blocks": {
-                    name: [[b.rank, b.box, b.local, b.offset, b.dims] for b in stored]
-                    for name, stored in self._blocks.items()
-                },
+        return json.dumps(self._data(), separators=(",", ":"))
+
+    def _data(self) -> dict[str, Any]:
+        numbers = {id(pattern): number for number, pattern in enumerate(self._patterns)}
+        return {
+            "format": FORMAT,
+            "patterns": [pattern.copies for pattern in self._patterns],
+            "tensors": {
+                name: [tensor.shape, tensor.dtype, numbers[id(self._placed[name].pattern)], self._placed[name].locals]
+                for name, tensor in self._tensors.items()
             },
-            separators=(",", ":"),
-        )
+        }
 
     @staticmethod
     def from_json(text: str) -> TransferLayout:
@@ -243,27 +221,57 @@ class TransferLayout:
             data: Any = json.loads(text)
             if data["format"] != FORMAT:
                 raise TransferError(f"the layout has format {data['format']!r}; this version reads {FORMAT}")
-            tensors = {name: CheckpointTensor(tuple(shape), dtype) for name, (shape, dtype) in data["tensors"].items()}
-            blocks = {
-                name: [
-                    StoredBlock(rank, tuple((int(a), int(b)) for a, b in box), local, tuple(offset), tuple(dims))
-                    for rank, box, local, offset, dims in stored
-                ]
-                for name, stored in data["blocks"].items()
-            }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            items = data["tensors"].items()
+            tensors = {name: CheckpointTensor(tuple(shape), dtype) for name, (shape, dtype, _, _) in items}
+            copies = [[_copies(*each) for each in listed] for listed in data["patterns"]]
+            for _, _, number, names in data["tensors"].values():
+                for each in copies[number]:  # as an index that is out of range would raise later
+                    _require_name(names[each.slot])
+            patterns = [Pattern(listed) for listed in copies]
+            placed = {name: Placed(patterns[number], tuple(names)) for name, (_, _, number, names) in items}
+            layout = TransferLayout.placed(tensors, placed)
+            for name in {(id(each.pattern), tensors[name]): name for name, each in placed.items()}.values():
+                for block in layout.blocks(name):
+                    _require_types(name, block)
+                    _require_fit(name, tensors[name], block)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"this is not the JSON of a layout ({error!r}): write it with to_json") from error
-        return TransferLayout(tensors, blocks)
+        return layout
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that are the same on every process for equal layouts."""
+        known = {
+            id(each): hashlib.blake2b(repr(each.copies).encode(), digest_size=16).digest() for each in self._patterns
+        }
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in self._tensors.items():
+            pattern, names = self._placed[name]
+            digest.update(repr((name, tensor.shape, tensor.dtype, names)).encode() + known[id(pattern)])
+        return digest.digest()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TransferLayout):
             return NotImplemented
-        return self._tensors == other._tensors and self._blocks == other._blocks
+        return self._tensors == other._tensors and all(
+            (each.locals, each.pattern.copies) == (placed.locals, placed.pattern.copies)
+            for each, placed in zip(self._placed.values(), map(other._placed.__getitem__, self._placed), strict=True)
+        )
 
     def __hash__(self) -> int:
-        return hash((tuple(self._tensors.items()), tuple(self._blocks.items())))
+        return hash(tuple(self._tensors.items()))
+
+
+def _copies(ranks: Any, box: Any, slot: Any, offset: Any, dims: Any) -> Copies:
+    if not is_integer(slot, least=0):
+        raise ValueError(f"slot {slot!r}")
+    return Copies(tuple(ranks), tuple((int(a), int(b)) for a, b in box), slot, tuple(offset), tuple(dims))
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"local tensor {name!r}")
 
 
 def mesh_layout(
@@ -296,17 +304,29 @@ def mesh_layout(
     """
     if ranks is not None and (len(set(ranks)) < len(ranks) or min(ranks, default=0) < 0):
         raise TransferError(f"ranks are {tuple(ranks)}: give each once, 0 or more")
-    blocks: dict[str, list[StoredBlock]] = {}
+    placed: dict[str, Placed] = {}
+    known: dict[tuple[tuple[int, ...], tuple[MeshLayout, ...]], Pattern] = {}
     for name, tensor in tensors.items():
         if name not in layouts:
             raise TransferError(f"{name} has no layout: give one for each of the {len(tensors)} tensors")
-        boxes = mesh_boxes(tensor.shape, mesh_shape, layouts[name])
-        if ranks is not None and len(ranks) != len(boxes):
-            raise TransferError(f"{len(ranks)} ranks for a mesh of {len(boxes)}: give one per position of the mesh")
-        zeros, dims = (0,) * len(tensor.shape), tuple(range(len(tensor.shape)))
-        numbers = range(len(boxes)) if ranks is None else ranks
-        blocks[name] = [StoredBlock(rank, box, name, zeros, dims) for rank, box in zip(numbers, boxes, strict=True)]
-    return TransferLayout.unchecked(tensors, blocks)
+        key = tensor.shape, tuple(layouts[name])
+        if key not in known:
+            known[key] = _mesh_pattern(tensor.shape, mesh_shape, key[1], ranks)
+        placed[name] = Placed(known[key], (name,))
+    return TransferLayout.placed(tensors, placed)
+
+
+def _mesh_pattern(
+    shape: tuple[int, ...], mesh_shape: Sequence[int], layouts: Sequence[MeshLayout], ranks: Sequence[int] | None
+) -> Pattern:
+    boxes = mesh_boxes(shape, mesh_shape, layouts)
+    if ranks is not None and len(ranks) != len(boxes):
+        raise TransferError(f"{len(ranks)} ranks for a mesh of {len(boxes)}: give one per position of the mesh")
+    on: dict[Box, list[int]] = {}
+    for rank, box in zip(range(len(boxes)) if ranks is None else ranks, boxes, strict=True):
+        on.setdefault(box, []).append(rank)
+    zeros, dims = (0,) * len(shape), tuple(range(len(shape)))
+    return Pattern(Copies(tuple(sorted(ranks)), box, 0, zeros, dims) for box, ranks in on.items())
 
 
 def _require_types(name: str, block: Any) -> None:

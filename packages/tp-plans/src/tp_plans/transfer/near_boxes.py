@@ -16,7 +16,7 @@ class NearBoxes:
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
-        self._boxes = boxes
+        self._count = len(boxes)
         starts = [{box[dim][0] for box in boxes} for dim in range(len(boxes[0]) if boxes else 0)]
         self._dim = max(range(len(starts)), key=lambda dim: len(starts[dim]), default=None)
         if self._dim is not None:  # else they are of one number, or there are none
@@ -25,10 +25,10 @@ class NearBoxes:
             self._by_start = sorted(range(len(boxes)), key=lambda number: sides[number][0])
             self._starts = [sides[number][0] for number in self._by_start]
 
-    def near(self, box: Box) -> list[Box]:
-        """Return every box that overlaps ``box``, and perhaps others, in their order."""
+    def near(self, box: Box) -> Sequence[int]:
+        """Return the number of every box that overlaps ``box``, and perhaps of others, in their order."""
         if self._dim is None:
-            return list(self._boxes)
+            return range(self._count)
         start, stop = box[self._dim]
         first, last = bisect_right(self._starts, start - self._longest), bisect_left(self._starts, stop)
-        return [self._boxes[number] for number in sorted(self._by_start[first:last])]
+        return sorted(self._by_start[first:last])

@@ -2,47 +2,127 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate
 
 from tp_plans.errors import TransferError
 from tp_plans.transfer.block_transfer import BlockTransfer
-from tp_plans.transfer.boxes import SHARED_BYTES, Box, difference, disjoint, full_box, intersection, split_box, volume
-from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
-from tp_plans.transfer.least_loaded import LeastLoaded
-from tp_plans.transfer.near_boxes import NearBoxes
-from tp_plans.transfer.relays import owners_of, relayed_transfers
+from tp_plans.transfer.boxes import full_box
+from tp_plans.transfer.kinds import Kind, Move, kinds_of
+from tp_plans.transfer.layout import TransferLayout
+from tp_plans.transfer.patterns import Copies, Pattern, Placed
+from tp_plans.transfer.senders import Lines
 
 
-@dataclass(frozen=True)
 class TransferPlan:
-    """Every transfer between two layouts, in checkpoint order, and the layouts.
+    """What goes from where to where between two layouts: tensors that lie alike are planned once, and repeated.
+
+    Made by :func:`plan_transfer`.  Totals are computed without a list of the transfers, which can have hundreds of
+    millions: a rank asks for its own with :meth:`for_rank`.
 
     Args:
         source: where the values are.
         destination: where they go.
-        transfers: what goes from where to where; no element reaches a rank twice.
+        relay: whether destination ranks pass on what they receive.
+
+    Raises:
+        TransferError: the source lacks a part of a tensor.
     """
 
-    source: TransferLayout
-    destination: TransferLayout
-    transfers: tuple[BlockTransfer, ...]
+    def __init__(self, source: TransferLayout, destination: TransferLayout, *, relay: bool = False) -> None:
+        self.source, self.destination, self.relay = source, destination, relay
+        self._kinds = kinds_of(source, destination, relay=relay)
+        self._senders, self._relays = Lines(), Lines()
+        self._load: dict[int, int] = defaultdict(int)
+        for kind in self._kinds:
+            kind.share_out(self._senders, self._relays, self._load)
+        self._senders.level(self._load)
+        for line in self._relays:
+            line.level({})
+
+    def for_rank(self, rank: int, *, direct: bool = False) -> list[BlockTransfer]:
+        """Return what a rank sends, receives and keeps, in checkpoint order.
+
+        Args:
+            rank: a rank of either layout; any other has none.
+            direct: as if nobody passed anything on: what a rank of the source sends to all of a chain, each.
+        """
+        found = []
+        for kind in self._kinds_of_rank.get(rank, ()):
+            for move in kind.moves(rank):
+                if direct and move.origin is not None:
+                    move = move._replace(source=move.origin, origin=None, hop=0)
+                if rank in (move.source, move.destination):
+                    found += self._transfers(kind, move)
+        return sorted(found, key=lambda each: (each.position, each.hop))
+
+    @cached_property
+    def transfers(self) -> tuple[BlockTransfer, ...]:
+        """Every transfer, in checkpoint order; no element reaches a rank twice.  For small plans."""
+        found = [each for kind in self._kinds for move in kind.moves() for each in self._transfers(kind, move)]
+        return tuple(sorted(found, key=lambda each: (each.position, each.hop)))
+
+    def part(self, transfers: Iterable[BlockTransfer]) -> TransferPlan:
+        """Return a plan of some of the transfers, with their totals; its ranks and layouts are those of this one."""
+        found = copy.copy(self)
+        totals: tuple[dict[int, int], ...] = (defaultdict(int), defaultdict(int), defaultdict(int))
+        listed = tuple(transfers)
+        for each in listed:
+            if each.is_local:
+                totals[2][each.source] += each.nbytes
+            else:
+                totals[0][each.source] += each.nbytes
+                totals[1][each.destination] += each.nbytes
+        vars(found).update(transfers=listed, _totals=totals, _kinds=None)  # questions for all transfers fail
+        return found
+
+    def _transfers(self, kind: Kind, move: Move) -> Iterator[BlockTransfer]:
+        part = move.part
+        inside = part.start + move.copy * part.nbytes
+        for name in kind.tensors[move.first : move.last]:
+            position = self._positions[name] + inside
+            yield BlockTransfer(
+                name, part.box, move.source, move.destination, part.nbytes, move.origin, position, move.hop
+            )
+
+    @cached_property
+    def _kinds_of_rank(self) -> Mapping[int, list[Kind]]:
+        found: dict[int, list[Kind]] = defaultdict(list)
+        for kind in self._kinds:
+            for rank in kind.by_rank:
+                found[rank].append(kind)
+        return found
+
+    @cached_property
+    def _positions(self) -> Mapping[str, int]:
+        """Bytes of all tensors before each one, as they are sent."""
+        nbytes = {name: kind.cut.nbytes for kind in self._kinds for name in kind.tensors}
+        names = list(self.destination.tensors)
+        return dict(zip(names, accumulate((nbytes[name] for name in names), initial=0), strict=False))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the line on which transfers have their positions."""
+        return sum(kind.cut.nbytes * len(kind.tensors) for kind in self._kinds)
 
     @cached_property
     def _totals(self) -> tuple[Mapping[int, int], Mapping[int, int], Mapping[int, int]]:
-        sent: dict[int, int] = defaultdict(int)
+        sent: dict[int, int] = defaultdict(int, self._load)
         received: dict[int, int] = defaultdict(int)
         kept: dict[int, int] = defaultdict(int)
-        for each in self.transfers:
-            if each.is_local:
-                kept[each.source] += each.nbytes
-            else:
-                sent[each.source] += each.nbytes
-                received[each.destination] += each.nbytes
+        for line in self._relays:
+            for rank, spared in line.shares().items():
+                sent[rank] += line.nbytes - spared
+        for kind in self._kinds:
+            for box, (arriving, own) in kind.cut.arriving.items():
+                for rank in kind.receivers[box]:
+                    received[rank] += arriving * len(kind.tensors)
+                    kept[rank] += own * len(kind.tensors)
         return sent, received, kept
 
     def bytes_sent(self, rank: int) -> int:
@@ -57,14 +137,21 @@ class TransferPlan:
         """Bytes that a rank of both layouts copies from itself."""
         return self._totals[2].get(rank, 0)
 
+    def bytes_sent_to(self, rank: int) -> dict[int, int]:
+        """Bytes that a rank sends to each other rank that it sends to."""
+        found: dict[int, int] = defaultdict(int)
+        for kind in self._kinds_of_rank.get(rank, ()):
+            for move in kind.moves(rank):
+                if move.source == rank != move.destination:
+                    found[move.destination] += move.part.nbytes * (move.last - move.first)
+        return dict(found)
+
     def fingerprint(self) -> int:
         """Return a number of 62 bits that is the same on every process for the same plan."""
         digest = hashlib.blake2b(digest_size=8)
         for layout in (self.source, self.destination):
-            for name, tensor in layout.tensors.items():
-                stored = [(each.rank, each.box, each.local, each.offset, each.dims) for each in layout.blocks(name)]
-                digest.update(repr((name, tensor.shape, tensor.dtype, stored)).encode())
-        if any(each.is_relay for each in self.transfers):
+            digest.update(layout.digest())
+        if self.relay and any(line.nbytes and len(line.ranks) > 1 for line in self._relays):
             digest.update(b"relays")
         return int.from_bytes(digest.digest(), "big") >> 2
 
@@ -73,17 +160,27 @@ class TransferPlan:
         """The ranks of either layout, in order."""
         return tuple(sorted({*self.source.ranks, *self.destination.ranks}))
 
+    @cached_property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that receive or keep something, in order."""
+        return tuple(sorted(rank for rank in self.destination.ranks if self._totals[1][rank] + self._totals[2][rank]))
+
+    @cached_property
+    def bytes_wanted(self) -> int:
+        """Bytes that leave the source ranks, those that are passed on not counted."""
+        return sum(self._load.values())
+
 
 def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay: bool = False) -> TransferPlan:
     """Decide which rank sends which block of each checkpoint tensor to which rank.
 
     Each element that a destination rank stores reaches it once, also where it stores copies; what the rank has itself
-    is copied locally.  Where several ranks hold a block, the one with the fewest bytes to send sends it, large blocks
-    in parts: first what has one sender is counted, then the rest from large to small.  The same plan comes out on
-    every process, without communication.
+    is copied locally.  Where several ranks hold blocks, they share the sending so that ranks send alike,
+    large blocks in parts.  The same plan comes out on every process, without communication.  Tensors that lie alike, as
+    those of a model's layers do, are planned once.
 
     With ``relay``, each element leaves the source ranks once, however many replicas of an engine want it: the replicas
-    pass it on, one to the next, the one that has sent least first.  No rank sends more than it receives for that.
+    pass it on, one to the next, and take turns at the end.  No rank sends more than it receives for that.
 
     Args:
         source: the layout that has the values; every tensor of the destination must be in it.
@@ -111,40 +208,15 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay:
         (8, 8, 8, 8)
     """
     _require_same_tensors(source, destination)
-    if relay:
-        return TransferPlan(source, destination, tuple(relayed_transfers(source, destination)))
-    load: dict[int, int] = defaultdict(int)
-    fixed: list[tuple[int, BlockTransfer]] = []
-    shared: list[tuple[int, str, Box, Sequence[int], int, int]] = []
-    order = 0
-    remembered = _Providers()
-    for name, tensor in destination.tensors.items():
-        providers, itemsize = remembered.of_tensor(name, tensor, owners_of(source, name)), tensor.itemsize
-        for rank, box in _wanted(destination, name):
-            for part, elements, senders in providers(box, rank):
-                nbytes = elements * itemsize
-                if len(senders) == 1:
-                    fixed.append((order, BlockTransfer(name, part, senders[0], rank, nbytes)))
-                    load[senders[0]] += nbytes if senders[0] != rank else 0
-                    order += 1
-                    continue
-                for small in [part] if nbytes <= SHARED_BYTES else split_box(part, SHARED_BYTES // itemsize):
-                    shared.append((order, name, small, senders, rank, volume(small) * itemsize))
-                    order += 1
-    least = LeastLoaded(load)
-    for place, name, box, senders, rank, nbytes in sorted(shared, key=lambda item: (-item[5], item[0])):
-        sender = least.of(senders)
-        load[sender] += nbytes
-        fixed.append((place, BlockTransfer(name, box, sender, rank, nbytes)))
-    fixed.sort(key=lambda item: item[0])
-    return TransferPlan(source, destination, tuple(transfer for _, transfer in fixed))
+    return TransferPlan(source, destination, relay=relay)
 
 
-def plan_cover(layout: TransferLayout) -> tuple[BlockTransfer, ...]:
+def plan_cover(layout: TransferLayout, *, rank: int | None = None) -> tuple[BlockTransfer, ...]:
     """Share out every element of a layout's tensors among the ranks that store it, each to one of them.
 
     Args:
         layout: must hold every element of every tensor.
+        rank: only what this rank answers for; ``None`` for all.
 
     Returns:
         For each box the rank that answers for it, as source and destination.
@@ -155,21 +227,18 @@ def plan_cover(layout: TransferLayout) -> tuple[BlockTransfer, ...]:
     Example:
         >>> import tp_plans
         >>> tensors = {"weight": tp_plans.transfer.CheckpointTensor((4, 2))}
-        >>> layout = tp_plans.transfer.mesh_layout(tensors, (2,), {"weight": [tp_plans.Replicate()]})
+        >>> layout = tp_plans.transfer.mesh_layout(tensors, (2,), {"weight": [tp_plans.Shard(0)]})
         >>> [(each.box, each.source) for each in tp_plans.transfer.plan_cover(layout)]
-        [(((0, 4), (0, 2)), 0)]
+        [(((0, 2), (0, 2)), 0), (((2, 4), (0, 2)), 1)]
     """
-    load: dict[int, int] = defaultdict(int)
-    found = []
-    remembered, least = _Providers(), LeastLoaded(load)
-    for name, tensor in layout.tensors.items():
-        providers = remembered.of_tensor(name, tensor, owners_of(layout, name))
-        for part, _, senders in providers(full_box(tensor.shape), None):
-            for small in split_box(part, max(1, SHARED_BYTES // tensor.itemsize)):
-                owner = least.of(senders)
-                load[owner] += volume(small) * tensor.itemsize
-                found.append(BlockTransfer(name, small, owner, owner, volume(small) * tensor.itemsize))
-    return tuple(found)
+    everything = {  # of a rank that has none of it
+        shape: Pattern([Copies((max(layout.ranks, default=0) + 1,), full_box(shape), 0, (0,) * len(shape), ())])
+        for shape in {tensor.shape for tensor in layout.tensors.values()}
+    }
+    reader = {name: Placed(everything[tensor.shape], (name,)) for name, tensor in layout.tensors.items()}
+    plan = TransferPlan(layout, TransferLayout.placed(layout.tensors, reader))
+    found = plan.transfers if rank is None else plan.for_rank(rank)
+    return tuple(replace(each, destination=each.source) for each in found)
 
 
 def _require_same_tensors(source: TransferLayout, destination: TransferLayout) -> None:
@@ -185,85 +254,3 @@ def _require_same_tensors(source: TransferLayout, destination: TransferLayout) -
                 f"{name} is {source.tensors[name].shape} in {source.tensors[name].dtype} at the source and "
                 f"{tensor.shape} in {tensor.dtype} at the destination: both layouts name the values as they are sent"
             )
-
-
-def _wanted(layout: TransferLayout, name: str) -> Iterator[tuple[int, Box]]:
-    """What each rank has to be given of a tensor, as boxes that do not overlap."""
-    by_rank: dict[int, list[Box]] = defaultdict(list)
-    for block in layout.blocks(name):
-        by_rank[block.rank].append(block.box)
-    for rank in sorted(by_rank):
-        for box in by_rank[rank] if len(by_rank[rank]) == 1 else disjoint(by_rank[rank]):
-            yield rank, box
-
-
-class _Providers:
-    """Which ranks can send which part of a box; remembers how boxes are cut, as replicas and experts are cut alike."""
-
-    def __init__(self) -> None:
-        self._indices: dict[tuple[Box, ...], tuple[int, NearBoxes]] = {}
-        self._cuts: dict[tuple[Box, tuple[Box, ...], int], list[tuple[Box, int, Box]]] = {}
-
-    def of_tensor(
-        self, name: str, tensor: CheckpointTensor, owners: Mapping[Box, Sequence[int]]
-    ) -> Callable[[Box, int | None], list[tuple[Box, int, Sequence[int]]]]:
-        """Return a function of a box, and of the rank that wants it, that lists its parts with elements and senders.
-
-        What the rank has itself it sends itself.
-
-        Args:
-            name: the tensor's name.
-            tensor: its shape.
-            owners: the ranks that store each box.
-        """
-        number, index = self._indexed(tuple(owners))
-        held: dict[int, list[Box]] = defaultdict(list)
-        for stored, ranks in owners.items():
-            for each in ranks:
-                held[each].append(stored)
-        indices: dict[int, NearBoxes] = {}
-
-        def providers(box: Box, rank: int | None) -> list[tuple[Box, int, Sequence[int]]]:
-            own: tuple[Box, ...] = ()
-            if rank is not None and rank in held:
-                if rank not in indices:
-                    indices[rank] = NearBoxes(held[rank])
-                own = tuple(indices[rank].near(box))
-            if (box, own, number) not in self._cuts:
-                self._cuts[box, own, number] = _cut(name, tensor, box, chain(own, index.near(box)))
-            cuts = self._cuts[box, own, number]
-            if rank is not None and own:
-                return [(part, n, [rank] if by in own else owners[by]) for part, n, by in cuts]
-            return [(part, n, owners[by]) for part, n, by in cuts]
-
-        return providers
-
-    def _indexed(self, stored: tuple[Box, ...]) -> tuple[int, NearBoxes]:
-        """Some boxes by place, with a short name, since the hash of a long tuple is computed at each use."""
-        if stored not in self._indices:
-            self._indices[stored] = len(self._indices), NearBoxes(stored)
-        return self._indices[stored]
-
-
-def _cut(name: str, tensor: CheckpointTensor, box: Box, stored: Iterable[Box]) -> list[tuple[Box, int, Box]]:
-    """Cut a box by stored boxes; return each part with its elements and the first stored box that has it."""
-    found = []
-    left = [box] if volume(box) else []
-    for other in stored:
-        if not left:
-            break
-        remaining: list[Box] = []
-        for piece in left:
-            part = intersection(piece, other)
-            if part is None:
-                remaining.append(piece)
-                continue
-            found.append((part, volume(part), other))
-            remaining += [] if part == piece else difference(piece, part)
-        left = remaining
-    if left:
-        raise TransferError(
-            f"no source rank stores {left[0]} of {name}, which has shape {tensor.shape}: the source layout must hold "
-            "every part of the tensors that it sends"
-        )
-    return found

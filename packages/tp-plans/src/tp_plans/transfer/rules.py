@@ -8,6 +8,7 @@ Sources: vLLM 0.32 and 0.33, ``model_executor/layers/linear.py`` (``QKVParallelL
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -179,6 +180,9 @@ class RuleBook:
     def __init__(self, rules: Sequence[EngineRule], names: Iterable[str]) -> None:
         self._rules = rules
         self._modules = {name.rpartition(".")[0] for name in names}
+        # Whether no rule tells one number in a path from another.
+        self._are_alike = not any(re.search(r"(^|[.*])\d|[?\[]", rule.pattern) for rule in rules)
+        self._matching: dict[str, list[EngineRule]] = {}
 
     def find(self, name: str) -> EngineRule:
         """Return the first rule that holds for a checkpoint name.
@@ -187,10 +191,11 @@ class RuleBook:
             TransferError: none does.
         """
         parent = name.rpartition(".")[0].rpartition(".")[0]
-        for rule in self._rules:
-            if rule.only_with is not None and f"{parent}.{rule.only_with}" not in self._modules:
-                continue
-            if fnmatchcase(name, rule.pattern):
+        kind = re.sub(r"(?<=\.)\d+(?=\.)", "0", name) if self._are_alike else name
+        if kind not in self._matching:
+            self._matching[kind] = [rule for rule in self._rules if fnmatchcase(name, rule.pattern)]
+        for rule in self._matching[kind]:
+            if rule.only_with is None or f"{parent}.{rule.only_with}" in self._modules:
                 return rule
         raise TransferError(
             f"no rule says how the engine stores {name}: add an EngineRule for it to rules=, before engine_rules(...)"

@@ -1,0 +1,128 @@
+"""Patterns of blocks: where the tensors that lie alike, as those of repeated layers do, are stored."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from tp_plans.transfer.boxes import Box, volume
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block of a checkpoint tensor in a local tensor of a rank.
+
+    Args:
+        rank: the rank that stores it.
+        box: the part of the checkpoint tensor.
+        local: the name of the rank's local tensor.
+        offset: the index of the block's first element in the local tensor, one number per local dim.
+        dims: the local dim of each checkpoint dim, ``None`` for a dim that the local tensor lacks.  The block has size
+            1 in local dims that are not listed, as a single expert has in a stack of experts.
+    """
+
+    rank: int
+    box: Box
+    local: str
+    offset: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+    def local_box(self, box: Box) -> Box:
+        """Return where in the local tensor a part of the block lies."""
+        found = [(first, first + 1) for first in self.offset]
+        for (start, stop), (first, _), dim in zip(box, self.box, self.dims, strict=True):
+            if dim is not None:
+                found[dim] = (self.offset[dim] + start - first, self.offset[dim] + stop - first)
+        return tuple(found)
+
+
+class Copies(NamedTuple):
+    """A block that some ranks store alike; ``slot`` is the place of the local tensor's name among those of a tensor."""
+
+    ranks: tuple[int, ...]
+    box: Box
+    slot: int
+    offset: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+
+class Pattern:
+    """The blocks of a tensor, without its name and those of its local tensors; compared by identity.
+
+    Args:
+        copies: the blocks, each with all of its ranks.
+    """
+
+    def __init__(self, copies: Iterable[Copies]) -> None:
+        self.copies = tuple(each for each in copies if volume(each.box))
+
+    @cached_property
+    def by_rank(self) -> Mapping[int, Sequence[Copies]]:
+        """The blocks of each rank."""
+        found: dict[int, list[Copies]] = defaultdict(list)
+        for each in self.copies:
+            for rank in each.ranks:
+                found[rank].append(each)
+        return dict(found)
+
+    @cached_property
+    def owners(self) -> Mapping[Box, tuple[int, ...]]:
+        """The ranks that store each box, in order."""
+        owners: dict[Box, tuple[int, ...]] = {}
+        for each in self.copies:
+            known = owners.get(each.box)
+            owners[each.box] = each.ranks if known is None else tuple(sorted({*known, *each.ranks}))
+        return owners
+
+    @cached_property
+    def elements(self) -> Mapping[int, int]:
+        """The elements that each rank stores; a copy counts again."""
+        found: dict[int, int] = defaultdict(int)
+        for each in self.copies:
+            count = volume(each.box)
+            for rank in each.ranks:
+                found[rank] += count
+        return dict(found)
+
+    def blocks(self, locals_: Sequence[str], rank: int | None = None) -> Iterator[StoredBlock]:
+        """The blocks of a tensor with such local tensors, in the order of ranks, or those of one rank."""
+        for number in sorted(self.by_rank) if rank is None else [rank]:
+            for each in self.by_rank.get(number, ()):
+                yield StoredBlock(number, each.box, locals_[each.slot], each.offset, each.dims)
+
+    def shifted(self, by: int) -> Pattern:
+        """The same with ``by`` added to every rank."""
+        return Pattern(each._replace(ranks=tuple(rank + by for rank in each.ranks)) for each in self.copies)
+
+
+class Placed(NamedTuple):
+    """Where a tensor is: how it lies, and the names of its local tensors."""
+
+    pattern: Pattern
+    locals: tuple[str, ...]
+
+
+#: No block.
+NOWHERE = Placed(Pattern(()), ())
+
+
+class Patterns:
+    """Makes one pattern of blocks that are equal but for the names of local tensors."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Copies, ...], Pattern] = {}
+
+    def of(self, blocks: Iterable[StoredBlock]) -> Placed:
+        """The pattern of some blocks."""
+        slots: dict[str, int] = {}
+        ranks: dict[tuple[Box, int, tuple[int, ...], tuple[int | None, ...]], list[int]] = {}
+        for each in blocks:
+            slot = slots.setdefault(each.local, len(slots))
+            ranks.setdefault((each.box, slot, each.offset, each.dims), []).append(each.rank)
+        copies = tuple(Copies(tuple(sorted(on)), *key) for key, on in ranks.items())
+        if copies not in self._known:
+            self._known[copies] = Pattern(copies)
+        return Placed(self._known[copies], tuple(slots))
