@@ -90,6 +90,8 @@ def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
         "attention_kernels": "flash2",
         "allocator": "",
         "compile": False,
+        "frozen_dtype": None,
+        "reshard_after_forward": True,
     }
 
 

@@ -205,6 +205,10 @@ CALLS = {
     "WeightExport": Call(fsdp_runtime.sync.WeightExport, dict),
     "WeightSource": Call(fsdp_runtime.sync.WeightSource, lambda: {"model": Model()}),
     "WeightSync": Call(fsdp_runtime.sync.WeightSync, sides),
+    "WeightTransfer": Call(
+        fsdp_runtime.sync.WeightTransfer,
+        lambda: {"server": "http://127.0.0.1:9", "connect": lambda source, client: None},
+    ),
     "adopt_mesh": Call(fsdp_runtime.adopt_mesh, lambda: {"mesh": mesh()}),
     "assert_finite_gradients": Call(fsdp_runtime.assert_finite_gradients, lambda: {"model": Model()}),
     "assert_inputs_equal": Call(

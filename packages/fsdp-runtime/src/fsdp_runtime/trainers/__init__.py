@@ -4,7 +4,7 @@ Install what they need with ``pip install fsdp-runtime[trainer]`` (transformers,
 ``fsdp-runtime[trl]`` (TRL and datasets in addition).  Importing this package imports none of them; the first use of a
 name does, and raises ``BackendError`` where one is not installed.
 
-A loop of yours:   ``MeshAccelerator``, accelerate's ``Accelerator`` on a mesh
+A loop of yours:   ``MeshAccelerator``, the Accelerator of accelerate on a mesh
 Any trainer:       ``on_mesh``, as in ``on_mesh(trl.DPOTrainer)``; ``MeshTrainerMixin``, the part that all share
 For short:         ``Trainer``, ``SFTTrainer``, ``GRPOTrainer``: those of transformers and TRL
 """

@@ -27,11 +27,6 @@ def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def is_empty(box: Box) -> bool:
-    """Whether a box has no element."""
-    return any(stop <= start for start, stop in box)
-
-
 def intersection(one: Box, other: Box) -> Box | None:
     """The common part of two boxes of one tensor; ``None`` where there is none."""
     common = []

@@ -20,7 +20,7 @@ class Wanted(NamedTuple):
     own: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class CutPart(NamedTuple):
     """A part of a tensor.
 
     Args:
@@ -55,7 +55,7 @@ class Cut:
         parts: in order.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[CutPart]) -> None:
         self.parts = parts
         last = parts[-1] if parts else None
         self.nbytes = last.start + last.nbytes * last.copies if last else 0
@@ -168,7 +168,7 @@ def cut(
     starts = accumulate((size * count for size, count in zip(sizes, copies, strict=True)), initial=0)
     return Cut(
         [
-            Part(box, size, having, wanting, start, count)
+            CutPart(box, size, having, wanting, start, count)
             for (box, having, wanting), size, start, count in zip(found, sizes, starts, copies, strict=False)
         ]
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tp_plans.errors import TransferError
 from tp_plans.transfer.boxes import Box, disjoint, intersection
-from tp_plans.transfer.cuts import Cut, Part, Wanted, cut
+from tp_plans.transfer.cuts import Cut, CutPart, Wanted, cut
 from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
 from tp_plans.transfer.near_boxes import NearBoxes
 from tp_plans.transfer.patterns import Pattern
@@ -19,7 +19,7 @@ from tp_plans.transfer.senders import Lines, Segment
 class Move(NamedTuple):
     """A part that one rank sends another, of some tensors of a kind, from number ``first`` to before ``last``."""
 
-    part: Part
+    part: CutPart
     copy: int
     source: int
     destination: int
@@ -110,7 +110,7 @@ class Kind:
                 for source, first, last in self._from(number, part, copy):
                     yield Move(part, copy, source, rank, first, last)
 
-    def _from(self, number: int, part: Part, copy: int) -> Iterator[tuple[int, int, int]]:
+    def _from(self, number: int, part: CutPart, copy: int) -> Iterator[tuple[int, int, int]]:
         ranks = self._union(self._senders, part.having, self.holders)
         if len(ranks) == 1:
             yield ranks[0], 0, len(self.tensors)
@@ -118,7 +118,7 @@ class Kind:
         start, _ = self.cut.places[number]
         yield from self._lines[0].of(ranks).senders(self._segments[part.having], start, part.nbytes, copy)
 
-    def _chain(self, number: int, part: Part, receivers: tuple[int, ...]) -> Iterator[Move]:
+    def _chain(self, number: int, part: CutPart, receivers: tuple[int, ...]) -> Iterator[Move]:
         """Along a chain of those who want the part: each passes it on, but for the last, who takes turns."""
         _, start = self.cut.places[number]
         turns = list(self._lines[1].of(receivers).senders(self._relayed[part.wanting], start, part.nbytes, 0))

@@ -13,7 +13,7 @@ from typing import Any
 from tp_plans._validate import is_integer
 from tp_plans.errors import TransferError, type_name
 from tp_plans.transfer.boxes import Box, box_shape, full_box, intersection, volume
-from tp_plans.transfer.patterns import NOWHERE, Copies, Pattern, Patterns, Placed, StoredBlock
+from tp_plans.transfer.patterns import NOWHERE, Copies, KnownPatterns, Pattern, Placed, StoredBlock
 from tp_plans.transfer.placements import MeshLayout, mesh_boxes
 
 #: Bytes of an element of each dtype that a checkpoint may have, by torch's name of the dtype.
@@ -84,7 +84,7 @@ class TransferLayout:
     def __init__(self, tensors: Mapping[str, CheckpointTensor], blocks: Mapping[str, Iterable[StoredBlock]]) -> None:
         self._tensors = dict(tensors)
         self._placed: dict[str, Placed] = dict.fromkeys(tensors, NOWHERE)
-        patterns = Patterns()
+        patterns = KnownPatterns()
         for name, stored in blocks.items():
             if name not in self._tensors:
                 raise TransferError(f"a block of {name!r}, which is none of the layout's {len(tensors)} tensors")
@@ -189,7 +189,7 @@ class TransferLayout:
         for name in self._tensors.keys() & other._tensors.keys():
             if self._tensors[name] != other._tensors[name]:
                 raise TransferError(f"{name} is {self._tensors[name]} in one layout and {other._tensors[name]} in one")
-        tensors, patterns = {**self._tensors, **other._tensors}, Patterns()
+        tensors, patterns = {**self._tensors, **other._tensors}, KnownPatterns()
         placed = {**self._placed, **other._placed}
         for name in self._tensors.keys() & other._tensors.keys():
             placed[name] = patterns.of([*self.blocks(name), *other.blocks(name)])

@@ -109,7 +109,7 @@ class Placed(NamedTuple):
 NOWHERE = Placed(Pattern(()), ())
 
 
-class Patterns:
+class KnownPatterns:
     """Makes one pattern of blocks that are equal but for the names of local tensors."""
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ class TransferPlan:
             rank: a rank of either layout; any other has none.
             direct: as if nobody passed anything on: what a rank of the source sends to all of a chain, each.
         """
-        found = []
+        found: list[BlockTransfer] = []
         for kind in self._kinds_of_rank.get(rank, ()):
             for move in kind.moves(rank):
                 if direct and move.origin is not None:
