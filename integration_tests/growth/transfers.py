@@ -37,7 +37,7 @@ def _planned(
         have = _mesh(2, size, source)
         want = _mesh(2, size, destination)
         want = want if in_place else want.shifted(size)
-        return lambda: plan_transfer(have, want, **options)
+        return lambda: plan_transfer(have, want, **options).for_rank(0)
 
     return make
 
@@ -54,7 +54,7 @@ def _planned_tensors(size: int) -> Callable[[], Any]:
 
 def _experts(count: int) -> dict[str, CheckpointTensor]:
     names = [f"model.layers.0.mlp.experts.{expert}.{n}_proj.weight" for expert in range(count) for n in ("gate", "up")]
-    return {name: CheckpointTensor((64, 32)) for name in names}
+    return {name: CheckpointTensor((2400, 32)) for name in names}
 
 
 def _engine(count: int, ranks: int, ep: int = 1) -> Callable[[], Any]:
@@ -70,7 +70,7 @@ def _experts_on_ranks(size: int) -> Callable[[], Any]:
         for number, (name, tensor) in enumerate(tensors.items())
     }
     source = TransferLayout(tensors, blocks)
-    return lambda: plan_transfer(source, source.shifted(size))
+    return lambda: plan_transfer(source, source.shifted(size)).for_rank(0)
 
 
 def _layout_json(size: int) -> Callable[[], Any]:
@@ -92,7 +92,7 @@ CASES = [
     Case("mesh_layout: tensors", TENSORS, lambda size: lambda: _mesh(size, 8, Shard(0))),
     Case("mesh_layout: ranks", RANKS, lambda size: lambda: _mesh(10, size, Shard(0))),
     Case("engine_layout: experts", TENSORS, lambda size: _engine(size, 8)),
-    Case("engine_layout: ranks", (8, 24, 80, 240, 800), lambda size: _engine(4, size)),
+    Case("engine_layout: ranks", (24, 80, 240, 800, 2400), lambda size: _engine(4, size)),
     Case("engine_layout, an expert a rank: experts and ranks", (8, 24, 80, 240, 800), lambda s: _engine(s, s, s)),
     Case("bytes and shapes of each rank: ranks", RANKS, _questions),
     Case("TransferLayout.to_json and from_json: tensors", TENSORS, _layout_json),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,8 +151,14 @@ def engine_layout(
 def _patterns(members: Sequence[_Member], size: EngineSize, first_rank: int, replicas: int) -> list[Pattern]:
     """How each tensor of a parameter lies; parameters of like members, as those of all layers are, share it."""
     found: dict[str, dict[_Part, list[int]]] = {each.name: {} for each in members}
+    several = any(member.rule.position for member in members)
+    by_expert = sorted(members, key=_expert)
     for rank in range(size.tp):
-        for name, part in _on_rank(members, rank, size):
+        if members[0].expert is not None and not members[0].rule.stacked:
+            parts_of_rank = _experts_on_rank(by_expert, several, rank, size)
+        else:
+            parts_of_rank = _on_rank(members, rank, size)
+        for name, part in parts_of_rank:
             found[name].setdefault(part, []).append(rank)
     starts = range(first_rank, first_rank + replicas * size.tp, size.tp)
     return [
@@ -193,9 +200,6 @@ def _on_rank(members: Sequence[_Member], rank: int, size: EngineSize) -> Iterato
         for member in members:
             yield from ((member.name, part) for part in _stacked_on_rank(member, rank, size))
         return
-    if members[0].expert is not None:
-        yield from _experts_on_rank(members, rank, size)
-        return
     start = 0
     for member in sorted(members, key=lambda each: each.rule.position):
         if member.is_number:
@@ -217,13 +221,18 @@ def _held(count: int, rank: int, size: EngineSize) -> tuple[range, int, int]:
     return range(first, first + local + (ep_rank < rest)), tp_rank, expert_tp
 
 
-def _experts_on_rank(members: Sequence[_Member], rank: int, size: EngineSize) -> Iterator[tuple[str, _Part]]:
-    held, tp_rank, expert_tp = _held(max(member.expert or 0 for member in members) + 1, rank, size)
-    several = any(member.rule.position for member in members)
-    for member in members:
-        if member.expert not in held:
-            continue
-        expert = (member.expert or 0) - held.start
+def _expert(member: _Member) -> int:
+    return member.expert or 0
+
+
+def _experts_on_rank(
+    members: Sequence[_Member], several: bool, rank: int, size: EngineSize
+) -> Iterator[tuple[str, _Part]]:
+    """A rank's parts of the tensors of experts, in order of these; ``several`` lie in one parameter of an expert."""
+    held, tp_rank, expert_tp = _held(_expert(members[-1]) + 1, rank, size)
+    first, last = (bisect_left(members, number, key=_expert) for number in (held.start, held.stop))
+    for member in members[first:last]:
+        expert = _expert(member) - held.start
         if member.is_number:
             yield member.name, ((), (expert, member.rule.position) if several else (expert,), ())
             continue
