@@ -29,7 +29,7 @@ from fsdp_runtime.weights.stream import ExportedModel
 from harness.mutants import DetachedWeights, LosesAToken, add_bias_again
 from rl_logprobs.norms import grad_norm
 from tp_plans.runtime import AllToAllExchange
-from tp_plans.torch_styles import gradients, linear
+from tp_plans.torch_styles import boundaries, linear
 
 Planted = Callable[[], AbstractContextManager[Any]]
 
@@ -118,7 +118,7 @@ def _scaled_weights(original: Any) -> Any:
 
 def _partial_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     """Leave each rank its part of a gradient that is a sum over ranks."""
-    return gradient, None
+    return boundaries.with_spec(gradient, ctx.spec), None
 
 
 def _local_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -170,7 +170,7 @@ MUTANTS: Mapping[str, Mutant] = {
         _replaced(exchange._Gather, "backward", staticmethod(_local_backward)), _case("dense", _CP)
     ),
     "head norms with one rank's gradient": Mutant(
-        _replaced(gradients._SumGradient, "backward", staticmethod(_partial_gradient)),
+        _replaced(boundaries._SummedPart, "backward", staticmethod(_partial_gradient)),
         _case("latent attention", _TP),
     ),
     "a row-wise bias on every rank": Mutant(

@@ -15,7 +15,7 @@ from fsdp_runtime.steps import ContextParallel
 from fsdp_runtime.steps.context.inputs import _require_order
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import Method
-from fsdp_runtime.steps.context.outputs import LossOfRows, Rows
+from fsdp_runtime.steps.context.outputs import GlobalRows, LossOfRows
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import attention_of, check_context_parallel, replace_attention
 from harness.models import tiny_inputs, tiny_model
@@ -179,7 +179,7 @@ CASES: Provocations = {
     },
     "fsdp_runtime/steps/context/outputs.py": {
         "router logits {shape}": _router_logits,
-        "of a loss are not": lambda: LossOfRows(lambda *_: torch.ones(()), Rows(1, LAYOUT, None))(  # type: ignore[arg-type]
+        "of a loss are not": lambda: LossOfRows(lambda *_: torch.ones(()), GlobalRows(1, LAYOUT, None))(  # type: ignore[arg-type]
             torch.ones(1, 3, 8), ids(1, 4)
         ),
     },
