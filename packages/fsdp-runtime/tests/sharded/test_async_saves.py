@@ -17,7 +17,7 @@ from torch.optim import AdamW
 
 from fsdp_runtime import OptionError, parallelize, save_weights
 from fsdp_runtime.errors import WeightsError
-from fsdp_runtime.sharded import host_staging
+from fsdp_runtime.sharded import async_saves, host_staging
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.sync import Quantization
 from fsdp_runtime.training_state import load_training_state, save_training_state
@@ -262,3 +262,18 @@ def test_the_end_of_the_program_waits_for_the_save(tmp_path: Path) -> None:
     assert [rank.exitcode for rank in ranks] == [0, 0]
     model = _model({})
     assert load_training_state(tmp_path / "states", model).step == 1
+
+
+def _saved_by_ranks_of_other_groups(directory: Path) -> None:
+    """Save where one rank belongs to a group more than the other; afterwards both belong to as many."""
+    rank = dist.get_rank()
+    model = _model({"dp_shard": 2})
+    async_saves._groups.clear()
+    if rank == 1:
+        dist.new_group([1], use_local_synchronization=True)
+    save_weights(model, directory, asynchronous=True).wait()
+
+
+def test_ranks_in_different_numbers_of_groups_save(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(_saved_by_ranks_of_other_groups, tmp_path, timeout=60)
+    assert (tmp_path / "model.safetensors").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -39,7 +40,7 @@ def _group_of_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
     return local_group(mesh.mesh.flatten().tolist(), groups)
 
 
-def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = ()) -> dist.ProcessGroup:
+def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = (), **options: Any) -> dist.ProcessGroup:
     """Make a process group in which only its own ranks take part.
 
     They meet under a name that contains the number of groups that each belongs to, which torch 2.10 to 2.15 keep
@@ -50,6 +51,7 @@ def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = ()) 
     Args:
         ranks: global ranks, this one among them.
         connecting: groups that together connect them, in the same order on every rank; none for a single rank.
+        options: ``backend`` and ``timeout`` of the group, where they are not the world's.
     """
     most = _group_count()
     for each in connecting:
@@ -61,7 +63,7 @@ def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = ()) 
     try:
         while _group_count() < most:
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
         return group
     finally:
         world.bound_device_id = bound

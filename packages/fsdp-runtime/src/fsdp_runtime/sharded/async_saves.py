@@ -13,6 +13,7 @@ from typing import Generic, Literal, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from fsdp_runtime._torch_compat import local_group
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sharded.collectives import ModelRanks
 
@@ -125,6 +126,6 @@ def _with_own_group(ranks: ModelRanks, everyone: Sequence[int]) -> ModelRanks:
         return ranks
     world, group = _groups.get(tuple(everyone), (None, None))
     if group is None or world is not dist.group.WORLD:
-        group = dist.new_group(list(everyone), timeout=_TIMEOUT, backend="gloo", use_local_synchronization=True)
+        group = local_group(list(everyone), ranks.groups, timeout=_TIMEOUT, backend="gloo")
         _groups[tuple(everyone)] = dist.group.WORLD, group
     return replace(ranks, groups=(group,))
