@@ -18,7 +18,9 @@ from fsdp_runtime import FSDPOptions, forward_with_lm_head, parallelize
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps import FSDP2
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
+from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.trainers import training_arguments as trainers
+from fsdp_runtime.wrap import hook_forward
 from harness.models import tiny_model
 from refusals import Provocations
 from refusals.worlds import Own, Tree, ids, parallelized, refuse, world
@@ -74,6 +76,12 @@ def _frozen() -> None:
 
 def _loss(model: Any, **options: Any) -> Any:
     return forward_with_lm_head(model, lambda hidden, head: hidden.sum(), ids(1, 4) % 16, **options)
+
+
+def _kept_over_cp() -> None:
+    model = Own()
+    hook_forward(model.lm_head, KEEPS_OVER_CP)
+    _loss(model, logits_to_keep=1)
 
 
 def _changed(change: Callable[[Any, Any], Any]) -> None:
@@ -203,6 +211,7 @@ CASES: Provocations = {
     "fsdp_runtime/steps/outputs/lm_head.py": {
         "leave out labels": lambda: _loss(Own(), labels=ids(1, 4)),
         "is None in": _headless,
+        "logits_to_keep in": _kept_over_cp,
         "adapter_names gives": lambda: _loss(_dropout().eval(), adapter_names=["default"]),
         "forward_with_lm_head: {class of model} does more": lambda: _changed(
             lambda model, hidden: model.lm_head(hidden).index_fill(-1, torch.tensor(15), 0.0)

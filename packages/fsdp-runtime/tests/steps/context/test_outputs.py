@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import parallelize, sequence_layout
+from fsdp_runtime import OptionError, forward_with_lm_head, parallelize, sequence_layout
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import gradient_errors, mesh_for
 from harness.ranks import RankPool
@@ -118,3 +118,17 @@ def test_outputs_of_full_rows_match_one_process_beside_other_axes(
     for loss, gradient in four_ranks.run(_errors, kind, axes, {**options, **more}, asked):
         assert loss < LOSS_BOUND
         assert gradient < BOUND
+
+
+def _kept_in_a_loss_from_hidden_states() -> str:
+    mesh = mesh_for({"cp": 2})
+    model = parallelize(_model("LlamaForCausalLM"), mesh)
+    ids = tiny_inputs(model, batch=2, length=LENGTH)["input_ids"]
+    batch = sequence_layout(mesh, LENGTH).shard_batch({"input_ids": ids})
+    with pytest.raises(OptionError) as failure:
+        forward_with_lm_head(model, lambda hidden, head: hidden.sum(), **batch, logits_to_keep=3)
+    return str(failure.value)
+
+
+def test_losses_from_hidden_states_take_no_kept_logits(two_ranks: RankPool) -> None:
+    assert all("logits_to_keep" in message for message in two_ranks.run(_kept_in_a_loss_from_hidden_states))

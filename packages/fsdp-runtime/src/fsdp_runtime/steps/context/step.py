@@ -49,6 +49,7 @@ from fsdp_runtime.steps.documents.positions import DerivedPositions
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import keeps_documents_apart
+from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.wrap import hook_forward, hook_model
 
 logger = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ def replace_attention(
     inputs = Inputs(attention, shared_prefixes, derived, cuts_padding, head)
     hook_model(model, "completes a rank's part of rows", inputs, inputs.end)
     if head is not None:
-        hook_forward(model.get_submodule(head), "gathers logits that are kept", after=inputs.gather_kept)
+        hook_forward(model.get_submodule(head), KEEPS_OVER_CP, after=inputs.gather_kept)
     if scores_rows(base):
         hook_forward(base.score, "gathers scores", after=inputs.gather_scores)
         hook_forward(getattr(base, base.base_model_prefix), "takes a rank's tokens", before=inputs.own_tokens)

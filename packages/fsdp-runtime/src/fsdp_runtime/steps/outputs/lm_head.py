@@ -23,7 +23,10 @@ from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.steps.outputs.head_weight import head_weight, require_linear
-from fsdp_runtime.wrap import hook_forward
+from fsdp_runtime.wrap import effects_of, hook_forward
+
+#: The effect, as ``describe_parallelism`` names it, of gathering logits that are kept over ``cp``.
+KEEPS_OVER_CP = "gathers logits that are kept"
 
 #: Inputs of the map that a model applies to its logits: small ones show a factor, large ones a bound.
 _PROBES = (-1e4, -64.0, -8.0, -1.0, -0.125, 0.0, 0.125, 1.0, 8.0, 64.0, 1e4)
@@ -90,7 +93,7 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
         ModelError: the model has no linear language-model head, its forward calls the head more than once or not at
             all, it does more with the logits than to scale and soft-cap them, or an adapter of the head is more than
             a product that adds to its weight, as one with dropout in training.
-        OptionError: ``labels`` are given, which need logits, or ``adapter_names``.
+        OptionError: ``labels`` are given, which need logits, ``adapter_names``, or ``logits_to_keep`` under ``cp``.
 
     Example:
         >>> import torch
@@ -120,6 +123,12 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
     require_linear(head, path)
     if kwargs.get("adapter_names") is not None:
         raise OptionError("adapter_names gives each row a head of its own: compute the loss from the logits")
+    kept = kwargs.get("logits_to_keep")
+    if (isinstance(kept, Tensor) or kept) and KEEPS_OVER_CP in effects_of(head):
+        raise OptionError(
+            "logits_to_keep in forward_with_lm_head: under cp function gets this rank's tokens, of which it can "
+            "choose; leave it out"
+        )
     stand_in = _StandIn(head, path)
     run = _Run(model, stand_in, function, _maps.get(model))
     hook = hook_forward(model, "computes from the head's inputs", after=run, first=True)
