@@ -20,6 +20,9 @@ from tp_plans.transfer import Box, box_shape, split_box, volume
 #: Bytes that are converted, or copied from a device, before they are written.
 _STAGED = 2**26
 
+#: What blocks are written with: at once, or from host memory later.
+Writer = SafetensorsWriter | StagedWriter
+
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -45,7 +48,7 @@ class _Pending:
     item: ExportedTensor
     area: Area
     local: Mapping[str, Tensor]
-    file: SafetensorsWriter | StagedWriter | None
+    file: Writer | None
 
 
 class BlockWriter:
@@ -82,7 +85,7 @@ class BlockWriter:
         item: ExportedTensor,
         steps: Sequence[WriteStep],
         sources: Mapping[str, Tensor],
-        file: SafetensorsWriter | StagedWriter | None,
+        file: Writer | None,
     ) -> None:
         """Write what this rank has of a tensor, and take the rest into the next exchange.  Collective.
 
@@ -144,7 +147,7 @@ class BlockWriter:
         item: ExportedTensor,
         area: Area,
         local: Mapping[str, Tensor],
-        file: SafetensorsWriter | StagedWriter | None,
+        file: Writer | None,
     ) -> None:
         """Write a part of one of this rank's own tensors, staged only where it has to be converted or copied."""
         (part,) = area.parts
@@ -168,9 +171,7 @@ class BlockWriter:
             values[inside(box, part.box)].copy_(_view(each.local, part) if own else next(given))
         self._write(each.item, box, values, each.file)
 
-    def _write(
-        self, item: ExportedTensor, box: Box, values: Tensor, file: SafetensorsWriter | StagedWriter | None
-    ) -> None:
+    def _write(self, item: ExportedTensor, box: Box, values: Tensor, file: Writer | None) -> None:
         if self.error is not None or file is None:
             return
         try:

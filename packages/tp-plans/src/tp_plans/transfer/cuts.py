@@ -92,20 +92,12 @@ class Cut:
     @cached_property
     def of_wanted(self) -> dict[int, list[int]]:
         """The parts of each wanted box."""
-        found: dict[int, list[int]] = defaultdict(list)
-        for number, each in enumerate(self.parts):
-            for wanted in each.wanting:
-                found[wanted].append(number)
-        return found
+        return _numbers_by_box(part.wanting for part in self.parts)
 
     @cached_property
     def of_stored(self) -> dict[int, list[int]]:
         """The parts that the ranks of each stored box can send."""
-        found: dict[int, list[int]] = defaultdict(list)
-        for number, each in enumerate(self.parts):
-            for stored in each.having:
-                found[stored].append(number)
-        return found
+        return _numbers_by_box(part.having for part in self.parts)
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
@@ -237,3 +229,11 @@ def _without(piece: Box, parts: Sequence[Box]) -> list[Box]:
 def _require_none(left: Sequence[Box]) -> None:
     if left:
         raise TransferError(f"{left[0]}")
+
+
+def _numbers_by_box(boxes_of_parts: Iterable[Sequence[int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for number, boxes in enumerate(boxes_of_parts):
+        for box in boxes:
+            found[box].append(number)
+    return found

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tp_plans._validate import MAX_RANKS, is_integer
 from tp_plans.errors import TransferError
@@ -151,14 +152,12 @@ def engine_layout(
 def _patterns(members: Sequence[_Member], size: EngineSize, first_rank: int, replicas: int) -> list[Pattern]:
     """How each tensor of a parameter lies; parameters of like members, as those of all layers are, share it."""
     found: dict[str, dict[_Part, list[int]]] = {each.name: {} for each in members}
-    several = any(member.rule.position for member in members)
-    by_expert = sorted(members, key=_expert)
+    on_rank = partial(_on_rank, members)
+    if members[0].expert is not None and not members[0].rule.stacked:
+        several = any(member.rule.position for member in members)
+        on_rank = partial(_experts_on_rank, sorted(members, key=_expert), several)
     for rank in range(size.tp):
-        if members[0].expert is not None and not members[0].rule.stacked:
-            parts_of_rank = _experts_on_rank(by_expert, several, rank, size)
-        else:
-            parts_of_rank = _on_rank(members, rank, size)
-        for name, part in parts_of_rank:
+        for name, part in on_rank(rank, size):
             found[name].setdefault(part, []).append(rank)
     starts = range(first_rank, first_rank + replicas * size.tp, size.tp)
     return [

@@ -102,8 +102,9 @@ class Checkpoints:
             )
             dp = state.extra.get("dp", self._dp)
         if not ray.is_initialized():  # under Ray one process reads all data, whose state is of no rank
-            with raise_on_all(world_ranks()):
-                if dist.get_rank() == 0:
+            ranks = world_ranks()
+            with raise_on_all(ranks):
+                if ranks.is_first:
                     deal_anew(folder, dp, self._dp)
 
     def _load_foreign(self, folder: Path, contents: list[str]) -> None:
