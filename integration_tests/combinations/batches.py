@@ -83,11 +83,14 @@ def outputs_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits of one process; each document of a packed row is computed alone."""
     if not batch.packed:
         return full(model(**batch.inputs, use_cache=False).logits)
-    parts = [
-        model(**{name: value[:, span] for name, value in batch.inputs.items()}, use_cache=False).logits
-        for span in _spans()
-    ]
+    parts = [model(**inputs, use_cache=False).logits for _, inputs in documents(batch)]
     return torch.cat(parts, dim=1)
+
+
+def documents(batch: Batch) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+    """Yield what one process computes alone: each document of packed rows with its tokens, else whole rows."""
+    for span in _spans() if batch.packed else (slice(None),):
+        yield span, {name: value[:, span] for name, value in batch.inputs.items()}
 
 
 def _spans() -> Iterator[slice]:

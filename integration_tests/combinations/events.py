@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp_runtime
-from combinations.batches import LENGTH, Batch, Share, full, outputs_of
+from combinations.batches import LENGTH, Batch, Share, documents, full, outputs_of
 from harness.parity import largest, own_part
 
 #: Bound of the numerics contract for outputs and weights.
@@ -204,10 +204,11 @@ def _attentions(at: Training) -> None:
     batch = at.batch.rows(at.share.own)
     with torch.no_grad():
         found = at.model(**at.share.inputs(batch), use_cache=False, output_attentions=True).attentions
-        wanted = at.reference(**batch.inputs, use_cache=False, output_attentions=True).attentions
-    for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        if other is not None:
-            compare(f"attention {place}", full(one), other)
+        for span, inputs in documents(batch):
+            wanted = at.reference(**inputs, use_cache=False, output_attentions=True).attentions
+            for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                if other is not None:
+                    compare(f"attention {place}", full(one)[..., span, span], other)
 
 
 def _last_logits(at: Training) -> None:
