@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from combinations.batches import Batch, Share, full, make_batch, outputs_of
+from combinations.batches import BATCH, Batch, Share, full, make_batch, outputs_of
 from combinations.cases import ACCUMULATE, Case
 from combinations.changes import CHANGES
 from combinations.events import EVENTS, SLOTS, Training, Wrong, compare
 from combinations.families import FAMILIES
 from fsdp_runtime import FsdpRuntimeError, no_sync, parallelize
+from fsdp_runtime.model import inspect_model
+from fsdp_runtime.steps import Compile
 from harness.parity import GRADIENT_BOUND, gradient_errors, largest, mesh_for, own_part, structural_problems
 from rl_logprobs import clip_grad_norm_
 from rl_logprobs.errors import LogprobsError
@@ -46,7 +49,27 @@ def run(case: Case) -> Result:
         _alone(_model(case), batches, case)
     except Exception as error:  # what one process cannot do is no case
         return Result(ALONE, f"{type(error).__name__}: {error}")
-    return _run(case, reference, batches)
+    try:
+        return _run(case, reference, batches)
+    except RuntimeError as error:
+        if any(isinstance(step, Compile) for step in case.options["steps"]) and _alone_compiled(case, error):
+            return Result(ALONE, f"compiled: {error}")
+        raise
+
+
+def _alone_compiled(case: Case, error: RuntimeError) -> bool:
+    """Whether one process with compiled blocks and as many rows as a rank has fails with the same error."""
+    model = _model(case)
+    (step,) = (step for step in case.options["steps"] if isinstance(step, Compile))
+    for block in inspect_model(model).blocks.values():
+        block.compile(**step.options)
+    ranks = prod(size for axis, size in case.mesh if axis.startswith("dp"))
+    batch = make_batch(_model(case), case.rows, 1).rows(slice(0, BATCH // ranks))
+    try:
+        (outputs_of(model, batch) * batch.weights).sum().backward()
+    except RuntimeError as other:
+        return str(other) == str(error)
+    return False
 
 
 def _model(case: Case) -> Any:
