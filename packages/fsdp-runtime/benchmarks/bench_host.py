@@ -277,7 +277,9 @@ def main() -> None:
         times[name] = time_of_a_layer(name, options.layers, options.rounds)
         counts = counts_of_a_layer(name)
         dist.destroy_process_group()
-        told = ", ".join(f"{counts[key]} {key}" for key in ("calls", "DTensors", *dict.fromkeys(COUNTED.values())) if counts[key])
+        told = ", ".join(
+            f"{counts[key]} {key}" for key in ("calls", "DTensors", *dict.fromkeys(COUNTED.values())) if counts[key]
+        )
         print(f"{name:20} {times[name]:6.2f} ms a layer, {times[name] - times[base]:6.2f} added: {told}", flush=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -87,3 +88,22 @@ def _bytes_of_the_check() -> tuple[int, int]:
 def test_the_check_costs_one_collective(two_ranks: RankPool) -> None:
     for without, checked in two_ranks.run(_bytes_of_the_check):
         assert checked == without + 1
+
+
+def _copied_outcome() -> list[str]:
+    model = tiny_model("LlamaForCausalLM", dtype=torch.float32)
+    inputs = dict(tiny_inputs(model, batch=2, length=7))
+    parallelize(model, MeshSpec(tp=2).build(device_type="cpu"), steps=(CheckInputs(),))
+    copied = copy.deepcopy(model)
+    found = []
+    for tokens in (inputs["input_ids"], inputs["input_ids"] + dist.get_rank()):
+        try:
+            copied(tokens, use_cache=False)
+            found.append("ran")
+        except LayoutError:
+            found.append("refused")
+    return found
+
+
+def test_a_copied_model_compares_its_inputs_too(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_copied_outcome) == [["ran", "refused"]] * 2

@@ -69,6 +69,10 @@ class InputCheck:
     def __init__(self, tp: ProcessGroup | None, cp: ProcessGroup | None) -> None:
         self.tp, self.cp = tp, cp
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> InputCheck:
+        """Return itself: a copied model has the same ranks, and a process group cannot be copied."""
+        return self
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise ``LayoutError`` where ranks were given different inputs."""
         inputs = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
