@@ -269,7 +269,7 @@ class _OwnWeights(Wrapper):
             return forward(*args, **kwargs)
 
 
-class _DrawsForHeads(TorchFunctionMode):  # type: ignore[misc]
+class _DrawsForHeads(TorchFunctionMode):
     """Functions that drop weights of heads draw from a seed of this rank, all others from that of all ranks."""
 
     def __init__(self, states: _States, offset: int) -> None:
