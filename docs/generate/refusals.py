@@ -22,7 +22,7 @@ FINDING_ERROR = "CheckFailedError"  # lists all findings at once
 
 #: The sections of the page, and the files or folders of each.
 SECTIONS: Mapping[str, Sequence[str]] = {
-    "The call": ("keywords.py", "parallelism.py", "setup.py", "model/structure.py"),
+    "The call": ("values.py", "keywords.py", "parallelism.py", "setup.py", "model/structure.py"),
     "Meshes": ("mesh/spec.py", "mesh/experts.py"),
     "Plans": (
         "tp_plans/resolve.py",
@@ -35,7 +35,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "tp_plans/checks",
     ),
     "Packed rows and shared prefixes": ("steps/documents", "_transformers_compat/masks.py"),
-    "Tensor and sequence parallelism": ("steps/tensor", "steps/async_tp.py"),
+    "Tensor and sequence parallelism": ("steps/plain_adapters.py", "steps/tensor", "steps/async_tp.py"),
     "Expert parallelism": ("steps/experts",),
     "Context parallelism": ("steps/context",),
     "Random states": ("steps/random_states.py",),
@@ -191,9 +191,12 @@ class Source:
                 returned = [each.value for each in ast.walk(self.functions[name]) if isinstance(each, ast.Return)]
                 if len(returned) == 1 and isinstance(returned[0], ast.JoinedStr | ast.Constant):
                     return self.text(returned[0], Scope(self.functions[name], name, {}))
+            case ast.Tuple(elts=elts) if all(isinstance(each, ast.Constant) for each in elts):  # a key of fromkeys
+                return "{" + ", ".join(str(each.value) for each in elts) + "}"  # type: ignore[attr-defined]
             case ast.Name(id=name):
                 known = scope.known.get(name) or _assigned(node, scope) or self.constants.get(name)
-                if isinstance(known, ast.JoinedStr | ast.Constant | ast.BinOp | ast.Name) and known is not node:
+                texts = ast.JoinedStr | ast.Constant | ast.BinOp | ast.Name | ast.Tuple
+                if isinstance(known, texts) and known is not node:
                     return self.text(known, scope)
         return "{" + _label(node) + "}"
 

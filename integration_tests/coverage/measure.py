@@ -222,12 +222,13 @@ def gradient_errors(
         candidate: the parallelized one, after backward.
         gradients: the reference's.
         floor: the least number that an error is relative to.  Some gradients vanish mathematically (a key bias shifts
-            every score of a query alike), and what is left of them is rounding: by default 1e-9 of the largest.
+            every score of a query alike), and what is left of them is rounding: by default 1e-8 of
+            the largest.
         places: of each parameter's part in the full tensor, for a caller that has them already.
     """
     if floor is None:
         largest_of_all = max(largest(gradient) for gradient in gradients.values() if gradient is not None)
-        floor = 1e-9 * largest_of_all or sys.float_info.min  # of a model without features all are zero
+        floor = 1e-8 * largest_of_all or sys.float_info.min  # of a model without features all are zero
     found = _all_places(reference, candidate) if places is None else places
     for path, parameter in candidate.named_parameters():
         if path not in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import FSDPOptions, forward_with_lm_head, parallelize
+from fsdp_runtime import FSDPOptions, forward_with_lm_head, parallelize, unsharded
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps import FSDP2
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
@@ -112,9 +113,36 @@ def _pickled() -> None:
         torch.save(model, io.BytesIO())
 
 
-def _saved() -> None:
-    with parallelized(_llama(), TP) as model:
-        model.save_pretrained("never-written")
+def _called(call: Callable[[Any], Any], axes: dict[str, int]) -> None:
+    with parallelized(_llama(), axes) as model:
+        call(model)
+
+
+def _merged() -> None:
+    model: Any = peft.get_peft_model(_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with parallelized(model, DP), unsharded(model):
+        model.merge_adapter()
+
+
+def _merged_dora() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    with parallelized(peft.get_peft_model(_llama(), config), DP) as model:
+        model.merge_adapter()
+
+
+#: A call of each method that is refused, and its mesh.
+METHODS: dict[str, tuple[dict[str, int], Callable[[Any], Any]]] = {
+    "{save_pretrained": (TP, lambda model: model.save_pretrained("never-written")),
+    "{resize_token_embeddings": (TP, lambda model: model.resize_token_embeddings(7)),
+    "{set_input_embeddings": (TP, lambda model: model.set_input_embeddings(nn.Embedding(2, 2))),
+    "{add_adapter": (TP, lambda model: model.add_adapter(peft.LoraConfig())),
+    "load_state_dict": (TP, lambda model: model.load_state_dict(_llama().state_dict(), assign=True)),
+    "a conversion": (DP, lambda model: model.half()),
+    "share_memory": (TP, lambda model: model.share_memory()),
+    "maybe_distribute_model": (TP, lambda model: model.maybe_distribute_model(model, None, None)),
+    "set_use_kernels": (TP, lambda model: model.set_use_kernels(True)),
+    "a copy of": (DP, copy.deepcopy),
+}
 
 
 def _stale() -> None:
@@ -195,7 +223,6 @@ CASES: Provocations = {
         "takes no {unknown}": lambda: _megatron(options={"grad_reduce_in_fp32": True}),
     },
     "fsdp_runtime/steps/fsdp/options.py": {
-        "frozen_params={frozen_params}": lambda: FSDPOptions(frozen_params="some"),  # type: ignore[arg-type]
         "give a number of blocks": lambda: FSDPOptions(prefetch_forward=-1),
         "give a positive number": lambda: FSDPOptions(gradient_divide_factor=-1.0),
         "without a dtype to compute in": lambda: refuse(
@@ -225,23 +252,25 @@ CASES: Provocations = {
         ),
         "has no linear language-model head": lambda: _loss(Tree(layers=nn.ModuleList([Tree(a=nn.Linear(2, 2))]))),
     },
-    "fsdp_runtime/steps/guards/methods.py": {"cannot be pickled": _pickled, "{name} of a parallelized": _saved},
+    "fsdp_runtime/steps/guards/methods.py": {
+        "cannot be pickled": _pickled,
+        "{merge, unmerge}": _merged,
+        "merge_adapter of": _merged_dora,
+        **{piece: lambda call=call, axes=axes: _called(call, axes) for piece, (axes, call) in METHODS.items()},  # type: ignore[misc]
+    },
     "fsdp_runtime/steps/guards/replaced_parameters.py": {"parallelize has replaced by shards": _stale},
     "fsdp_runtime/trainers/training_arguments.py": {
         **{piece: lambda given=given: _arguments(**given) for piece, given in SET.items()},  # type: ignore[misc]
         "is not known to be right on shards": lambda: trainers.check_optimizer(SimpleNamespace(optim="adafactor")),
-        "and the training arguments recompute": lambda: _adapted(
-            {"activation_checkpointing": "block"}, activation_checkpointing=True
+        "and the training arguments recompute": (
+            lambda: _adapted({"activation_checkpointing": "block"}, activation_checkpointing=True),
+            lambda: _of_a_trainer({}, _llama(), recompute=True, activation_checkpointing="block"),
         ),
         "for dp={ranks} ranks": lambda: _samples(3),
         "before parallelize": lambda: trainers.check_tokens(_llama(), _Tokenizer()),
         "torch_compile cannot": lambda: _adapted({}, sharded=True, torch_compile=True),
         "is on the meta device": lambda: _of_a_trainer({}, _llama().to("meta")),
-        "recomputes its activations by parallelize": lambda: _of_a_trainer(
-            {}, _llama(), recompute=True, activation_checkpointing="block"
-        ),
-        "and tp > 1": lambda: _of_a_trainer(TP, _llama()),
-        "and dp > 1": lambda: _of_a_trainer(DP, _llama()),
+        "the model is not sharded": (lambda: _of_a_trainer(TP, _llama()), lambda: _of_a_trainer(DP, _llama())),
         "part of the trainer's mesh": _other_mesh,
     },
 }

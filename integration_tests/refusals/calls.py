@@ -12,11 +12,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_runtime import ContextAttention, FSDPOptions, MeshSpec, adopt_mesh, offload, parallelize, submesh
 from fsdp_runtime.mesh import fsdp_mesh
 from fsdp_runtime.mesh.experts import expert_view
-from fsdp_runtime.steps import FSDP2
-from fsdp_runtime.steps.context.step import replace_attention
+from fsdp_runtime.parallelism import resolve_parallelism
+from fsdp_runtime.steps import FSDP2, ContextParallel, SharedPrefixes, TensorParallel
+from fsdp_runtime.steps.context.step import check_context_parallel, replace_attention
+from fsdp_runtime.steps.documents.step import check_packing
 from harness.models import tiny_model
 from refusals import Provocations
-from refusals.worlds import Own, parallelized, refuse, refuse_on, world
+from refusals.worlds import Own, cpm_ant, facts_with, headed, parallelized, refuse, refuse_on, world
 
 POLICY = FSDPOptions(mp_policy=MixedPrecisionPolicy())
 
@@ -25,6 +27,11 @@ def _again(axes: dict[str, int] | None = None, **options: Any) -> None:
     with world(**(axes or {})) as mesh:
         model = parallelize(tiny_model("LlamaForCausalLM"), mesh, **options)
         refuse_on(model, mesh)
+
+
+def _resolved(**options: Any) -> None:
+    with world() as mesh:
+        resolve_parallelism(Own(), mesh, **options)
 
 
 def _offloaded() -> None:
@@ -83,6 +90,36 @@ def _misnamed() -> None:
 
 
 CASES: Provocations = {
+    "fsdp_runtime/values.py": {
+        "write one of": (
+            lambda: _resolved(colour=True),
+            lambda: refuse(Own(), plan=None, logits="some"),
+            lambda: TensorParallel(towers="some"),  # type: ignore[arg-type]
+            lambda: refuse(Own(), {"cp": 2}, plan=None, context_parallel="p2p"),
+            lambda: ContextParallel(load_balancer="zigzag"),  # type: ignore[arg-type]
+            lambda: refuse(Own(), plan=None, activation_checkpointing="sometimes"),
+            lambda: FSDPOptions(frozen_params="some"),  # type: ignore[arg-type]
+        ),
+    },
+    "fsdp_runtime/setup.py": {
+        "is not a transformers model": (
+            lambda: refuse(Own(), {"cp": 2}, plan=None),
+            lambda: refuse(Own(), plan=None, packed_sequences=True),
+            lambda: refuse(Own(), plan=None, steps=(SharedPrefixes(),)),
+        ),
+        "computes its mask and positions": (
+            lambda: refuse(cpm_ant(), {"cp": 2}),
+            lambda: refuse(cpm_ant(), packed_sequences=True),
+        ),
+        "no module in the blocks of": (
+            lambda: check_context_parallel(facts_with(token_mixers=())),
+            lambda: check_packing(facts_with(token_mixers=())),
+        ),
+        "looks up {path} by a token's place": (
+            lambda: refuse(headed("roformer", "masked"), {"cp": 2}, plan=None),
+            lambda: refuse(headed("roformer", "masked"), plan=None, packed_sequences=True),
+        ),
+    },
     "fsdp_runtime/keywords.py": {
         "by {first}= and steps=": lambda: refuse(Own(), plan=None, fsdp=FSDPOptions(), steps=(FSDP2(), FSDP2())),
     },
@@ -90,18 +127,21 @@ CASES: Provocations = {
         "not a torch.nn.Module": lambda: refuse(3),
         "are offloaded": _offloaded,
         "parameters have gradients": _with_gradients,
-        "by FSDP2 already": lambda: _again(fsdp=POLICY),
-        "is wrapped by {wrapper}": _wrapped,
-        "recomputes its activations already": lambda: _again(activation_checkpointing="block"),
-        "under context parallelism already": _over_cp,
-        "is a DTensor over": lambda: _again({"tp": 2}),
-        "experts are sharded over efsdp": lambda: _sliced({"tp": 4, "ep": 2}),
-        "mp_policy and offload_policy": lambda: _sliced({"tp": 2}, fsdp=POLICY),
+        "already: parallelize a fresh model": (
+            lambda: _again(fsdp=POLICY),
+            _wrapped,
+            lambda: _again(activation_checkpointing="block"),
+            _over_cp,
+            lambda: _again({"tp": 2}),
+        ),
+        "the mesh has no dp_shard axis": (
+            lambda: _sliced({"tp": 4, "ep": 2}),
+            lambda: _sliced({"tp": 2}, fsdp=POLICY),
+        ),
     },
     "fsdp_runtime/model/structure.py": {"has no nn.ModuleList": lambda: refuse(nn.Linear(2, 2), plan=None)},
     "fsdp_runtime/mesh/spec.py": {
-        "axis ep has size": lambda: MeshSpec(ep=0),
-        "axis {axis} has size": lambda: MeshSpec(tp=0),
+        "axis {axis} has size": (lambda: MeshSpec(ep=0), lambda: MeshSpec(ep=-1), lambda: MeshSpec(tp=0)),
         "are both -1": lambda: MeshSpec(tp=-1, dp_shard=-1),
         "does not fill the world": lambda: MeshSpec(tp=3).resolve(8),
         "device_type=": lambda: MeshSpec().build(device_type="abacus"),
@@ -109,8 +149,10 @@ CASES: Provocations = {
         "has no axis names": lambda: _adopted(),
         "the axes are in the order": lambda: _adopted("tp", "dp_shard"),
         "is not one of the ranks": _elsewhere,
-        "build it with MeshSpec(..., ep=N)": lambda: _part("tp", lambda mesh: submesh(mesh, "ep"), tp=2),
-        "its axes are": lambda: _part("tp", lambda mesh: submesh(mesh, "cp"), tp=2),
+        "its axes are": (
+            lambda: _part("tp", lambda mesh: submesh(mesh, "ep"), tp=2),
+            lambda: _part("tp", lambda mesh: submesh(mesh, "cp"), tp=2),
+        ),
         "dp_replicate but no dp_shard": lambda: _part("dp_replicate", fsdp_mesh, dp_replicate=2),
         "not a DeviceMesh": lambda: refuse_on(Own(), 3),
         "name them out of": _misnamed,

@@ -11,7 +11,6 @@ from torch import nn
 
 from fsdp_runtime import ContextAttention, parallelize, sequence_layout
 from fsdp_runtime.setup import ModelFacts
-from fsdp_runtime.steps import ContextParallel
 from fsdp_runtime.steps.context.inputs import _require_order
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import Method
@@ -20,7 +19,7 @@ from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import attention_of, check_context_parallel, replace_attention
 from harness.models import tiny_inputs, tiny_model
 from refusals import Provocations
-from refusals.worlds import Own, cpm_ant, facts_with, headed, ids, parallelized, refuse, row, with_attention, world
+from refusals.worlds import headed, ids, parallelized, refuse, row, with_attention, world
 
 CP = {"cp": 2}
 LAYOUT = SequenceLayout(length=8, ranks=2, rank=0)
@@ -67,9 +66,13 @@ def _mixer(*args: Any, **kwargs: Any) -> None:
 
 
 def _own_mask() -> None:
-    model = _gptj()
-    with parallelized(model, CP):
-        model.config._attn_implementation = "eager"  # its masks are then those of the first tokens on every rank
+    with world(**CP) as mesh:
+        ContextAttention(mesh.get_group("cp"), "headtail").full_mask(torch.ones(1, 1, 4, 8), LAYOUT)
+
+
+def _other_attention() -> None:
+    with parallelized(_llama(), CP) as model:
+        model.set_attn_implementation("sdpa")
         model(input_ids=ids(1, 4))
 
 
@@ -122,7 +125,6 @@ CASES: Provocations = {
         "does not come from transformers' mask functions": _own_mask,
         "attends from": lambda: _attend(keys=6),
         "changes scores in a way": lambda: _attend(softcap=30.0),
-        "neither eager attention nor dropout": lambda: _attend(way="ring", dropout=0.1),
         "the rows of one rank only": lambda: _attend(way="ring", attention_mask=torch.ones(1, 1, 4, 4)),
     },
     "fsdp_runtime/steps/context/full_sequence.py": {
@@ -150,18 +152,20 @@ CASES: Provocations = {
             {"input_ids": ids(1, 4), "position_ids": ids(1, 4), "attention_mask": torch.ones(1, 4)},
             packed_sequences=True,
         ),
-        "attention_mask {shape}": lambda: _given(attention_mask=torch.ones(2, 5)),
-        "position_ids {shape} for rows": lambda: _given(position_ids=torch.ones(2, 5)),
         "Inputs._require_parts: the batch was cut": _cut_otherwise,
         "_require_order: the batch was cut": _order,
         "computes its loss by code of its own": lambda: _forward(
             {"input_ids": ids(1, 4), "labels": ids(1, 4)}, headed("bert", "masked")
         ),
-        "{key} {given}": lambda: _given(labels=torch.zeros(2, 5)),
-        "_refuse_unshardable: a key/value cache": lambda: _given(use_cache=True),
+        "where the length is": (
+            lambda: _given(labels=torch.zeros(2, 5)),
+            lambda: _given(attention_mask=torch.ones(2, 5)),
+            lambda: _given(position_ids=torch.ones(2, 5)),
+        ),
+        "was set after parallelize": _other_attention,
         "logits_to_keep of": lambda: _given(logits_to_keep=torch.ones(2, 6, dtype=torch.bool)),
         "no rank computes the attention map": lambda: _given(output_attentions=True),
-        "{name}: a key/value cache": lambda: _given(other=_cache()),
+        "{name}: a key/value cache": (lambda: _given(use_cache=True), lambda: _given(other=_cache())),
         "cannot be sharded along the tokens": lambda: _given(pixel_values=torch.ones(2, 3)),
     },
     "fsdp_runtime/steps/context/masks.py": {
@@ -170,12 +174,15 @@ CASES: Provocations = {
         ],
     },
     "fsdp_runtime/steps/context/methods.py": {
-        "context_parallel={name}": lambda: refuse(Own(), CP, plan=None, context_parallel="p2p"),
-        "computes softmax(q k) v": lambda: _over_cp(row("granite_swa"), context_parallel="ring"),
-        "keeps no attention weights": lambda: _over_cp(
-            tiny_model("LlamaForCausalLM", attention_dropout=0.1), context_parallel="ring"
+        "computes softmax(q k) v": (
+            lambda: _over_cp(row("granite_swa"), context_parallel="ring"),
+            lambda: _over_cp(tiny_model("LlamaForCausalLM", attention_dropout=0.1), context_parallel="ring"),
+            lambda: _attend(way="ring", dropout=0.1),
         ),
-        "divides heads over cp": lambda: refuse(_llama(), {"cp": 3}, context_parallel="ulysses"),
+        "divides heads over cp": (
+            lambda: refuse(_llama(), {"cp": 3}, context_parallel="ulysses"),
+            lambda: _attend(way="ulysses", heads=3),
+        ),
     },
     "fsdp_runtime/steps/context/outputs.py": {
         "router logits {shape}": _router_logits,
@@ -184,33 +191,23 @@ CASES: Provocations = {
         ),
     },
     "fsdp_runtime/steps/context/sharding.py": {
-        "give an integer": lambda: SequenceLayout(0, 2, 0),
-        "give one below": lambda: SequenceLayout(8, 2, 2),
+        "give an integer": (lambda: SequenceLayout(0, 2, 0), lambda: SequenceLayout(8, 2, 2)),
         "are not divisible over": lambda: SequenceLayout(6, 2, 0),
-        "which has no dim": lambda: LAYOUT.shard(torch.ones(8)),
-        "}, not {length}": lambda: LAYOUT.shard(torch.ones(1, 9)),
-        "leave out what has no entry": lambda: LAYOUT.shard_batch(
-            {"input_ids": torch.ones(1, 8), "other": torch.ones(1, 9)}
+        "got {describe}": (lambda: LAYOUT.shard(torch.ones(8)), lambda: LAYOUT.shard(torch.ones(1, 9))),
+        "pass values per sample": (
+            lambda: LAYOUT.shard_batch({"rewards": torch.ones(8)}),
+            lambda: LAYOUT.shard_batch({"input_ids": torch.ones(1, 8), "other": torch.ones(1, 9)}),
         ),
-        "pass values per sample": lambda: LAYOUT.shard_batch({"rewards": torch.ones(8)}),
-        "write 'headtail'": lambda: ContextParallel(load_balancer="zigzag"),  # type: ignore[arg-type]
     },
     "fsdp_runtime/steps/context/step.py": {
-        "is not a transformers model": lambda: _over_cp(Own(), plan=None),
         "picks one token": lambda: _over_cp(_reward_model(), plan=None),
         "has an encoder and a decoder": lambda: _over_cp(_t5(), plan=None),
         "makes one vector of each row": lambda: _over_cp(headed("bert", "trunk"), plan=None),
-        "looks up {path} by a token's place": lambda: _over_cp(headed("roformer", "masked"), plan=None),
         "its {reason}; use cp=1": lambda: _over_cp(headed("mobilebert", "masked"), plan=None),
         "multiplies this rank's embeddings": lambda: _over_cp(headed("deberta", "masked"), plan=None),
         "computes attention by": lambda: _over_cp(with_attention("flex_attention")),
-        "no module in the blocks of": lambda: check_context_parallel(facts_with(token_mixers=())),
-        "computes its mask and positions": lambda: _over_cp(cpm_ant(), plan=None),
         "has rotary embeddings of type": lambda: _over_cp(_rope()),
         "is not under context parallelism": lambda: attention_of(_llama()),
-    },
-    "fsdp_runtime/steps/context/ulysses.py": {
-        "do not divide over cp": lambda: _attend(way="ulysses", heads=3),
     },
 }
 

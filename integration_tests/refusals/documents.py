@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from fsdp_runtime.steps import SharedPrefixes
 from fsdp_runtime.steps.documents.documents import find_documents
 from fsdp_runtime.steps.documents.sequence_functions import RECURRENCES, Call
-from fsdp_runtime.steps.documents.step import check_packing
 from harness.models import tiny_model
 from refusals import Provocations
-from refusals.worlds import Own, cpm_ant, facts_with, headed, ids, parallelized, refuse, row, with_attention
+from refusals.worlds import headed, ids, parallelized, refuse, row, with_attention
 
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2]])
 PREFIXES: dict[str, Any] = {"plan": None, "steps": (SharedPrefixes(),)}
@@ -68,7 +67,6 @@ CASES: Provocations = {
     "fsdp_runtime/steps/documents/sequence_functions.py": {"of a recurrence has no": _with_state},
     "fsdp_runtime/steps/documents/shared_prefixes.py": {
         "leave packed_sequences out, and pack single": lambda: _shared(packed_sequences=True),
-        "is not a transformers model": lambda: _shared(Own()),
         "takes no mask of ancestors": lambda: _shared(with_attention("flash_attention_2")),
         "passes a state from token": lambda: _shared(row("jamba")),
         "cannot share prefixes": lambda: _shared(row("doge, mixture")),
@@ -82,10 +80,6 @@ CASES: Provocations = {
         "only self-attention without a cache": lambda: _shared_forward(length=5, position_ids=PACKED),
     },
     "fsdp_runtime/steps/documents/step.py": {
-        "is not a transformers model": lambda: _packed(Own()),
-        "computes its mask and positions": lambda: _packed(cpm_ant()),
-        "no module in the blocks of": lambda: check_packing(facts_with(token_mixers=())),
-        "looks up {path} by a token's place": lambda: _packed(headed("roformer", "masked")),
         "attends to later tokens": lambda: _packed(headed("bert", "masked")),
         "a key/value cache has no boundaries": lambda: _packed_forward(use_cache=True),
     },

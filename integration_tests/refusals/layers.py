@@ -9,7 +9,7 @@ import peft
 from torch import nn
 
 from fsdp_runtime import SelectiveCheckpoint
-from fsdp_runtime.steps import Compile, TensorParallel
+from fsdp_runtime.steps import Compile
 from fsdp_runtime.steps.async_tp import async_compile_options
 from harness.models import tiny_model
 from refusals import Provocations
@@ -68,6 +68,13 @@ def _compiled(**options: Any) -> None:
 
 ASYNC = Compile(async_tensor_parallel=True)
 CASES: Provocations = {
+    "fsdp_runtime/steps/plain_adapters.py": {
+        "that are merged, or not plain LoRA": (
+            lambda: refuse(_adapted(target_modules=["q_proj"], use_dora=True), TP),
+            lambda: refuse(_adapted(MOE, merged=True, **STACKED), TP),
+            lambda: refuse(_adapted(MOE, merged=True, **STACKED), EP),
+        ),
+    },
     "fsdp_runtime/steps/tensor/lora.py": {
         "the model is no PeftModel": lambda: refuse(_injected(), TP),
         "learns keys and values": lambda: refuse(_prompts(peft.PrefixTuningConfig), TP),
@@ -75,9 +82,7 @@ CASES: Provocations = {
             _prompts(peft.PromptTuningConfig), TP, sequence_parallel=True
         ),
         "each rank computes with its part": _adapted_router,
-        "not plain LoRA on a linear layer": lambda: refuse(_adapted(target_modules=["q_proj"], use_dora=True), TP),
         "is not sharded by expert": _experts_by_feature,
-        "adapts experts with adapters that are merged": lambda: refuse(_adapted(MOE, merged=True, **STACKED), TP),
         "is adapted by peft's": lambda: refuse(
             peft.get_peft_model(
                 tiny_model("LlamaForCausalLM"), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
@@ -87,8 +92,6 @@ CASES: Provocations = {
     },
     "fsdp_runtime/steps/tensor/later_adapters.py": {"was added after parallelize": _later_adapter},
     "fsdp_runtime/steps/tensor/step.py": {
-        "logits={logits}": lambda: refuse(Own(), plan=None, logits="some"),
-        "towers={towers}": lambda: TensorParallel(towers="some"),  # type: ignore[arg-type]
         "needs a plan, and plan=None": lambda: refuse(Own(), plan=None, sequence_parallel=True),
     },
     "fsdp_runtime/steps/async_tp.py": {
@@ -102,13 +105,11 @@ CASES: Provocations = {
         ),
     },
     "fsdp_runtime/steps/experts/step.py": {
-        "that are merged, or not plain LoRA": lambda: refuse(_adapted(MOE, merged=True, **STACKED), EP),
         "Over tp this needs a rule": lambda: refuse(_adapted(MOE, **STACKED), {"tp": 2, "ep": 2}, plan=None),
     },
     "fsdp_runtime/steps/checkpointing.py": {
         "has no namespace": lambda: _recomputed(SelectiveCheckpoint(save=("mm",))),
         "has none of these operators": lambda: _recomputed(SelectiveCheckpoint(save=("aten.no_such",))),
-        "activation_checkpointing={mode}": lambda: _recomputed("sometimes"),
         "was given a key/value cache": _with_cache,
         "none of which is called": lambda: _recomputed("mlp"),
     },

@@ -17,6 +17,7 @@ from fsdp_runtime.steps.experts.step import ExpertParallel
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.tensor.step import Logits, PlanSource, TensorParallel
+from fsdp_runtime.values import require_one_of
 
 
 class Options(TypedDict, total=False):
@@ -62,6 +63,9 @@ def steps_of(**options: Unpack[Options]) -> tuple[Step, ...]:
     Raises:
         OptionError: a step is given twice, or a value is not allowed.
     """
+    for name in options:
+        steps = "; other options are fields of the classes in fsdp_runtime.steps"
+        require_one_of("keyword", name, Options.__annotations__, or_else=steps)
     given = tuple(options.pop("steps", ()))
     found = [_step(kind, fields, options, given) for kind, fields in _FIELDS.items()]
     others = (step for step in given if not isinstance(step, tuple(_FIELDS)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -168,11 +168,9 @@ def resolve_steps(
     require_same_setup(model, meshes, given)
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
-    _require_not_wrapped(model)
+    _require_fresh(model, plain=not allow_dtensors or meshes.tp is not None)
     if any(mesh is not None for mesh in (meshes.tp, meshes.ep, meshes.fsdp)):
         _require_no_gradients(model)
-    if not allow_dtensors or meshes.tp is not None:
-        _require_plain_parameters(model)
     if not any(isinstance(step, PackedSequences) for step in given):
         given.append(PackedSequences(apart=False))  # warns
     given.append(RandomStates(meshes.tp))
@@ -207,30 +205,31 @@ def _meshes(mesh: DeviceMesh, options: FSDPOptions) -> Meshes:
     )
 
 
-def _require_not_wrapped(model: nn.Module) -> None:
-    """Refuse a model that this package or another has already wrapped."""
+def _require_fresh(model: nn.Module, *, plain: bool) -> None:
+    """Refuse a model that this package or another has already wrapped or sharded."""
+    for path, reason in _already(model, plain=plain):
+        raise ModelError(
+            f"{path or 'the model'} {reason} already: parallelize a fresh model, without wrappers; to add steps of "
+            "your own, pass parallelize(..., steps=(MyStep(),))"
+        )
+
+
+def _already(model: nn.Module, *, plain: bool) -> Iterator[tuple[str, str]]:
+    """Yield what has been wrapped or sharded, and how."""
     for path, module in model.named_modules():
         names = {cls.__name__ for cls in type(module).__mro__}
-        wrapper = next(iter(names & {"DistributedDataParallel", "FullyShardedDataParallel", "MegatronFSDP"}), None)
+        for wrapper in names & {"DistributedDataParallel", "FullyShardedDataParallel", "MegatronFSDP"}:
+            yield path, f"is wrapped by {wrapper}"
         if isinstance(module, FSDPModule):
-            raise ModelError(f"{path or 'the model'} is wrapped by FSDP2 already: parallelize a fresh model")
-        if wrapper is not None:
-            raise ModelError(f"{path or 'the model'} is wrapped by {wrapper}: parallelize the model inside it, fresh")
+            yield path, "is wrapped by FSDP2"
         if recomputes(module):
-            raise ModelError(f"{path} recomputes its activations already: parallelize a fresh model")
+            yield path, "recomputes its activations"
     if under_context_parallelism(model):
-        raise ModelError("the model is under context parallelism already: parallelize a fresh model")
-
-
-def _require_plain_parameters(model: nn.Module) -> None:
-    """Refuse a model with DTensor parameters."""
-    for path, parameter in model.named_parameters():
+        yield "", "is under context parallelism"
+    for path, parameter in model.named_parameters() if plain else ():
         if isinstance(parameter, DTensor):
             axes = " and ".join(parameter.device_mesh.mesh_dim_names or ()) or "a mesh"
-            raise ModelError(
-                f"{path} is a DTensor over {axes} already: parallelize a fresh model; to add steps of your own, pass "
-                "parallelize(..., steps=(MyStep(),))"
-            )
+            yield path, f"is a DTensor over {axes}"
 
 
 def _require_no_gradients(model: nn.Module) -> None:
@@ -258,14 +257,9 @@ def _fsdp_mesh(mesh: DeviceMesh, options: FSDPOptions) -> DeviceMesh | None:
     divides_experts = experts is not None and experts.size() > 1
     if shards is not None and (shards.size() > 1 or options.requires_fsdp or divides_experts):
         return shards
-    if divides_experts:
+    if divides_experts or options.requires_fsdp:
+        what = "experts over efsdp need" if divides_experts else "mp_policy and offload_policy need"
         raise OptionError(
-            "experts are sharded over efsdp with FSDP2, and the mesh has no dp_shard axis: add one (size 1 is enough), "
-            "or pass adopt_mesh(mesh)"
-        )
-    if options.requires_fsdp:
-        raise OptionError(
-            "mp_policy and offload_policy need FSDP2, and the mesh has no dp_shard axis: add one (size 1 is enough), "
-            "or pass adopt_mesh(mesh)"
+            f"{what} FSDP2, and the mesh has no dp_shard axis: add one (size 1 is enough), or pass adopt_mesh(mesh)"
         )
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +33,7 @@ def parallelize(
     compile: bool | Mapping[str, Any] | Compile = False,  # noqa: A002  # torch's word
     fsdp: FSDPOptions | FSDP2 | None = None,
     steps: Sequence[Step] = (),
+    **unknown: Never,
 ) -> nn.Module:
     """Parallelize a model over a mesh, in place.
 
@@ -59,6 +60,7 @@ def parallelize(
         compile: compile every block in place: ``True``, or keywords of ``torch.compile``.
         fsdp: settings of FSDP2: dtypes, CPU offload, resharding, prefetching, frozen parameters.
         steps: steps that have no keyword (``ExpertParallel``, ``SharedPrefixes``, ``CheckInputs``), or your own.
+        unknown: refused by name.
 
     Returns:
         The same model.
@@ -96,6 +98,7 @@ def parallelize(
         compile=compile,
         fsdp=fsdp,
         steps=steps,
+        **unknown,
     )
     parallelism.apply(model)
     return model

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_masked_language_model, is_transformers_model
+from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure, inspect_model
 from fsdp_runtime.steps.documents.positions import (
     DerivedPositions,
@@ -129,6 +130,37 @@ class ModelFacts:
     def needs_full_row(self) -> str | None:
         """Why a part of a row is not enough, if it is known to be so."""
         return needs_full_row(self.structure)
+
+    def require_transformers(self, own: str) -> None:
+        """Check that the model is one of transformers.
+
+        Args:
+            own: what to do for another one.
+
+        Raises:
+            ModelError: it is not.
+        """
+        if not self.of_transformers:
+            raise ModelError(f"{self.name} is not a transformers model, whose attention is known: {own}")
+
+    def require_known_positions(self, fix: str) -> None:
+        """Check that what mixes tokens is known, and goes by their positions.
+
+        Args:
+            fix: what to do for another model.
+
+        Raises:
+            ModelError: it does not.
+        """
+        if (path := self.makes_own_masks) is not None:
+            raise ModelError(f"{path} of {self.name} computes its mask and positions from the length of a row: {fix}")
+        if not self.token_mixers:
+            raise ModelError(
+                f"no module in the blocks of {self.name} takes an attention mask, a cache or a state, so that it is "
+                f"not known which ones mix tokens: {fix}"
+            )
+        if (path := self.ignores_position_ids) is not None:
+            raise ModelError(f"{self.name} looks up {path} by a token's place in a row, not by position_ids: {fix}")
 
 
 @dataclass(frozen=True, kw_only=True)

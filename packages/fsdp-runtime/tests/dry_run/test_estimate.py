@@ -382,7 +382,7 @@ def test_the_layers_of_sharded_towers_take_half_of_their_bytes() -> None:
     tensors = [each for module in others for each in module.parameters(recurse=False) if each.ndim > 1 < len(each)]
     split += sum(each.numel() for each in tensors)  # patches, positions, fused attention, a bare projection
     assert replicated - sharded == 2 * split // 2  # half of them, of two bytes each
-    with pytest.raises(OptionError, match="towers='none': write 'sharded' or 'replicated'"):
+    with pytest.raises(OptionError, match="towers='none': write one of 'sharded', 'replicated'"):
         estimate(config, {"tp": 2}, seq_len=16, plan=TensorParallel(towers="none"))  # type: ignore[arg-type]
 
 

@@ -96,5 +96,5 @@ def _without_view() -> None:
 
 
 def test_a_mesh_without_the_view_names_the_setting(two_ranks: RankPool) -> None:
-    with pytest.raises(RanksFailed, match=r"the mesh has no axis 'ep': build it with MeshSpec\(..., ep=N\)"):
+    with pytest.raises(RanksFailed, match=r"has no axis 'ep': its axes are .*; build it with MeshSpec\(..., ep=N\)"):
         two_ranks.run(_without_view)

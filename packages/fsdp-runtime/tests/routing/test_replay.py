@@ -11,7 +11,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fsdp_runtime import MeshSpec, ModelError, Routes, parallelize, record_routes, replay_routes
+from fsdp_runtime import (
+    MeshSpec,
+    ModelError,
+    Routes,
+    describe_parallelism,
+    parallelize,
+    record_routes,
+    replay_routes,
+)
 from fsdp_runtime.errors import RoutesError
 from fsdp_runtime.routing import selections
 from fsdp_runtime.routing.routers import find_routers
@@ -384,11 +392,29 @@ def test_a_model_without_experts_is_refused() -> None:
         pass
 
 
-def test_compiled_blocks_are_refused() -> None:
-    model = parallelize(_mixtral(), MeshSpec().build(device_type="cpu"), plan=None, compile={"backend": "eager"})
-    with pytest.raises(ModelError, match=r"model.layers.0 is compiled"), record_routes(model):
-        pass
-    with pytest.raises(ModelError, match="compiled"), record_routes(torch.compile(_mixtral(), backend="eager")):
+@pytest.mark.parametrize("recomputes", ["none", "block"])
+def test_compiled_blocks_record_and_replay_as_others(recomputes: Any) -> None:
+    plain = _mixtral()
+    options: Any = {"plan": None, "compile": {"backend": "eager"}, "activation_checkpointing": recomputes}
+    model = parallelize(copy.deepcopy(plain), MeshSpec().build(device_type="cpu"), **options)
+    _run(model)
+    found = []
+    for each in (plain, model):
+        with record_routes(each) as routes:
+            _run(each)
+        with replay_routes(each, (routes.stacked() + 1) % EXPERTS):
+            found.append((routes.stacked(), *_run(each)))
+    (wanted, logits, gradients), (selected, replayed, others) = found
+    assert torch.equal(selected, wanted)
+    assert torch.allclose(replayed, logits)
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(others[name], gradient), name
+    assert describe_parallelism(model).compiled == ("model.layers.0", "model.layers.1")
+
+
+def test_what_torch_compile_returns_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"torch\.compile returned"), record_routes(torch.compile(_mixtral())):
         pass
 
 

@@ -99,6 +99,37 @@ def test_attention_drops_other_weights_for_the_heads_of_another_rank(two_ranks: 
     assert torch.equal(second, second_again)
 
 
+def _of_heads_and_residuals() -> tuple[list[Tensor], Tensor]:
+    """The same of attention that drops its output too, and that output."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPTJConfig(
+        vocab_size=131, n_embd=64, n_layer=1, n_head=4, rotary_dim=8, embd_pdrop=0.0, attn_pdrop=0.4, resid_pdrop=0.4
+    )
+    model = transformers.GPTJForCausalLM(config).double().train()
+    attention = model.transformer.h[0].attn
+    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+        layer.weight.data[32:] = layer.weight.data[:32]
+    parallelize(model, mesh_for({"tp": 2}), activation_checkpointing="block")
+    found: list[Tensor] = []
+    outputs: list[Tensor] = []
+    attention.out_proj.register_forward_pre_hook(lambda _, args: found.append(args[0].detach().clone()))
+    attention.register_forward_hook(lambda _module, _args, output: outputs.append(output[0].detach()))
+    torch.manual_seed(dist.get_rank())
+    model(**tiny_inputs(model, batch=2, length=6), use_cache=False).logits.full_tensor().square().sum().backward()
+    return found, outputs[0]
+
+
+def test_attention_that_drops_its_output_too_drops_other_weights_for_other_heads(two_ranks: RankPool) -> None:
+    ((first, again), output), ((second, _), same) = two_ranks.run(_of_heads_and_residuals)
+    assert first.shape == second.shape
+    assert (first - second).abs().max() > 1e-3
+    assert torch.equal(first, again)
+    assert torch.equal(output, same)
+    assert (output == 0).any()
+
+
 def _replicas(plan: Any, config: dict[str, Any]) -> list[Tensor]:
     """Gradients of replicated parameters under attention dropout."""
     model = tiny_model("LlamaForCausalLM", num_hidden_layers=1, **config).train()

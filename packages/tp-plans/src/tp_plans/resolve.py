@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tp_plans._validate import require_size
 from tp_plans.errors import (
@@ -153,22 +153,22 @@ def _imported(path: str) -> object:
         raise CustomPlanError(f"{path!r} is neither 'auto' nor a dotted path like 'package.module.name'")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
-        raise CustomPlanError(
-            f"custom plan {path!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:  # noqa: BLE001 (the code of a user may raise anything)
+        _fail(path, f"module {module_name!r} cannot be imported:", error)
     try:
         value = getattr(module, attribute)
-    except AttributeError:
-        raise CustomPlanError(f"custom plan {path!r}: module {module_name!r} has no {attribute!r}") from None
+    except AttributeError as error:
+        _fail(path, f"module {module_name!r} has no {attribute!r}:", error)
     if not callable(value):
         return value
     try:
         return value()
-    except Exception as error:
-        raise CustomPlanError(
-            f"custom plan {path!r}: calling it without arguments raised {type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:  # noqa: BLE001
+        _fail(path, "calling it without arguments raised", error)
+
+
+def _fail(path: str, what: str, error: Exception) -> NoReturn:
+    raise CustomPlanError(f"custom plan {path!r}: {what} {type(error).__name__}: {error}") from error
 
 
 def _from_value(value: object, *, name: str) -> Plan:

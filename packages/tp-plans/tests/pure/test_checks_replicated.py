@@ -43,6 +43,10 @@ def test_what_is_small_is_not_told():
     assert warnings(Plan({"up": ColwiseParallel(), "down": RowwiseParallel()}), model) == []
 
 
+def test_of_a_model_of_empty_parameters_nothing_is_told():
+    assert warnings(Plan({"up": NoParallel()}), Module(up=Norm(0), down=Norm(0))) == []
+
+
 def test_a_tied_weight_counts_once_and_by_its_split_place():
     assert warnings(plan_for("llama"), decoder(tied=True)) == []
 

@@ -130,6 +130,19 @@ def test_a_plan_that_is_right_is_right_to_rounding():
     assert report.gradient_errors.keys() == dict(Own().named_parameters()).keys()
 
 
+class Silent(Own):
+    """A model whose outputs and gradients are zeros, as those of width 0 are."""
+
+    def forward(self, ids):
+        return super().forward(ids) * 0
+
+
+def test_outputs_and_gradients_of_zeros_are_compared_too():
+    report = verify_plan(Silent(), plan())
+    assert report.right
+    assert max(report.output_error, *report.gradient_errors.values()) == 0
+
+
 PLANTED = {
     "a fused weight split down the middle": (
         {},

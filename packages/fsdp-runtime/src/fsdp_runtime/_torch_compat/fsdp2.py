@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_runtime._torch_compat.meshes import local_tensor
 
@@ -43,6 +43,44 @@ def initialize_root(root: FSDPModule) -> None:
             if isinstance(module, FSDPModule):
                 module._get_fsdp_state()._is_root = None
     state._lazy_init()
+
+
+def move_root(old: FSDPModule, new: Any) -> None:
+    """Make a module inside of a root the root, which gathers what the old one gathered and what is still in use.
+
+    Adapters that are taken out of a model leave its ``PeftModel`` out, whose parameters are those of the root.  torch
+    2.10 to 2.15 have no public way but to wrap a copy of the model.
+
+    Args:
+        old: the root; nothing is gathered.
+        new: a module below it that is no FSDP module.
+    """
+    units: list[Any] = [old, *(each for each in new.modules() if isinstance(each, FSDPModule))]
+    state: Any = old._get_fsdp_state()
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handle.remove()
+    mesh = next(group.mesh_info.mesh for unit in units for group in _parameter_groups(unit))
+    fully_shard(
+        new, mesh=mesh, mp_policy=state._mp_policy, reshard_after_forward=True, ignored_params=set(new.parameters())
+    )
+    kept = set(new.modules())
+    for unit in units:
+        used = [group for group in _parameter_groups(unit) if _keep_parameters(group, kept)]
+        _set_groups(unit._get_fsdp_state(), [])
+        owner = new if unit is old else unit
+        _set_groups(owner._get_fsdp_state(), used)
+        for group in used if unit is old else ():
+            group.modules = (new,)
+    initialize_root(new)
+
+
+def _keep_parameters(group: Any, modules: Container[nn.Module]) -> bool:
+    """Leave out the parameters that none of the modules has; return whether some are left."""
+    infos = {each: each._module_info for each in group.fsdp_params}
+    group.fsdp_params = [
+        each for each, info in infos.items() if any(owner in modules for owner in (info.module, *info.shared_modules))
+    ]
+    return bool(group.fsdp_params)
 
 
 def unreduced_gradients(unit: FSDPModule) -> int:
@@ -181,6 +219,13 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
     return _groups_of(unit._get_fsdp_state())
+
+
+def _set_groups(state: Any, groups: list[Any]) -> None:
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups = groups
+    else:
+        state._fsdp_param_group = next(iter(groups), None)
 
 
 def _groups_of(state: Any) -> list[Any]:

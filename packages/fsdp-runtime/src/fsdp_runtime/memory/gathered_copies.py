@@ -14,6 +14,7 @@ forward after an optimizer's step would compute with the old values.  So:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._torch_compat import (
     copied_versions,
     drop_unreduced_gradients,
@@ -31,6 +33,7 @@ from fsdp_runtime._torch_compat import (
     in_backward,
     in_forward,
     initialize_root,
+    move_root,
     parameter_hooks,
     parameter_owners,
     reset_after_error,
@@ -39,6 +42,7 @@ from fsdp_runtime._torch_compat import (
 )
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.memory.unshard import is_held
+from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from fsdp_runtime.wrap import hook_forward
 
@@ -124,13 +128,52 @@ def _refresh(root: Any, units: list[Any]) -> None:
 def shards_of_copies(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     """Return the gathered copies that a module and those below it hold, each with its shard.
 
-    In a forward, a backward or ``unsharded`` nothing is returned: what a module computes with are the copies.
+    In a forward, a backward or ``unsharded`` nothing is returned: what a module computes with are the copies.  The next
+    forward gathers anew, since what is written to ``parameter.data`` changes no version.
     """
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for unit in () if in_backward() else _gathered_by(module):
-        if not is_held(unit) and not in_forward(unit):
-            shards.update(gathered_copies(unit))
+        if not is_held(unit) and not in_forward(unit) and (copies := gathered_copies(unit)):
+            shards.update(copies)
+            runtime_state(unit).versions = ()
     return shards
+
+
+def free_copies(module: nn.Module) -> bool:
+    """Free the gathered copies of a module and those below it, so that what is written next are the shards.
+
+    Returns:
+        False in a forward or a backward or inside of ``unsharded``, which keep them.
+    """
+    units = _gathered_by(module)
+    if units and (in_backward() or any(is_held(unit) or in_forward(unit) for unit in units)):
+        return False
+    for unit in units:
+        unit.reshard()
+    return True
+
+
+def leave_out_peft_model(tuner: nn.Module, unload: Callable[[], Any]) -> Any:
+    """Take the adapters out of a model; where its ``PeftModel`` is a root of FSDP2, the model inside becomes it.
+
+    Args:
+        tuner: inside of the ``PeftModel``.
+        unload: returns the model inside, without adapters.
+    """
+    root: Any = next((root for root in _roots if tuner in root.modules()), None)
+    model = unload()
+    if root is None or base_model(root) is not model:
+        return model
+    state = runtime_state(model)
+    move_root(root, model)
+    gather_outside_inference_mode(model)
+    keep_readers_on_shards(model)
+    state.reshard_after_forward = runtime_state(root).reshard_after_forward
+    model.set_reshard_after_forward(state.reshard_after_forward, recurse=False)
+    state.is_fsdp_root, runtime_state(root).is_fsdp_root = True, False
+    state.one_rank = runtime_state(root).one_rank
+    _roots.discard(root)
+    return model
 
 
 def drop_unreduced(module: nn.Module) -> None:

@@ -65,11 +65,10 @@ class MeshSpec:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        if type(self.ep) is not int or self.ep < 1:
-            raise MeshError(f"axis ep has size {self.ep!r}: give a positive integer")
-        for axis, size in self.sizes.items():
-            if type(size) is not int or (size < 1 and size != -1):
-                raise MeshError(f"axis {axis} has size {size!r}: give a positive integer, or -1 to infer it")
+        for axis, size in {"ep": self.ep, **self.sizes}.items():
+            inferred = "" if axis == "ep" else ", or -1 to infer it"
+            if type(size) is not int or (size < 1 and (size != -1 or not inferred)):
+                raise MeshError(f"axis {axis} has size {size!r}: give a positive integer{inferred}")
         if (unknown := [axis for axis, size in self.sizes.items() if size == -1])[1:]:
             raise MeshError(f"axes {' and '.join(unknown)} are both -1: only one size can be inferred")
 
@@ -245,16 +244,12 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     if axis in names:
         return _axis(mesh, axis)
-    if axis in EXPERT_AXES:
-        if (view := expert_view(mesh)) is None:
-            raise MeshError(f"the mesh has no axis {axis!r}: build it with MeshSpec(..., ep=N)")
+    if axis in EXPERT_AXES and (view := expert_view(mesh)) is not None:
         return view[axis]
     parts = tuple(part for part in FLATTENED.get(axis, ()) if part in names)
     if not parts:
-        raise MeshError(
-            f"the mesh has no axis {axis!r}: its axes are {', '.join(names) or 'unnamed'}; adopt_mesh(mesh) "
-            "gives it every axis, at size 1"
-        )
+        way = "build it with MeshSpec(..., ep=N)" if axis in EXPERT_AXES else "adopt_mesh(mesh) gives it every axis"
+        raise MeshError(f"the mesh has no axis {axis!r}: its axes are {', '.join(names) or 'unnamed'}; {way}")
     return flatten_axes(mesh, parts, axis) if len(parts) > 1 else _axis(mesh, parts[0])
 
 

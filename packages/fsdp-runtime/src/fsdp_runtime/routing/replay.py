@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._torch_compat import is_compiled
+from fsdp_runtime._torch_compat import is_compiled, set_compiled_call
 from fsdp_runtime._transformers_compat.recomputation import checkpointing_through
 from fsdp_runtime.errors import ModelError, RoutesError
 from fsdp_runtime.routing.routers import Router, Routers, find_routers
@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 def record_routes(model: nn.Module) -> Iterator[Routes]:
     """Record the experts that every mixture of a model selects for each token of one forward.
 
-    The forward's outputs and gradients are those without recording.  The routes are filled in when the context ends;
-    under context parallelism this gathers them over ``cp``, so every rank must come to the end.
+    The forward's outputs and gradients are those without recording; compiled modules run in Python.  The routes are
+    filled in when the context ends; under context parallelism this gathers them over ``cp``, so every rank must come to
+    the end.
 
     Args:
         model: the model, parallelized or not.
@@ -42,7 +43,8 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
         The routes, ``[tokens, k]`` integers by the path of the router.
 
     Raises:
-        ModelError: the model has no mixture, the selection of one cannot be identified, or its code is compiled.
+        ModelError: the model has no mixture, the selection of one cannot be identified, or it is in what
+            ``torch.compile`` returned.
         RoutesError: a router runs twice: one context records one forward.
 
     Example:
@@ -77,7 +79,7 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
 
     Each router computes its scores as usual and weights the replayed experts by them, with the architecture's own
     normalisation and scaling: gradients reach the router.  A part that is recomputed in backward, inside the context or
-    after it, selects again what its forward selected.
+    after it, selects again what its forward selected.  Compiled modules run in Python inside of the context.
 
     Args:
         model: the model, parallelized or not.
@@ -89,7 +91,8 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
             usual.
 
     Raises:
-        ModelError: the model has no mixture, the selection of one cannot be identified, or its code is compiled.
+        ModelError: the model has no mixture, the selection of one cannot be identified, or it is in what
+            ``torch.compile`` returned.
         RoutesError: the routes have another number of layers, tokens or experts than the model, or an expert that it
             does not have.
 
@@ -127,8 +130,21 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
 
 @contextmanager
 def _session(model: nn.Module, session: Session, tokens: _Tokens) -> Iterator[None]:
-    with tokens.counted(), checkpointing_through(model, CarriedRoutes().bind), activated(session):
+    with tokens.counted(), checkpointing_through(model, CarriedRoutes().bind), activated(session), _in_python(model):
         yield
+
+
+@contextmanager
+def _in_python(model: nn.Module) -> Iterator[None]:
+    """Let compiled modules run as they are, since compiled code selects without the routers' hooks."""
+    compiled = {module: set_compiled_call(module, None) for module in model.modules() if is_compiled(module)}
+    if compiled:
+        logger.info("routes: %d compiled modules of %s run in Python", len(compiled), type(model).__name__)
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            set_compiled_call(module, call)
 
 
 def _routers_of(model: nn.Module) -> Routers:
@@ -142,10 +158,10 @@ def _routers_of(model: nn.Module) -> Routers:
                 f"{path} is wrapped by torch's CheckpointWrapper, whose recomputations would route anew: use "
                 "activation_checkpointing of parallelize, or gradient_checkpointing_enable of transformers"
             )
-        if path in around and (is_compiled(module) or name == "OptimizedModule"):
+        if path in around and name == "OptimizedModule":
             raise ModelError(
-                f"{path or 'the model'} is compiled, and routes of compiled code can be neither recorded nor replayed: "
-                "parallelize it without compile"
+                f"{path or 'the model'} is what torch.compile returned, whose code selects without routers: compile "
+                "with parallelize(..., compile=True) or module.compile()"
             )
     return routers
 

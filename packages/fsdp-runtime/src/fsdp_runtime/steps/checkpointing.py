@@ -26,6 +26,7 @@ from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.step import packing_of
 from fsdp_runtime.steps.recomputation import bound
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
+from fsdp_runtime.values import require_one_of
 from fsdp_runtime.wrap import Wrapper, is_wrapped, wrap
 from tp_plans.runtime import MLP_MODULES
 
@@ -98,11 +99,8 @@ def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, 
     """
     if isinstance(mode, SelectiveCheckpoint):
         mode.overloads()
-    elif mode not in get_args(Mode):
-        allowed = ", ".join(map(repr, get_args(Mode)))
-        raise OptionError(
-            f"activation_checkpointing={mode!r}: write one of {allowed}, or a SelectiveCheckpoint(save=...)"
-        )
+    else:
+        require_one_of("activation_checkpointing", mode, get_args(Mode), or_else=", or a SelectiveCheckpoint(save=...)")
     if mode == "none":
         return ()
     if mode == "mlp":

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.setup import Setup
@@ -35,6 +38,9 @@ from tp_plans.runtime import computes, referenced_names
 _RANDOM = re.compile("drop|jitter|noise")
 _ATTENTION = "attention_dropout"
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+#: Functions that drop weights of heads where their first argument is ``[batch, heads, ..., ...]``.
+_OF_HEADS = (nn.functional.dropout, nn.functional.scaled_dot_product_attention)
+_DIMS_OF_HEADS = 4
 #: Odd factors that keep the seeds of ranks apart.
 _OVER_CP, _OVER_TP = 2654435761, 40503
 #: Seeds that the draws of ranks are taken from.
@@ -46,8 +52,8 @@ class RandomStates(Step):
     """Let the ranks of ``tp`` draw alike in training forwards of a model with dropout or other noise.
 
     One all-gather of 8 bytes over ``tp`` and a wait for it before such a forward, and another after it; none for a
-    model whose probabilities are 0, or that evaluates.  Attention without other dropout draws for its own heads, except
-    in compiled blocks.  Ranks of ``cp``, which have different tokens, draw differently.
+    model whose probabilities are 0, or that evaluates.  Attention draws for its own heads, except in compiled blocks.
+    Ranks of ``cp``, which have different tokens, draw differently.
 
     Args:
         tp: the axis, also where no layer is sharded over it.
@@ -64,8 +70,16 @@ class RandomStates(Step):
         states = _States(tp.device_type)
         hooks = _SameDraws(tp, 0 if cp is None else cp.get_local_rank(), sources, states)
         hook_model(model, "draws alike over tp", hooks.before, hooks.after)
-        drawing = [mixer.module for mixer in setup.facts.token_mixers if _drops_weights_alone(mixer, setup.plan)]
-        wrap(drawing, _OwnHeads, states=states, offset=(tp.get_local_rank() + 1) * _OVER_TP)
+        offset = (tp.get_local_rank() + 1) * _OVER_TP
+        sharded = [mixer for mixer in setup.facts.token_mixers if _has_own_heads(mixer, setup.plan)]
+        alone = {mixer.module for mixer in sharded if _drops_weights_alone(mixer)}
+        wrap(alone, _OwnHeads, states=states, offset=offset)
+        others: dict[tuple[str, ...], list[nn.Module]] = defaultdict(list)
+        for mixer in sharded:
+            if mixer.module not in alone and (names := tuple(_names(mixer.module))):
+                others[names].append(mixer.module)
+        for names, modules in others.items():
+            wrap(modules, _OwnWeights, states=states, offset=offset, amounts=names)
 
 
 @dataclass(frozen=True)
@@ -103,9 +117,20 @@ def _amounts(owner: Any) -> Iterator[str]:
             yield name
 
 
-def _drops_weights_alone(mixer: TokenMixer, plan: object) -> bool:
-    """Return True for an attention with a rank's heads that draws nothing but what its attention function drops."""
-    if not isinstance(plan, Plan) or not is_sharded(mixer, plan) or not uses_interface(mixer.cls):
+def _names(module: nn.Module) -> Iterator[str]:
+    """Yield the names of the amounts that a module and those below it may draw by, as ``attn_dropout.p``."""
+    yield from (f"config.{name}" for name in _amounts(getattr(module, "config", None)))
+    for path, part in module.named_modules():
+        yield from (f"{path}.{name}".removeprefix(".") for name in _amounts(part))
+
+
+def _has_own_heads(mixer: TokenMixer, plan: object) -> bool:
+    return isinstance(plan, Plan) and is_sharded(mixer, plan)
+
+
+def _drops_weights_alone(mixer: TokenMixer) -> bool:
+    """Return True for an attention that draws nothing but what its attention function drops."""
+    if not uses_interface(mixer.cls):
         return False
     amounts = [(module, name) for module in mixer.module.modules() for name in _amounts(module)]
     return amounts == [(mixer.module, _ATTENTION)] and "dropout" not in referenced_names(mixer.cls)
@@ -225,3 +250,35 @@ class _OwnHeads(Wrapper):
             return forward(*args, **kwargs)
         with self.states.seeded(_draw() + self.offset):
             return forward(*args, **kwargs)
+
+
+class _OwnWeights(Wrapper):
+    """The same of an attention that draws for the residual stream too: weights ``[batch, heads, ..., ...]`` alone."""
+
+    effect = _OwnHeads.effect
+    states: ClassVar[_States]
+    offset: ClassVar[int]
+    amounts: ClassVar[tuple[str, ...]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]
+        draws = self.training and any((attrgetter(name)(self) or 0) > 0 for name in self.amounts)  # type: ignore[attr-defined]
+        if torch.compiler.is_compiling() or not draws:
+            return forward(*args, **kwargs)
+        with _DrawsForHeads(self.states, self.offset):
+            return forward(*args, **kwargs)
+
+
+class _DrawsForHeads(TorchFunctionMode):
+    """Functions that drop weights of heads draw from a seed of this rank, all others from that of all ranks."""
+
+    def __init__(self, states: _States, offset: int) -> None:
+        super().__init__()
+        self.states, self.offset = states, offset
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        if function not in _OF_HEADS or not args or args[0].dim() != _DIMS_OF_HEADS:
+            return function(*args, **(kwargs or {}))
+        with self.states.seeded(_draw() + self.offset):
+            return function(*args, **(kwargs or {}))

@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -102,10 +102,7 @@ def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
     """
     mode = options.get("activation_checkpointing", "none")
     if getattr(args, "activation_checkpointing", False) and getattr(mode, "mode", mode) != "none":
-        raise OptionError(
-            f"parallelize_kwargs has activation_checkpointing={mode!r}, and the training arguments recompute too: set "
-            "gradient_checkpointing=False in the training arguments"
-        )
+        _refuse_two_checkpointings(f"parallelize_kwargs has activation_checkpointing={mode!r}")
     args = copy.copy(args)
     if getattr(args, "use_liger_kernel", False):
         logger.warning(
@@ -129,6 +126,12 @@ def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
     return args
 
 
+def _refuse_two_checkpointings(found: str) -> NoReturn:
+    raise OptionError(
+        f"{found}, and the training arguments recompute too: set gradient_checkpointing=False in the training arguments"
+    )
+
+
 def check_mesh(mesh: DeviceMesh) -> None:
     """Raise :class:`MeshError` unless the mesh has axes that a trainer knows."""
     require_axes(mesh)
@@ -146,20 +149,17 @@ def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
         raise ModelError(f"{on_meta} is on the meta device: call load_weights before the trainer")
     submodule = next((path for path, module in model.named_modules() if recomputes(module)), None)
     if recompute and submodule is not None:
-        raise OptionError(
-            f"{submodule} recomputes its activations by parallelize(activation_checkpointing=...): set "
-            "gradient_checkpointing=False in the training arguments"
-        )
+        _refuse_two_checkpointings(f"{submodule} recomputes its activations by parallelize")
     check_on_mesh(model, mesh)
 
 
 def check_on_mesh(model: Any, mesh: DeviceMesh) -> None:
     """Raise :class:`ModelError` unless a model is parallelized on ``mesh``."""
     sharded = [tensor.device_mesh for tensor in model.parameters() if isinstance(tensor, DTensor)]
-    if axis_size(mesh, "tp") > 1 and not sharded:
-        raise ModelError("the model has no sharded parameter, and tp > 1: call parallelize(model, mesh) first")
-    if axis_size(mesh, "dp_shard") * axis_size(mesh, "dp_replicate") > 1 and not isinstance(model, FSDPModule):
-        raise ModelError("the model is not sharded by FSDP2, and dp > 1: call parallelize(model, mesh) first")
+    lacks_dp = axis_size(mesh, "dp_shard") * axis_size(mesh, "dp_replicate") > 1 and not isinstance(model, FSDPModule)
+    if lacks_dp or (axis_size(mesh, "tp") > 1 and not sharded):
+        axis = "dp" if lacks_dp else "tp"
+        raise ModelError(f"the model is not sharded, and {axis} > 1: call parallelize(model, mesh) first")
     ranks = set(mesh.mesh.flatten().tolist())
     if stray := [own for own in sharded if not set(own.mesh.flatten().tolist()) <= ranks]:
         raise ModelError(f"the model is sharded over {stray[0]}, which is not part of the trainer's mesh {mesh}")

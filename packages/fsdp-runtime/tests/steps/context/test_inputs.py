@@ -36,7 +36,7 @@ def _on_one_rank(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"labels": torch.zeros(2, 5, dtype=torch.long)}, r"labels \(2, 5\): give \[2, 6\], one for each of this rank"),
+        ({"labels": torch.zeros(2, 5, dtype=torch.long)}, r"labels \(2, 5\): give \[batch, length\], where the"),
         ({"use_cache": True}, "a key/value cache would hold the keys of this rank only: pass use_cache=False"),
         ({"cache_params": object()}, "a key/value cache would hold the keys"),
         ({"logits_to_keep": torch.ones(2, 6, dtype=torch.bool)}, "logits_to_keep of LlamaForCausalLM: under cp it is"),
@@ -45,8 +45,8 @@ def _on_one_rank(model: nn.Module) -> nn.Module:
         ({"token_type_ids": torch.zeros(2, 6)}, r"token_type_ids \(2, 6\) cannot be sharded along the tokens"),
         ({"encoder_outputs": (torch.zeros(2, 6),)}, r"encoder_outputs \(2, 6\) cannot be sharded"),
         ({"pixel_values": torch.zeros(2, 3)}, r"pixel_values \(2, 3\) cannot be sharded along the tokens: compute th"),
-        ({"attention_mask": torch.ones(2, 5)}, r"attention_mask \(2, 5\): give \[batch, 6\], this rank's tokens"),
-        ({"position_ids": torch.ones(2, 5)}, r"position_ids \(2, 5\) for rows \[2, 6\]: give one entry for each"),
+        ({"attention_mask": torch.ones(2, 5)}, r"attention_mask \(2, 5\): .* length is 6, this rank's tokens"),
+        ({"position_ids": torch.ones(2, 5)}, r"position_ids \(2, 5\): .* length is 6, this rank's tokens"),
         ({"input_ids": None}, "neither input_ids nor inputs_embeds"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

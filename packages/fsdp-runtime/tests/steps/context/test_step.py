@@ -71,7 +71,7 @@ def test_masks_that_are_made_from_the_length_of_a_row_are_refused() -> None:
     import transformers
 
     config = transformers.CpmAntConfig(hidden_size=8, num_attention_heads=2, dim_head=4, dim_ff=8, num_hidden_layers=1)
-    _refused(transformers.CpmAntForCausalLM(config), "computes its mask and positions from the length of a rank's row")
+    _refused(transformers.CpmAntForCausalLM(config), "computes its mask and positions from the length of a row")
 
 
 @pytest.mark.parametrize(
@@ -168,16 +168,22 @@ def test_attention_of_the_models_own_code_gets_the_masks_of_context_parallelism(
 
 def test_a_mask_that_context_parallelism_has_not_made_is_refused() -> None:
     model = _gptj()
-    model.config._attn_implementation = "eager"  # planted: transformers masks the first tokens on every rank
     with pytest.raises(
         LayoutError, match=r"a mask \(1, 1, 4, 4\) that does not come from transformers' mask functions"
     ):
-        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+        _attention().full_mask(torch.ones(1, 1, 4, 4), _attention().layout(4))
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(LayoutError, match=r"GPTJAttention has a mask \(1, 1, 3, 3\), and the full sequence 4 tokens"):
         model.transformer.h[0].attn(
             torch.ones(1, 4, 16), attention_mask=torch.zeros(1, 1, 3, 3), position_ids=ids.cumsum(1) - 1
         )
+
+
+def test_attention_that_is_set_after_parallelize_is_refused() -> None:
+    model = _gptj()
+    model.config._attn_implementation = "eager"  # planted: transformers masks the first tokens on every rank
+    with pytest.raises(ModelError, match="call set_attn_implementation before parallelize"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 
 def test_one_rank_computes_what_the_plain_model_does() -> None:

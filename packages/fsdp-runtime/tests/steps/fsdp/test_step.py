@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
@@ -151,3 +152,21 @@ def _staged_errors() -> float:
 
 def test_blocks_without_a_forward_are_gathered_with_the_root(two_ranks: RankPool) -> None:
     assert max(two_ranks.run(_staged_errors)) < 1e-12
+
+
+def _of_own_rows() -> list[float]:
+    """Errors of logits with rotary embeddings that grow with a rank's longest row, in rows of several lengths."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    plain = tiny_model("LlamaForCausalLM", max_position_embeddings=8, head_dim=8, rope_parameters=rope)
+    model = parallelize(copy.deepcopy(plain), MeshSpec(dp_shard=2).build(device_type="cpu"))
+    errors = []
+    for length in ((6, 12), (20, 7), (5, 5)):
+        own = tiny_inputs(plain, batch=1, length=length[dist.get_rank()])
+        wanted, found = (each(**own, use_cache=False).logits for each in (plain, model))
+        errors.append((found - wanted).abs().max().item())
+    return errors
+
+
+def test_rotary_embeddings_follow_the_longest_row_of_a_rank(two_ranks: RankPool) -> None:
+    for errors in two_ranks.run(_of_own_rows):
+        assert max(errors) < 1e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import peft
@@ -15,7 +16,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import MeshSpec, ModelError, parallelize
+from fsdp_runtime import MeshSpec, ModelError, parallelize, unsharded
 from harness.models import VOCAB, tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
@@ -23,7 +24,7 @@ Method = Callable[[Any], Any]
 
 
 def _lora() -> peft.LoraConfig:
-    return peft.LoraConfig(target_modules=["q_proj", "o_proj"])
+    return peft.LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False)
 
 
 def _full_weights(model: Any) -> dict[str, Tensor]:
@@ -47,6 +48,10 @@ RIGHT: dict[str, Method] = {
     "to the same dtype": lambda m: m.double() and None,
     "state_dict": lambda m: sorted((name, value.shape) for name, value in m.state_dict().items()),
     "load_state_dict": lambda m: str(m.load_state_dict({name: 2 * value for name, value in m.state_dict().items()})),
+    "load_state_dict of full tensors": lambda m: str(m.load_state_dict(_full_weights(m))),
+    "load_state_dict of full tensors of a part": lambda m: str(
+        m.model.load_state_dict({n[6:]: v for n, v in _full_weights(m).items() if "layers" in n}, strict=False)
+    ),
     "load_state_dict of a part": lambda m: str(m.model.layers[0].load_state_dict(m.model.layers[1].state_dict())),
     "gradient_checkpointing_enable": lambda m: (m.train(), m.gradient_checkpointing_enable())[1],
     "gradient_checkpointing_enable reentrant": lambda m: (
@@ -84,16 +89,20 @@ REFUSED: dict[str, tuple[Method, str]] = {
     "set_decoder": (lambda m: m.set_decoder(nn.Linear(2, 2)), "replace modules before parallelize"),
     "add_adapter": (lambda m: m.add_adapter(_lora()), "add adapters before parallelize"),
     "load_adapter": (lambda m: m.load_adapter("folder"), r"load_adapter\(model, directory\)"),
-    "load_state_dict of full tensors": (lambda m: m.load_state_dict(_full_weights(m)), r"load_weights\(model, dir"),
-    "load_state_dict, assigned": (lambda m: m.load_state_dict(_full_weights(m), assign=True), "full_state_dict=True"),
+    "load_state_dict, assigned": (lambda m: m.load_state_dict(_full_weights(m), assign=True), "leave assign out"),
     "save_pretrained": (lambda m: m.save_pretrained("folder"), r"save_weights\(model, directory\)"),
     "push_to_hub": (lambda m: m.push_to_hub("name"), r"save_weights\(model, directory\)"),
+    "save_distributed_checkpoint": (lambda m: m.save_distributed_checkpoint(m, "folder"), r"save_weights\(model"),
+    "resize_position_embeddings": (lambda m: m.resize_position_embeddings(64), "resize it before parallelize"),
+    "set_encoder": (lambda m: m.set_encoder(nn.Linear(2, 2)), "replace modules before parallelize"),
+    "maybe_distribute_model": (lambda m: m.maybe_distribute_model(m, None, None), "distributed already"),
+    "set_use_kernels": (lambda m: m.set_use_kernels(True), "leave it out"),
     "share_memory": (lambda m: m.share_memory(), "share the plain model's"),
 }
 
 #: Those that FSDP2 alone cannot follow.
 REFUSED_BY_FSDP2: dict[str, tuple[Method, str]] = {
-    "half": (lambda m: m.half(), r"torch.float64 to torch.float16.*convert the model before parallelize"),
+    "half": (lambda m: m.half(), r"convert the model before parallelize"),
     "bfloat16": (lambda m: m.bfloat16(), "convert the model before parallelize"),
     "float": (lambda m: m.float(), "convert the model before parallelize"),
     "to a dtype": (lambda m: m.to(torch.float32), r"FSDPOptions\(mp_policy=..., master_dtype=...\)"),
@@ -106,6 +115,20 @@ REFUSED_BY_FSDP2: dict[str, tuple[Method, str]] = {
 def _merged_for_a_while(model: Any) -> None:
     model.merge_adapter()
     model.unmerge_adapter()
+
+
+def _run_without_merged_adapters(model: Any) -> None:
+    model.merge_adapter()
+    try:
+        with model.disable_adapter():
+            _loss(model)
+    finally:
+        model.unmerge_adapter()
+
+
+def _merge_gathered(model: Any) -> None:
+    with unsharded(model):
+        model.merge_adapter()
 
 
 #: The same of a model with adapters.
@@ -127,30 +150,41 @@ REFUSED_WITH_ADAPTERS: dict[str, tuple[Method, str]] = {
     "save_pretrained": (lambda m: m.save_pretrained("folder"), r"save_weights\(model, directory\)"),
 }
 REFUSED_BY_FSDP2_WITH_ADAPTERS: dict[str, tuple[Method, str]] = {
-    "merge_and_unload": (lambda m: m.merge_and_unload(), r"call merge_adapter\(\) instead"),
-    "unload": (lambda m: m.unload(), r"call merge_adapter\(\) instead"),
+    "unmerge in a forward": (lambda m: _run_without_merged_adapters(m), r"unmerge_adapter\(\) before"),
+    "merge_adapter inside of unsharded": (lambda m: _merge_gathered(m), r"merge_adapter\(\) or unmerge_adapter\(\) b"),
 }
 
-#: Methods that neither read nor change parameters, are tested above under another name or by what they call, or are of
-#: adapters that transformers adds itself, which is refused.
-OTHERS = """
-    activation_checkpointing_disable activation_checkpointing_enable active_adapters add_model_tags add_module
-    barrier_after_gathered_checkpoint_save buffers can_generate children cpu cuda delete_adapter dequantize
-    disable_adapters double enable_adapters enable_peft_hotswap extra_repr forward from_pretrained
-    gather_sharded_state_dict_for_save generation_config_class get_adapter_state_dict get_buffer get_compiled_call
-    get_correct_attn_implementation get_correct_experts_implementation get_decoder get_encoder
-    get_expanded_tied_weights_keys get_experts_implementation get_extra_state get_init_context get_input_embeddings
-    get_output_embeddings get_parameter_or_buffer get_position_embeddings get_submodule init_parallel_plans ipu
-    is_backend_compatible is_custom_code is_remote_code mark_tied_weights_as_initialized maybe_distribute_model
-    modules mtia named_buffers named_children named_modules named_non_persistent_buffers named_parameters parameters
-    prepare_distribute_model register_backward_hook register_for_auto_class register_forward_hook
-    register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
-    register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter
-    register_state_dict_post_hook register_state_dict_pre_hook resize_position_embeddings
-    retrieve_modules_from_names save_distributed_checkpoint set_adapter set_encoder set_experts_implementation
-    set_extra_state set_submodule set_use_kernels should_save_on_this_rank smart_apply to to_empty
-    warn_if_padding_and_no_attention_mask xpu
-"""
+#: Methods that need no rule: why, and their names.
+OTHERS: dict[str, str] = {
+    "they read the structure, flags or the config": """
+        buffers children modules named_buffers named_children named_modules named_non_persistent_buffers can_generate
+        extra_repr get_buffer get_compiled_call get_correct_attn_implementation get_correct_experts_implementation
+        get_decoder get_encoder get_expanded_tied_weights_keys get_experts_implementation get_extra_state
+        get_input_embeddings get_output_embeddings get_position_embeddings get_submodule is_backend_compatible
+        is_custom_code is_remote_code should_save_on_this_rank warn_if_padding_and_no_attention_mask
+        generation_config_class retrieve_modules_from_names""",
+    "they are rules of their own, tested by what calls them": "named_parameters parameters get_parameter_or_buffer",
+    "they call a method that has a rule": "cpu cuda double ipu mtia xpu to_empty",
+    "they are tested under another name": """
+        activation_checkpointing_disable activation_checkpointing_enable smart_apply forward
+        mark_tied_weights_as_initialized""",
+    "they register hooks, which stay": """
+        register_backward_hook register_forward_hook register_forward_pre_hook register_full_backward_hook
+        register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook
+        register_state_dict_post_hook register_state_dict_pre_hook""",
+    "they add what FSDP2's next forward refuses, and what is replicated without it": """
+        add_module register_module register_parameter set_submodule""",
+    "they set what does not compute": "add_model_tags register_for_auto_class set_extra_state",
+    "they make another model, or prepare one before it is made": """
+        from_pretrained get_init_context init_parallel_plans prepare_distribute_model""",
+    "they are of adapters that transformers adds itself, which parallelize refuses": """
+        active_adapters delete_adapter disable_adapters enable_adapters enable_peft_hotswap get_adapter_state_dict
+        set_adapter""",
+    "they do nothing for a model that transformers has not distributed": """
+        barrier_after_gathered_checkpoint_save gather_sharded_state_dict_for_save""",
+    "they raise as on one process, for a model that is not quantized": "dequantize",
+    "they are tested with mixtures": "set_experts_implementation",
+}
 
 
 def _replace_head_and_run(model: Any) -> None:
@@ -202,17 +236,17 @@ def _differences(axes: dict[str, int], tied: bool, adapters: bool) -> list[str]:
     start = _started(adapters, tied)
     mesh = MeshSpec(**axes).build(device_type="cpu")
     wrong = []
-    for index, (name, method) in enumerate((RIGHT_WITH_ADAPTERS if adapters else RIGHT).items()):
-        runs_before = ("nothing", "a forward", "a step")[index % 3]
+    methods = (RIGHT_WITH_ADAPTERS if adapters else RIGHT).items()
+    for (name, method), runs_before in product(methods, ("a forward", "a step")):
         wanted = _train(copy.deepcopy(start), method, runs_before)
         found = _train(parallelize(copy.deepcopy(start), mesh), method, runs_before)
         if found[0] != wanted[0]:
-            wrong.append(f"{name} returns {found[0]}, not {wanted[0]}")
+            wrong.append(f"{name} after {runs_before} returns {found[0]}, not {wanted[0]}")
         if found[1].keys() != wanted[1].keys():
-            wrong.append(f"{name}: {sorted(found[1].keys() ^ wanted[1].keys())[:3]}")
+            wrong.append(f"{name} after {runs_before}: {sorted(found[1].keys() ^ wanted[1].keys())[:3]}")
             continue
         wrong += [
-            f"{name}: {key}"
+            f"{name} after {runs_before}: {key}"
             for key, value in wanted[1].items()
             if not torch.allclose(found[1][key].double(), value.double(), atol=1e-6, rtol=1e-4)
         ]
@@ -229,6 +263,55 @@ def test_methods_do_what_they_do_to_a_plain_model(
     two_ranks: RankPool, axes: dict[str, int], tied: bool, adapters: bool
 ) -> None:
     assert two_ranks.run(_differences, axes, tied, adapters) == [[], []]
+
+
+def _trained_without_adapters(model: Any, method: str, runs_before: bool, names: list[str]) -> dict[str, Tensor]:
+    """What the model inside is after its adapters were left out and two steps have trained all of it."""
+    if runs_before:
+        _loss(model).backward()
+        model.zero_grad()
+        _loss(model)
+    inside = getattr(model, method)()
+    optimizer = torch.optim.SGD(inside.requires_grad_().parameters(), lr=0.1)
+    found = {}
+    for step in range(2):
+        loss = _loss(inside)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"loss {step}"] = loss.detach()
+    with torch.inference_mode():
+        found["loss"] = _loss(inside)
+    names += [type(module).__name__ for module in inside.modules() if hasattr(module, "lora_A")]
+    return found | {name: _whole(parameter).detach() for name, parameter in inside.named_parameters()}
+
+
+def _wrong_without_adapters(axes: dict[str, int], tied: bool) -> list[str]:
+    start = _started(adapters=True, tied=tied)
+    mesh = MeshSpec(**axes).build(device_type="cpu")
+    wrong: list[str] = []
+    for method, runs_before in (("merge_and_unload", True), ("merge_and_unload", False), ("unload", True)):
+        wanted = _trained_without_adapters(copy.deepcopy(start), method, runs_before, wrong)
+        found = _trained_without_adapters(parallelize(copy.deepcopy(start), mesh), method, runs_before, wrong)
+        wrong += [f"{method}: {name}" for name in wanted.keys() ^ found.keys()]
+        wrong += [
+            f"{method}: {name} off by {(found[name] - value).abs().max():.1e}"
+            for name, value in wanted.items()
+            if name in found and not torch.allclose(found[name].double(), value.double(), atol=1e-6, rtol=1e-4)
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize(("axes", "tied"), [({"tp": 2}, True), ({"dp_shard": 2}, False)], ids=str)
+def test_a_model_whose_adapters_are_merged_and_left_out_trains_on(
+    two_ranks: RankPool, axes: dict[str, int], tied: bool
+) -> None:
+    assert two_ranks.run(_wrong_without_adapters, axes, tied) == [[], []]
+
+
+@pytest.mark.slow
+def test_adapters_of_a_model_on_two_axes_are_merged_and_left_out(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_wrong_without_adapters, {"dp_shard": 2, "tp": 2}, True) == [[]] * 4
 
 
 def _expected(axes: dict[str, int], adapters: bool) -> dict[str, tuple[Method, str]]:
@@ -268,9 +351,34 @@ def test_methods_of_a_model_that_is_not_sharded_stay_as_they_are() -> None:
     model.load_state_dict(model.half().state_dict())
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="methods of the newest transformers")
-def test_no_method_is_left_out() -> None:
+def test_every_method_of_any_release_is_classified() -> None:
     tested = {name.split()[0].rstrip(",") for name in (*RIGHT, *REFUSED, *REFUSED_BY_FSDP2)}
+    others = {name for names in OTHERS.values() for name in names.split()}
     cls = transformers.PreTrainedModel
     methods = {name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name))}
-    assert methods - tested - set(OTHERS.split()) == set()
+    assert methods - tested - others == set()
+    assert others.isdisjoint(tested)
+
+
+def _of_experts(axes: dict[str, int]) -> list[float]:
+    """Errors of a mixture whose experts are computed another way after it was sharded."""
+    plain: Any = tiny_model("Qwen3MoeForCausalLM")
+    model: Any = parallelize(copy.deepcopy(plain), MeshSpec(**axes).build(device_type="cpu"))
+    errors = []
+    for way in ("batched_mm", "eager"):
+        losses = []
+        for each in (plain, model):
+            each.set_experts_implementation(way)
+            losses.append(_loss(each))
+            losses[-1].backward()
+        errors.append(float((losses[0] - losses[1]).abs()))
+        for name, parameter in plain.named_parameters():
+            errors.append(float((_whole(model.get_parameter(name).grad) - parameter.grad).abs().max()))
+    return errors
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp_shard": 2, "ep": 2}], ids=str)
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.20"), reason="ways of experts of newer releases")
+def test_experts_are_computed_another_way_after_parallelize(two_ranks: RankPool, axes: dict[str, int]) -> None:
+    for errors in two_ranks.run(_of_experts, axes):
+        assert max(errors) < 1e-6

@@ -65,7 +65,7 @@ def _wrong_hooks(axes: dict[str, int], options: dict[str, Any], folder: str | No
     """Parameters whose attribute was lost or whose hooks saw another gradient than in one process."""
     gradients: dict[tuple[str, str, bool], torch.Tensor] = {}
     handles = []
-    architecture = "Qwen3MoeForCausalLM" if "ep" in axes else "LlamaForCausalLM"
+    architecture = "Qwen3MoeForCausalLM" if "ep" in axes else "Qwen3ForCausalLM"  # with norms of heads
 
     def attach(model: torch.nn.Module, parallel: bool) -> None:
         for name, parameter in model.named_parameters():
@@ -82,9 +82,9 @@ def _wrong_hooks(axes: dict[str, int], options: dict[str, Any], folder: str | No
                 handles.append(parameter.register_hook(before))
             handles.append(parameter.register_post_accumulate_grad_hook(after))
 
-    plain = tiny_model(architecture, dtype=torch.float32)
+    plain = tiny_model(architecture, dtype=torch.float32, tied=axes == {"tp": 2} and folder is None)
     inputs = tiny_inputs(plain, batch=2, length=5)
-    model = tiny_model(architecture, dtype=torch.float32)
+    model = tiny_model(architecture, dtype=torch.float32, tied=axes == {"tp": 2} and folder is None)
     if folder is not None:
         model = model.to("meta")
     for each in (plain, model):

@@ -366,7 +366,7 @@ def test_experts_that_are_not_sharded_by_expert_are_refused() -> None:
     assert rules[f"{experts}.base_layer.lora_B.*"] == NoParallel(gradient="partial")
     merged = _adapted(MOE, **EXPERTS)
     merged.merge_adapter()
-    with pytest.raises(OptionError, match="adapts experts with adapters that are merged"):
+    with pytest.raises(OptionError, match="carries adapters that are merged"):
         adapted_plan(plan, merged.get_base_model())
 
 

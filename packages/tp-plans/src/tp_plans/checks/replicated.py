@@ -31,7 +31,7 @@ def check_replicated(planned: PlannedTree) -> Iterator[Finding]:
     total = sum(sizes.values())
     for where, paths in sorted(groups.items(), key=lambda group: -sum(sizes[path] for path in group[1])):
         size = sum(sizes[path] for path in paths)
-        if size >= MIN_SHARE * total:
+        if size and size >= MIN_SHARE * total:
             largest = max(paths, key=lambda path: sizes[path])
             shape = list(planned.parameters[largest].shape)
             what = f"{format_bytes(size)}, {size / total:.1%} of the model, replicated on every rank"

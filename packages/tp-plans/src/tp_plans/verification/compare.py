@@ -20,6 +20,9 @@ from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
 from tp_plans.verification.inputs import Inputs, candidate_inputs
 
+#: Least number that differences are relative to: a model of width 0 has outputs and gradients of zeros alone.
+_LEAST = 1e-30
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -91,7 +94,7 @@ def compare(reference: Reference, plan: Plan, mesh: DeviceMesh) -> Differences:
     except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
         return Differences(error=f"{type(error).__name__}: {error}")
     wanted = reference.output
-    off = _largest(output.detach() - wanted) / max(_largest(wanted), 1e-30)
+    off = _largest(output.detach() - wanted) / max(_largest(wanted), _LEAST)
     return Differences(off, dict(_gradient_errors(reference, ModelTree.of(candidate))))
 
 
@@ -125,7 +128,8 @@ def _gradient_errors(reference: Reference, tree: ModelTree) -> Iterator[tuple[st
     Some gradients vanish mathematically (a key's bias shifts every score of a query alike), and what is left of them is
     rounding: errors are relative to no less than 1e-9 of the largest gradient of the model.
     """
-    floor = 1e-9 * max((_largest(each) for each in reference.gradients.values() if each is not None), default=1.0)
+    largest_of_all = max((_largest(each) for each in reference.gradients.values() if each is not None), default=1.0)
+    floor = max(1e-9 * largest_of_all, _LEAST)
     for path, parameter in tree.parameters.items():
         wanted, actual = reference.gradients.get(path), parameter.grad
         if wanted is None and (actual is None or _largest(_local(actual)) <= floor):

@@ -26,7 +26,7 @@ from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdp
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.steps.context.masks import SequenceMask
-from fsdp_runtime.steps.context.methods import Method, require_context_parallel
+from fsdp_runtime.steps.context.methods import Method, require_context_parallel, require_plain_attention
 from fsdp_runtime.steps.context.ring import attend_around, attend_to_prefixes
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout
 from fsdp_runtime.steps.context.ulysses import OwnHeads, attend_over_heads
@@ -168,10 +168,7 @@ class ContextAttention:
             return self._over_heads(module, query, key, value, attention_mask, layout, given), None
         if self.context_parallel == "ring":
             mask = self._sequence_mask(attention_mask)
-            if eager is not None or dropout > 0.0:
-                raise ModelError(
-                    f"{type(module).__name__}: context_parallel='ring' computes neither eager attention nor dropout"
-                )
+            require_plain_attention(type(module).__name__, eager=eager is not None, dropout=dropout)
             output = attend_around(query, key, value, mask, layout, self.group, causal=causal, scale=scaling)
             return output.transpose(1, 2).contiguous(), None
         if isinstance(attention_mask, SequenceMask):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import (
     asks_for,
     calls_loss_function,
@@ -21,7 +22,7 @@ from fsdp_runtime._transformers_compat.models import (
     takes_places_of_logits,
     with_loss_function,
 )
-from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.outputs import GlobalRows, KeptLogits, LossOfRows
@@ -34,7 +35,6 @@ _OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 #: Further ones, where a table of this name embeds them token by token; elsewhere they make masks of full rows.
 _EMBEDDED = {"token_type_ids": "token_type_embeddings", "task_type_ids": "task_type_embeddings"}
 
-_CACHE = "a key/value cache would hold the keys of this rank only: pass use_cache=False"
 _CACHES = ("past_key_values", "use_cache", "cache_params", "cache", "state", "mems", "use_mems")
 #: Targets of the model's own loss, one for each token.
 _LABELS = ("labels", "shift_labels")
@@ -51,9 +51,10 @@ class Inputs:
         derived: DerivedPositions | None,
         cuts_padding: bool,
         head: str | None = None,
+        name: str | None = None,
     ) -> None:
         self.attention, self.shared_prefixes = attention, shared_prefixes
-        self.derived, self.cuts_padding, self.head = derived, cuts_padding, head
+        self.derived, self.cuts_padding, self.head, self.name = derived, cuts_padding, head, name
         self.rows: GlobalRows | None = None
         self.kept: KeptLogits | None = None
         self.longest: Tensor | int = 0
@@ -65,6 +66,11 @@ class Inputs:
         """Return a rank's inputs with the mask of the full rows and position ids."""
         if args:
             raise LayoutError("a model under context parallelism takes its inputs by name, such as input_ids=...")
+        if attention_in_force(base_model(module).config.get_text_config()) != self.name:
+            raise ModelError(
+                "the attention implementation was set after parallelize, which had replaced it to span the ranks of "
+                "cp: call set_attn_implementation before parallelize"
+            )
         kwargs = dict(kwargs)
         subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
         asked = {name: kwargs.pop(name) for name in (*_LABELS, _KEPT) if _asks(kwargs.get(name))}
@@ -199,12 +205,7 @@ class Inputs:
                 "compute the loss from the logits"
             )
         for key, value in labels.items():
-            if not isinstance(value, Tensor) or tuple(value.shape) not in ((batch, share), (batch, full)):
-                given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise LayoutError(
-                    f"{key} {given}: give [{batch}, {share}], one for each of this rank's tokens, or "
-                    f"[{batch}, {full}], those of the full rows"
-                )
+            _require_tokens(key, value, share, full, fits=isinstance(value, Tensor) and value.shape[:-1] == (batch,))
         kept = asked.get(_KEPT, 0)
         places = type(kept) is int or (isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype == torch.long)
         if _KEPT in asked and (not places or labels or self.head is None or not takes_places_of_logits(model)):
@@ -215,7 +216,7 @@ class Inputs:
 
     def _require_parts(self, tokens: Tensor, mask: Any, positions: Any, subtree_end: Any) -> None:
         """Check the shapes of a rank's inputs, and the load balancer that cut them; no communication."""
-        attention, (batch, length) = self.attention, tokens.shape[:2]
+        attention, length = self.attention, tokens.shape[1]
         full = length * attention.layout(length).ranks
         if subtree_end is not None and (positions is None or mask is not None):
             raise LayoutError("rows with shared prefixes need position_ids, and take no attention_mask")
@@ -224,16 +225,10 @@ class Inputs:
                 "attention_mask beside position_ids under packed_sequences=True and cp: leave the mask out, and let "
                 "padding be a document of its own"
             )
-        if mask is not None and (mask.dim() != 2 or mask.shape[1] not in (length, full)):
-            raise LayoutError(
-                f"attention_mask {tuple(mask.shape)}: give [batch, {length}], this rank's tokens, or [batch, {full}], "
-                "the full sequence"
-            )
-        if positions is not None and (positions.dim() not in (2, 3) or positions.shape[-1] != length):
-            raise LayoutError(
-                f"position_ids {tuple(positions.shape)} for rows {[batch, length]}: give one entry for each of this "
-                "rank's tokens"
-            )
+        if mask is not None:
+            _require_tokens("attention_mask", mask, length, full)
+        if positions is not None:
+            _require_tokens("position_ids", positions, length, length, fits=positions.dim() in (2, 3))
         for tensor in (tokens, positions):
             if isinstance(tensor, Tensor) and load_balancer_of(tensor) not in (None, str(attention.load_balancer)):
                 raise LayoutError(_other_order(attention.layout(length)))
@@ -249,15 +244,12 @@ def refuse_attention_maps(module: nn.Module, _args: Any, kwargs: Mapping[str, An
 
 
 def _refuse_unshardable(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    for name in _CACHES:
-        if _asks(kwargs.get(name)):
-            raise LayoutError(_CACHE)
     for name, value in kwargs.items():
         if name in _OF_TOKENS or (name in _EMBEDDED and _embeds(module, _EMBEDDED[name])):
             continue
+        if (name in _CACHES and _asks(value)) or any(map(is_cache, _leaves(value))):
+            raise LayoutError(f"{name}: a key/value cache would hold the keys of this rank only: pass use_cache=False")
         for leaf in _leaves(value):
-            if is_cache(leaf):
-                raise LayoutError(f"{name}: {_CACHE}")
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and bool(leaf.numel()):
                 raise LayoutError(
                     f"{name} {tuple(leaf.shape)} cannot be sharded along the tokens: compute the embeddings of the "
@@ -286,6 +278,23 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _documents(positions: Tensor, rows: GlobalRows) -> Documents | None:
     found = find_documents(positions, None, None, (rows.batch, rows.layout.length))
     return found if found is not None and found.packed else None
+
+
+def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool | None = None) -> None:
+    """Check that a tensor has one entry for each of this rank's tokens, or of the full rows, on its last dim.
+
+    Args:
+        name: of the input.
+        value: the input.
+        share: this rank's tokens.
+        full: those of the full rows, where the input may be that of these.
+        fits: it has the right other dims; by default one.
+    """
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    if not shape or shape[-1] not in (share, full) or not (len(shape) == 2 if fits is None else fits):
+        given = shape if isinstance(value, Tensor) else type(value).__name__
+        lengths = f"{share}, this rank's tokens" + f", or {full}, the full rows" * (full != share)
+        raise LayoutError(f"{name} {given}: give [batch, length], where the length is {lengths}")
 
 
 def _require_order(positions: Tensor, layout: SequenceLayout) -> None:

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.documents.token_mixers import TokenMixer
+from fsdp_runtime.values import require_one_of
 from tp_plans import ColwiseParallel, Plan
 from tp_plans.runtime import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
 
@@ -24,8 +25,7 @@ def require_context_parallel(name: object) -> None:
     Raises:
         OptionError: it is unknown.
     """
-    if name not in WAYS:
-        raise OptionError(f"context_parallel={name!r}: write {', '.join(map(repr, WAYS[:-1]))} or {WAYS[-1]!r}")
+    require_one_of("context_parallel", name, WAYS)
 
 
 def check_attention(mixers: Sequence[TokenMixer], implementation: str, way: Method) -> None:
@@ -41,18 +41,23 @@ def check_attention(mixers: Sequence[TokenMixer], implementation: str, way: Meth
     """
     if way != "ring" or not mixers:
         return
-    if implementation == "eager":
-        raise ModelError(
-            f"context_parallel='ring' computes softmax(q k) v, and {mixers[0].kind} uses its own function "
-            "(attention implementation 'eager', as for sinks and soft caps): give 'ulysses' or 'allgather', or call "
-            "model.set_attn_implementation('sdpa') if the model allows it"
-        )
     for mixer in mixers:
-        if (dropout := _dropout(mixer.module)) > 0:
-            raise ModelError(
-                f"context_parallel='ring' keeps no attention weights to drop, and {mixer.path} has "
-                f"attention_dropout={dropout}: set it to 0, or give 'ulysses' or 'allgather'"
-            )
+        require_plain_attention(mixer.path, eager=implementation == "eager", dropout=_dropout(mixer.module))
+
+
+def require_plain_attention(path: str, *, eager: bool, dropout: float) -> None:
+    """Check that a ring can compute an attention.
+
+    Raises:
+        ModelError: it changes scores, or drops weights, which no rank has.
+    """
+    if eager or dropout > 0:
+        own = "a function of its own (attention implementation 'eager', as for sinks and soft caps)"
+        raise ModelError(
+            f"context_parallel='ring' computes softmax(q k) v, and {path} has "
+            f"{own if eager else f'attention_dropout={dropout}'}: give 'ulysses' or 'allgather', set dropout to 0, or "
+            "call model.set_attn_implementation('sdpa') if the model allows it"
+        )
 
 
 def check_heads(structure: ModelStructure, mixers: Sequence[TokenMixer], plan: object, *, cp: int, tp: int) -> None:
@@ -64,12 +69,21 @@ def check_heads(structure: ModelStructure, mixers: Sequence[TokenMixer], plan: o
     for mixer in mixers:
         heads = query_heads(structure, mixer)
         local = heads // tp if heads is not None and tp > 1 and is_sharded(mixer, plan) else heads
-        if local is not None and local % cp:
-            over_tp = "" if local == heads else f", {heads} over tp={tp}"
-            raise ModelError(
-                f"context_parallel='ulysses' divides heads over cp={cp}, and {mixer.path} has {local} query heads on a "
-                f"rank{over_tp}: choose a cp that divides {local}, or give context_parallel='allgather' or 'ring'"
-            )
+        if local is not None:
+            require_heads(mixer.path, local, cp, over_tp="" if local == heads else f", {heads} over tp={tp}")
+
+
+def require_heads(path: str, heads: int, cp: int, *, over_tp: str = "") -> None:
+    """Check that the ranks of ``cp`` divide the query heads of a rank.
+
+    Raises:
+        ModelError: they do not.
+    """
+    if heads % cp:
+        raise ModelError(
+            f"context_parallel='ulysses' divides heads over cp={cp}, and {path} has {heads} query heads on a "
+            f"rank{over_tp}: choose a cp that divides {heads}, or give context_parallel='allgather' or 'ring'"
+        )
 
 
 def query_heads(structure: ModelStructure, mixer: TokenMixer) -> int | None:

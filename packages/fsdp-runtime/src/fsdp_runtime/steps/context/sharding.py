@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime.errors import LayoutError, OptionError
+from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.values import require_one_of
 
 #: ``"headtail"``, torchtitan's default, or ``None``.
 LoadBalancer = Literal["headtail"] | None
@@ -52,10 +53,10 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         require_load_balancer(self.load_balancer)
         for name, least in (("length", 1), ("ranks", 1), ("rank", 0)):
-            if type(value := getattr(self, name)) is not int or value < least:
-                raise LayoutError(f"{name}={value!r}: give an integer, {least} or more")
-        if self.rank >= self.ranks:
-            raise LayoutError(f"rank={self.rank} of {self.ranks} ranks: give one below {self.ranks}")
+            value = getattr(self, name)
+            if type(value) is not int or value < least or (name == "rank" and value >= self.ranks):
+                below = f", below {self.ranks}" if name == "rank" else ""
+                raise LayoutError(f"{name}={value!r}: give an integer, {least} or more{below}")
         if self.length % self.multiple:
             padded = -(-self.length // self.multiple) * self.multiple
             raise LayoutError(
@@ -115,12 +116,10 @@ class SequenceLayout:
         Raises:
             LayoutError: the tensor does not have ``length`` entries on ``dim``.
         """
-        if not -_dims(full) <= dim < _dims(full):
+        if not -_dims(full) <= dim < _dims(full) or full.shape[dim] != self.length:
             raise LayoutError(
-                f"got {_describe(full)}, which has no dim {dim}: give one entry for each of {self.length} tokens"
+                f"got {_describe(full)}: give one entry for each of the {self.length} tokens on dim {dim}"
             )
-        if full.shape[dim] != self.length:
-            raise LayoutError(f"{full.shape[dim]} entries on dim {dim} of {tuple(full.shape)}, not {self.length}")
         found = full.index_select(dim, self.positions.to(full.device))
         if self.ranks > 1:
             setattr(found, _CUT_BY, str(self.load_balancer))
@@ -138,18 +137,12 @@ class SequenceLayout:
         Raises:
             LayoutError: a tensor does not have ``length`` tokens on its second dim (on its last for position ids).
         """
-        for name, value in batch.items():
-            if _dims(value) < (1 if name == "position_ids" else 2):
-                raise LayoutError(
-                    f"{name} is {_describe(value)}, not a tensor [batch, {self.length}, ...]: pass values per sample "
-                    "separately"
-                )
-        dims = {name: value.dim() - 1 if name == "position_ids" else 1 for name, value in batch.items()}
+        dims = {name: _dims(value) - 1 if name == "position_ids" else 1 for name, value in batch.items()}
         for name, dim in dims.items():
-            if batch[name].shape[dim] != self.length:
+            if not 0 <= dim < _dims(batch[name]) or batch[name].shape[dim] != self.length:
                 raise LayoutError(
-                    f"{name} {tuple(batch[name].shape)} has {batch[name].shape[dim]} entries on dim {dim}, not the "
-                    f"{self.length} tokens of the full row: leave out what has no entry for each token"
+                    f"{name} is {_describe(batch[name])}: give one entry for each of the {self.length} tokens of the "
+                    f"full row on dim {dim}, and pass values per sample separately"
                 )
         found = {name: self.shard(value, dim=dims[name]) for name, value in batch.items()}
         if "position_ids" not in found and found:
@@ -194,8 +187,7 @@ def require_load_balancer(load_balancer: object) -> None:
     Raises:
         OptionError: it is neither ``"headtail"`` nor ``None``.
     """
-    if load_balancer not in ("headtail", None):
-        raise OptionError(f"load_balancer={load_balancer!r}: write 'headtail' or None")
+    require_one_of("load_balancer", load_balancer, ("headtail", None))
 
 
 def _dims(value: object) -> int:

@@ -67,12 +67,10 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
             sequence, or this way cannot compute its attention.
     """
     model, name = facts.inner, facts.name
-    if not facts.of_transformers:
-        raise ModelError(
-            f"{name} is not a transformers model: cp replaces attention through transformers.AttentionInterface; call "
-            "ContextAttention(group, load_balancer).attend in your model and pass "
-            "context_parallel=ContextParallel(attention=False)"
-        )
+    facts.require_transformers(
+        "call ContextAttention(group, load_balancer).attend in your model and pass "
+        "context_parallel=ContextParallel(attention=False)"
+    )
     if picks_one_token(model) and not scores_rows(model):
         raise ModelError(
             f"{name} picks one token of each row for its scores, and a rank of cp holds a part of the row: use cp=1, "
@@ -87,8 +85,6 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
             f"{path} of {name} makes one vector of each row, and a rank of cp holds a part of the row: use cp=1, or "
             "build the model with add_pooling_layer=False and pool gathered hidden states"
         )
-    if (path := facts.ignores_position_ids) is not None:
-        raise ModelError(f"{name} looks up {path} by a token's place in a rank's row, not by position_ids: use cp=1")
     if (reason := facts.needs_full_row) is not None:
         raise ModelError(f"{name} cannot run on a part of a row: its {reason}; use cp=1")
     if (path := facts.masks_embeddings) is not None:
@@ -100,13 +96,7 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
             f"{name} computes attention by {facts.attention!r}: cp needs 'sdpa' or 'eager', as set by "
             "model.set_attn_implementation"
         )
-    if not facts.token_mixers:
-        raise ModelError(
-            f"no module in the blocks of {name} takes an attention mask, a cache or a state, so that it is not known "
-            "which ones mix tokens: use cp=1"
-        )
-    if (path := facts.makes_own_masks) is not None:
-        raise ModelError(f"{path} of {name} computes its mask and positions from the length of a rank's row: use cp=1")
+    facts.require_known_positions("use cp=1")
     rope = rope_types(facts.text_config) & set(_LENGTH_DEPENDENT)
     if rope and not length_dependent_ropes(model):
         raise ModelError(
@@ -210,10 +200,11 @@ def replace_attention(
     cuts_padding: bool = False,
 ) -> None:
     """Replace a model's attention except in some modules, and complete its inputs in a hook."""
-    use_attention(model, f"context_parallel_{id(attention):x}", attention.attend, attention.mask, keep=keep)
+    name = f"context_parallel_{id(attention):x}"
+    use_attention(model, name, attention.attend, attention.mask, keep=keep)
     base: Any = base_model(model)
     head = inspect_model(model).lm_head
-    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding, head)
+    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding, head, name)
     hook_model(model, "completes a rank's part of rows", inputs, inputs.end)
     if head is not None:
         hook_forward(model.get_submodule(head), KEEPS_OVER_CP, after=inputs.gather_kept)

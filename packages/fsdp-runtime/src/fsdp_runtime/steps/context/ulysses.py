@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_runtime.errors import ModelError
 from fsdp_runtime.steps.context.exchange import heads_to_tokens, tokens_to_heads
+from fsdp_runtime.steps.context.methods import require_heads
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from tp_plans.runtime import KV_GROUPS
 
@@ -45,11 +45,7 @@ def attend_over_heads(
     Raises:
         ModelError: the ranks do not divide the query heads.
     """
-    if query.shape[1] % layout.ranks:
-        raise ModelError(
-            f"{query.shape[1]} query heads on this rank do not divide over cp={layout.ranks}: give "
-            "context_parallel='allgather' or 'ring'"
-        )
+    require_heads("the attention", query.shape[1], layout.ranks)
     copies = kv_copies(key.shape[1], layout.ranks)
     if copies > 1:
         key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))

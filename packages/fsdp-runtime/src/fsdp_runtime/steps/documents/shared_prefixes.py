@@ -50,11 +50,7 @@ def check_shared_prefixes(setup: Setup) -> None:
             "SharedPrefixes takes rows of several trees as they are: leave packed_sequences out, and pack single "
             "samples with pack_tree as groups of one"
         )
-    if not facts.of_transformers:
-        raise ModelError(
-            f"{name} is not a transformers model: build the mask of its attention with TreeRow.mask() or "
-            "TreeRow.mask_mod(), and leave SharedPrefixes out"
-        )
+    facts.require_transformers("build its mask with TreeRow.mask() or TreeRow.mask_mod(), and leave SharedPrefixes out")
     config = facts.text_config
     if facts.attention not in _ANY_MASK:
         raise ModelError(

@@ -33,30 +33,12 @@ def check_packing(facts: ModelFacts) -> None:
         ModelError: the model is not a transformers model, none of its blocks has such a module, it does not read
             ``position_ids``, or it attends to later tokens in modules that are not kept apart by a mask.
     """
-    name = facts.name
-    if not facts.of_transformers:
-        raise ModelError(
-            f"{name} is not a transformers model: packed_sequences=True reads position_ids as transformers' models do; "
-            "keep documents apart in your own code and leave packed_sequences out"
-        )
-    if (path := facts.makes_own_masks) is not None:
-        raise ModelError(
-            f"{path} of {name} computes its mask and positions from the length of the row, not from position_ids: use "
-            "one document a row"
-        )
-    if not facts.token_mixers:
-        raise ModelError(
-            f"no module in the blocks of {name} takes an attention mask, a cache or a state, so that it is not known "
-            "which ones mix tokens: keep documents apart in your own code and leave packed_sequences out"
-        )
-    if (path := facts.ignores_position_ids) is not None:
-        raise ModelError(
-            f"{name} looks up {path} by a token's place in the row, not by position_ids: use one document a row"
-        )
+    facts.require_transformers("keep documents apart in your own code and leave packed_sequences out")
+    facts.require_known_positions("use one document a row")
     if (unmasked := facts.bidirectional_without_mask) is not None:
         raise ModelError(
-            f"{name} attends to later tokens, and {unmasked.path} ({unmasked.kind}) is not kept to a document by its "
-            "attention mask: use one document a row"
+            f"{facts.name} attends to later tokens, and {unmasked.path} ({unmasked.kind}) is not kept to a document by "
+            "its attention mask: use one document a row"
         )
 
 

@@ -13,6 +13,7 @@ from fsdp_runtime._peft_compat import BASE, base_model, lora_layers
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps.plain_adapters import refuse_adapters
 from tp_plans import Plan, with_expert_parallelism
 from tp_plans.runtime import TokenExchange, exchange_class, expert_styles_by_path
 
@@ -40,10 +41,7 @@ def check_adapted_experts(model: nn.Module, plan: Plan, tp_plan: Plan | None, *,
         if (style := styles.get(id(wrapper.get_base_layer()))) is None:
             continue
         if layer.experts is None or layer.odd:
-            raise OptionError(
-                f"{layer.path} adapts stacked experts with adapters that are merged, or not plain LoRA on a stacked "
-                "weight [experts, ..., ...]: unmerge them, or leave the parameter out of target_parameters"
-            )
+            refuse_adapters(layer.path, layer.odd or "on a layer")
         factor = f"{BASE}.{layer.path}.lora_A.{next(iter(layer.scaling), 'default')}"
         summed = tp == 1 or (tp_plan is not None and tp_plan.match(factor))
         if not summed or getattr(style, "identity_indices", False):

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._transformers_compat.models import original_class
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.wrap import hook_forward
+from fsdp_runtime.wrap import hook_forward, hook_model
 from tp_plans.runtime import is_at_or_below
 
 #: The methods of transformers' models that run a tower, by the medium.
@@ -140,7 +140,7 @@ def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: Device
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     is_dry_run = any(dist.get_backend(group) == "fake" for group in groups)
     hooks = AbsentMedia(model, owners, groups, projectors, is_dry_run)
-    hook_forward(model, "agrees on the media of all ranks", before=hooks.agree, first=True)
+    hook_model(model, "agrees on the media of all ranks", hooks.agree, first=True)
     hook_forward(model.get_submodule(tree.embedding), "runs towers without media", after=hooks.run)
 
 

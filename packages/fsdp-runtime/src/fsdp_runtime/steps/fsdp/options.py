@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.values import require_one_of
 
 FrozenParams = Literal["layer", "root", "replicate"]
 
@@ -66,9 +67,7 @@ class FSDPOptions:
         return offloaded, kept, cls(reshard_last_block=True), cls(prefetch_forward=1), cls(frozen_params="replicate")
 
     def __post_init__(self) -> None:
-        if self.frozen_params not in get_args(FrozenParams):
-            allowed = ", ".join(map(repr, get_args(FrozenParams)))
-            raise OptionError(f"frozen_params={self.frozen_params!r}: write one of {allowed}")
+        require_one_of("frozen_params", self.frozen_params, get_args(FrozenParams))
         for name, minimum in (("prefetch_forward", 0), ("prefetch_backward", 1)):
             if type(depth := getattr(self, name)) is not int or depth < minimum:
                 raise OptionError(f"{name}={depth!r}: give a number of blocks, {minimum} or more")

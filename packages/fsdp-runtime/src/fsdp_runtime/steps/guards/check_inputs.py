@@ -23,7 +23,7 @@ from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.sharded.hashing import hash_bits
 from fsdp_runtime.step import Step
-from fsdp_runtime.wrap import hook_forward
+from fsdp_runtime.wrap import hook_model
 
 #: Odd multiplier of a digest, so that equal digests of two inputs do not cancel in a sum.
 _MIX = -7046029254386353131
@@ -97,7 +97,7 @@ class CheckInputs(Step):
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Register the check in front of all other hooks of the model."""
         groups = [None if mesh is None else mesh.get_group() for mesh in (setup.meshes.tp, setup.meshes.cp)]
-        hook_forward(model, "compares inputs over ranks", before=InputCheck(*groups), first=True)
+        hook_model(model, "compares inputs over ranks", InputCheck(*groups), first=True)
 
 
 def _compare(inputs: Mapping[str, Any], group: ProcessGroup, axis: str) -> None:

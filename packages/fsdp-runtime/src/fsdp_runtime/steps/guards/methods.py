@@ -7,6 +7,7 @@ it; it calls the method, or raises before anything changed.  Methods without a r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -19,13 +20,45 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import own_parameters, parameter_hooks, set_parameter_hooks
 from fsdp_runtime.errors import ModelError
-from fsdp_runtime.memory.gathered_copies import drop_unreduced, shards_of_copies
+from fsdp_runtime.memory.gathered_copies import drop_unreduced, free_copies, leave_out_peft_model, shards_of_copies
+from fsdp_runtime.sharded.shard_offsets import dtensor_slices
 
 #: A rule: the module, its method's name and the method, then the arguments of the call.
 Rule = Callable[..., Any]
 
 _SAVE = "write a checkpoint with save_weights(model, directory), or torch.save this rank's model.state_dict()"
-_ADAPTERS = "add adapters before parallelize; load_adapter(model, directory) loads the weights of one"
+#: What a call of each method is refused with.
+_FIXES = {
+    **dict.fromkeys(
+        ("save_pretrained", "push_to_hub", "save_distributed_checkpoint"), f"it would write one rank's shards: {_SAVE}"
+    ),
+    **dict.fromkeys(
+        ("resize_token_embeddings", "resize_position_embeddings"),
+        "embeddings are sharded, and optimizers hold them; resize it before parallelize",
+    ),
+    **dict.fromkeys(
+        ("set_input_embeddings", "set_output_embeddings", "set_decoder", "set_encoder"),
+        "the new module would not be sharded; replace modules before parallelize",
+    ),
+    **dict.fromkeys(
+        ("add_adapter", "load_adapter", "add_weighted_adapter", "inject_adapter"),
+        "add adapters before parallelize; load_adapter(model, directory) loads the weights of one",
+    ),
+    **dict.fromkeys(
+        ("merge", "unmerge"),
+        "FSDP2 drops what is written to gathered weights, in a forward or inside of 'with unsharded(model)': call "
+        "merge_adapter() or unmerge_adapter() before, the latter also before 'with model.disable_adapter()'",
+    ),
+    "merge_adapter": "its adapters are no plain LoRA, or their factors are not sharded as the weight is: "
+    "save_weights(model, directory) writes merged weights",
+    "load_state_dict": "full tensors with assign=True would take the places of shards: leave assign out",
+    "a conversion": "FSDP2 has chosen its dtypes: convert the model before parallelize, or give "
+    "FSDPOptions(mp_policy=..., master_dtype=...)",
+    "share_memory": "memory of DTensors cannot be shared; share the plain model's",
+    "maybe_distribute_model": "its layers are distributed already: leave it out",
+    "set_use_kernels": "kernels would replace the forwards of layers that are sharded: leave it out",
+    "a copy": f"FSDP2 cannot copy a model: parallelize a copy of the plain one; {_SAVE}",
+}
 
 
 def guard_methods(model: nn.Module) -> None:
@@ -59,62 +92,66 @@ class _Guarded:
         return self.rule(module, self.name, partial(getattr(type(module), self.name), module), *args, **kwargs)
 
 
-def _refuse(module: nn.Module, name: str, fix: str) -> NoReturn:
-    raise ModelError(f"{name} of a parallelized {type(module).__name__}: {fix}")
+def _refuse(module: nn.Module, called: str) -> None:
+    for name, fix in _FIXES.items():
+        if name == called:
+            raise ModelError(f"{name} of a parallelized {type(module).__name__}: {fix}")
 
 
-def _refused(fix: str) -> Rule:
-    def rule(module: nn.Module, name: str, method: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(module, name, fix)
-
-    return rule
+def _refused(module: nn.Module, name: str, method: Any, *args: Any, **kwargs: Any) -> None:
+    _refuse(module, name)
 
 
 def _save_pretrained(module: nn.Module, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
     """Pass a ``state_dict`` of plain tensors on, as of trainers that gather by themselves."""
     given = kwargs.get("state_dict")
     if given is None or _has_dtensors(given.values()):
-        _refuse(module, name, f"it would write one rank's shards: {_SAVE}")
+        _refuse(module, name)
     return method(*args, **kwargs)
 
 
 def _resize(module: Any, name: str, method: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
     """Pass a call on that only asks for the embeddings."""
     if new_num_tokens not in (None, module.get_input_embeddings().weight.shape[0]):
-        _refuse(module, name, "its vocabulary is sharded; resize it before parallelize")
+        _refuse(module, name)
     return method(new_num_tokens, *args, **kwargs)
 
 
 def _replaces_module(module: Any, name: str, method: Any, value: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if value not in module.modules():
-        _refuse(module, name, "the new module would not be sharded; replace modules before parallelize")
+        _refuse(module, name)
     return method(value, *args, **kwargs)
 
 
 def _load_state_dict(
-    module: nn.Module, name: str, method: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    module: nn.Module, name: str, method: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> Any:
+    """Copy this rank's parts of full tensors, which every rank is given."""
     wanted = dict(module.named_parameters(remove_duplicate=False))
-    plain = [key for key, value in state_dict.items() if isinstance(wanted.get(key), DTensor) and _is_plain(value)]
-    if plain:
-        _refuse(
-            module,
-            name,
-            f"{len(plain)} tensors are full where the model has shards, first {plain[0]}: use load_weights(model, "
-            "directory), or set_model_state_dict of torch.distributed.checkpoint.state_dict with full_state_dict=True",
-        )
-    return method(state_dict, *args, **kwargs)
+    parts: Any = copy(state_dict)  # with its attributes, as the versions of modules
+    for key, value in state_dict.items():
+        parts[key] = _own_part(value, wanted.get(key))
+    if assign and any(parts[key] is not value for key, value in state_dict.items()):
+        _refuse(module, name)
+    return method(parts, strict, assign)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+def _own_part(value: Any, wanted: Any) -> Any:
+    """Return a full tensor as a DTensor like ``wanted``; anything else as it is."""
+    is_full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if not is_full or not isinstance(wanted, DTensor) or value.shape != wanted.shape:
+        return value
+    own = value[dtensor_slices(wanted)].to(wanted.device)
+    return DTensor.from_local(
+        own, wanted.device_mesh, wanted.placements, shape=wanted.shape, stride=wanted.stride(), run_check=False
+    )
 
 
 def _convert(module: nn.Module, name: str, method: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     """``to``, ``half``, ``float``, …: DTensors get new contents, without the hooks and attributes of users."""
     parameters = {key: value for key, value in own_parameters(module).items() if value is not None}
-    if isinstance(module, FSDPModule):
-        _refuse_other_dtype(module, function)
+    if isinstance(module, FSDPModule) and _changes_dtype(module, function):
+        _refuse(module, "a conversion")
     attached = {key: (dict(vars(value)), parameter_hooks(value)) for key, value in parameters.items()}
     converted = method(function, *args, **kwargs)
     for key, (attributes, hooks) in attached.items():
@@ -124,17 +161,10 @@ def _convert(module: nn.Module, name: str, method: Any, function: Any, *args: An
     return converted
 
 
-def _refuse_other_dtype(module: nn.Module, function: Any) -> None:
-    """Refuse a conversion under FSDP2, which has allocated buffers and chosen dtypes by that of the shards."""
-    for dtype in {parameter.dtype for parameter in module.parameters()}:
-        wanted = function(torch.empty(0, dtype=dtype)).dtype
-        if wanted != dtype:
-            _refuse(
-                module,
-                "a conversion",
-                f"from {dtype} to {wanted} after FSDP2 has chosen its dtypes: convert the model before parallelize, or "
-                "give FSDPOptions(mp_policy=..., master_dtype=...)",
-            )
+def _changes_dtype(module: nn.Module, function: Any) -> bool:
+    """Return whether a conversion changes a dtype, by which FSDP2 has allocated its buffers."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    return any(function(torch.empty(0, dtype=dtype)).dtype != dtype for dtype in dtypes)
 
 
 def _named_parameters(
@@ -151,35 +181,46 @@ def _zero_grad(module: nn.Module, name: str, method: Any, *args: Any, **kwargs: 
     drop_unreduced(module)
 
 
-def _unload(module: nn.Module, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Leave out the ``PeftModel``, which is the root of FSDP2; without FSDP2 nothing hangs on it."""
-    if any(isinstance(part, FSDPModule) for part in module.modules()):
-        _refuse(module, name, "FSDP2 gathers parameters in the forward of the PeftModel: call merge_adapter() instead")
+def _merge(module: nn.Module, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Merge into shards, not into the copies that a forward has gathered, and nothing where one layer cannot."""
+    if name.startswith("merge") and not all(map(_merges, module.modules())):
+        _refuse(module, "merge_adapter")
+    if not free_copies(module):
+        _refuse(module, "merge")
     return method(*args, **kwargs)
 
 
-def _deepcopy(module: nn.Module, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
-    _refuse(module, "a copy", f"FSDP2 cannot copy a model: parallelize a copy of the plain one; {_SAVE}")
+def _merges(layer: Any) -> bool:
+    """Return whether peft can add a layer's adapters to its weight: plain LoRA, with factors that lie as it."""
+    if not hasattr(layer, "base_layer"):
+        return True
+    meshes = {getattr(each, "device_mesh", None) for each in layer.parameters() if each.ndim > 1}
+    return len(meshes) < 2 and not (meshes - {None} and getattr(layer, "lora_variant", None))
+
+
+def _unload(module: nn.Module, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """``unload`` and ``merge_and_unload``, which leave out the ``PeftModel``: the root of FSDP2 is the model inside."""
+    merging = partial(_merge, module, name, partial(method, *args, **kwargs))
+    return leave_out_peft_model(module, merging)
+
+
+def _deepcopy(module: nn.Module, name: str, method: Any, *args: Any, **kwargs: Any) -> None:
+    _refuse(module, "a copy")
 
 
 #: What stands in front of each method.
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(_FIXES, _refused),
     "save_pretrained": _save_pretrained,
-    "push_to_hub": _refused(f"it would write one rank's shards: {_SAVE}"),
     "resize_token_embeddings": _resize,
-    "set_input_embeddings": _replaces_module,
-    "set_output_embeddings": _replaces_module,
-    "set_decoder": _replaces_module,
-    "set_encoder": _replaces_module,
-    "add_adapter": _refused(_ADAPTERS),
-    "load_adapter": _refused(_ADAPTERS),
-    "add_weighted_adapter": _refused(_ADAPTERS),
-    "inject_adapter": _refused(_ADAPTERS),
-    "merge_and_unload": _unload,
-    "unload": _unload,
+    **dict.fromkeys(("set_input_embeddings", "set_output_embeddings", "set_decoder", "set_encoder"), _replaces_module),
     "load_state_dict": _load_state_dict,
     "_apply": _convert,
-    "share_memory": _refused("memory of DTensors cannot be shared; share the plain model's"),
+    "merge": _merge,
+    "unmerge": _merge,
+    "merge_adapter": _merge,
+    "merge_and_unload": _unload,
+    "unload": _unload,
     "named_parameters": _named_parameters,
     "zero_grad": _zero_grad,
     "__deepcopy__": _deepcopy,  # of FSDP modules alone

@@ -32,6 +32,7 @@ from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.sharded.work_directory import work_directory
+from fsdp_runtime.steps.plain_adapters import refuse_adapters
 from fsdp_runtime.weights.adapters import saved_tensors
 from tp_plans import (
     DispatchExperts,
@@ -298,10 +299,7 @@ class _AdaptedModel:
         if layer.experts is not None:
             return {f"{factor}.*": NoParallel(gradient="partial") for factor in ("lora_A", "lora_B")}
         if layer.odd or layer.matrix is not None:
-            raise OptionError(
-                f"{place.path} carries adapters that are merged, or not plain LoRA on a linear layer or on stacked "
-                f"experts ({layer.odd or 'on a parameter'}): unmerge them, or leave it out of target_modules"
-            )
+            refuse_adapters(place.path, layer.odd or "on a parameter")
         plan, base = self.plan, place.base
         rules = [plan[pattern] for above in (base, *ancestors(base)) for pattern in plan.match(above)]
         sharded_input = plan.sequence_parallel and not any(isinstance(rule, _GATHERING) for rule in rules)
@@ -324,10 +322,7 @@ class _AdaptedModel:
                         "rule ExpertsParallel, or leave it out of target_parameters"
                     )
                 if odd := next((each for each in around if each.odd), None):
-                    raise OptionError(
-                        f"{odd.path} adapts experts with adapters that are merged, or not plain LoRA on a stacked "
-                        f"weight ({odd.odd}): unmerge them, or leave the parameter out of target_parameters"
-                    )
+                    refuse_adapters(odd.path, odd.odd)
 
 
 def _refuse_other(place: Place) -> None:

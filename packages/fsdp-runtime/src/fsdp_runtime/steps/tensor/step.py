@@ -20,6 +20,7 @@ from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
 from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
 from fsdp_runtime.steps.tensor.later_adapters import refuse_later_adapters
 from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
+from fsdp_runtime.values import require_one_of
 from tp_plans import ColwiseParallel, Plan, Replicate, Shard, Style, UnknownArchitectureError, check, styles_by_path
 
 logger = logging.getLogger(__name__)
@@ -27,26 +28,6 @@ logger = logging.getLogger(__name__)
 PlanSource = Plan | Mapping[str, Style | str] | str | None
 Logits = Literal["sharded", "full"]
 Towers = Literal["sharded", "replicated"]
-
-
-def require_logits(logits: object) -> None:
-    """Check that ``logits`` is ``"sharded"`` or ``"full"``.
-
-    Raises:
-        OptionError: it is neither.
-    """
-    if logits not in get_args(Logits):
-        raise OptionError(f"logits={logits!r}: write 'sharded' or 'full'")
-
-
-def require_towers(towers: object) -> None:
-    """Check that ``towers`` is ``"sharded"`` or ``"replicated"``.
-
-    Raises:
-        OptionError: it is neither.
-    """
-    if towers not in get_args(Towers):
-        raise OptionError(f"towers={towers!r}: write 'sharded' or 'replicated'")
 
 
 def with_logits(plan: Plan, logits: Logits) -> Plan:
@@ -115,8 +96,8 @@ class TensorParallel(Step):
         return cls(sequence_parallel=True), cls(logits="full"), cls(towers="replicated")
 
     def __post_init__(self) -> None:
-        require_logits(self.logits)
-        require_towers(self.towers)
+        require_one_of("logits", self.logits, get_args(Logits))
+        require_one_of("towers", self.towers, get_args(Towers))
         if self.plan is None and self.sequence_parallel:
             raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
 
