@@ -27,6 +27,7 @@ from fsdp_runtime.dry_run.trace.assumed_routes import assumed_exchange, routing_
 from fsdp_runtime.dry_run.trace.collectives import summarize_traffic
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.dry_run.trace.recorder import UntraceableError
+from fsdp_runtime.dry_run.trace.recurrences import kernels_of_recurrences, recurrence_assumptions
 from fsdp_runtime.dry_run.types import (
     Assumption,
     Estimate,
@@ -81,7 +82,9 @@ def run(
         model = build_model(source, step.dtype, step.frozen_dtype)
         report("checking the plan", 1, _STEPS)
         parallelism = resolve_parallelism(model, mesh, **_options(step, exchange))
-        trace = _trace(TracedModel(model, parallelism.structure), parallelism, mesh, step, exact=exact, report=report)
+        full = TracedModel(model, parallelism.structure)
+        with kernels_of_recurrences(model):
+            trace = _trace(full, parallelism, mesh, step, exact=exact, report=report)
         summary = trace.summary
         traffic = summarize_traffic(summary.traffic, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
@@ -106,6 +109,7 @@ def run(
             ),
             *untrained_assumptions(model, summary.untrained, step),
             *routing_assumptions(exchange, _path_of_experts(parallelism)),
+            *recurrence_assumptions(model),
             *quantization_assumptions(model),
         ),
         device_memory=device_memory,
