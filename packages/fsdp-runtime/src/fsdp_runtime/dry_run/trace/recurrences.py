@@ -23,7 +23,7 @@ from fsdp_runtime.steps.documents.sequence_functions import RECURRENCES, Recurre
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class _KernelCosts:
     """What a kernel allocates.
 
     Args:
@@ -41,11 +41,11 @@ class _Kernel:
 
 #: flash-linear-attention 0.4 (``chunk_gated_delta_rule``, ``chunk_kda``) and mamba-ssm 2.2 (``ssd_combined``,
 #: ``selective_scan``).
-_KERNELS: Mapping[str, _Kernel] = {
-    "torch_chunk_gated_delta_rule": _Kernel(64, "key", None, transforms=True),
-    "chunk_kimi_delta_attention": _Kernel(64, "key", None, transforms=True),
-    "mamba2_chunk_scan": _Kernel(256, "B"),
-    "mamba_selective_scan": _Kernel(2048, "B"),
+_KERNELS: Mapping[str, _KernelCosts] = {
+    "torch_chunk_gated_delta_rule": _KernelCosts(64, "key", None, transforms=True),
+    "chunk_kimi_delta_attention": _KernelCosts(64, "key", None, transforms=True),
+    "mamba2_chunk_scan": _KernelCosts(256, "B"),
+    "mamba_selective_scan": _KernelCosts(2048, "B"),
 }
 
 
@@ -91,11 +91,11 @@ def _call(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     recurrence = RECURRENCES[name]
     tokens = {each: found[each] for each in recurrence.of_tokens if isinstance(found.get(each), Tensor)}
     parameters = [found[each] for each in recurrence.parameters if isinstance(found.get(each), Tensor)]
-    output = _Run.apply(name, tuple(tokens), *tokens.values(), *parameters)  # type: ignore[no-untyped-call]
+    output = _KernelCall.apply(name, tuple(tokens), *tokens.values(), *parameters)  # type: ignore[no-untyped-call]
     return recurrence.result(output.transpose(1, 2) if recurrence.tokens_last else output)
 
 
-class _Run(torch.autograd.Function):
+class _KernelCall(torch.autograd.Function):
     """Allocates a kernel's result, what it keeps, and its temporaries."""
 
     @staticmethod
@@ -130,7 +130,7 @@ class _Run(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _states(kernel: _Kernel, recurrence: Recurrence, value: Tensor, key: Tensor) -> list[Tensor]:
+def _states(kernel: _KernelCosts, recurrence: Recurrence, value: Tensor, key: Tensor) -> list[Tensor]:
     """Return the states of all chunks, and for ``transforms`` rows of keys and values that stand for products."""
     if recurrence.tokens_last:
         batch, features, tokens = value.shape
