@@ -194,7 +194,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--logprobs",
         default="logits",
         help="the loss: logits (default), linear; that of other code: transformers, torchtitan, chunked:8, "
-        "compiled, cross-entropy, chunked-vocabulary:2048, fused-linear; or a dotted path",
+        "compiled, cross-entropy, chunked-float32:256, chunked-vocabulary:2048, fused-linear; or a dotted path",
     )
     group.add_argument(
         "--micro-batches", type=int, default=1, help="forward and backward passes of a step (default: 1)"
