@@ -223,7 +223,7 @@ def ratio(row: Mapping[str, Any]) -> float | None:
     """Return the estimate over what was measured, ``None`` if the row was not run or has no memory."""
     if "found" not in row or row["published"] is None:
         return None
-    estimated = row["found"]["peak" if row["measured"] == "allocated" else "reserved"] or row["found"]["peak"]
+    estimated = row["found"]["reserved" if row["measured"] == "reserved" else "peak"] or row["found"]["peak"]
     return float(estimated / 2**30 / row["published"])
 
 
