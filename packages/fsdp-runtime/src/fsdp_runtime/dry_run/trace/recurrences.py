@@ -8,10 +8,10 @@ whole chunks, and compute these again in backward.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from inspect import signature, unwrap
 from typing import Any
 
@@ -57,7 +57,7 @@ def kernels_of_recurrences(model: nn.Module) -> Iterator[None]:
         python_module = sys.modules[module]
         original = getattr(python_module, name)
         replaced.append((python_module, name, original))
-        setattr(python_module, name, partial(_call, name, original))
+        setattr(python_module, name, _in_place_of(name, original))
     try:
         yield
     finally:
@@ -85,14 +85,20 @@ def _used(model: nn.Module) -> set[tuple[str, str]]:
     }
 
 
-def _call(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-    given = signature(original).bind(*args, **kwargs)
-    found = {**given.arguments, **given.arguments.get("kwargs", {})}
-    recurrence = RECURRENCES[name]
-    tokens = {each: found[each] for each in recurrence.of_tokens if isinstance(found.get(each), Tensor)}
-    parameters = [found[each] for each in recurrence.parameters if isinstance(found.get(each), Tensor)]
-    output = _KernelCall.apply(name, tuple(tokens), *tokens.values(), *parameters)  # type: ignore[no-untyped-call]
-    return recurrence.result(output.transpose(1, 2) if recurrence.tokens_last else output)
+def _in_place_of(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the stand-in of a recurrence, with its signature."""
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature(original).bind(*args, **kwargs)
+        found = {**given.arguments, **given.arguments.get("kwargs", {})}
+        recurrence = RECURRENCES[name]
+        tokens = {each: found[each] for each in recurrence.of_tokens if isinstance(found.get(each), Tensor)}
+        parameters = [found[each] for each in recurrence.parameters if isinstance(found.get(each), Tensor)]
+        output = _KernelCall.apply(name, tuple(tokens), *tokens.values(), *parameters)  # type: ignore[no-untyped-call]
+        return recurrence.result(output.transpose(1, 2) if recurrence.tokens_last else output)
+
+    return call
 
 
 class _KernelCall(torch.autograd.Function):
