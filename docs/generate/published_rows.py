@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, estimate
+from fsdp_runtime.dry_run.adapters import WithAdapters
 from fsdp_runtime.dry_run.hardware import HARDWARE
 from fsdp_runtime.dry_run.several_adapters import with_several
 from fsdp_runtime.dry_run.step_time import step_time
@@ -133,6 +134,8 @@ def build_model(name: str, *, every_second_matmul: bool = False, adapters: int =
     sizes = json.loads(SIZES.read_text())[name]
     config = getattr(transformers, sizes["config"])(**sizes["fields"])
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    if adapters == 1:
+        return WithAdapters(lambda: model, rank=16)()
     if adapters:
         with_several(model, rank=16, adapters=adapters)
     if mlp_tokens:
