@@ -112,6 +112,7 @@ def _add_recipe(commands: Any) -> None:
     command.add_argument(
         "--hardware", default="H100", help="whose time orders meshes: A100, H100 (default), H200, B200"
     )
+    command.add_argument("--every", action="store_true", help="try every mesh, not up to the first that fits")
     command.add_argument("--workers", type=int, default=2, metavar="N", help="parallel dry runs (default: 2)")
     command.add_argument("--markdown", action="store_true", help="print Markdown")
 
@@ -126,6 +127,7 @@ def _recipe(options: argparse.Namespace, progress: ProgressLine) -> int:
         trainings=options.trainings.split(","),
         ep=options.ep,
         hardware=options.hardware,
+        every=options.every,
         workers=options.workers,
         progress=progress,
     )
@@ -192,7 +194,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--logprobs",
         default="logits",
         help="the loss: logits (default), linear; that of other code: transformers, torchtitan, chunked:8, "
-        "compiled, cross-entropy, chunked-vocabulary:2048, fused-linear; or a dotted path",
+        "compiled, cross-entropy, chunked-float32:256, chunked-vocabulary:2048, fused-linear; or a dotted path",
     )
     group.add_argument(
         "--micro-batches", type=int, default=1, help="forward and backward passes of a step (default: 1)"

@@ -21,16 +21,19 @@ def run(name: str = "Qwen3ForCausalLM", adapters: int = 0, **options: Any) -> Es
 
 
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
-def test_each_of_several_adapters_has_parameters_and_moments(name: str) -> None:
+def test_adapters_that_compute_have_gradients_and_moments(name: str) -> None:
     plain = run(name, master_dtype=None).memory.resident.parameters
     two, four = (run(name, count).memory for count in (2, 4))
     added = two.resident.parameters - plain
     assert added > 0
     assert four.resident.parameters - plain == 2 * added
-    if name == "Qwen3ForCausalLM":  # of experts one adapter computes
-        assert four.after_backward.gradients == 2 * added
-    steps = four.resident.optimizer_state - 4 * added
-    assert 0 < steps < 0.05 * added
+    gradients = four.after_backward.gradients
+    dense = gradients - two.after_backward.gradients  # of two adapters
+    of_experts = (added - dense) // 2  # of one adapter, which computes
+    assert (of_experts > 0) == (name == "Qwen3MoeForCausalLM")
+    assert gradients == 2 * dense + of_experts
+    steps = four.resident.optimizer_state - 2 * gradients
+    assert 0 < steps < 0.05 * gradients
 
 
 def test_adapters_of_experts_are_parameters_of_this_rank() -> None:
@@ -61,6 +64,11 @@ def test_losses_of_logits_hold_as_many_copies_as_their_code() -> None:
         for name in ("transformers", "cross-entropy", "compiled")
     )
     assert wide > narrow >= fused > 0
+
+
+def test_parts_of_the_vocabulary_stand_for_one_another() -> None:
+    few, many = (run(logprobs=f"chunked-vocabulary:{rows}").flops for rows in (64, 8))
+    assert few == many
 
 
 def test_a_frozen_dtype_needs_one_to_gather_in() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,12 +23,22 @@ def test_full_training_and_lora_of_a_tiny_model(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config("Qwen3ForCausalLM").to_dict()))
     asked = ["recipe", str(path), "--gpus", "2", "--memory", "80GiB", "--lengths", "64", "--workers", "0"]
-    assert cli.main([*asked, "--markdown"]) == 0
+    assert cli.main([*asked, "--every", "--markdown"]) == 0
     told = capsys.readouterr().out
     assert "## full, 64 tokens: 2 of 2 meshes fit" in told
     assert "## lora, 64 tokens: 2 of 2 meshes fit" in told
     assert "| tp=2, SP | yes |" in told
     assert "get_peft_model" in told
+
+
+def test_a_recipe_stops_at_the_first_mesh_that_fits_and_where_the_state_is_too_large() -> None:
+    config = tiny_config("Qwen3ForCausalLM")
+    options: dict[str, Any] = {"lengths": (64,), "trainings": ("full",), "workers": 0}
+    (fitting,) = recipes(config, 2, device_memory="80GiB", **options)
+    assert [each.label for each in fitting.found.candidates] == ["dp_shard=2, block"]
+    (large,) = recipes(config, 2, device_memory="100KiB", **options)
+    assert [each.label for each in large.found.candidates] == ["dp_shard=2, block"]
+    assert large.found.best is None
 
 
 def test_long_sequences_are_tried_on_ranks_of_cp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,16 @@ def test_gradients_of_earlier_micro_batches_are_live_in_forward() -> None:
     assert two.memory.after_forward.total - one.memory.after_forward.total == gradients
 
 
+def test_what_is_cached_is_released_before_a_device_is_full() -> None:
+    free = _estimate().memory
+    assert free.reserved is not None
+    available = free.reserved - 2**20
+    found = _estimate(device_memory=available + sum(free.constants.values()))
+    assert found.memory.reserved is not None
+    assert found.memory.reserved <= available
+    assert found.fits
+
+
 def test_compiled_blocks_keep_less() -> None:
     eager, compiled = (
         _estimate(activation_checkpointing="none"),

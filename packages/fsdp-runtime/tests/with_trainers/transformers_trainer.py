@@ -331,3 +331,29 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, "fsdp_runtime.trainers.trl_classes", raising=False)
     with pytest.raises(BackendError, match=r"pip install 'fsdp-runtime\[trl\]'"):
         _ = trainers.SFTTrainer
+
+
+def measured(folder: Path, axes: Mapping[str, int], output: str) -> list[dict[str, Any]]:
+    """What a trainer logs of four optimizer steps, of which every second one is logged."""
+    forget_accelerate()
+    model, mesh = model_on(folder, axes)
+    options = {"logging_steps": 2, "max_steps": 4, "gradient_accumulation_steps": 2}
+    trainer = build(model, mesh, dp_size(axes), output=output, **options)
+    trainer.train()
+    history: list[dict[str, Any]] = trainer.state.log_history
+    return history
+
+
+def test_logged_steps_have_speed_tokens_and_traffic(folder, tmp_path, four_ranks):
+    axes = {"dp_shard": 2, "tp": 2}
+    rows = [sum(row["attention_mask"]) for row in token_rows()]
+    for history in four_ranks.run(measured, folder, axes, str(tmp_path), timeout=400):
+        logged = [entry for entry in history if "loss" in entry]
+        assert len(logged) == 2
+        for entry in logged:
+            assert entry["seconds"] > 0
+            tokens = entry["tokens_per_second"] * entry["seconds"]
+            assert min(rows) * BATCH <= round(tokens) <= max(rows) * BATCH
+            assert {"seconds/forward_backward", "seconds/optimizer", "tflops_per_second_per_rank"} <= entry.keys()
+        assert logged[0]["bytes_sent/tp"] > 0
+        assert logged[0]["bytes_sent/dp_shard"] > 0

@@ -63,8 +63,9 @@ def estimate(
             ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states; the loss of other code,
             ``"transformers"``, ``"cross-entropy"`` (of logits in their own dtype), ``"compiled"`` (no float32 copies
             are written), ``"torchtitan"`` (loss parallel), ``"chunked:8"`` (tokens in 8 parts),
-            ``"chunked-vocabulary:2048"`` (rows of the vocabulary) or ``"fused-linear"``; or a function (or its dotted
-            path) that is called as ``function(model, inputs)`` and returns the loss (all of it counts as forward).
+            ``"chunked-float32:256"`` (tokens of a part), ``"chunked-vocabulary:2048"`` (rows of the vocabulary) or
+            ``"fused-linear"``; or a function (or its dotted path) that is called as ``function(model, inputs)`` and
+            returns the loss (all of it counts as forward).
         clip: clip the gradient norm by ``rl_logprobs.clip_grad_norm_``, if that package is installed.
         offload: FSDP2 keeps shards, gradients and optimizer state on the host.
         assume_gradients: count gradients and optimizer state of trainable parameters that the step does not reach,

@@ -37,6 +37,7 @@ def sweep(
     context_parallel: Sequence[str] = ("allgather",),
     device_flops: float | str | None = None,
     hardware: str | None = None,
+    enough: int | None = None,
     workers: int = 2,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
@@ -61,6 +62,8 @@ def sweep(
         context_parallel: the ways of attention to try on meshes with ``cp``.
         device_flops: operations per second that a device achieves, such as ``"400TFLOP/s"``.
         hardware: ``"A100"``, ``"H100"``, ``"H200"`` or ``"B200"``: order by the expected time on it (``step_time``).
+        enough: stop after so many meshes that fit, the least divided ones first, or at one whose parameters and
+            optimizer state alone are too large, since others have as much of them; by default all run.
         workers: number of processes; 0 runs all dry runs in this process.
         progress: called first with the expected time, then after each candidate with its label,
             the number of finished candidates and the number of all.
@@ -115,7 +118,9 @@ def sweep(
         shortest, longest = (len(waiting) * seconds / max(workers, 1) / 60 for seconds in _SECONDS_OF_A_DRY_RUN)
         several = f"{len(waiting)} dry runs, {max(workers, 1)} at a time"
         progress(f"{several}: {max(1, round(shortest))} to {max(1, round(longest))} minutes", 0, len(waiting))
-    found = []
+    if enough is not None:
+        waiting.sort(key=lambda each: (each.mesh.tp * each.mesh.cp, each.mesh.tp))
+    found: list[Candidate] = []
     for candidate, outcome in _outcomes(partial(_attempt, model, options), waiting, workers):
         if isinstance(outcome, str):
             found.append(replace(candidate, error=outcome))
@@ -123,7 +128,18 @@ def sweep(
             found.append(candidate.with_estimate(outcome, device_flops=speed, hardware=hardware))
         if progress is not None:
             progress(candidate.label, len(found), len(waiting))
+        if enough is not None and _decided(found, enough):
+            break
     return rank_candidates(world_size, found)
+
+
+def _decided(found: Sequence[Candidate], enough: int) -> bool:
+    """Return whether enough candidates fit, or the last one's state is too large on any mesh."""
+    estimates = [each.estimate for each in found if each.estimate is not None]
+    if sum(each.fits is True for each in estimates) >= enough:
+        return True
+    last = found[-1].estimate
+    return last is not None and last.device_memory is not None and last.memory.resident.total > last.device_memory
 
 
 def _attempt(model: Any, options: Mapping[str, Any], candidate: Candidate) -> Estimate | str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.dry_run.published_losses import ON_HIDDEN, ON_LOGITS, OnLogits, hidden_loss
+from fsdp_runtime.dry_run.published_losses import ON_HIDDEN, ON_LOGITS, OnLogits, hidden_loss, multiplicity
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.steps.outputs.lm_head import (
     LMHeadParameters,
@@ -66,10 +66,10 @@ def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
     try:
         traced_on_accelerator = import_module("rl_logprobs.dry_run").traced_on_accelerator
     except ImportError:
-        yield lambda: 1
+        yield multiplicity.get
         return
     with traced_on_accelerator() as tile_multiplicity:
-        yield tile_multiplicity
+        yield lambda: tile_multiplicity() * multiplicity.get()
 
 
 def _logits_loss(name: str) -> OnLogits | None:

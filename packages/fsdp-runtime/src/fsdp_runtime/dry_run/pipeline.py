@@ -27,6 +27,7 @@ from fsdp_runtime.dry_run.trace.assumed_routes import assumed_exchange, routing_
 from fsdp_runtime.dry_run.trace.collectives import summarize_traffic
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.dry_run.trace.recorder import UntraceableError
+from fsdp_runtime.dry_run.trace.recurrences import kernels_of_recurrences, recurrence_assumptions
 from fsdp_runtime.dry_run.types import (
     Assumption,
     Estimate,
@@ -81,12 +82,14 @@ def run(
         model = build_model(source, step.dtype, step.frozen_dtype)
         report("checking the plan", 1, _STEPS)
         parallelism = resolve_parallelism(model, mesh, **_options(step, exchange))
-        trace = _trace(TracedModel(model, parallelism.structure), parallelism, mesh, step, exact=exact, report=report)
+        full = TracedModel(model, parallelism.structure)
+        with kernels_of_recurrences(model):
+            trace = _trace(full, parallelism, mesh, step, exact=exact, report=report)
         summary = trace.summary
         traffic = summarize_traffic(summary.traffic, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
     settings = _settings(model, spec, rank, step, trace, parallelism.setup)
-    memory = _memory(trace, step, math.prod(spec.sizes.values()), offload=settings.offload)
+    memory = _memory(trace, step, math.prod(spec.sizes.values()), device_memory, offload=settings.offload)
     return Estimate(
         settings=settings,
         memory=memory,
@@ -106,6 +109,7 @@ def run(
             ),
             *untrained_assumptions(model, summary.untrained, step),
             *routing_assumptions(exchange, _path_of_experts(parallelism)),
+            *recurrence_assumptions(model),
             *quantization_assumptions(model),
         ),
         device_memory=device_memory,
@@ -263,7 +267,7 @@ def _return_input(first: Any, *_args: Any, **_kwargs: Any) -> Any:
     return first
 
 
-def _memory(trace: _Trace, step: StepConfig, world_size: int, *, offload: bool) -> Memory:
+def _memory(trace: _Trace, step: StepConfig, world_size: int, device_memory: int | None, *, offload: bool) -> Memory:
     summary = trace.summary
 
     def on_device(nbytes: MemoryBreakdown) -> MemoryBreakdown:
@@ -276,30 +280,39 @@ def _memory(trace: _Trace, step: StepConfig, world_size: int, *, offload: bool) 
         Peak(phase=phase, module=sample.event.module, operator=sample.event.operator, nbytes=on_device(sample.nbytes))
         for phase, sample in peaks(summary).items()
     )
+    constants = constant_costs(step.constants, world_size=world_size, axes=_used_axes(summary))
+    available = None if device_memory is None else device_memory - sum(constants.values())
     return Memory(
         resident=on_device(_without(summary.before, ("inputs",))),
         after_forward=on_device(ends["forward"]),
         after_backward=on_device(ends["backward"]),
         phases=phases,
         host=host,
-        reserved=_reserved(trace, step, offload=offload),
-        constants=constant_costs(step.constants, world_size=world_size, axes=_used_axes(summary)),
+        reserved=_reserved(trace, step, available, offload=offload),
+        constants=constants,
     )
 
 
-def _reserved(trace: _Trace, step: StepConfig, *, offload: bool) -> int | None:
+def _reserved(trace: _Trace, step: StepConfig, available: int | None, *, offload: bool) -> int | None:
+    """Return what the allocator reserves: it releases cached blocks where the device would not have enough for more."""
     if step.allocator is None:
         return None
-    found = replay(
-        trace.tapes[-1],
-        step.allocator,
-        smaller=trace.tapes[0] if trace.repeated is not None else None,
-        repeated=trace.repeated,
-        micro_batches=step.micro_batches,
-        workspaces=WORKSPACES if "cublas" in step.constants else 0,
-        on_host=_OFFLOADED if offload else (),
-    )
-    return None if found is None else found.reserved
+    limited = [] if available is None else [replace(step.allocator, device_memory=available)]
+    reserved: int | None = None
+    for settings in (*limited, step.allocator):
+        found = replay(
+            trace.tapes[-1],
+            settings,
+            smaller=trace.tapes[0] if trace.repeated is not None else None,
+            repeated=trace.repeated,
+            micro_batches=step.micro_batches,
+            workspaces=WORKSPACES if "cublas" in step.constants else 0,
+            on_host=_OFFLOADED if offload else (),
+        )
+        reserved = None if found is None else found.reserved
+        if found is None or found.fits:
+            break
+    return reserved
 
 
 def _used_axes(summary: Summary) -> int:

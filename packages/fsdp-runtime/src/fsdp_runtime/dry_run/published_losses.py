@@ -5,13 +5,14 @@ They are written from descriptions of the projects, operator by operator as far 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, log_softmax, nll_loss
 from torch.utils.checkpoint import checkpoint
 
 #: Computes a loss from logits and targets ``[batch, tokens]``.
@@ -19,8 +20,13 @@ OnLogits = Callable[[Tensor, Tensor], Tensor]
 #: Computes a loss from hidden states ``[tokens, features]``, the head's weight ``[vocabulary, features]`` and targets.
 OnHidden = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+#: Number of equal parts for which the running one stands.
+multiplicity: ContextVar[int] = ContextVar("multiplicity", default=1)
+
 #: Parts of the tokens in which the chunked losses compute, where a name gives no number.
 _CHUNKS = 8
+#: Tokens of one part.
+_TOKENS_CHUNK = 256
 #: Rows of the vocabulary of one part.
 _VOCABULARY_CHUNK = 2048
 
@@ -101,6 +107,25 @@ def _nll_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum")
 
 
+def chunked_float32(tokens: int) -> OnHidden:
+    """Return TRL's chunked loss: some tokens at a time, from float32 copies of hidden states and the whole weight."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        packed = hidden[torch.arange(len(hidden))]
+        parts = zip(torch.split(packed, tokens), torch.split(targets, tokens), strict=True)
+        found = [checkpoint(_float32_nll_sum, part, weight, target, use_reentrant=False) for part, target in parts]
+        return torch.stack(found).sum() / len(targets)
+
+    return loss
+
+
+def _float32_nll_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logprobs = log_softmax(hidden.float() @ weight.float().t(), -1)
+    found = nll_loss(logprobs, targets, reduction="sum")
+    _entropy = -(logprobs.exp() * logprobs).sum(-1)  # logged, and part of the recomputed graph
+    return found
+
+
 def fused_linear(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Liger Kernel's fused linear cross-entropy: gradients of all tokens in forward, a part of the tokens at a time."""
     return _FusedLinear.apply(hidden, weight, targets)  # type: ignore[no-untyped-call,no-any-return]
@@ -141,6 +166,16 @@ def chunked_vocabulary(rows: int) -> OnHidden:
     return loss
 
 
+def _representative(starts: range) -> Iterator[int]:
+    """Yield the first, second and last start; the second stands for all between."""
+    yield from starts[:1]
+    if len(starts) > 2:
+        token = multiplicity.set(len(starts) - 2)
+        yield starts[1]
+        multiplicity.reset(token)
+    yield from starts[1:][-1:]
+
+
 class _ChunkedVocabulary(torch.autograd.Function):
     """Running maximum, sum and weighted sum in forward; the logits of each part again in backward."""
 
@@ -149,7 +184,7 @@ class _ChunkedVocabulary(torch.autograd.Function):
         highest = torch.zeros(len(hidden), dtype=torch.float32)
         total, weighted = torch.zeros_like(highest), torch.zeros_like(highest)
         chosen = torch.zeros_like(highest)
-        for start in range(0, len(weight), rows):
+        for start in _representative(range(0, len(weight), rows)):
             part = hidden @ weight[start : start + rows].t()
             logits = part.to(torch.float32).mul_(1.0)
             highest = torch.maximum(highest, logits.amax(-1))
@@ -165,7 +200,7 @@ class _ChunkedVocabulary(torch.autograd.Function):
     def backward(context: Any, grad_logprobs: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, _, normalizer = context.saved_tensors
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-        for start in range(0, len(weight), context.rows):
+        for start in _representative(range(0, len(weight), context.rows)):
             rows = weight[start : start + context.rows]
             part = hidden @ rows.t()
             logits = part.to(torch.float32).mul_(1.0)
@@ -187,6 +222,7 @@ ON_LOGITS: Mapping[str, OnLogits] = {
 #: By name: losses on hidden states, with the number that a name may give after a colon.
 ON_HIDDEN: Mapping[str, tuple[Callable[[int], OnHidden], int]] = {
     "chunked": (chunked_tokens, _CHUNKS),
+    "chunked-float32": (chunked_float32, _TOKENS_CHUNK),
     "chunked-vocabulary": (chunked_vocabulary, _VOCABULARY_CHUNK),
     "fused-linear": (lambda _: fused_linear, 0),
 }

@@ -28,10 +28,13 @@ def recipes(
     trainings: Sequence[str] = ("full", "lora"),
     ep: Sequence[int] = (1,),
     hardware: str = "H100",
+    every: bool = False,
     workers: int = 2,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Recipe]:
-    """Sweep the meshes of some GPUs for each kind of training and length.
+    """Find the meshes of some GPUs for each kind of training and length.
+
+    The least divided meshes are tried first, up to one that fits; ``every`` sweeps them all.
 
     Blocks recompute, activations are sharded over ``tp`` where it has several ranks, the loss holds no logits, and the
     optimizer is the fused AdamW.
@@ -44,6 +47,7 @@ def recipes(
         trainings: ``"full"`` (float32 shards, gradients and moments), ``"lora"`` (bfloat16).
         ep: sizes of the axis that a mixture's experts are divided over.
         hardware: whose expected time orders meshes that fit.
+        every: try every mesh, to compare those that fit.
         workers: as in ``sweep``.
         progress: as in ``sweep``, for one length and kind of training after the other.
 
@@ -57,6 +61,7 @@ def recipes(
         "device_memory": parse_bytes(device_memory),
         "ep": ep,
         "hardware": hardware,
+        "enough": None if every else 1,
         "workers": workers,
         "progress": progress,
         "dp_replicate": (1,),

@@ -1,7 +1,7 @@
 """Several low-rank adapters of one model, of which each token uses one: multi-tenant training as prime-rl has it.
 
-All adapters are parameters of their block and are gathered and stored with moments, also where one of them computes;
-those of linear layers are stacked, so that all of them have gradients.
+All adapters are parameters of their block and are gathered with it.  Those of linear layers are stacked before their
+products, so that all of them have gradients and moments; of those of stacked experts only the one that computes.
 """
 
 from __future__ import annotations
@@ -60,9 +60,13 @@ class _AdaptedExperts(nn.Module):
         self.num_experts, features, width = down.shape
         shapes = {"gate": (width, features), "up": (width, features), "down": (features, width)}
         for name, (rows, columns) in shapes.items():
-            first = _matrices(adapters, self.num_experts, rank, columns, like=down)
-            setattr(self, f"{name}_lora_A", first)
-            setattr(self, f"{name}_lora_B", _matrices(adapters, self.num_experts, rows, rank, like=down))
+            for side, shape in {"A": (rank, columns), "B": (rows, rank)}.items():
+                used, idle = (  # FSDP2 divides the first dim
+                    nn.Parameter(torch.empty(self.num_experts, *sizes, device=down.device, dtype=down.dtype))
+                    for sizes in (shape, (adapters - 1, *shape))
+                )
+                setattr(self, f"{name}_lora_{side}", used)
+                setattr(self, f"{name}_idle_lora_{side}", idle)
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of experts for ``hidden`` of ``[tokens, features]``, sorted by expert inside."""
@@ -78,7 +82,7 @@ class _AdaptedExperts(nn.Module):
         return torch.zeros_like(hidden).index_add(0, order // top_k, found)
 
     def _project(self, rows: Tensor, weight: Tensor, name: str, ends: Tensor) -> Tensor:
-        first, second = getattr(self, f"{name}_lora_A")[0], getattr(self, f"{name}_lora_B")[0]
+        first, second = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
         low = aten._grouped_mm(rows, first.transpose(1, 2), ends)
         added = aten._grouped_mm(low, second.transpose(1, 2), ends)
         found: Tensor = aten._grouped_mm(rows, weight.transpose(1, 2), ends) + 2.0 * added

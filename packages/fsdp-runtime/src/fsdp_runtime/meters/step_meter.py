@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,12 +130,12 @@ class StepMeter:
         return self._last
 
     @contextmanager
-    def step(self, lengths: Sequence[int], *, count_traffic: bool = False) -> Iterator[None]:
+    def step(self, lengths: Collection[int], *, count_traffic: bool = False) -> Iterator[None]:
         """Measure one step; nothing is kept of a step that raises.
 
         Args:
             lengths: tokens of each sequence of this data-parallel rank, all micro-batches together; of packed rows the
-                documents' lengths. The same on ranks of ``tp`` and ``cp``.
+                documents' lengths. The same on ranks of ``tp`` and ``cp``. A list may be filled while the step runs.
             count_traffic: count the bytes of every collective. The step is slower: do so in one step of many.
         """
         self._phases, self._peaks = {}, {}

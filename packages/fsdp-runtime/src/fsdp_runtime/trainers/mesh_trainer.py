@@ -20,6 +20,7 @@ from fsdp_runtime.trainers.logits import compute_losses_on, full, label_smoother
 from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator, over_mesh
 from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
 from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, grad_norm, require_rl_logprobs
+from fsdp_runtime.trainers.step_values import LogStepValues
 from fsdp_runtime.trainers.training_arguments import (
     adapted,
     check_arguments,
@@ -38,11 +39,7 @@ logger = logging.getLogger(__name__)
 STATE_FOLDER = "training_state"
 
 
-#: The trainer that the mixin precedes; its class is known where the two are joined.
-_AnyTrainer: Any = object
-
-
-class MeshTrainerMixin(_AnyTrainer):
+class MeshTrainerMixin(LogStepValues):
     """Let a trainer derived from ``transformers.Trainer`` train a model that ``parallelize`` has sharded.
 
     Put it before the trainer's class: ``class MyTrainer(MeshTrainerMixin, TheirTrainer)``.  What it changes:
@@ -52,6 +49,7 @@ class MeshTrainerMixin(_AnyTrainer):
     - The loss with ``labels`` is computed from logits that are sharded on the vocabulary.
     - The norm of the gradients, and clipping by it, count every shard once.
     - ``save_model`` writes what ``from_pretrained`` reads; checkpoints resume on this mesh or another.
+    - Logged steps come with the values of a ``StepMeter``.
 
     Args:
         model: a model after ``parallelize`` and ``load_weights``; or one that is not sharded yet, with its weights,

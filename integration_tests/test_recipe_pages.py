@@ -1,0 +1,23 @@
+"""Recipes of models: pages are those of the kept results, and a dry run gives these again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from docs.generate import recipes
+
+
+def test_pages_are_generated() -> None:
+    found = json.loads(recipes.FOUND.read_text())
+    for family in recipes.families(found):
+        assert recipes.path_of(family).read_text() == recipes.page(family, found)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-4B", "Llama-3.1-8B"])
+def test_a_dry_run_gives_the_row_of_the_page(name: str) -> None:
+    kept = json.loads(recipes.FOUND.read_text())[name]
+    rows = [each for each in kept["rows"] if (each["training"], each["tokens"]) == ("lora", 8192)]
+    config = recipes.config_of(name)
+    again = recipes.fewest(config, "lora", 8192, kept["parameters"], mixture=False)
+    assert json.loads(json.dumps(again)) == rows

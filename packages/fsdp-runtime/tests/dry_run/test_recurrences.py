@@ -1,0 +1,73 @@
+"""A dry run calls no recurrence in torch, whose loops over tokens would take minutes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import transformers
+
+from fsdp_runtime.dry_run import Estimate, estimate
+
+COMMON = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+#: Models of a delta rule and of both kinds of Mamba: their family, the function that loops, and their sizes.
+LOOPS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Qwen3_5TextConfig": (
+        "qwen3_5",
+        "torch_chunk_gated_delta_rule",
+        {
+            **COMMON,
+            "vocab_size": 256,
+            "intermediate_size": 128,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        }
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
+    "JambaConfig": (
+        "jamba",
+        "mamba_selective_scan",
+        {**COMMON, "vocab_size": 256, "intermediate_size": 128, "num_experts": 2},
+    ),
+    "Mamba2Config": (
+        "mamba2",
+        "mamba2_chunk_scan",
+        {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "vocab_size": 256, "num_hidden_layers": 4},
+    ),
+}
+
+
+def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*_: Any, **__: Any) -> Any:
+        raise AssertionError(f"{function.__name__} was traced")
+
+    return call
+
+
+def run(name: str, tokens: int = 64) -> Estimate:
+    config = getattr(transformers, name)(**LOOPS[name][2])
+    return estimate(config, {"dp_shard": 2}, seq_len=tokens, activation_checkpointing="none", clip=False, plan=None)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_kernels_stand_for_loops_over_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, function, _ = LOOPS[name]
+    path = f"transformers.models.{family}.modeling_{family}"
+    __import__(path)
+    original = getattr(sys.modules[path], function)
+    monkeypatch.setattr(sys.modules[path], function, stub := refusing(original))
+    found = run(name)
+    assert any(function in each.assumption for each in found.assumptions)
+    assert getattr(sys.modules[path], function) is stub
+    assert all(each.counted for each in found.assumptions)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_kernel_keeps_grows_with_tokens(name: str) -> None:
+    short, long = (run(name, tokens).memory.after_forward.activations for tokens in (256, 2048))
+    assert long > 4 * short
