@@ -83,7 +83,8 @@ class EngineSync:
         self._is_sender = not self._distributed or dist.get_rank(group) == 0
         if self._is_sender and client is None:
             raise OptionError("client: give the engine's on rank 0 of the model")
-        self._source, self._client, self._group = source, client if self._is_sender else None, group
+        self._client: Any = client if self._is_sender else None
+        self._source, self._group = source, group
         self._address, self._bucket_bytes, self._timeout_s = address, bucket_bytes, timeout_s
         self._workers, self._pause = world_size, pause
         self._link: GlooGroup | None = None
