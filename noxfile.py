@@ -274,8 +274,9 @@ def verl(session: nox.Session) -> None:
 
 @nox.session
 def vllm(session: nox.Session) -> None:
-    """Sync sharded trainers to a real vLLM on the CPU, in an environment of its own, and run the GRPO example on it."""
-    install_editable(session, "test")
+    """Sync sharded trainers, TRL's too, to a real vLLM on the CPU in its own environment, and run the GRPO example."""
+    install_editable(session, "trainers")
+    session.install("requests", "aiohttp")  # imported by TRL's client and by its rollout worker
     folder = Path("integration_tests/with_vllm")
     environment = Path(session.create_tmp(), "engine")
     engine = str((environment / "bin" / "python").absolute())
@@ -294,6 +295,7 @@ def vllm(session: nox.Session) -> None:
     env = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", **ONE_THREAD}
     torchrun = ("torchrun", "--standalone", "--nproc-per-node=2")
     session.run(*torchrun, "-m", "with_vllm.run", f"--engine-python={engine}", *session.posargs, env=env)
+    session.run(*torchrun, "-m", "with_vllm.async_grpo", f"--engine-python={engine}", env=env)
     short = ("--warmup-steps=60", "--steps=6", "--prompts=16", "--held-out=128", "--top-p=0.9")
     output = f"--output={Path(session.create_tmp(), 'grpo').absolute()}"
     session.run(*torchrun, "docs/examples/vllm/train.py", f"--engine-python={engine}", *short, output, env=env)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_runtime import load_weights, meta_device, parallelize, stream_weights
+from fsdp_runtime import init_adapters, load_weights, meta_device, parallelize, stream_weights
 from harness.models import VOCAB, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -78,6 +78,15 @@ def tokenizer() -> Any:
         padding_side="left",
         chat_template="{% for m in messages %}{{ m.content }} {% endfor %}",
     )
+
+
+def adapted_as_on_a_mesh(model: Any, config: Any, **options: Any) -> Any:
+    """In the place of peft's ``get_peft_model`` in one process: factors as a trainer on a mesh draws a path's."""
+    import peft
+
+    adapted: Any = peft.get_peft_model(model, config, **options)
+    init_adapters(adapted, seed=42)
+    return adapted
 
 
 def token_rows(count: int = 16, *, seed: int = 0) -> list[dict[str, list[int]]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
+from trl.experimental import gkd, gmpo
 
 from fsdp_runtime.trainers import on_mesh
 from fsdp_runtime.trainers.distillation import divergence_loss
@@ -46,6 +47,14 @@ def texts() -> Dataset:
 
 def prompts() -> Dataset:
     return _rows(lambda words, i: {"prompt": words(2 + i % 3)})
+
+
+def conversations() -> Dataset:
+    def row(words: Callable[[int], str], i: int) -> dict[str, Any]:
+        asked, answered = words(2 + i % 3), words(4 + i % 5)
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+
+    return _rows(row)
 
 
 def greedy(**more: Any) -> dict[str, Any]:
@@ -101,6 +110,15 @@ def trainers() -> dict[str, tuple[type, type, Callable[[], Dataset], dict[str, A
             greedy(),
             {"teacher_model": None},
             ("entropy",),
+        ),
+        "GKD": (gkd.GKDTrainer, gkd.GKDConfig, conversations, {"lmbda": 0.0}, {"teacher_model": None}, ()),
+        "GMPO": (
+            gmpo.GMPOTrainer,
+            gmpo.GMPOConfig,
+            prompts,
+            greedy(num_generations=SAMPLED, beta=0.1),
+            {"reward_funcs": reward},
+            ("reward", "kl", "entropy"),
         ),
     }
 

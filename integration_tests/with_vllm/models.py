@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -34,12 +34,25 @@ def build(family: str, seed: int = 0) -> nn.Module:
     return tiny_model(architecture, dtype=torch.float32, seed=seed, **sizes)
 
 
-def write(family: str, folder: Path) -> Path:
-    """Write what the engine starts from: a config and a tokenizer, no weights."""
+def write(family: str, folder: Path, *, weights: bool = False) -> Path:
+    """Write what the engine starts from: a config and a tokenizer; weights for a trainer that starts from them too."""
     architecture, sizes = FAMILIES[family]
     config = tiny_config(architecture, **sizes)
     config.architectures = [architecture]
     config.save_pretrained(folder)
+    if weights:
+        build(family).save_pretrained(folder)  # type: ignore[operator]
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(folder)
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        eos_token="w2",
+        pad_token="w0",
+        unk_token="w0",
+        chat_template="{% for message in messages %}{{ message.content }} {% endfor %}w3",  # w3: the answer begins
+    )
+    content = {"close_pattern": r"w2\s*", "content": "text"}
+    answer = {"defaults": {"role": "assistant"}, "start_anchor": "w3", "fields": {"content": content}}
+    tokenizer.response_template = answer
+    tokenizer.save_pretrained(folder)
     return folder

@@ -62,23 +62,34 @@ class Row:
         )
 
 
-def generate(client: EngineClient | None) -> tuple[list[list[int]], list[list[float]]]:
-    """The engine's greedy tokens after every prompt and their log-probabilities, on every rank."""
-    found: list[Any] = [None]
-    if client is not None:
-        request = {"model": "policy", "prompt": PROMPTS, "max_tokens": NEW_TOKENS, "temperature": 0, "logprobs": 1}
-        answer = client.request("/v1/completions", {**request, "return_token_ids": True, "ignore_eos": True})
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        found = [([c["token_ids"] for c in choices], [c["logprobs"]["token_logprobs"] for c in choices])]
+Generated = tuple[list[list[int]], list[list[float]]]
+
+
+def ask(client: EngineClient) -> Generated:
+    """The engine's greedy tokens after every prompt and their log-probabilities."""
+    request = {"model": "policy", "prompt": PROMPTS, "max_tokens": NEW_TOKENS, "temperature": 0, "logprobs": 1}
+    answer = client.request("/v1/completions", {**request, "return_token_ids": True, "ignore_eos": True})
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    return [c["token_ids"] for c in choices], [c["logprobs"]["token_logprobs"] for c in choices]
+
+
+def generate(client: EngineClient | None) -> Generated:
+    """What :func:`ask` returns, on every rank."""
+    found: list[Any] = [None if client is None else ask(client)]
     dist.broadcast_object_list(found, src=0)
     return found[0]
 
 
-@torch.no_grad()
 def compare(model: nn.Module, client: EngineClient | None) -> tuple[bool, float]:
     """Whether the engine's greedy tokens are the model's, and the largest difference of log-probabilities."""
+    return differences(model, generate(client))
+
+
+@torch.no_grad()
+def differences(model: nn.Module, generated: Generated) -> tuple[bool, float]:
+    """Whether greedy tokens are the model's, and the largest difference of log-probabilities."""
     equal, worst = True, 0.0
-    for prompt, ids, logprobs in zip(PROMPTS, *generate(client), strict=True):
+    for prompt, ids, logprobs in zip(PROMPTS, *generated, strict=True):
         logits = model(torch.tensor([prompt + ids[:-1]])).logits[:, len(prompt) - 1 :].float()
         scored = rl_logprobs.token_logprobs(logits, torch.tensor([ids]))[0]
         worst = max(worst, (scored - torch.tensor(logprobs)).abs().max().item())

@@ -14,6 +14,7 @@ import tp_plans
 from fsdp_runtime.sharded.rank_boxes import block_view
 from vllm_gloo import cpu_repack, gpt_oss, reload
 from vllm_gloo._vllm_compat import drop_pending, processing_replaced
+from with_vllm.checksums import checksum
 
 
 class Questions:
@@ -32,6 +33,10 @@ class Questions:
     def repacked(self) -> list[str]:
         """The modules that the last update packed anew."""
         return self.packed
+
+    def held(self, question: str) -> tuple[str, dict[str, str]]:
+        """The question, and checksums of the weights that this worker loaded last, by their names."""
+        return question, {name: checksum(tensor) for name, tensor in self.weight_transfer_engine._current or []}
 
     def compare_layout(self, tensors: str) -> list[str]:
         """Load random checkpoint tensors through vLLM's own loaders, and compare each parameter with ``engine_layout``.

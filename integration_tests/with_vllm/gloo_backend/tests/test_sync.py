@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime import OptionError
-from fsdp_runtime.sync import WeightExport, WeightSyncError
+from fsdp_runtime.sync import WeightExport, WeightSource, WeightSyncError, WeightTransfer
 from harness.models import tiny_model
+from harness.ranks import RankPool
 
 OURS = "vllm_gloo"
 
@@ -29,7 +30,7 @@ class Engine:
 
     def __init__(self, worker_class: Any, workers: int = 2) -> None:
         self.calls: list[str] = []
-        self.version, self.active = "default", False
+        self.named, self.active, self.paused = "default", False, False
         self.models = [SimpleNamespace(weights={}, loads=0, fails=False) for _ in range(workers)]
         self.workers = []
         for rank, model in enumerate(self.models):
@@ -53,7 +54,7 @@ class Engine:
         return len(self.workers)
 
     def weight_version(self, *, timeout_s: float | None = None) -> str:
-        return self.version
+        return self.named
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
         self.calls.append("init")
@@ -74,13 +75,18 @@ class Engine:
         self.calls.append("finish" if weight_version is None else f"finish {weight_version}")
         if not self.active:
             raise WeightSyncError("500: finish_weight_update called without a matching start_weight_update")
-        self.active, self.version = False, weight_version or self.version
+        self.active, self.named = False, weight_version or self.named
 
     def pause(self, mode: str) -> None:
         self.calls.append("pause")
+        self.paused = True
 
     def resume(self) -> None:
         self.calls.append("resume")
+        self.paused = False
+
+    def is_paused(self) -> bool:
+        return self.paused
 
 
 def load_into(model: Any, config: Any, weights: list[tuple[str, Tensor]]) -> None:
@@ -140,7 +146,7 @@ def test_an_update_is_announced_received_and_applied_in_this_order(ours: Any, mo
         report = sync.update("a")
         assert engine.calls == ["init", *PARTS, "finish a", "resume"]
         assert held(engine, model, ours)
-        assert (report.version, engine.version) == ("a", "a")
+        assert (report.version, engine.named) == ("a", "a")
         assert report.nbytes == sum(tensor.nbytes for tensor in engine.models[0].weights.values())
         change(model)
         engine.calls.clear()
@@ -224,7 +230,45 @@ def test_an_update_that_another_trainer_left_open_is_closed(ours: Any, model: nn
     assert held(engine, model, ours)
 
 
-def test_rank_0_alone_has_a_client(ours: Any, model: nn.Module) -> None:
+def test_a_weight_transfer_connects_by_it_as_it_is(ours: Any, model: nn.Module) -> None:
+    engine = Engine(ours.worker_class)
+    transfer = WeightTransfer(engine, ours.sync.EngineSync, timeout_s=20)
+    for version in (1, 2):
+        engine.calls.clear()
+        transfer.pause()
+        transfer.send(model, version)
+        assert (engine.named, engine.paused) == (str(version), True)
+        transfer.resume()
+        assert engine.calls[-2:] == [f"finish {version}", "resume"]
+        assert engine.calls.count("pause") == 1  # the transfer's, which it ends
+        assert held(engine, model, ours)
+        change(model)
+    transfer.destroy()
+
+
+def test_a_trainer_that_calls_one_rank_alone_connects_by_it_too(ours: Any, model: nn.Module) -> None:
+    engine = Engine(ours.worker_class)
+    transfer = WeightTransfer(engine, ours.sync.EngineSync, timeout_s=20)
+    for version in ("0", "1"):
+        transfer.send_weights(ours.source.WeightSource(model).iter_full())
+        assert (engine.named, engine.paused) == (version, False)
+        assert held(engine, model, ours)
+        change(model)
+    transfer.destroy()
+
+
+def _built() -> bool:
+    from vllm_gloo import EngineSync
+
+    made = EngineSync(WeightSource(nn.Linear(2, 3)), object())
+    return made._client is None
+
+
+def test_other_ranks_do_not_use_the_client(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_built) == [False, True]
+
+
+def test_rank_0_has_a_client(ours: Any, model: nn.Module) -> None:
     with pytest.raises(OptionError, match="client"):
         ours.sync.EngineSync(ours.source.WeightSource(model), None)
 

@@ -30,7 +30,8 @@ class EngineSync:
 
     For machines without NCCL: with it, use :class:`WeightSource` and vLLM's own trainer engines.  The engine needs
     ``fsdp-runtime`` in its environment and ``--weight-transfer-config '{"backend": "gloo"}'``.  The trainer needs no
-    vLLM.  All ranks of the model create one and call :meth:`update`; rank 0 talks to the engine.
+    vLLM.  All ranks of the model create one and call :meth:`update`; rank 0 talks to the engine.  It is what
+    ``WeightTransfer`` connects by, as it is: ``WeightTransfer(url, EngineSync)``.
 
     An update has three parts.  The engine tries the names, dtypes and shapes; then every worker receives all weights
     into host memory; then the engine is paused, loads them, drops its cache of keys and values, and continues.  If the
@@ -39,18 +40,17 @@ class EngineSync:
 
     Args:
         source: the model's weights.
-        client: vLLM's server: an :class:`EngineClient`, or another with vLLM's four methods; ``None`` on all ranks but
-            rank 0.
+        client: vLLM's server: an :class:`EngineClient`, or another with vLLM's four methods; not used but on rank 0.
         group: the model's ranks; ``None`` for the default group.
         address: this machine, as the engine's workers reach it.
         bucket_bytes: broadcast up to this many bytes at once.
         timeout_s: seconds after which an operation that a worker misses fails.
         world_size: the engine's workers; ``None`` to ask the client.
         pause: what the engine does with running requests while it loads: ``"wait"`` for them, ``"abort"`` or
-            ``"keep"`` them; ``None`` to leave pausing to the caller.
+            ``"keep"`` them; ``None`` to leave pausing to the caller.  An engine that is paused already stays so.
 
     Raises:
-        OptionError: rank 0 has no client, or another rank has one; a number is not positive.
+        OptionError: rank 0 has no client; a number is not positive.
 
     Example:
         >>> from torch import nn
@@ -79,11 +79,12 @@ class EngineSync:
             raise OptionError(
                 f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}, world_size={world_size}: give positive numbers"
             )
-        self._distributed = dist.is_initialized()
+        self._distributed = source.is_collective and dist.is_initialized()
         self._is_sender = not self._distributed or dist.get_rank(group) == 0
-        if self._is_sender is (client is None):
-            raise OptionError("client: give the engine's on rank 0 of the model, and None on the others")
-        self._source, self._client, self._group = source, client, group
+        if self._is_sender and client is None:
+            raise OptionError("client: give the engine's on rank 0 of the model")
+        self._client: Any = client if self._is_sender else None
+        self._source, self._group = source, group
         self._address, self._bucket_bytes, self._timeout_s = address, bucket_bytes, timeout_s
         self._workers, self._pause = world_size, pause
         self._link: GlooGroup | None = None
@@ -91,7 +92,7 @@ class EngineSync:
         self._numbers = itertools.count()
         self._session = False
 
-    def update(self, version: str) -> EngineSyncReport:
+    def update(self, version: str | int) -> EngineSyncReport:
         """Let the engine take the model's present weights; collective over the model's ranks.
 
         Args:
@@ -104,6 +105,7 @@ class EngineSync:
             WeightSyncError: the engine did not take them.  Every rank raises the same message.  The next update forms a
                 new group with the engine, and sends everything.
         """
+        version = str(version)
         connect_s, check_s = self._agree(self._announce, version)
         start, failure = time.monotonic(), None
         pairs = iter(self._source.iter_full())
@@ -226,9 +228,9 @@ class EngineSync:
         start, client, link = time.monotonic(), self._client, self._link
         if link is None:
             raise WeightSyncError("no group with the engine")
-        paused = self._pause is not None and hasattr(client, "pause")
+        pauses = self._pause is not None and hasattr(client, "pause") and not _is_paused(client)
         try:
-            if paused:
+            if pauses:
                 client.pause(self._pause)
             try:
                 self._ask(link, GlooUpdate("apply"))
@@ -238,7 +240,7 @@ class EngineSync:
             client.finish_weight_update(version)
             self._session = False
         finally:
-            if paused:
+            if pauses:
                 ignore_errors(client.resume)
         read = client.weight_version() if hasattr(client, "weight_version") else version
         if read != version:
@@ -280,6 +282,11 @@ class EngineSync:
         if self._session:
             self._finish()
         return f"the engine did not take version {version!r} ({held}): {text}"
+
+
+def _is_paused(client: Any) -> bool:
+    """Whether the caller has paused the engine, which is then the caller's to resume."""
+    return hasattr(client, "is_paused") and bool(client.is_paused())
 
 
 def _take(pairs: Any, bucket: Sequence[WeightInfo]) -> list[tuple[str, torch.Tensor]]:

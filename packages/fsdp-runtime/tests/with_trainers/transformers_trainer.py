@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,7 +233,8 @@ def _refusals(folder: Path, output: Path) -> list[str]:
     expect(OptionError, "gradient_checkpointing=False", model=recomputing, args=again)
     more = tokenizer()
     more.add_tokens(["new"])
-    expect(ModelError, "resize_token_embeddings(len(tokenizer)) before parallelize", processing_class=more)
+    for given in (more, SimpleNamespace(tokenizer=more)):  # a processor
+        expect(ModelError, "resize_token_embeddings(len(tokenizer)) before parallelize", processing_class=given)
     smoothing = {**COMMON, "label_smoothing_factor": 0.1, "max_steps": 1, "output_dir": str(output)}
     trainer = Trainer(model=model, mesh=mesh, args=TrainingArguments(**smoothing), train_dataset=token_rows())
     try:
@@ -269,6 +271,66 @@ def test_a_training_set_shorter_than_the_ranks_is_refused(two_ranks: RankPool, f
     for refused, warned in two_ranks.run(_short, folder, tmp_path):
         assert "1 samples for dp=2" in refused
         assert "6 samples are no multiple of 4" in warned
+
+
+def _undivided(folder: Path, output: Path) -> str:
+    """What is said of a batch of all ranks that they cannot divide."""
+    forget_accelerate()
+    model, mesh = model_on(folder, {"dp_shard": 2})
+    options = {"per_device_train_batch_size": 3, "accelerator_config": {"split_batches": True}, "max_steps": 1}
+    args = TrainingArguments(**{**COMMON, "output_dir": str(output), **options})
+    try:
+        Trainer(model=model, mesh=mesh, args=args, train_dataset=token_rows()).train()
+    except (OptionError, ValueError) as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_batch_that_the_ranks_do_not_divide_is_refused(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    for said in two_ranks.run(_undivided, folder, tmp_path):
+        assert "multiple" in said
+
+
+def _evaluated_on(folder: Path, output: Path, axes: dict[str, int] | None, count: int) -> dict[str, float]:
+    forget_accelerate()
+    model, mesh = model_on(folder, axes)
+    trainer = build(model, mesh, dp_size(axes), output=str(output), metrics=True)
+    found: dict[str, float] = trainer.evaluate(token_rows(count, seed=1))
+    return found
+
+
+def test_an_evaluation_set_shorter_than_the_ranks_counts_once(
+    two_ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    found = two_ranks.run(_evaluated_on, folder, tmp_path / "mesh", {"dp_shard": 2}, 1)[0]
+    expected = _evaluated_on(folder, tmp_path / "alone", None, 1)
+    for key in ("eval_loss", "eval_accuracy", "eval_scored"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-5)
+
+
+def _added_later(folder: Path, output: Path, axes: dict[str, int] | None) -> str:
+    """What is raised for a token that was added when the trainer was there."""
+    forget_accelerate()
+    model, mesh = model_on(folder, axes)
+    trainer = build(model, mesh, dp_size(axes), output=str(output))
+    trainer.processing_class.add_tokens(["new"])
+    row = token_rows(1)[0]
+    row["input_ids"][1] = len(trainer.processing_class) - 1
+    trainer.train_dataset = [row] * 16
+    try:
+        trainer.train()
+    except IndexError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_token_that_is_added_later_is_an_error_as_in_one_process(
+    two_ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    expected = _added_later(folder, tmp_path / "alone", None)
+    assert "out of range" in expected
+    for axes in ({"tp": 2}, {"dp_shard": 2}):
+        assert two_ranks.run(_added_later, folder, tmp_path / "mesh", axes) == [expected] * 2
 
 
 def _evaluated_first(folder: Path, output: Path, axes: dict[str, int] | None) -> Outcome:

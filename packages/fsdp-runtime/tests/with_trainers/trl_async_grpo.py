@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import queue
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,12 +26,14 @@ from harness.trainers import (
     BATCH,
     COMMON,
     Outcome,
+    adapted_as_on_a_mesh,
     differences,
     dp_size,
     forget_accelerate,
     tokenizer,
     write_checkpoint,
 )
+from harness.tree_attention import attend_without_a_kernel
 
 #: Not the reward: in one process accelerate reads a batch ahead, and TRL logs the rewards of what was read.
 FIGURES = ("loss", "grad_norm", "entropy", "ratio", "kl", "clip_ratio/region_mean")
@@ -48,31 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("mixture"), architecture="Qwen3MoeForCausalLM")
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    *_: Any,
-    softmax_scale: float,
-    **__: Any,
-) -> Tensor:
-    """In the place of the kernel of TRL's tree attention, which wants a GPU: each segment on its path, causal."""
-    found = []
-    ways = query.shape[1] // key.shape[1]
-    for (a, b), (c, d) in zip(_pairs(starts), _pairs(key_starts), strict=True):
-        keys, values = (each[c:d].repeat_interleave(ways, dim=1) for each in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query[a:b], keys) * softmax_scale
-        later = torch.arange(d - c)[None, :] > torch.arange(b - a)[:, None] + (d - c) - (b - a)
-        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), values))
-    return torch.cat(found)
-
-
-def _pairs(starts: Tensor) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(starts.tolist()))
 
 
 class Rollouts:
@@ -149,8 +124,7 @@ def build(folder: Path, axes: dict[str, int] | None, *, output: Path, **given: A
     """A trainer of three steps, on a mesh or, without axes, TRL's own."""
     forget_accelerate()
     trl = importlib.import_module("trl.experimental.async_grpo")
-    packing = importlib.import_module("trl.experimental.async_grpo.packing")
-    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=_attention)
+    attend_without_a_kernel()
     module: Any = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
     module.VLLMClient = lambda url, timeout: None  # wants requests, and is not asked anything here
     if axes is None:
@@ -212,6 +186,34 @@ def test_they_are_with_experts_divided_over_ranks(two_ranks: RankPool, mixture: 
     given = {"router_aux_loss_coef": 0.0}
     found = two_ranks.run(_run, mixture, tmp_path / "mesh", {"tp": 2, "ep": 2}, timeout=400, **given)[0][0]
     assert differences(found, _run(mixture, tmp_path / "alone", None, **given)[0], FIGURES) == {}
+
+
+def _lora(**options: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], **options)
+
+
+@pytest.mark.parametrize("axes", MESHES[1:], ids=str)
+def test_an_adapter_is_sent_merged(
+    two_ranks: RankPool,
+    four_ranks: RankPool,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    axes: dict[str, int],
+) -> None:
+    pool, given = four_ranks if len(axes) > 1 else two_ranks, {"peft_config": _lora(), "learning_rate": 0.1}
+    found, (calls, weights), _ = pool.run(_run, folder, tmp_path / "mesh", axes, timeout=400, **given)[0]
+    module = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
+    monkeypatch.setattr(module, "get_peft_model", adapted_as_on_a_mesh)
+    expected, (_, merged), _ = _run(folder, tmp_path / "alone", None, **given)
+    assert differences(found, expected, FIGURES) == {}
+    assert calls == ["init", *["pause", "send", "resume"] * (STEPS + 1), "destroy"]
+    changed = set()
+    for ours, theirs in zip(weights, merged, strict=True):
+        assert not any("lora" in name for name in ours)
+        assert all(torch.allclose(ours[name], theirs[name], atol=2e-5) for name in ours)
+        changed |= {name.split(".")[-2] for name in ours if not torch.equal(ours[name], weights[0][name])}
+    assert changed == {"q_proj", "down_proj"}
 
 
 def test_all_ranks_end_with_the_epoch(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
@@ -284,7 +286,7 @@ def test_what_fails_on_rank_0_is_raised_on_every_rank(
 def _refused(folder: Path, output: Path) -> list[str]:
     said = []
     cases: list[tuple[dict[str, int], dict[str, Any]]] = [
-        ({"tp": 2}, {"peft_config": peft.LoraConfig()}),
+        ({"tp": 2}, {"peft_config": _lora(use_dora=True)}),
         ({"cp": 2}, {}),
         ({"tp": 2}, {"parallelize_kwargs": {"packed_sequences": True}}),
         ({"tp": 2}, {"model": torch.nn.Linear(2, 2)}),
@@ -301,7 +303,7 @@ def _refused(folder: Path, output: Path) -> list[str]:
 
 def test_what_cannot_be_right_is_refused_with_the_fix(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     for adapter, context, packed, module in two_ranks.run(_refused, folder, tmp_path):
-        assert "use trl.GRPOTrainer" in adapter
+        assert "leave it out of target_modules" in adapter
         assert "cp=1" in context
         assert "leave it out" in packed
         assert "pass its path" in module

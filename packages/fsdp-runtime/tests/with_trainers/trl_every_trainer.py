@@ -58,6 +58,14 @@ def test_losses_norms_and_weights_are_those_of_one_process(
     assert differences(found, expected, figures) == {}
 
 
+@pytest.mark.parametrize("options", [{"lmbda": 1.0}, {"seq_kd": True, "beta": 1.0}], ids=str)
+def test_sampled_distillation_is_that_of_one_process(
+    two_ranks: RankPool, dense: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    found, expected, figures = _compare(two_ranks, "GKD", dense, {"tp": 2}, tmp_path, max_new_tokens=5, **options)
+    assert differences(found, expected, figures) == {}
+
+
 @pytest.mark.parametrize("axes", [{"tp": 2, "ep": 2}, {"dp_shard": 2, "ep": 2}], ids=str)
 @pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "GRPO"])
 def test_they_are_with_experts_divided_over_ranks(

@@ -13,7 +13,7 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from fsdp_runtime import OptionError, load_weights, parallelize
+from fsdp_runtime import ModelError, OptionError, load_weights, parallelize
 from fsdp_runtime.trainers import SFTTrainer
 from harness.models import VOCAB
 from harness.parity import mesh_for
@@ -156,6 +156,33 @@ def _resumed(folder: Path, output: Path, axes: dict[str, int]) -> tuple[Outcome,
 def test_a_resumed_run_is_the_uninterrupted_one(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     whole, resumed = two_ranks.run(_resumed, folder, tmp_path, {"tp": 2}, timeout=400)[0]
     assert differences(resumed, whole) == {}
+
+
+def _template(folder: Path, template: Path, output: Path) -> str:
+    forget_accelerate()
+    arguments = trl.SFTConfig(
+        output_dir=str(output), use_cpu=True, bf16=False, report_to=[], chat_template_path=str(template)
+    )
+    try:
+        SFTTrainer(
+            model=str(folder),
+            mesh=mesh_for({"tp": 2}),
+            args=arguments,
+            train_dataset=rows(),
+            processing_class=tokenizer(),
+        )
+    except ModelError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_chat_template_that_brings_tokens_is_refused(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    more = tokenizer()
+    more.add_tokens(["new"], special_tokens=True)
+    more.save_pretrained(tmp_path / "template")
+    for said in two_ranks.run(_template, folder, tmp_path / "template", tmp_path):
+        assert "resize_token_embeddings" in said
+        assert "before parallelize" in said
 
 
 def _refused(folder: Path, output: Path) -> str:

@@ -83,6 +83,9 @@ class WeightSource(_Base):
         ['weight', 'bias']
     """
 
+    #: Whether the model's ranks iterate alike, or this one alone has all weights.
+    is_collective = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -290,6 +290,8 @@ class _Source(WeightSource):
 class _HostWeights(_Source):
     """Weights in host memory as vLLM's trainer engines ask for them, each on the device that it came from."""
 
+    is_collective = False
+
     def __init__(self, pairs: list[tuple[str, Tensor, torch.device]]) -> None:
         self.pairs, self._shards = pairs, None
 

@@ -57,8 +57,14 @@ _WORKED_THROUGH = (
 )
 
 
-#: The module of the asynchronous GRPO trainer, of which the package has a form of its own.
-_ASYNC_GRPO = "trl.experimental.async_grpo.async_grpo_trainer"
+#: The modules of the experimental trainers of which the package has a form of its own.
+_ASYNC_GRPO, _GKD = "trl.experimental.async_grpo.async_grpo_trainer", "trl.experimental.gkd.gkd_trainer"
+#: By the first words of an experimental trainer's name, the trainer of trl that is nearest to it.
+_NEAREST = {
+    ("GOLD", "SDFT", "SDPO", "IWOPD", "AsyncDistillation", "ServerDistillation"): "DistillationTrainer",
+    ("CPO", "ORPO", "TPO", "OnlineDPO"): "DPOTrainer",
+    ("A2PO",): "RLOOTrainer",
+}
 #: What lists the weights that are sent, by the names of the checkpoint; the callback that begins training; and the
 #: function that looks up the device's operations a second.
 MANIFEST, BEGINS, PEAK_FLOPS = "_iter_vllm_named_params", "_TrainBeginCallback", "get_peak_flops_per_device"
@@ -69,6 +75,19 @@ def is_async_grpo(trainer_class: type) -> bool:
     return any(cls.__module__ == _ASYNC_GRPO and hasattr(cls, "_sync_weight") for cls in trainer_class.__mro__)
 
 
+def is_gkd(trainer_class: type) -> bool:
+    """Return True if a trainer derives from TRL's GKD trainer."""
+    return any(cls.__module__ == _GKD and hasattr(cls, "generalized_jsd_loss") for cls in trainer_class.__mro__)
+
+
+def nearest(trainer_class: type) -> str:
+    """Return the name of the trainer of trl itself that is nearest to an experimental one."""
+    names = [cls.__name__ for cls in trainer_class.__mro__]
+    return next(
+        (found for starts, found in _NEAREST.items() if any(name.startswith(starts) for name in names)), "GRPOTrainer"
+    )
+
+
 def own_methods(trainer_class: type) -> list[str]:
     """Return the methods that TRL's experimental classes have in the place of those that the mixins work through.
 
@@ -77,7 +96,7 @@ def own_methods(trainer_class: type) -> list[str]:
     experimental = [
         cls
         for cls in trainer_class.__mro__
-        if cls.__module__.startswith("trl.experimental.") and cls.__module__ != _ASYNC_GRPO
+        if cls.__module__.startswith("trl.experimental.") and cls.__module__ not in (_ASYNC_GRPO, _GKD)
     ]
     return [f"{cls.__name__}.{name}" for cls in experimental for name in _WORKED_THROUGH if name in vars(cls)]
 

@@ -25,7 +25,7 @@ class AsyncGRPOMixin(TrlMixin):
     Rank 0 reads the rollouts and packs a row for every rank of ``dp``; the ranks of one ``tp`` group get the same row.
     What fails on rank 0, such as a server that does not answer, is raised on every rank.  Pass ``weight_transfer`` on
     every rank: a :class:`~fsdp_runtime.sync.WeightTransfer` is then called on all of them, and another object, or TRL's
-    own, on rank 0, with weights that are gathered before.
+    own, on rank 0, with weights that are gathered before.  An adapter (``peft_config``) is sent merged into them.
     """
 
     _takes_dispatched_batches = True
@@ -42,6 +42,7 @@ class AsyncGRPOMixin(TrlMixin):
         with replaced(type(self), functions):
             super().__init__(model, mesh=mesh, args=args, **kwargs)
         self.remove_callback(global_of(type(self), BEGINS))  # its part is done on every rank
+        WeightExport().describe(self.model)  # raises for an adapter that cannot be merged
 
     def _check_data(self) -> None:
         check_tokens(self.model, self.processing_class)  # prompts go to the rollout worker, not to ranks
@@ -76,6 +77,10 @@ class AsyncGRPOMixin(TrlMixin):
         shared = on_every_rank(lambda: own, None)[0]
         if not is_first:  # rank 0's own set is the one that its collator adds to
             self._groups_before_resume, self._trained_groups = shared
+
+    def _init_lora_sync(self, model: Any) -> bool:
+        """Send merged weights, whatever the server takes: TRL would save a sharded adapter for it to read."""
+        return False
 
     def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
         """Send the weights, adapters merged; in the place of TRL's, in which rank 0 gathers while it sends."""
@@ -141,11 +146,6 @@ def _check(model: Any, args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -
     if not isinstance(model, str):
         raise OptionError(
             f"model={type(model).__name__}: AsyncGRPOTrainer names its model to the server: pass its path"
-        )
-    if kwargs.get("peft_config") is not None:
-        raise OptionError(
-            "peft_config is not covered with AsyncGRPOTrainer on a mesh, where it would be merged or sent to the "
-            "server as a file: train all weights, or use trl.GRPOTrainer"
         )
     if (cp := axis_size(mesh, "cp")) > 1:
         raise OptionError(

@@ -8,7 +8,15 @@ from typing import Any
 import transformers
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.trainers._trl_compat import generates, is_async_grpo, is_trl, own_methods, reads_head_weights
+from fsdp_runtime.trainers._trl_compat import (
+    generates,
+    is_async_grpo,
+    is_gkd,
+    is_trl,
+    nearest,
+    own_methods,
+    reads_head_weights,
+)
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
 
 _DOC = """``{module}.{name}`` on a mesh.
@@ -53,7 +61,7 @@ def on_mesh(trainer_class: type) -> Any:
         raise OptionError(
             f"{trainer_class.__name__} cannot train on a mesh: {', '.join(own)} would take sharded logits or weights "
             "for full ones, or count every rank of tp as a data-parallel one; use a trainer of trl itself, such as "
-            "trl.GRPOTrainer, or a subclass that leaves these methods as they are there"
+            f"trl.{nearest(trainer_class)}, or a subclass that leaves these methods as they are there"
         )
     mixin: type = MeshTrainerMixin
     if is_trl(trainer_class):
@@ -67,6 +75,10 @@ def on_mesh(trainer_class: type) -> Any:
             from fsdp_runtime.trainers.async_grpo import AsyncGRPOMixin
 
             mixin = AsyncGRPOMixin
+        elif is_gkd(trainer_class):
+            from fsdp_runtime.trainers.gkd import GKDMixin
+
+            mixin = GKDMixin
     name = trainer_class.__name__
     doc = _DOC.format(module=trainer_class.__module__.partition(".")[0], name=name)
     return type(name, (mixin, trainer_class), {"__doc__": doc, "__module__": trainer_class.__module__})

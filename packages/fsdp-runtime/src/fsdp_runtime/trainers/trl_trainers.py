@@ -45,6 +45,8 @@ class TrlMixin(MeshTrainerMixin):
     sharded.  References and teachers that TRL loads come onto the same mesh.
     """
 
+    _adapted: nn.Module | None
+
     def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
         functions = {
             "add_fused_lm_head": add_fused_lm_head,
@@ -55,7 +57,7 @@ class TrlMixin(MeshTrainerMixin):
         }
         functions = {name: function for name, function in functions.items() if function is not None}
         self._by_name = isinstance(model, str)
-        self._adapter = kwargs.get("peft_config")
+        self._adapter, self._adapted = kwargs.get("peft_config"), None
         self._given_reference = kwargs.pop("ref_model", None) if not takes_reference(type(self)) else None
         self._adds_reference = adds_reference_adapter(type(self), args, kwargs.get("ref_model"))
         with replaced(type(self), functions):
@@ -89,7 +91,10 @@ class TrlMixin(MeshTrainerMixin):
         """Load the trainer's model, or a reference or teacher; in the place of TRL's ``create_model_from_path``."""
         if self._by_name:
             self._by_name = False
-            return self._source.load(path, architecture, self._adapter, **settings)
+            model = self._source.load(path, architecture, self._adapter, **settings)
+            if self._adapter is not None:  # TRL is given the whole where it would wrap the model
+                self._adapted, model = model, base_model(model)
+            return model
         if self._given_reference is not None:
             return self._shard_other(self._given_reference)
         if not path:
@@ -105,7 +110,7 @@ class TrlMixin(MeshTrainerMixin):
 
     def _add_adapter(self, model: Any, config: Any, **options: Any) -> nn.Module:
         """Shard the model in its adapter; in the place of peft's ``get_peft_model``."""
-        return model if is_peft_model(model) else self._source.shard(model, config)
+        return self._source.shard(model, config) if self._adapted is None else self._adapted
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
         """Prepare a data set; KTO's mismatched pairs are made within the samples that all ranks take at a time."""
@@ -113,6 +118,12 @@ class TrlMixin(MeshTrainerMixin):
             args = copy.copy(args)
             args.per_device_train_batch_size *= submesh(self.mesh, "dp").size()
         return super()._prepare_dataset(dataset, processing_class, args, *rest)
+
+    def _from_first(self, values: list[Any]) -> list[Any]:
+        """What the first rank of the ``cp`` and ``tp`` group holds."""
+        if (group := self.accelerator.model_group) is not None:
+            dist.broadcast_object_list(values, group=group, group_src=0)
+        return values
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -165,12 +176,6 @@ class GeneratingMixin(TrlMixin):
         with replaced(type(self), gathering):
             return super()._generate_and_score_completions(inputs)
 
-    def _from_first(self, values: list[Any]) -> list[Any]:
-        """What the first rank of the ``cp`` and ``tp`` group holds."""
-        if (group := self.accelerator.model_group) is not None:
-            dist.broadcast_object_list(values, group=group, group_src=0)
-        return values
-
 
 def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     """Raise :class:`OptionError` for what a trainer that generates cannot do on a mesh."""
@@ -192,6 +197,11 @@ def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     for name in ("tools", "environment_factory"):
         if tp > 1 and kwargs.get(name):
             raise OptionError(f"{name} would act once on every rank of tp={tp}: use a mesh with tp=1")
+    refuse_cp(mesh)
+
+
+def refuse_cp(mesh: DeviceMesh) -> None:
+    """Raise :class:`OptionError` where a trainer would sample on sequences that are divided over ranks."""
     if (cp := axis_size(mesh, "cp")) > 1:
         raise OptionError(
             f"trainers that sample completions are not covered on cp={cp}, with an engine or without: a rank's cache "
