@@ -200,6 +200,7 @@ class FsdpRuntimeCriticConfig(CriticConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse("critic.", "CriticConfig", self)
         _join(self)
 
 
@@ -248,6 +249,7 @@ def check_flags(config: FsdpRuntimeEngineConfig) -> None:
     Raises:
         OptionError: one is set; the message has the way out.
     """
+    refuse("", "EngineConfig", config)
     refuse("", "FSDPEngineConfig", config)
     refuse("router_replay.", "EngineRouterReplayConfig", config.router_replay)
     buffer_dtype = (config.mixed_precision or {}).get("buffer_dtype")
