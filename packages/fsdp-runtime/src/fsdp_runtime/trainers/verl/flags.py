@@ -42,7 +42,7 @@ _SAME = Flag("same")
 #: Values of refused flags that ask for nothing.
 _UNSET = ("torch", "disabled")
 _OWN_CONFIG = Flag(
-    "here", "`fsdp_runtime`: the engine's fields, with those of `MeshSpec` and of the steps by their own names"
+    "here", "its fields are handed to `fsdp_runtime`, which also has those of `MeshSpec` and of the steps"
 )
 
 
