@@ -15,6 +15,8 @@ from with_verl import drive
 
 SAVED = {"save_contents": ["model", "optimizer", "extra", "hf_model"], "load_contents": ["model", "optimizer", "extra"]}
 
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
 
 def step(engine: Any, seed: int, loss: str = "ppo", **settings: Any) -> tuple[float, float]:
     """One update; the mean loss of the ranks and the norm."""
@@ -76,8 +78,7 @@ def load_verls(path: str, folder: str, *, contents: list[str], **options: Any) -
 
 def adapters(path: str, **options: Any) -> dict[str, Any]:
     """An adapter is trained, exported by itself, and switched off for a reference."""
-    lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-    engine = drive.build(drive.OURS, path, model=lora, **options)
+    engine = drive.build(drive.OURS, path, model=LORA, **options)
     every = drive.samples()
 
     def scored() -> list[torch.Tensor]:

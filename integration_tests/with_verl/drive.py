@@ -153,6 +153,15 @@ def gathered(engine: Any, nested: torch.Tensor, count: int) -> list[torch.Tensor
     return [parts[index % size][index // size] for index in range(count)]
 
 
+def values_alone(path: str) -> list[torch.Tensor]:
+    """The values of transformers' token classifier, one sample at a time."""
+    from transformers import AutoModelForTokenClassification
+
+    model: Any = AutoModelForTokenClassification.from_pretrained(path, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        return [model(each["ids"][None], use_cache=False).logits[0, :-1, 0] for each in samples()]
+
+
 def run(
     engine: str,
     path: str,

@@ -30,6 +30,12 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any], str, tuple[Mapping[str, Any
         "sdpa",
         (_SP, {"ep": 2}, {"cp": 2}),
     ),
+    "GptOss": (
+        "GptOssConfig",
+        {**_SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "eager",
+        ({"tp": 2}, _SP, {"ep": 2}, {**_SP, "ep": 2}),
+    ),
     "Qwen3Next": (
         "Qwen3NextConfig",
         {**_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},

@@ -19,7 +19,6 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.verl import engine, flags
 from fsdp_runtime.trainers.verl.config import FsdpRuntimeActorConfig, FsdpRuntimeEngineConfig, engine_config
 
-REFUSED = [(kind, name) for kind, known in flags.FLAGS.items() for name in known if known[name].state == "refused"]
 #: The classes whose flags reach the engine or the actor, by the class that has them here.
 CLASSES = {
     "EngineConfig": FsdpRuntimeEngineConfig,
@@ -30,6 +29,14 @@ CLASSES = {
     "CheckpointConfig": CheckpointConfig,
     "EngineRouterReplayConfig": EngineRouterReplayConfig,
 }
+#: Without those that a later verl adds to its actor.
+REFUSED = [
+    (kind, name)
+    for kind, known in flags.FLAGS.items()
+    for name in known
+    if known[name].state == "refused"
+    and (kind != "ActorConfig" or name in {each.name for each in fields(FsdpRuntimeActorConfig)})
+]
 #: Flags that are not set alone, and what is to have one value.
 LEFT = {"_target_", "strategy", "fsdp_config", "wrap_policy"}
 TAKEN = [
@@ -88,6 +95,17 @@ def test_no_other_flag_is_refused(kind: str, name: str) -> None:
         given = {name: not default if isinstance(default, bool) else default + 1}
     with pytest.raises(Passed):
         start(kind, given)
+
+
+def test_a_flag_of_a_later_verl_is_refused_where_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dict(flags.FLAGS["EngineConfig"])
+    del known["seed"]
+    monkeypatch.setitem(flags.FLAGS, "EngineConfig", known)
+    assert "EngineConfig.seed" in flags.unknown_fields()
+    with pytest.raises(Passed):
+        start("EngineConfig", {"seed": 42})
+    with pytest.raises(OptionError, match=r"seed=7 is a flag of this verl that fsdp_runtime does not know.*at 42"):
+        start("EngineConfig", {"seed": 7})
 
 
 def test_every_key_of_verls_commands_is_in_the_table() -> None:

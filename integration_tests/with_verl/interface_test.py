@@ -116,6 +116,35 @@ def test_one_changed_line_of_a_ppo_command() -> None:
     assert (critic.strategy, critic.engine.tp, critic.engine.strategy) == ("fsdp_runtime", 1, "fsdp_runtime")
 
 
+def test_commands_written_for_verls_own_engine_keep_their_settings() -> None:
+    from fsdp_runtime import OptionError
+
+    sizes = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "critic.ppo_micro_batch_size_per_gpu=1")
+    theirs = ("fsdp_config.param_offload=True", "fsdp_config.model_dtype=bf16", "+fsdp_config.mixed_precision.x=1")
+    found = [
+        composed("ppo_trainer", *PPO, *sizes, "critic.fsdp.optimizer_offload=True", *more)
+        for more in (
+            [each.replace("fsdp_config", "actor_rollout_ref.actor.fsdp_config") for each in theirs],
+            ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "actor_rollout_ref.actor.fsdp_runtime.fsdp_size=4"],
+            ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"],
+        )
+    ]
+    actor = dataclass_of(found[0].actor_rollout_ref.actor).engine
+    assert (actor.param_offload, actor.model_dtype, actor.tp) == (True, "bf16", 2)
+    assert dict(actor.mixed_precision) == {"x": 1}
+    assert not actor.wrap_policy.get("min_num_params")
+    with pytest.raises(Exception, match=r"fsdp_config.fsdp_size=2 and fsdp_runtime.fsdp_size=4") as refused:
+        dataclass_of(found[1].actor_rollout_ref.actor)
+    assert isinstance(refused.value.__cause__, OptionError)
+    assert found[2].actor_rollout_ref.ref.ulysses_sequence_parallel_size == 2
+    critic = found[0].critic
+    from omegaconf import OmegaConf
+
+    OmegaConf.set_struct(critic, False)
+    critic.model = None  # its checkpoint is not there
+    assert dataclass_of(critic).engine.optimizer_offload
+
+
 def test_another_engines_config_is_refused_with_the_names_here() -> None:
     from verl.workers.config import FSDPEngineConfig
 

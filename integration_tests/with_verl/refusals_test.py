@@ -62,12 +62,12 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
     "samples that do not divide": (
         {},
         {**STATIC, "micro_batch_size_per_gpu": 3},
-        "dp rank 0 has 4 samples, which do not divide into micro-batches of 3",
+        "dp rank 0: 4 samples do not divide into micro-batches of 3",
     ),
     "samples of one rank": (
         {},
         {**STATIC, "micro_batch_size_per_gpu": 2, "own_of_rank": [[0, 1], [2, 3, 4]]},
-        "dp rank 1 has 3 samples",
+        "dp rank 1: 3 samples do not",
     ),
 }
 

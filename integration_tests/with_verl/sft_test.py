@@ -43,7 +43,7 @@ COMMON = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a tokenizer of bytes, and 48 rows of messages."""
+    """Checkpoints with a tokenizer of bytes, and 48 rows of messages."""
     import pandas
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -60,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    tokenizer.save_pretrained(checkpoints_on_disk.write("dense", folder))
+    for kind in ("dense", "mixture", "hybrid"):
+        tokenizer.save_pretrained(checkpoints_on_disk.write(kind, folder))
     draw = random.Random(0)
     rows = [
         [
@@ -73,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, name: str, *options: str) -> dict[int, dict[str, float]]:
+def train(folder: Path, name: str, *options: str, kind: str = "dense") -> dict[int, dict[str, float]]:
     """The metrics of each step of verl's command on two processes."""
     log = folder / f"{name}.jsonl"
     environment = {
@@ -84,7 +85,7 @@ def train(folder: Path, name: str, *options: str) -> dict[int, dict[str, float]]
         "HYDRA_FULL_ERROR": "1",
         "OMP_NUM_THREADS": "1",
     }
-    files = (f"data.train_files={folder}/rows.parquet", f"model.path={folder}/dense")
+    files = (f"data.train_files={folder}/rows.parquet", f"model.path={folder}/{kind}")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     command = (*torchrun, "-m", "verl.trainer.sft_trainer", *files, *COMMON, *options)
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=500)
@@ -107,6 +108,15 @@ def test_sft_has_verls_losses_and_goes_on_from_checkpoints_of_other_meshes(folde
         agree({step: metrics for step, metrics in expected.items() if step > int(start[-1])}, found)
     again = train(folder, "again", *OURS, *_resumes(folder, "tp/global_step_4"), *_saves(folder, "again"))
     agree({step: expected[step] for step in (5, 6)}, again)
+
+
+@pytest.mark.parametrize(("kind", "mesh"), [("mixture", "ep=2"), ("hybrid", "cp=2")])
+def test_sft_of_a_mixture_and_of_a_hybrid(kind: str, mesh: str, folder: Path) -> None:
+    """verl's own engine lets delta nets read the sample before in packed rows: it gets padded ones."""
+    short = ("trainer.resume_mode=disable", "trainer.save_freq=-1", "trainer.total_training_steps=3")
+    padded = "model.use_remove_padding=False"
+    expected = train(folder, f"{kind}-verl", *VERLS, *short, padded, kind=kind)
+    agree(expected, train(folder, f"{kind}-ours", *OURS, f"engine.{mesh}", *short, kind=kind))
 
 
 def _saves(folder: Path, name: str) -> tuple[str, ...]:

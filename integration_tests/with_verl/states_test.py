@@ -26,6 +26,14 @@ def close(one: Any, other: Any, bound: float = 1e-5) -> None:
     assert [*other] == [pytest.approx(each, rel=bound, abs=bound) for each in one]
 
 
+def test_an_adapter_goes_on_from_its_checkpoint_on_any_mesh(
+    two_ranks: RankPool, paths: dict[str, str], tmp_path: Path
+) -> None:
+    options = {"model": actions.LORA}
+    expected = two_ranks.run(actions.save_and_go_on, paths["dense"], str(tmp_path), tp=2, **options)[0]
+    close(expected, two_ranks.run(actions.resume, paths["dense"], str(tmp_path), cp=2, **options)[0])
+
+
 def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(
     two_ranks: RankPool, paths: dict[str, str], tmp_path: Path
 ) -> None:
@@ -70,18 +78,21 @@ def test_adapters_are_sent_by_themselves_and_switched_off(two_ranks: RankPool, p
         close(one, other)
 
 
-@pytest.mark.parametrize("kind", ["dense", "mixture"])
+@pytest.mark.parametrize("kind", ["dense", "mixture", "adapter"])
 def test_what_changed_gives_a_receiver_the_trainers_weights(
     kind: str, two_ranks: RankPool, paths: dict[str, str]
 ) -> None:
-    meshes: list[dict[str, Any]] = [{}, {"tp": 2}] if kind == "dense" else [{"ep": 2}, {"tp": 2}]
+    """An adapter is merged, where verl does not ask for the base model and the factors."""
+    meshes: list[dict[str, Any]] = [{"ep": 2}, {"tp": 2}] if kind == "mixture" else [{}, {"tp": 2}]
+    options: dict[str, Any] = {"lr": 1e-4} if kind != "adapter" else {"lr": 1e-2, "model": actions.LORA}
     for mesh in meshes:
-        found = two_ranks.run(actions.deltas, paths[kind], lr=1e-4, **mesh)
+        found = two_ranks.run(actions.deltas, paths["dense" if kind == "adapter" else kind], **options, **mesh)
         assert 0 < found[0]["changed"] <= found[0]["total"]
 
 
 def test_routes_are_recorded_and_replayed(two_ranks: RankPool, paths: dict[str, str]) -> None:
-    runs = [({}, True), ({"tp": 2}, True), ({"cp": 2}, True), ({}, False), ({"ep": 2}, True)]
+    both = {"tp": 2, "ep": 2, "sequence_parallel": True}
+    runs = [({}, True), ({"tp": 2}, True), ({"cp": 2}, True), ({}, False), ({"ep": 2}, True), (both, True)]
     found = [
         two_ranks.run(actions.replayed, paths["mixture"], packed=packed, **mesh)[0]
         for mesh, packed in runs  # type: ignore[arg-type]
@@ -113,6 +124,9 @@ def test_a_critic_is_the_same_on_any_mesh(start: str, two_ranks: RankPool, paths
     dp, tp, cp = (
         two_ranks.run(drive.run, drive.OURS, paths[start], **options, **mesh)[0] for mesh in ({}, {"tp": 2}, {"cp": 2})
     )
+    if start == "value":
+        for one, other in zip(drive.values_alone(paths[start]), dp["values"], strict=True):
+            torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5)
     for found in (tp, cp):
         close(dp["losses"], found["losses"])
         close(dp["norms"], found["norms"])
@@ -120,7 +134,7 @@ def test_a_critic_is_the_same_on_any_mesh(start: str, two_ranks: RankPool, paths
             torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{}, {"cp": 2}, {"ep": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
 def test_routes_of_a_rollout_lack_each_last_token(
     mesh: dict[str, int], two_ranks: RankPool, paths: dict[str, str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Tokens sent to the ranks of their experts: outputs and every gradient equal one process's, whatever the routes."""
 
 import copy
+from functools import wraps
 from math import comb
 
 import pytest
@@ -68,6 +69,17 @@ class WithIdentities(nn.Module):
         return final
 
 
+class Replaced(Experts):
+    """gpt-oss's: the forward has its own names, and a function with transformers' names runs in its place."""
+
+    def declared(self, hidden_states, router_indices=None, routing_weights=None):
+        raise AssertionError("another function runs")
+
+    @wraps(declared)
+    def forward(self, *args, **kwargs):
+        return Experts.forward(self, *args, **kwargs)
+
+
 class EveryExpert(nn.Module):
     """Llama 4's: every expert gets every token, in turn."""
 
@@ -97,7 +109,10 @@ class Mixture(nn.Module):
             spread = tokens * scores.t().unsqueeze(-1)
             return self.experts(spread.reshape(-1, HIDDEN)).view(EXPERTS, -1, HIDDEN).sum(0)
         index = (scores + self.bias).topk(self.top_k, dim=-1).indices
-        return self.experts(tokens, top_k_index=index, top_k_weights=scores.gather(1, index))
+        weights = scores.gather(1, index)
+        if isinstance(self.experts, Replaced):
+            return self.experts(tokens, index, weights)
+        return self.experts(tokens, top_k_index=index, top_k_weights=weights)
 
 
 def favoured(*experts):
@@ -112,6 +127,7 @@ ROUTES = {
     "one expert takes everything": (Experts, 1, favoured(5)),
     "every expert": (Experts, EXPERTS, favoured()),
     "all tokens leave the first rank, and two ranks get none": (Experts, 2, favoured(6, 7)),
+    "another function runs in the forward's place": (Replaced, 3, favoured()),
     "identities": (WithIdentities, 3, favoured()),
     "identities only": (WithIdentities, 2, favoured(6, 7)),
     "every expert gets every token": (EveryExpert, 1, favoured()),

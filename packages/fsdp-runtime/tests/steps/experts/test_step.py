@@ -85,8 +85,10 @@ def test_dispatched_experts_equal_one_process(four_ranks: RankPool, names: tuple
 
 
 def _compare_gpt_oss() -> list[RankReport]:
+    """The experts' own forward, and a function in its place whose arguments have other names."""
+    cases = ((ALL, {}, "eager"), (TWO, {"plan": None}, "eager"), (TWO, SP, "batched_mm"), (ALL, {}, "batched_mm"))
     model = {"num_hidden_layers": 1}
-    return [compare(Case(OSS, mesh, parallelize, {"plan": plan}, model)) for mesh, plan in ((ALL, "auto"), (TWO, None))]
+    return [compare(Case(OSS, mesh, parallelize, options, {**model, "experts": how})) for mesh, options, how in cases]
 
 
 def test_a_model_with_a_plan_for_experts_alone_equals_one_process(four_ranks: RankPool) -> None:

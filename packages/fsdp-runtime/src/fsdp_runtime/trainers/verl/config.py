@@ -170,6 +170,7 @@ class FsdpRuntimeActorConfig(ActorConfig):
 
     strategy: str = STRATEGY
     fsdp_runtime: FsdpRuntimeEngineConfig = field(default_factory=FsdpRuntimeEngineConfig)
+    fsdp_config: Any = None
     use_remove_padding: bool = False
     use_rollout_log_probs: bool = False
     grad_clip: float | None = None
@@ -184,7 +185,7 @@ class FsdpRuntimeActorConfig(ActorConfig):
         refuse("actor.", "ActorConfig", self)
         self.fsdp_runtime.freeze_vision_tower |= self.freeze_vision_tower
         self.fsdp_runtime.pad_to_length |= self.pad_to_length
-        _join(self)
+        _join(self, "fsdp_config")
 
 
 @dataclass
@@ -193,6 +194,7 @@ class FsdpRuntimeCriticConfig(CriticConfig):
 
     strategy: str = STRATEGY
     fsdp_runtime: FsdpRuntimeEngineConfig = field(default_factory=FsdpRuntimeEngineConfig)
+    fsdp: Any = None
     grad_clip: float | None = None
     ulysses_sequence_parallel_size: int = 1
     forward_micro_batch_size: int | None = None
@@ -200,15 +202,27 @@ class FsdpRuntimeCriticConfig(CriticConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _join(self)
+        refuse("critic.", "CriticConfig", self)
+        _join(self, "fsdp")
 
 
-def _join(role: Any) -> None:
-    """Hand what verl's commands set on the role to its engine and optimizer."""
+def _join(role: Any, theirs: str) -> None:
+    """Hand what verl's commands set on the role, or on its own engine, to this engine and the optimizer.
+
+    Raises:
+        OptionError: a field of verl's engine does not exist here, or has another value here.
+    """
     if role.grad_clip is not None:
         role.optim.clip_grad = role.grad_clip
     if (size := role.ulysses_sequence_parallel_size) > 1:
         object.__setattr__(role.fsdp_runtime, "ulysses_sequence_parallel_size", size)
+    given = {name: value for name, value in (getattr(role, theirs) or {}).items() if value is not None}
+    wanted, default = engine_config(**given), FsdpRuntimeEngineConfig()
+    for name in given:
+        value, here = getattr(wanted, name), getattr(role.fsdp_runtime, name)
+        if here not in (value, getattr(default, name)):
+            raise OptionError(f"{theirs}.{name}={value!r} and {STRATEGY}.{name}={here!r}: give one of the two")
+        object.__setattr__(role.fsdp_runtime, name, value)
     role.engine = role.fsdp_runtime
 
 
@@ -248,6 +262,7 @@ def check_flags(config: FsdpRuntimeEngineConfig) -> None:
     Raises:
         OptionError: one is set; the message has the way out.
     """
+    refuse("", "EngineConfig", config)
     refuse("", "FSDPEngineConfig", config)
     refuse("router_replay.", "EngineRouterReplayConfig", config.router_replay)
     buffer_dtype = (config.mixed_precision or {}).get("buffer_dtype")

@@ -11,10 +11,14 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from fsdp_runtime.trainers.verl.config import STRATEGY, FsdpRuntimeEngineConfig
+from fsdp_runtime.trainers.verl.flags import FLAGS
 
 _HERE = "fsdp_runtime.trainers.verl.config"
 #: What a reference does not take from its actor.
 _OF_TRAINING = {"_target_", "strategy", "forward_only", "param_offload", "optimizer_offload", "offload_policy"}
+#: Fields of verl's own engine that its commands do not set there, and those that have fields.
+_NOT_THEIRS = {"_target_", "strategy", "forward_only", "router_replay", "turbo_config", "mixed_precision"}
+_NESTED: dict[str, Any] = {"wrap_policy": {"min_num_params": None}, "qat": {"enable": None}}
 _REPLAY = {
     "_target_": "verl.workers.config.EngineRouterReplayConfig",
     "mode": "disabled",
@@ -38,6 +42,8 @@ def store_groups() -> None:
     store.store(group="engine", name=STRATEGY, node=node, provider=STRATEGY)
     choice = {"model_engine": STRATEGY}
     store.store(group="model_engine", name=STRATEGY, package="_global_", node=choice, provider=STRATEGY)
+    theirs = {name: None for kind in ("EngineConfig", "FSDPEngineConfig") for name in FLAGS[kind]}
+    theirs = {name: value for name, value in theirs.items() if name not in _NOT_THEIRS} | _NESTED
     padding = "${oc.select:actor_rollout_ref.model.use_remove_padding,false}"
     actor = {"use_remove_padding": padding, "grad_clip": None, "ulysses_sequence_parallel_size": 1}
     chunks = {
@@ -45,11 +51,15 @@ def store_groups() -> None:
         "entropy_from_logits_chunk_size": 2048,
         "entropy_checkpointing": False,
         "pad_to_length": False,
+        "fsdp_config": theirs,
     }
     own = {"forward_only": True, **{name: _of_actor(name) for name in node if _is_copied(name)}}
     _store_role(store, "actor", "Actor", {**actor, **chunks}, ["/optim@optim: fsdp"])
-    _store_role(store, "ref", "Actor", {**actor, **chunks, STRATEGY: own}, [])
+    ulysses = "${oc.select:actor_rollout_ref.actor.ulysses_sequence_parallel_size,1}"
+    ref = {**actor, **chunks, "ulysses_sequence_parallel_size": ulysses, STRATEGY: own}
+    _store_role(store, "ref", "Actor", ref, [])
     forward = {
+        "fsdp": theirs,
         "grad_clip": None,
         "ulysses_sequence_parallel_size": 1,
         "forward_micro_batch_size": "${oc.select:.ppo_micro_batch_size,null}",

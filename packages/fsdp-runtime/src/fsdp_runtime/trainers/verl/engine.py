@@ -266,14 +266,15 @@ class FsdpRuntimeEngine(BaseEngine):
             yield from weights
 
     def get_per_tensor_param(
-        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
+        self, layered_summon: bool = False, base_sync_done: bool | None = None, **kwargs: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """Return the weights for the rollout, and the config of an adapter that is sent by itself.
 
         Args:
             layered_summon: gather a part at a time; always so here.
             base_sync_done: with an adapter that is not merged: the rollout has the base model's weights, so that the
-                adapter's factors are sent; otherwise the base model's.
+                adapter's factors are sent; if false, the base model's. Checkpoint engines that send no adapters do
+                not give it, and get the adapter merged.
             **kwargs: what later versions of verl add.
 
         Returns:
@@ -281,7 +282,7 @@ class FsdpRuntimeEngine(BaseEngine):
         """
         merges = (self.model_config.get("lora", None) or {}).get("merge", False)
         dtype = self._sync_dtype()
-        if not hasattr(self.module, "peft_config") or merges:
+        if not hasattr(self.module, "peft_config") or merges or base_sync_done is None:
             return self._streamed(export.full_weights(self.module, dtype)), None
         config = export.adapter_config(self.module)
         if base_sync_done:

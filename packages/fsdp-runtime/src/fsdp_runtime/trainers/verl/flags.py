@@ -7,6 +7,7 @@ the meaning is kept in another way, which the text says.  *refused*: an error at
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import Any, Literal, NamedTuple
 
 from fsdp_runtime.errors import OptionError
@@ -38,8 +39,10 @@ class Flag(NamedTuple):
 
 _FUSED = Flag("here", "log-probs and entropy never need logits, whatever it says")
 _SAME = Flag("same")
+#: Values of refused flags that ask for nothing.
+_UNSET = ("torch", "disabled")
 _OWN_CONFIG = Flag(
-    "here", "`fsdp_runtime`: the engine's fields, with those of `MeshSpec` and of the steps by their own names"
+    "here", "its fields are handed to `fsdp_runtime`, which also has those of `MeshSpec` and of the steps"
 )
 
 
@@ -56,6 +59,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "param_offload": Flag("same", "parameters and gradients are on the host between phases"),
         "optimizer_offload": Flag("same", "the optimizer's state is on the host between phases"),
+        "grad_offload": Flag("refused", "Megatron's; gradients move with the parameters by `param_offload`"),
         "dtype": Flag("same", "what is computed in, unless `param_dtype` is set"),
         "use_fused_kernels": _FUSED,
         "use_remove_padding": Flag("same", "documents of packed rows are kept apart, recurrent layers included"),
@@ -119,6 +123,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "use_torch_compile": Flag("here", "verl's own engine alone reads it; `compile` compiles the blocks"),
         "use_fused_kernels": _FUSED,
         "qat": Flag("refused", "needs verl's own engine", "enable"),
+        "router_replay": Flag(
+            "refused", "the actor's in verl 0.10; here the engine's, `fsdp_runtime.router_replay.mode`", "mode"
+        ),
     },
     "FSDPActorConfig": {
         **_same("grad_clip use_remove_padding use_rollout_log_probs pad_to_length"),
@@ -163,7 +170,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
 
 
 def refuse(where: str, kind: str, config: Any) -> None:
-    """Refuse what a config sets of the flags that have no counterpart.
+    """Refuse what a config sets of the flags that have no counterpart, or that a newer verl added.
 
     Args:
         where: what the names of the error begin with.
@@ -175,24 +182,30 @@ def refuse(where: str, kind: str, config: Any) -> None:
     """
     for name, flag in FLAGS[kind].items():
         value = flag.value_in(config, name) if flag.state == "refused" else None
-        if value and value != "torch":
+        if value and value not in _UNSET:
             text = flag.text.replace("`", "")
             raise OptionError(f"{where}{flag.path(name)}={value!r} is refused by fsdp_runtime: {text}; leave it out")
+    for each in _unknown(kind):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if (value := getattr(config, each.name, default)) != default:
+            raise OptionError(
+                f"{where}{each.name}={value!r} is a flag of this verl that fsdp_runtime does not know, so that nothing "
+                f"would read it: leave it at {default!r}"
+            )
 
 
 def unknown_fields() -> list[str]:
     """Return the fields of the installed verl's configs that :data:`FLAGS` does not have, as ``Class.field``."""
-    from dataclasses import fields
+    return [f"{kind}.{each.name}" for kind in FLAGS for each in _unknown(kind)]
 
+
+def _unknown(kind: str) -> list[Any]:
     from verl.trainer import config as of_trainer
     from verl.workers import config as of_workers
 
-    found = []
-    for name, known in FLAGS.items():
-        kind = getattr(of_workers, name, None) or getattr(of_trainer, name)
-        above = {field for base in kind.__mro__[1:] for field in FLAGS.get(base.__name__, {})}
-        found += [f"{name}.{each.name}" for each in fields(kind) if each.name not in {*known, *above}]
-    return found
+    found = getattr(of_workers, kind, None) or getattr(of_trainer, kind)
+    known = {name for base in found.__mro__ for name in FLAGS.get(base.__name__, {})}
+    return [each for each in fields(found) if each.name not in known]
 
 
 def table() -> list[str]:

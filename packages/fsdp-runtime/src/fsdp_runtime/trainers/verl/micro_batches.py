@@ -7,7 +7,7 @@ ones, so that all ranks take part in each collective.  What cannot be cut is ref
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from fsdp_runtime.trainers.verl.verl_api import (
     tensordict_utils,
 )
 
-_FACTS = ("tokens", "samples", "longest sequence", "longest group")
+_FACTS = ("samples", "tokens", "longest sequence", "longest group")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class CutBatch:
 
 
 def cut(data: Any, group: Any, *, cp: int) -> CutBatch:
-    """Cut a batch, and write what verl's losses read of all ranks into it.
+    """Cut a batch, and write what verl's losses read of all ranks into it; one small collective.
 
     Args:
         data: verl's batch, nested by sample.
@@ -47,66 +47,83 @@ def cut(data: Any, group: Any, *, cp: int) -> CutBatch:
         cp: ranks that share each row, and with it the limit of tokens.
 
     Raises:
-        OptionError: a sequence or a forced group is longer than the limit, or samples do not divide; on every rank.
+        OptionError: a sequence or a forced group is longer than the limit, samples do not divide, or a rank has none;
+            on every rank.
     """
     if tensordict_utils.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
         raise OptionError("data.pad_mode must be no_padding: this engine reads nested batches")
-    size = dist.get_world_size(group)
-    samples, forced = len(data), tensordict_utils.get_non_tensor_data(data, "force_group_size", 1)
-    dynamic = tensordict_utils.get_non_tensor_data(data, "use_dynamic_bsz", True)
-    facts = _gathered(_facts(data, samples, forced), group, size)
-    tensordict_utils.assign_non_tensor(
-        data, sp_size=cp, dp_size=size, batch_num_tokens=sum(each["tokens"] for each in facts)
-    )
-    _check(data, facts, forced, cp if dynamic else 0)
-    batches, indices = prepare_micro_batches(data, same_micro_num_in_dp=False)
-    count = max(each["batches"] for each in _gathered({"batches": len(batches)}, group, size))
-    if dynamic and len(batches) < (most := min(count, samples // forced)):
+    rules = _rules_of(data, cp)
+    tensordict_utils.assign_non_tensor(data, sp_size=cp)
+    own = _facts(data, rules.forced)
+    batches, indices = ([], None) if _fault(own, rules) else prepare_micro_batches(data, same_micro_num_in_dp=False)
+    facts = _gathered({**own, "batches": len(batches)}, group)
+    for rank, each in enumerate(facts):
+        if fault := _fault(each, rules):
+            raise OptionError(f"dp rank {rank}: {fault}")
+    count = max(each["batches"] for each in facts)
+    if rules.limit and len(batches) < (most := min(count, own["samples"] // rules.forced)):
         more, indices_of_more = prepare_micro_batches(data, same_micro_num_in_dp=False, min_num_micro_batch=most)
         if len(more) <= count:  # verl cuts on where a balanced cut passes the limit of tokens; idle ones do as well
             batches, indices = more, indices_of_more
+    of_all = {"dp_size": len(facts), "batch_num_tokens": sum(each["tokens"] for each in facts)}
+    for each in (data, *batches):
+        tensordict_utils.assign_non_tensor(each, **of_all)
     return CutBatch(batches, indices, count)
 
 
-def _facts(data: Any, samples: int, forced: int) -> dict[str, int]:
-    lengths = data["input_ids"].offsets().diff()
+class _Rules(NamedTuple):
+    """What a batch says of its cut: samples that stay together; a limit of tokens with ``cp``, or samples of each."""
+
+    forced: int
+    limit: int
+    cp: int
+    samples: int
+
+
+def _rules_of(data: Any, cp: int) -> _Rules:
+    forced = tensordict_utils.get_non_tensor_data(data, "force_group_size", 1)
+    if tensordict_utils.get_non_tensor_data(data, "use_dynamic_bsz", True):
+        limit = tensordict_utils.get_non_tensor_data(data, "max_token_len_per_gpu", None)
+        if not limit:
+            raise OptionError("use_dynamic_bsz=True needs a limit of tokens: set max_token_len_per_gpu, or False")
+        return _Rules(forced, limit, cp, 1)
+    samples = tensordict_utils.get_non_tensor_data(data, "micro_batch_size_per_gpu", None)
+    if not samples:
+        raise OptionError("use_dynamic_bsz=False needs micro_batch_size_per_gpu")
+    return _Rules(forced, 0, cp, samples)
+
+
+def _facts(data: Any, forced: int) -> dict[str, int]:
+    samples, lengths = len(data), data["input_ids"].offsets().diff()
+    if not samples:
+        return dict.fromkeys(_FACTS, 0)
     groups = lengths.view(-1, forced).sum(1) if samples % forced == 0 else lengths
-    values = (data["loss_mask"].sum(), samples, lengths.max(), groups.max())
+    values = (samples, data["loss_mask"].sum(), lengths.max(), groups.max())
     return dict(zip(_FACTS, map(int, values), strict=True))
 
 
-def _gathered(own: dict[str, int], group: Any, size: int) -> list[dict[str, int]]:
+def _gathered(own: dict[str, int], group: Any) -> list[dict[str, int]]:
     """Return the numbers of each rank of ``dp``, in one collective."""
-    device = get_device_id()
+    size, device = dist.get_world_size(group), get_device_id()
     local = torch.tensor([*own.values()], dtype=torch.int64, device=device)
     every = torch.empty(size * len(local), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(every, local, group=group)
     return [dict(zip(own, row, strict=True)) for row in every.view(size, -1).tolist()]
 
 
-def _check(data: Any, facts: list[dict[str, int]], forced: int, cp: int) -> None:
-    """Check what each rank has, with the numbers of all, so that all raise."""
-    if cp:
-        limit = tensordict_utils.get_non_tensor_data(data, "max_token_len_per_gpu", None)
-        if limit is None:
-            raise OptionError("use_dynamic_bsz=True needs a limit of tokens: set max_token_len_per_gpu, or False")
-        for rank, each in enumerate(facts):
-            for what in ("longest sequence", "longest group"):
-                if each[what] > limit * cp:
-                    raise OptionError(
-                        f"dp rank {rank}: the {what} has {each[what]} tokens, more than the limit of {limit} a rank"
-                        + (f" times cp={cp}" if cp > 1 else "")
-                        + f": set the limit (max_token_len_per_gpu) to {-(-each[what] // cp)}, or shorten samples"
-                    )
-        step, name = forced, f"groups of {forced}"
-    else:
-        size = tensordict_utils.get_non_tensor_data(data, "micro_batch_size_per_gpu", None)
-        if not size:
-            raise OptionError("use_dynamic_bsz=False needs micro_batch_size_per_gpu")
-        step, name = forced * size, f"micro-batches of {forced * size}"
-    for rank, each in enumerate(facts):
-        if each["samples"] % step:
-            raise OptionError(
-                f"dp rank {rank} has {each['samples']} samples, which do not divide into {name}: change the batch "
-                "size, micro_batch_size_per_gpu or force_group_size, or set use_dynamic_bsz=True"
+def _fault(facts: dict[str, int], rules: _Rules) -> str:
+    """Return why a rank's batch cannot be cut, empty if it can."""
+    for what in ("longest sequence", "longest group") if rules.limit else ():
+        if facts[what] > rules.limit * rules.cp:
+            return (
+                f"the {what} has {facts[what]} tokens, more than the limit of {rules.limit} a rank"
+                + (f" times cp={rules.cp}" if rules.cp > 1 else "")
+                + f": set the limit (max_token_len_per_gpu) to {-(-facts[what] // rules.cp)}, or shorten samples"
             )
+    if facts["samples"] % (step := rules.forced * rules.samples):
+        name = f"groups of {step}" if rules.limit else f"micro-batches of {step}"
+        return (
+            f"{facts['samples']} samples do not divide into {name}: change the batch size, micro_batch_size_per_gpu or "
+            "force_group_size, or set use_dynamic_bsz=True"
+        )
+    return "" if facts["samples"] else "it has no samples: give a batch of at least as many samples as ranks of dp"

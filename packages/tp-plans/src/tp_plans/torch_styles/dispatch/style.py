@@ -91,13 +91,16 @@ class DispatchExpertsImpl(LocalTensorStyle):
             if getattr(module, name, None) == experts:
                 context.attributes[name] = experts
                 setattr(module, name, len(own))
-        given = self._arguments(module, args, kwargs)
+        names = _argument_names(module)
+        given = self._arguments(module, names, args, kwargs)
         if len(given) == 1:
             (tokens,) = given.values()
             values: tuple[Tensor, ...] = (self._every_expert(tokens, experts, context),)
         else:
             values = self._routed(tuple(given.values()), experts, context)
-        return (), dict(zip(given, values, strict=True))
+        found = dict(zip(given, values, strict=True))
+        # As the caller gave them: what runs in the place of the module's forward may have other names.
+        return tuple(found[name] for name, _ in zip(names, args, strict=False)), {name: found[name] for name in kwargs}
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         saved = context.saved
@@ -117,9 +120,8 @@ class DispatchExpertsImpl(LocalTensorStyle):
         full = full.to(dtype)
         return full if full.shape == shape else full.view(shape).clone()  # no view: models add to it in place
 
-    def _arguments(self, module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
+    def _arguments(self, module: nn.Module, names: list[str], args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
         """Return the tokens, and the indices and weights if there are any, plain and full, by the argument's name."""
-        names = _argument_names(module)
         given = dict(zip(names, args, strict=False)) | kwargs
         index = next((name for name, value in given.items() if not value.is_floating_point()), None)
         order = [names[0]] if index is None else [names[0], index, *(set(given) - {names[0], index})]
