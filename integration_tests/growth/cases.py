@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from growth import logprobs, plans, transfers
+from growth import logprobs, plans, runtime, transfers
 
-CASES = [*plans.CASES, *transfers.CASES, *logprobs.CASES]
+CASES = [*plans.CASES, *transfers.CASES, *logprobs.CASES, *runtime.CASES]

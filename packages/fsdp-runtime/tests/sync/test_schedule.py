@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +17,15 @@ import tp_plans
 from fsdp_runtime import OptionError
 from fsdp_runtime.sharded.chunks import Chunk
 from fsdp_runtime.sharded.rank_boxes import inside, stored_part
-from fsdp_runtime.sync.schedule import aligned, schedule_rounds, split_transfers
+from fsdp_runtime.sync.schedule import (
+    Message,
+    Round,
+    aligned,
+    fits_in_one_round,
+    rounds_of,
+    split_transfers,
+    windows_of,
+)
 from fsdp_runtime.sync.tensor_views import Sides, box_views, message_values
 from tp_plans import Replicate, Shard
 from tp_plans.transfer import CheckpointTensor, EngineSize, StridedShard, TransferLayout, TransferPlan
@@ -100,20 +111,23 @@ def test_every_destination_equals_its_slices_of_the_full_tensors_and_no_rank_exc
         for rank in plan.ranks
     }
     received = dict.fromkeys(plan.ranks, 0)
-    for each in split_transfers(plan, bucket):
+    for each in split_transfers(plan, plan.transfers, bucket):
         if each.is_local:
             sides[each.source].copy(each)
-    for messages in schedule_rounds(plan, bucket):
-        for rank in plan.ranks:
-            own = [each for each in messages if rank in (each.source, each.destination)]
-            assert sum(aligned(each.nbytes) for each in own) <= bucket
-        for message in messages:
-            run = torch.empty(message.nbytes, dtype=torch.uint8)
-            for each, values in message_values(plan, message, run):
-                sides[message.source].read(each, values)
-            for each, values in message_values(plan, message, run):
-                sides[message.destination].write(each, values)
-            received[message.destination] += message.nbytes
+    own = {rank: split_transfers(plan, plan.for_rank(rank), bucket) for rank in plan.ranks}
+    windows = max(windows_of(plan, each, bucket) for each in own.values())
+    rounds = {rank: rounds_of(plan, each, windows) for rank, each in own.items()}
+    for messages in itertools.chain(*rounds.values()):
+        assert sum(aligned(each.nbytes) for each in messages) <= bucket
+    if fits_in_one_round(plan, bucket):
+        assert windows == 1
+    for message in _in_turn(rounds):
+        run = torch.empty(message.nbytes, dtype=torch.uint8)
+        for each, values in message_values(plan, message, run):
+            sides[message.source].read(each, values)
+        for each, values in message_values(plan, message, run):
+            sides[message.destination].write(each, values)
+        received[message.destination] += message.nbytes
     for rank in plan.ranks:
         assert received[rank] == plan.bytes_received(rank)
         wanted = _values(plan.destination, full, rank)
@@ -121,11 +135,33 @@ def test_every_destination_equals_its_slices_of_the_full_tensors_and_no_rank_exc
             assert torch.equal(tensor, wanted[name])
 
 
+def _in_turn(rounds: dict[int, list[Round]]) -> Iterator[Message]:
+    """The messages in the order in which ranks come to them, if each waits for all of its round."""
+    waiting = {rank: list(reversed(own)) for rank, own in rounds.items() if own}
+    open_now: dict[int, Counter[Message]] = {rank: Counter(own.pop()) for rank, own in waiting.items()}
+    while open_now:
+        ready = {message for found in open_now.values() for message in found if _is_open(open_now, message)}
+        assert ready, "the ranks wait for one another"
+        for message in ready:
+            yield message
+            for rank in (message.source, message.destination):
+                del open_now[rank][message]
+        for rank in [rank for rank, found in open_now.items() if not found]:
+            if waiting[rank]:
+                open_now[rank] = Counter(waiting[rank].pop())
+            else:
+                del open_now[rank]
+
+
+def _is_open(open_now: dict[int, Counter[Message]], message: Message) -> bool:
+    return all(message in open_now.get(rank, ()) for rank in (message.source, message.destination))
+
+
 def test_a_bucket_below_the_widest_element_is_refused() -> None:
     tensors = {"w": CheckpointTensor((4,))}
     one = tp_plans.transfer.mesh_layout(tensors, (1,), {"w": [Replicate()]})
     with pytest.raises(OptionError, match="bucket_bytes=7: give 8 or more"):
-        split_transfers(tp_plans.transfer.plan_transfer(one, one), 7)
+        split_transfers(tp_plans.transfer.plan_transfer(one, one), [], 7)
 
 
 def test_a_part_of_a_box_is_counted_from_the_box() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,6 +49,45 @@ def write_and_fsync(path: Path, content: bytes) -> None:
     with naming_write_errors(path, len(content)):
         path.write_bytes(content)
         fsync_path(path)
+
+
+@contextmanager
+def freed_in_background(path: Path) -> Iterator[None]:
+    """Let what replaces or removes a file not wait until the file system has freed its blocks, seconds for large ones.
+
+    They are freed once no process has the file open, here by a thread that closes it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY) if os.name == "posix" else None
+    except OSError:  # there is none, or it cannot be opened
+        descriptor = None
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            threading.Thread(target=os.close, args=(descriptor,), daemon=True).start()
+
+
+#: Lets the kernel start to write pages, without waiting for them (Linux, sync_file_range(2)).
+_START_WRITING = 2
+
+
+def start_writing(descriptor: int) -> None:
+    """Let the disk start on what was written to a file, where the system can do that without waiting for it."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, 0, 0, _START_WRITING)
+
+
+def _found_sync_file_range() -> Callable[..., int] | None:
+    if sys.platform != "linux":
+        return None
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+    return function
+
+
+_sync_file_range = _found_sync_file_range()
 
 
 def move_into_place(source: Path, target: Path) -> None:

@@ -23,9 +23,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError, WeightsError
-from fsdp_runtime.sharded.fsync import naming_write_errors
+from fsdp_runtime.sharded.fsync import naming_write_errors, start_writing
 
-_DTYPE_NAMES = {
+#: The format's names of dtypes.
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -42,10 +43,12 @@ _DTYPE_NAMES = {
 
 
 #: The dtypes that files can be read in, by safetensors' names.
-STORED_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+STORED_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 #: Bytes of one system call; the kernel ends a call at 2 GiB.
 _MOVED_AT_ONCE = 2**26
+#: Bytes after which the disk is told to start, so that it does not wait for the fsync.
+_STARTED_AFTER = 2**25
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,11 @@ class SafetensorsLayout:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in ordered:
-            if tensor.dtype not in _DTYPE_NAMES:
+            if tensor.dtype not in DTYPE_NAMES:
                 raise WeightsError(f"{tensor.name}: safetensors has no {tensor.dtype}; pass another dtype")
             end = offset + tensor.nbytes
             header[tensor.name] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "dtype": DTYPE_NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [offset, end],
             }
@@ -111,7 +114,7 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, tensors: Sequence[TensorHeader] | SafetensorsLayout, *, create: bool = True) -> None:
         self._layout = tensors if isinstance(tensors, SafetensorsLayout) else SafetensorsLayout(tensors)
-        self._path, self._descriptor = path, -1
+        self._path, self._descriptor, self._unstarted = path, -1, 0
         if create:
             with self._naming_errors():
                 self._descriptor = _open(path, os.O_CREAT | os.O_EXCL)
@@ -137,6 +140,10 @@ class SafetensorsWriter:
                 self._descriptor = _open(self._path)
             offset = self._layout.offset(name) + start * flat.itemsize
             _write_all(self._descriptor, _bytes_of(flat), offset)
+        self._unstarted += flat.nbytes
+        if self._unstarted >= _STARTED_AFTER:
+            self._unstarted = 0
+            start_writing(self._descriptor)
         return flat.nbytes
 
     def fsync(self) -> None:

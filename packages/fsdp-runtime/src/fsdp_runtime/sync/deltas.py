@@ -36,7 +36,7 @@ class Changes:
     def own(self) -> list[BlockTransfer]:
         """The transfers in which this rank sends to others what it has itself."""
         rank = self._sides.rank
-        return [each for each in self._plan.transfers if each.source == rank and not (each.is_local or each.is_relay)]
+        return [each for each in self._sides.transfers if each.source == rank and not (each.is_local or each.is_relay)]
 
     def encode(self) -> Records:
         """The record of each box that this rank sends, once for all destinations."""
@@ -62,7 +62,9 @@ class Changes:
     def exchange(self, records: Records, transfers: Sequence[BlockTransfer]) -> ArrivedChanges:
         """Send this rank's records and pass on those of others, one step of all chains at a time.
 
-        Every rank passes the same transfers.
+        Args:
+            records: of the boxes that this rank sends.
+            transfers: those of an update that this rank has part in.
         """
         rank, sent, received = self._sides.rank, 0, 0
         known, arrived = dict(records), dict[tuple[str, Box], Tensor]()
@@ -84,7 +86,7 @@ class Changes:
 
     def apply(self, records: Records) -> None:
         """Write what arrived to this rank's destination."""
-        for each in self._plan.transfers:
+        for each in self._sides.transfers:
             key = (each.tensor, each.box)
             if each.destination == self._sides.rank and key in records and not each.is_local:
                 values = self._sides.empty(each)
@@ -119,12 +121,7 @@ class Changes:
 
 def _steps(transfers: Sequence[BlockTransfer]) -> list[list[BlockTransfer]]:
     """The transfers by how many ranks passed a box on before."""
-    depth: dict[tuple[int, str, Box], int] = {}
-    steps: list[list[BlockTransfer]] = []
+    steps: dict[int, list[BlockTransfer]] = {}
     for each in transfers:
-        number = depth[each.source, each.tensor, each.box] + 1 if each.is_relay else 0
-        depth[each.destination, each.tensor, each.box] = number
-        while len(steps) <= number:
-            steps.append([])
-        steps[number].append(each)
-    return steps
+        steps.setdefault(each.hop, []).append(each)
+    return [step for _, step in sorted(steps.items())]

@@ -121,14 +121,15 @@ def verify_transfer(
     sent: dict[tuple[int, str], int] = {}
     arrived: dict[tuple[int, str], int] = {}
     totals = torch.zeros(2, len(position), dtype=torch.int64)
-    for each in (transfer.direct for transfer in plan.transfers):
+    for each in plan.for_rank(rank, direct=True):
+        if each.source != rank:
+            continue
         # A copy that the destination stores in several places counts once for each of its elements there.
         for part, _ in plan.destination.within(each.destination, each.tensor, each.box):
-            if each.source == rank:
-                value = _hash(plan.source, rank, values, each.tensor, part)
-                key = (each.destination, each.tensor)
-                sent[key] = _wrap(sent.get(key, 0) + value)
-                totals[0, position[each.tensor]] += value
+            value = _hash(plan.source, rank, values, each.tensor, part)
+            key = (each.destination, each.tensor)
+            sent[key] = _wrap(sent.get(key, 0) + value)
+            totals[0, position[each.tensor]] += value
     for name in position:
         for block in plan.destination.stored(rank, name):
             view = block_view(destination or {}, name, block, block.box).to(torch_dtype(plan.destination, name))
@@ -175,9 +176,8 @@ def _of_cover(layout: TransferLayout, local: Mapping[str, Tensor], rank: int) ->
     """Return this rank's part of the sum that is each tensor's digest."""
     partial_sums = torch.zeros(len(layout.tensors), dtype=torch.int64)
     position = {name: index for index, name in enumerate(layout.tensors)}
-    for each in plan_cover(layout):
-        if each.source == rank:
-            partial_sums[position[each.tensor]] += _hash(layout, rank, local, each.tensor, each.box)
+    for each in plan_cover(layout, rank=rank):
+        partial_sums[position[each.tensor]] += _hash(layout, rank, local, each.tensor, each.box)
     return partial_sums
 
 

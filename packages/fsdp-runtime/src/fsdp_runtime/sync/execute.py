@@ -13,12 +13,20 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.sync.handshake import Handshake
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
-from fsdp_runtime.sync.point_to_point import ROUND, SHARED_BUCKETS, TAKEN, PointToPoint
-from fsdp_runtime.sync.schedule import Message, Round, aligned, schedule_rounds, split_transfers
+from fsdp_runtime.sync.point_to_point import ROUND, SHARED_BUCKETS, TAKEN, WINDOWS, PointToPoint
+from fsdp_runtime.sync.schedule import (
+    Message,
+    Round,
+    aligned,
+    fits_in_one_round,
+    rounds_of,
+    split_transfers,
+    windows_of,
+)
 from fsdp_runtime.sync.shared_buckets import SharedBuckets
 from fsdp_runtime.sync.tensor_views import Sides, message_values
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
-from tp_plans.transfer import TransferPlan
+from tp_plans.transfer import BlockTransfer, TransferPlan
 
 
 @torch.no_grad()
@@ -50,8 +58,8 @@ def execute_transfer(
         device: where the buffer is; ``None`` for the device of the first local tensor.  Shards that are offloaded to
             the host need the group's device here.
         shared_memory: let ranks of one host hand messages over in memory that they share, in one bucket a rank; the
-            group then carries one byte for each and one that it was taken.  On every rank, or on none.
-        on_round: called after each round with the number of rounds that are complete and of all rounds.
+            group then carries eight bytes for each and eight when it was taken.  On every rank, or on none.
+        on_round: called after each of this rank's rounds with the number of those that are complete and of all of them.
 
     Raises:
         OptionError: a bucket is smaller than an element, or the machine has no ``/dev/shm`` for ``shared_memory``.
@@ -72,17 +80,47 @@ def execute_transfer(
     rank = rank_in(group)
     sides = Sides(plan, rank, present_tensors(source), destination or {})
     sides.require_tensors()
-    for each in split_transfers(plan, bucket_bytes):
-        if each.is_local and each.source == rank:
-            sides.copy(each)
-    rounds, peers = schedule_rounds(plan, bucket_bytes), PointToPoint(rank, group, timeout)
     where = torch.device(device) if device is not None else sides.device
+    peers = PointToPoint(rank, group, timeout)
+    own = split_transfers(plan, sides.transfers, bucket_bytes)
+    for each in own:
+        if each.is_local:
+            sides.copy(each)
+    windows = agreed_windows(plan, own, bucket_bytes, Handshake(plan.ranks or (rank,), peers, where, WINDOWS))
+    is_shared = shared_memory and any(plan.bytes_received(each) for each in plan.ranks)
+    run_rounds(sides, rounds_of(plan, own, windows), peers, where, shared_memory=is_shared, on_round=on_round)
+
+
+def agreed_windows(plan: TransferPlan, own: Sequence[BlockTransfer], bucket_bytes: int, handshake: Handshake) -> int:
+    """The windows of a plan's rounds, the same on every rank; collective, unless all ranks know that one will do.
+
+    Args:
+        plan: of all transfers.
+        own: those of this rank, as :func:`split_transfers` returns them.
+        bucket_bytes: the most bytes that a rank holds besides its tensors.
+        handshake: of the plan's ranks.
+    """
+    if fits_in_one_round(plan, bucket_bytes):
+        return 1
+    return max(number for (number,) in handshake.gather([windows_of(plan, own, bucket_bytes)]).values())
+
+
+def run_rounds(
+    sides: Sides,
+    rounds: Sequence[Round],
+    peers: PointToPoint,
+    device: torch.device,
+    *,
+    shared_memory: bool,
+    on_round: Callable[[int, int], object] | None = None,
+) -> None:
+    """Do this rank's rounds of a plan, and those of all of its ranks if memory is shared."""
     with ExitStack() as stack:
         shared = None
-        if shared_memory and rounds:
-            handshake = Handshake(plan.ranks or (rank,), peers, where, SHARED_BUCKETS)
-            shared = stack.enter_context(SharedBuckets(rounds, rank, handshake))
-        rank_rounds = RankRounds(rounds, sides, peers, where, shared)
+        if shared_memory:
+            handshake = Handshake(sides.plan.ranks or (sides.rank,), peers, device, SHARED_BUCKETS)
+            shared = stack.enter_context(SharedBuckets(rounds, sides.rank, handshake))
+        rank_rounds = RankRounds(rounds, sides, peers, device, shared)
         for number, messages in enumerate(rounds):
             rank_rounds.run(messages)
             if on_round is not None:
@@ -93,7 +131,7 @@ class RankRounds:
     """This rank's buffer, as large as the plan's rounds need, and its exchanges.
 
     Args:
-        rounds: all of the plan.
+        rounds: those of this rank.
         sides: this rank's tensors.
         peers: the exchanges of rounds.
         device: where the group takes tensors from.
@@ -115,38 +153,41 @@ class RankRounds:
     def run(self, messages: Round) -> None:
         """Do a round; a rank that does not send or take its message in time is an error."""
         rank, shared = self._sides.rank, self._shared
-        runs: list[tuple[Message, Tensor, Tensor]] = []  # messages, their bytes, and what the group carries
+        sent = [each for each in messages if each.source == rank]
+        received = [each for each in messages if each.destination == rank]
+        carried: dict[int, Tensor] = {}  # what the group carries, by message
+        runs: dict[int, Tensor] = {}  # the bytes of messages
         offset = 0
         for message in self._over_group(messages):
-            run = self._buffer[offset : offset + message.nbytes]
-            runs.append((message, run, run))
+            runs[id(message)] = carried[id(message)] = self._buffer[offset : offset + message.nbytes]
             offset += aligned(message.nbytes)
-        local = [] if shared is None else [each for each in self._own(messages) if shared.shares(each)]
-        if shared is not None:
-            runs += [(each, shared.run(messages, each), self._signal()) for each in local]
-        for message, run, _ in runs:
-            if message.source == rank:
-                for each, values in message_values(self._sides.plan, message, run):
-                    self._sides.read(each, values)
-        outgoing = {message.destination: carried for message, _, carried in runs if message.source == rank}
-        incoming = {message.source: carried for message, _, carried in runs if message.destination == rank}
+        local = [each for each in messages if id(each) not in runs]
+        places = {} if shared is None else shared.places(messages)
+        for message in local:
+            place = places.get(message.destination, 0) if message.source == rank else 0
+            carried[id(message)] = self._number(place)
+            if shared is not None and message.source == rank:
+                runs[id(message)] = shared.run(message, place)
+        for message in sent:
+            for each, values in message_values(self._sides.plan, message, runs[id(message)]):
+                self._sides.read(each, values)
+        outgoing = {message.destination: carried[id(message)] for message in sent}
+        incoming = {message.source: carried[id(message)] for message in received}
         self._peers.exchange(outgoing, incoming, ROUND)
-        for message, run, _ in runs:
-            if message.destination == rank:
-                for each, values in message_values(self._sides.plan, message, run):
-                    self._sides.write(each, values)
+        for message in received:
+            if shared is not None and id(message) not in runs:
+                runs[id(message)] = shared.run(message, int(carried[id(message)]))
+            for each, values in message_values(self._sides.plan, message, runs[id(message)]):
+                self._sides.write(each, values)
         # A bucket is written again only when what it held has been taken.
-        taken = {each.source: self._signal() for each in local if each.destination == rank}
-        freed = {each.destination: self._signal() for each in local if each.source == rank}
+        taken = {each.source: self._number(0) for each in local if each.destination == rank}
+        freed = {each.destination: self._number(0) for each in local if each.source == rank}
         self._peers.exchange(taken, freed, TAKEN)
 
-    def _signal(self) -> Tensor:
+    def _number(self, value: int) -> Tensor:
         """What the group carries for a message in shared memory."""
-        return torch.zeros(1, dtype=torch.uint8, device=self._device)
-
-    def _own(self, messages: Round) -> list[Message]:
-        return [each for each in messages if self._sides.rank in (each.source, each.destination)]
+        return torch.tensor([value], device=self._device)
 
     def _over_group(self, messages: Round) -> list[Message]:
         shared = self._shared
-        return [each for each in self._own(messages) if shared is None or not shared.shares(each)]
+        return [each for each in messages if shared is None or not shared.shares(each)]

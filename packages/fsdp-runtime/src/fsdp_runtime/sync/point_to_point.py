@@ -15,7 +15,7 @@ from fsdp_runtime.errors import WeightSyncError
 
 #: Tags keep messages of different kinds apart: after a failure some ranks are still in a round while others report it,
 #: and gloo ends a process that receives more bytes than it waits for.  NCCL has no tags.
-ROUND, TAKEN, SIZES, CHANGES, HANDSHAKE, SHARED_BUCKETS = 1, 2, 3, 4, 1000, 2000
+ROUND, TAKEN, SIZES, CHANGES, HANDSHAKE, SHARED_BUCKETS, WINDOWS = 1, 2, 3, 4, 1000, 2000, 2500
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
-"""Order a plan's transfers into rounds in which no rank holds more than one bucket of messages."""
+"""Order a rank's transfers into rounds in which it holds at most one bucket of messages."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from fsdp_runtime.errors import OptionError
-from tp_plans.transfer import BlockTransfer, Box, TransferPlan, split_box, volume
+from tp_plans.transfer import BlockTransfer, TransferPlan, split_box, volume
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,68 +30,90 @@ class Message:
         return sum(each.nbytes for each in self.transfers)
 
 
-#: Messages that are in flight together.
+#: The messages of a rank that are in flight together.
 Round = Sequence[Message]
 
 #: Messages begin at multiples of this many bytes, the size of the widest element.
 ALIGNMENT = 8
 
 
-def schedule_rounds(plan: TransferPlan, bucket_bytes: int) -> list[Round]:
-    """Return the rounds of a plan, the same on every process.
+def windows_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], bucket_bytes: int) -> int:
+    """Return into how many equal windows a plan has to be cut for a rank to have at most a bucket in each.
 
-    In a round a rank has at most ``bucket_bytes`` of messages, sent and received together, and one message for another
-    rank.  A transfer goes into the first round in which both of its ranks have room, what a rank passes on into a later
-    one than that in which it arrives.  Transfers that stay on their rank are left out.
+    A power of two: a rank that needs fewer can do with more, so that ranks need to agree on the largest.
+
+    Args:
+        plan: of all transfers.
+        transfers: those of one rank, as :func:`split_transfers` returns them.
+        bucket_bytes: the most bytes of a rank's messages in a round.
     """
+    remote = [(each, aligned(each.nbytes)) for each in transfers if not each.is_local]
     limit = bucket_bytes // ALIGNMENT * ALIGNMENT
-    used: list[dict[int, int]] = []
-    messages: list[dict[tuple[int, int], list[BlockTransfer]]] = []
-    first_open: dict[int, int] = defaultdict(int)
-    arrives: dict[tuple[int, str, Box], int] = {}
-    for each in split_transfers(plan, bucket_bytes):
-        if each.is_local:
-            continue
-        place = max(first_open[each.source], first_open[each.destination])
-        if each.is_relay:
-            place = max(place, arrives[each.source, each.tensor, each.box] + 1)
-        while True:
-            if place == len(used):
-                used.append(defaultdict(int))
-                messages.append(defaultdict(list))
-            fill = used[place]
-            if max(fill[each.source], fill[each.destination]) + aligned(each.nbytes) <= limit:
-                break
-            place += 1
-        for rank in (each.source, each.destination):
-            used[place][rank] += aligned(each.nbytes)
-            while first_open[rank] < len(used) and used[first_open[rank]][rank] >= limit:
-                first_open[rank] += 1
-        messages[place][each.source, each.destination].append(each)
-        arrives[each.destination, each.tensor, each.box] = place
-    itemsize = {name: tensor.itemsize for name, tensor in plan.destination.tensors.items()}
+    windows = 1
+    while any(sum(sizes) > limit for sizes in _by_round(plan, remote, windows).values()):
+        windows *= 2
+    return windows
+
+
+def fits_in_one_round(plan: TransferPlan, bucket_bytes: int) -> bool:
+    """Return whether no rank sends and receives more than a bucket in all: every process knows without a word."""
+    spare = bucket_bytes - 2 * ALIGNMENT * len(plan.ranks) - ALIGNMENT
+    return all(plan.bytes_sent(rank) + plan.bytes_received(rank) <= spare for rank in plan.ranks)
+
+
+def rounds_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], windows: int) -> list[Round]:
+    """Return the rounds in which a rank has part, in order; each has one message for another rank at most.
+
+    The plan's transfers follow one another on a line, which is cut into windows; a round is what ranks send themselves
+    in a window, or what they pass on once, twice and so on.  All ranks have the same windows, and a rank the rounds of
+    its own transfers, so that both ranks of a message make the same one, in the same order as their others.
+
+    Args:
+        plan: of all transfers.
+        transfers: those of one rank, as :func:`split_transfers` returns them.
+        windows: the same on every rank.
+    """
+    tensors = plan.destination.tensors
+    remote = [(each, each) for each in transfers if not each.is_local]
     return [
-        [
-            Message(source, destination, tuple(sorted(transfers, key=lambda each: -itemsize[each.tensor])))
-            for (source, destination), transfers in sorted(pairs.items())
-        ]
-        for pairs in messages
+        _messages(sorted(found, key=lambda each: (-tensors[each.tensor].itemsize, each.position)))
+        for _, found in sorted(_by_round(plan, remote, windows).items())
     ]
 
 
-def split_transfers(plan: TransferPlan, bucket_bytes: int) -> list[BlockTransfer]:
-    """Return a plan's transfers, those larger than a bucket, of :data:`ALIGNMENT` bytes or more, in parts."""
+def _by_round(
+    plan: TransferPlan, values: Iterable[tuple[BlockTransfer, T]], windows: int
+) -> dict[tuple[int, int], list[T]]:
+    """The values of transfers by their rounds: the window, and how often it was passed on."""
+    found: dict[tuple[int, int], list[T]] = defaultdict(list)
+    for each, value in values:
+        found[each.position * windows // plan.nbytes, each.hop].append(value)
+    return found
+
+
+def _messages(transfers: Iterable[BlockTransfer]) -> list[Message]:
+    pairs: dict[tuple[int, int], list[BlockTransfer]] = defaultdict(list)
+    for each in transfers:
+        pairs[each.source, each.destination].append(each)
+    return [Message(source, destination, tuple(found)) for (source, destination), found in sorted(pairs.items())]
+
+
+def split_transfers(plan: TransferPlan, transfers: Iterable[BlockTransfer], bucket_bytes: int) -> list[BlockTransfer]:
+    """Return transfers of a plan, those larger than a bucket, of :data:`ALIGNMENT` bytes or more, in parts."""
     if bucket_bytes < ALIGNMENT:
         raise OptionError(f"bucket_bytes={bucket_bytes}: give {ALIGNMENT} or more, the bytes of the widest element")
     limit = bucket_bytes // ALIGNMENT * ALIGNMENT
     found: list[BlockTransfer] = []
-    for each in plan.transfers:
+    for each in transfers:
         if each.nbytes <= limit:
             found.append(each)
             continue
         itemsize = plan.destination.tensors[each.tensor].itemsize
-        parts = split_box(each.box, limit // itemsize)
-        found += [replace(each, box=part, nbytes=volume(part) * itemsize) for part in parts]
+        position = each.position
+        for part in split_box(each.box, limit // itemsize):
+            nbytes = volume(part) * itemsize
+            found.append(replace(each, box=part, nbytes=nbytes, position=position))
+            position += nbytes
     return found
 
 

@@ -29,7 +29,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class SharedBuckets:
     """This rank's bucket and those of the other ranks of its host; a context manager.
 
-    The rounds say how large each bucket has to be.
+    The rounds are this rank's, and say how large its bucket has to be.  What the group carries for a message is the
+    place of its bytes in the bucket of the sender.
 
     Raises:
         OptionError: the machine has no file system in memory.
@@ -65,15 +66,18 @@ class SharedBuckets:
         """Whether a message of this rank stays on its host."""
         return message.source in self._tokens and message.destination in self._tokens
 
-    def run(self, messages: Round, message: Message) -> Tensor:
-        """The bytes of a message that :meth:`shares` names, among all of its round, in the bucket of its sender."""
-        offset = 0
+    def places(self, messages: Round) -> dict[int, int]:
+        """Where this rank's messages of a round begin in its bucket, by the rank that they are for."""
+        found, offset = dict[int, int](), 0
         for each in messages:
-            if each is message:
-                break
-            if each.source == message.source and self.shares(each):
+            if each.source == self._rank and self.shares(each):
+                found[each.destination] = offset
                 offset += aligned(each.nbytes)
-        return self._buckets[message.source][offset : offset + message.nbytes]
+        return found
+
+    def run(self, message: Message, place: int) -> Tensor:
+        """The bytes of a message that :meth:`shares` names, from their place on in the bucket of its sender."""
+        return self._buckets[message.source][place : place + message.nbytes]
 
     def close(self) -> None:
         """Give the memory back, once all ranks of the host have."""

@@ -28,12 +28,12 @@ def torch_dtype(layout: TransferLayout, tensor: str) -> torch.dtype:
 
 
 class Sides:
-    """This rank's local tensors on both sides of a plan."""
+    """This rank's local tensors on both sides of a plan, and its transfers."""
 
     def __init__(
         self, plan: TransferPlan, rank: int, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]
     ) -> None:
-        self.plan, self.rank = plan, rank
+        self.plan, self.rank, self.transfers = plan, rank, plan.for_rank(rank)
         self.source, self.destination = source, destination
 
     @property
@@ -44,7 +44,7 @@ class Sides:
 
     def require_tensors(self) -> None:
         """Look every local tensor up, so that what is missing is known before anything is sent."""
-        for each in self.plan.transfers:
+        for each in self.transfers:
             if each.source == self.rank and not each.is_relay:
                 list(box_views(self.plan.source, self.rank, self.source, each.tensor, each.box))
             if each.destination == self.rank or (each.is_relay and each.source == self.rank):

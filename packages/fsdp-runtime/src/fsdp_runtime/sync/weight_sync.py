@@ -14,12 +14,12 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sync.deltas import ArrivedChanges, Changes
-from fsdp_runtime.sync.execute import execute_transfer
+from fsdp_runtime.sync.execute import run_rounds
 from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
 from fsdp_runtime.sync.handshake import Handshake
 from fsdp_runtime.sync.model_layout import ModelShards
 from fsdp_runtime.sync.point_to_point import PointToPoint
-from fsdp_runtime.sync.schedule import split_transfers
+from fsdp_runtime.sync.schedule import rounds_of, split_transfers, windows_of
 from fsdp_runtime.sync.tensor_views import Sides, box_views
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
 from tp_plans.transfer import Box, TransferPlan
@@ -57,6 +57,7 @@ class _State(NamedTuple):
     is_source: int
     record_bytes: int
     proposal: int
+    windows: int
 
 
 class WeightSync:
@@ -127,6 +128,7 @@ class WeightSync:
         self._fingerprint = plan.fingerprint()
         self._chain, self._version, self._is_broken = 0, NO_VERSION, False
         self._changes = Changes(plan, self._sides, peers)
+        self._peers, self._windows = peers, self._windows_needed()
 
     @property
     def version(self) -> int:
@@ -179,7 +181,7 @@ class WeightSync:
         if not self._staged and self._rank in full_ranks:
             self._version = NO_VERSION  # until the update is complete
         with self._handshake.agreement():
-            self._receive(full, target)
+            self._receive(full, target, max(state.windows for state in states.values()), any_full=bool(full_ranks))
             differences = self._changes.exchange(records, changes.transfers)
         self._version = NO_VERSION
         self._apply(full, target, differences)
@@ -195,17 +197,19 @@ class WeightSync:
         )
 
     def _parts(self, full_ranks: Sequence[int]) -> tuple[TransferPlan, TransferPlan]:
-        """The plan's transfers between ranks: those of full weights, and those of differences.
+        """This rank's transfers from and to others: those of full weights, and those of differences.
 
         Ranks pass on what they receive themselves: where some receive full weights and others differences, all have
         theirs from the ranks of the source.
         """
-        remote = [each for each in self._plan.transfers if not each.is_local]
-        if {each.destination in full_ranks for each in remote} == {True, False}:
-            remote = [each.direct for each in remote]
-        full = tuple(each for each in remote if each.destination in full_ranks)
-        changes = tuple(each for each in remote if each.destination not in full_ranks)
-        return self._plan.part(full), self._plan.part(changes)
+        are_mixed = 0 < len(full_ranks) < len(self._remote_receivers())
+        own = self._plan.for_rank(self._rank, direct=True) if are_mixed else self._sides.transfers
+        chosen = {*full_ranks}
+        full, changes = (
+            self._plan.part(each for each in own if not each.is_local and (each.destination in chosen) is is_full)
+            for is_full in (True, False)
+        )
+        return full, changes
 
     def _stage(self, full: TransferPlan) -> dict[str, Tensor]:
         """Tensors on the host for what this rank receives in full."""
@@ -214,23 +218,25 @@ class WeightSync:
         names = {block.local for block in blocks}
         return {name: torch.empty_like(self._sides.destination[name], device="cpu") for name in names}
 
-    def _receive(self, full: TransferPlan, target: Mapping[str, Tensor]) -> None:
-        """Send full weights, and receive them in some tensors."""
-        execute_transfer(
-            full,
-            source=self._sides.source,
-            destination=target,
-            group=self._group,
-            bucket_bytes=self._bucket_bytes,
-            timeout=self._timeout,
-            device=self._sides.device,
-            shared_memory=self._shared_memory,
+    def _windows_needed(self) -> int:
+        """The windows of this rank's transfers, whichever ranks receive full weights."""
+        direct = [self._plan.for_rank(self._rank, direct=True)] if self._plan.relay else []
+        return max(
+            windows_of(self._plan, split_transfers(self._plan, own, self._bucket_bytes), self._bucket_bytes)
+            for own in (self._sides.transfers, *direct)
         )
+
+    def _receive(self, full: TransferPlan, target: Mapping[str, Tensor], windows: int, *, any_full: bool) -> None:
+        """Send full weights, and receive them in some tensors."""
+        sides = Sides(full, self._rank, self._sides.source, target)
+        sides.require_tensors()
+        rounds = rounds_of(full, split_transfers(full, sides.transfers, self._bucket_bytes), windows)
+        run_rounds(sides, rounds, self._peers, self._sides.device, shared_memory=self._shared_memory and any_full)
 
     def _apply(self, full: TransferPlan, arrived: Mapping[str, Tensor], differences: ArrivedChanges) -> None:
         """Write what has arrived, and what this rank keeps from itself, to the destination."""
-        for each in split_transfers(self._plan, self._bucket_bytes):
-            if each.is_local and each.source == self._rank:
+        for each in split_transfers(self._plan, self._sides.transfers, self._bucket_bytes):
+            if each.is_local:
                 self._sides.copy(each)
         for each in full.transfers if self._staged else ():
             if each.destination == self._rank:
@@ -243,9 +249,9 @@ class WeightSync:
     def _states(self, version: int, records: Mapping[tuple[str, Box], Tensor], chain: int) -> dict[int, _State]:
         """What every rank says of itself, after a check that all have the same plan."""
         nbytes = sum(len(records[each.tensor, each.box]) for each in self._changes.own()) if records else 0
-        is_source = any(each.source == self._rank and not each.is_relay for each in self._plan.transfers)
+        is_source = any(each.source == self._rank and not each.is_relay for each in self._sides.transfers)
         proposal = secrets.randbits(62) + 1
-        own = _State(self._fingerprint, chain, self._version, version, is_source, nbytes, proposal)
+        own = _State(self._fingerprint, chain, self._version, version, is_source, nbytes, proposal, self._windows)
         states = {rank: _State(*numbers) for rank, numbers in self._handshake.gather(own).items()}
         others = [rank for rank, state in states.items() if state.plan != states[self._plan.ranks[0]].plan]
         if others:
@@ -257,19 +263,22 @@ class WeightSync:
         return states
 
     def _destinations(self, states: Mapping[int, _State]) -> dict[int, _State]:
-        receiving = {each.destination for each in self._plan.transfers}
-        return {rank: state for rank, state in states.items() if rank in receiving}
+        return {rank: states[rank] for rank in self._plan.receivers}
+
+    def _remote_receivers(self) -> list[int]:
+        """The destination ranks that do not have all of their weights themselves."""
+        return [rank for rank in self._plan.receivers if self._plan.bytes_received(rank)]
 
     def _full_ranks(self, states: Mapping[int, _State]) -> tuple[int, ...]:
         """The destination ranks that need all of their weights: those that do not hold the sources' last version."""
-        destinations = {each.destination for each in self._plan.transfers if not each.is_local}
+        destinations = self._remote_receivers()
         sources = [state for state in states.values() if state.is_source]
         known = {(state.chain, state.version) for state in sources}
         wire_bytes = sum(state.record_bytes for state in sources)
-        everything = sum(each.nbytes for each in self._plan.transfers if not (each.is_local or each.is_relay))
-        if not self._delta or len(known) != 1 or any(not chain for chain, _ in known) or wire_bytes >= everything:
-            return tuple(sorted(destinations))
-        return tuple(sorted(r for r in destinations if (states[r].chain, states[r].version) not in known))
+        is_known = self._delta and len(known) == 1 and all(chain for chain, _ in known)
+        if not is_known or wire_bytes >= self._plan.bytes_wanted:
+            return tuple(destinations)
+        return tuple(r for r in destinations if (states[r].chain, states[r].version) not in known)
 
 
 def _require_versions(states: Mapping[int, _State], version: int) -> None:

@@ -24,6 +24,7 @@ from fsdp_runtime.sharded.collectives import ModelRanks, mesh_ranks, own_rank, r
 from fsdp_runtime.sharded.file_systems import FilePlace, file_place
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
+from fsdp_runtime.weights.messages import EXCHANGED_BYTES
 from fsdp_runtime.weights.naming import TensorOrigin, WeightMap, map_weights
 from fsdp_runtime.weights.read_blocks import BlockReader
 from fsdp_runtime.weights.read_plan import plan_reads
@@ -206,23 +207,31 @@ def _fill(
 ) -> tuple[int, int]:
     """Fill every tensor of the model; return the bytes sent and received."""
     checkpoint = converter.checkpoint
-    in_blocks: list[tuple[Tensor, Sequence[Chunk]]] = []
-    others: list[tuple[Tensor, str]] = []
-    for entry in entries:
-        name = next(name for name in entry.names if name in weights.by_model_name)
-        chunks = weights.by_model_name[name].chunks
-        if chunks is None or any(checkpoint.tensors[chunk.source].torch_dtype is None for chunk in chunks):
-            others.append((entry.tensor, name))
-        else:
-            in_blocks.append((entry.tensor, chunks))
+    in_blocks, others = filled_in_blocks(entries, weights, checkpoint.tensors)
     device = required_device(ranks.groups) or torch.device("cpu")
     blocks = BlockReader(own_rank(), ranks, bucket_bytes, device, checkpoint)
-    blocks.run(plan_reads(in_blocks, checkpoint.tensors, readers, bucket_bytes))
+    blocks.run(plan_reads(in_blocks, checkpoint.tensors, readers, min(bucket_bytes, EXCHANGED_BYTES)))
     with raise_on_all(ranks):
         blocks.raise_error()
         for tensor, name in others:
             fill_local(tensor, *_source(name, weights, checkpoint, converter))
     return blocks.bytes_sent, blocks.bytes_received
+
+
+def filled_in_blocks(
+    entries: Sequence[StateEntry], weights: WeightMap, stored: Mapping[str, HubTensor]
+) -> tuple[list[tuple[Tensor, Sequence[Chunk]]], list[tuple[Tensor, str]]]:
+    """The tensors that consist of blocks of stored ones, with their chunks; and those of conversions, with names."""
+    in_blocks: list[tuple[Tensor, Sequence[Chunk]]] = []
+    others: list[tuple[Tensor, str]] = []
+    for entry in entries:
+        name = next(name for name in entry.names if name in weights.by_model_name)
+        chunks = weights.by_model_name[name].chunks
+        if chunks is None or any(stored[chunk.source].torch_dtype is None for chunk in chunks):
+            others.append((entry.tensor, name))
+        else:
+            in_blocks.append((entry.tensor, chunks))
+    return in_blocks, others
 
 
 def _match(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
 
 from fsdp_runtime.sharded.rank_boxes import block_view
@@ -11,6 +14,32 @@ from tp_plans.transfer import Box, box_shape, volume
 
 #: Alignment of a part in a message, a multiple of every dtype's size.
 _ALIGNMENT = 16
+
+#: The most bytes that a rank holds for one exchange, however large its bucket is: enough for the network, and memory of
+#: this size stays in place and in the caches from one exchange to the next.
+EXCHANGED_BYTES = 2**26
+
+
+class ReusedMemory:
+    """Memory that is allocated once, as the largest use needs it, for tensors that live one after another.
+
+    Args:
+        device: where it is.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def bytes_of(self, nbytes: int) -> Tensor:
+        """Return so many bytes, ``[nbytes]`` uint8; what was returned before is invalid."""
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._memory.device)
+        return self._memory[:nbytes]
+
+    def messages(self, sizes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Return a message of so many bytes for each rank; what was returned before is invalid."""
+        parts = torch.split(self.bytes_of(sum(sizes.values())), list(sizes.values()))
+        return dict(zip(sizes, parts, strict=True))
 
 
 def message_bytes(item: ExportedTensor, box: Box) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -15,16 +15,21 @@ from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
 from fsdp_runtime.sharded.rank_boxes import inside
 from fsdp_runtime.weights.file_plan import Part, file_runs
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
-from fsdp_runtime.weights.messages import in_message, local_view, message_bytes
+from fsdp_runtime.weights.messages import EXCHANGED_BYTES, ReusedMemory, in_message, local_view, message_bytes
 from fsdp_runtime.weights.read_plan import Read, receivers
 from tp_plans.transfer import box_shape, split_box
 
 logger = logging.getLogger(__name__)
 
 #: Bytes that are read before they are converted, or copied to a device.
-_STAGED = 2**24
+STAGED_BYTES = 2**24
 #: Seconds between two lines about the progress of a load.
 _SAID_EVERY = 10.0
+
+
+def read_ahead(bucket_bytes: int) -> int:
+    """The most bytes that a rank reads for others before it sends them."""
+    return min(bucket_bytes, 2 * EXCHANGED_BYTES)
 
 
 class BlockReader:
@@ -44,7 +49,8 @@ class BlockReader:
         self, rank: int, ranks: ModelRanks, bucket_bytes: int, device: torch.device, checkpoint: HubCheckpoint
     ) -> None:
         self._rank, self._ranks, self._device, self._checkpoint = rank, ranks, device, checkpoint
-        self._ahead = _Budget(bucket_bytes)
+        self._ahead = _Budget(read_ahead(bucket_bytes))
+        self._packed, self._received_in = ReusedMemory(), ReusedMemory(device)
         self._begin = self._said = time.monotonic()
         self._total = self._read = 0
         self._stopped = False
@@ -60,7 +66,6 @@ class BlockReader:
             try:
                 for batch, futures in zip(batches, ahead, strict=True):
                     self._exchange(batch, futures)
-                    futures.clear()
             except BaseException:
                 self._stopped = True
                 self._ahead.give_up()
@@ -95,7 +100,7 @@ class BlockReader:
         if full.device.type == "cpu" and full.dtype == each.item.dtype and full.is_contiguous():
             self._fill_buffer(each, part.box, full)
             return
-        for box in split_box(part.box, max(_STAGED // each.item.dtype.itemsize, 1)):
+        for box in split_box(part.box, max(STAGED_BYTES // each.item.dtype.itemsize, 1)):
             values = torch.empty(box_shape(box), dtype=each.item.dtype)
             self._fill_buffer(each, box, values)
             _view(each, Part(box, part.rank, part.piece)).copy_(values)
@@ -114,33 +119,36 @@ class BlockReader:
             rate = self._read / gib / (now - self._begin)
             logger.info("read %.1f of %.1f GiB, %.2f GiB/s on this rank", self._read / gib, self._total / gib, rate)
 
-    def _exchange(self, batch: Sequence[Read], futures: Mapping[int, Future[Tensor | None]]) -> None:
+    def _exchange(self, batch: Sequence[Read], futures: dict[int, Future[Tensor | None]]) -> None:
         """Send what this rank has read of a batch, and fill what others have."""
-        outgoing: dict[int, list[Tensor]] = {}
-        for each in batch:
-            if id(each) not in futures:
-                continue
-            values = self._result(each, futures[id(each)])
-            for part, receiver in _sent(each):
-                given = torch.empty(message_bytes(each.item, part.box), dtype=torch.uint8)
-                if values is not None:
-                    in_message(given, 0, each.item, part.box).copy_(values[inside(each.area.box, part.box)])
-                outgoing.setdefault(receiver, []).append(given)
-        messages = {rank: torch.cat(parts).to(self._device) for rank, parts in outgoing.items()}
-        outgoing.clear()
-        sizes: dict[int, int] = {}
+        own = [each for each in batch if id(each) in futures]
+        sizes_out: dict[int, int] = {}
+        sizes_in: dict[int, int] = {}
+        for each, part, receiver in _sent(own):
+            sizes_out[receiver] = sizes_out.get(receiver, 0) + message_bytes(each.item, part.box)
         for each, part in self._received(batch):
-            sizes[each.area.file_rank] = sizes.get(each.area.file_rank, 0) + message_bytes(each.item, part.box)
-        incoming = {rank: torch.empty(size, dtype=torch.uint8, device=self._device) for rank, size in sizes.items()}
-        self.bytes_sent += sum(each.nbytes for each in messages.values())
-        self.bytes_received += sum(sizes.values())
+            sizes_in[each.area.file_rank] = sizes_in.get(each.area.file_rank, 0) + message_bytes(each.item, part.box)
+        packed = self._packed.messages(sizes_out)
+        offsets = dict.fromkeys(packed, 0)
+        for each in own:
+            values = self._result(each, futures.pop(id(each)))
+            for _, part, receiver in _sent([each]):
+                if values is not None:
+                    given = in_message(packed[receiver], offsets[receiver], each.item, part.box)
+                    given.copy_(values[inside(each.area.box, part.box)])
+                offsets[receiver] += message_bytes(each.item, part.box)
+            del values
+        messages = {rank: message.to(self._device) for rank, message in packed.items()}
+        incoming = self._received_in.messages(sizes_in)
+        self.bytes_sent += sum(sizes_out.values())
+        self.bytes_received += sum(sizes_in.values())
         exchange_bytes(self._ranks, messages, incoming)
         offsets = dict.fromkeys(incoming, 0)
         for each, part in self._received(batch):
             source = each.area.file_rank
             _view(each, part).copy_(in_message(incoming[source], offsets[source], each.item, part.box))
             offsets[source] += message_bytes(each.item, part.box)
-        self._ahead.give(sum(each.nbytes for each in batch if id(each) in futures and any(_sent(each))))
+        self._ahead.give(sum(each.nbytes for each in own if any(_sent([each]))))
 
     def _received(self, batch: Sequence[Read]) -> Iterator[tuple[Read, Part]]:
         for each in batch:
@@ -178,9 +186,9 @@ class _Budget:
             self._changed.notify()
 
 
-def _sent(each: Read) -> Iterator[tuple[Part, int]]:
+def _sent(reads: Sequence[Read]) -> Iterator[tuple[Read, Part, int]]:
     """The parts that leave the reader and the ranks that they go to, in an order that all of them know."""
-    return ((part, rank) for part in each.area.parts for rank in receivers(each.area, part))
+    return ((each, part, rank) for each in reads for part in each.area.parts for rank in receivers(each.area, part))
 
 
 def _view(each: Read, part: Part) -> Tensor:

@@ -9,9 +9,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -26,7 +25,6 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.async_saves import IfSaving, SaveFuture, must_refuse, require_none_running, save_in_thread
-from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
     mesh_or_world_ranks,
@@ -34,20 +32,21 @@ from fsdp_runtime.sharded.collectives import (
     require_equal_on_all,
     required_device,
 )
-from fsdp_runtime.sharded.file_systems import by_host, file_place, may_share_files
-from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, write_and_fsync
+from fsdp_runtime.sharded.file_systems import file_place, may_share_files
+from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, move_into_place, write_and_fsync
 from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter, TensorHeader
 from fsdp_runtime.sharded.work_directory import others_at_work, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor
-from fsdp_runtime.weights.file_plan import ExportedPieces, FilePlanner, WriteStep
+from fsdp_runtime.weights.file_plan import WriteStep
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.merged_shards import MergedShards
 from fsdp_runtime.weights.naming import Names
-from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, ExportedModel, WeightExport, split_by_bytes
+from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, ExportedModel, WeightExport
 from fsdp_runtime.weights.write_blocks import BlockWriter, SaveReport
+from fsdp_runtime.weights.write_plan import PlannedFile, plan_files, plan_writes, shard_name
 
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
@@ -171,15 +170,12 @@ def save_weights(
         config_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
         if quantize is not None:
             config_dtype = dtype or torch.bfloat16
-        shards = list(split_by_bytes(items, max_shard_bytes))
     require_equal_on_all("directory", {rank: value for rank, (value, _, _) in step.values.items()})
     require_none_running([rank for rank, (_, _, refuses) in step.values.items() if refuses])
     places = {rank: place for rank, (_, place, _) in step.values.items()}
     share = may_share_files(places.values()) if writers is None else writers == "all"
-    files = [
-        _File(_shard_name(number, len(shards)), items, None if share else writer)
-        for number, (items, writer) in enumerate(zip(shards, cycle(by_host(places)), strict=False), start=1)
-    ]
+    files = plan_files(export, max_shard_bytes, places, shared=share)
+    shards = [each.items for each in files]
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(target, ranks))
         staging = HostStaging() if asynchronous else None
@@ -203,7 +199,7 @@ def _finish(
     on_disk: Sequence[Callable[[], None]],
     work: Path,
     target: Path,
-    shards: list[list[ExportedTensor]],
+    shards: Sequence[Sequence[ExportedTensor]],
     ranks: ModelRanks,
 ) -> SaveReport:
     """Wait until every rank's files are on the disk, and let them take effect.  Collective."""
@@ -216,17 +212,8 @@ def _finish(
     return report
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file of the checkpoint, its tensors, and the one rank that writes to it; ``None`` if all do."""
-
-    name: str
-    items: Sequence[ExportedTensor]
-    writer: int | None
-
-
 def _write_files(
-    files: Sequence[_File],
+    files: Sequence[PlannedFile],
     export: ExportedModel,
     work: Path,
     ranks: ModelRanks,
@@ -239,8 +226,7 @@ def _write_files(
     rank, first = everyone[ranks.index], everyone[0]
     layouts = _create(files, work, ranks, rank, first)
     blocks = BlockWriter(rank, ranks, bucket_bytes, required_device(ranks.groups) or torch.device("cpu"))
-    writers = (each.writer for each in files for _ in each.items)
-    tensors = _planned(export, everyone, bucket_bytes, writers)
+    tensors = _planned(export, everyone, bucket_bytes, files)
     unchecked = 0
     pool = resources.enter_context(ThreadPoolExecutor(1, "fsync"))
     on_disk: list[Callable[[], None]] = []
@@ -263,7 +249,9 @@ def _write_files(
     return blocks, on_disk
 
 
-def _create(files: Sequence[_File], work: Path, ranks: ModelRanks, rank: int, first: int) -> list[SafetensorsLayout]:
+def _create(
+    files: Sequence[PlannedFile], work: Path, ranks: ModelRanks, rank: int, first: int
+) -> list[SafetensorsLayout]:
     """Create every file with its header and its full size; return where the tensors lie."""
     with raise_on_all(ranks):
         if not work.is_dir():
@@ -281,37 +269,29 @@ def _create(files: Sequence[_File], work: Path, ranks: ModelRanks, rank: int, fi
 
 
 def _planned(
-    export: ExportedModel, everyone: Sequence[int], bucket_bytes: int, writers: Iterator[int | None]
+    export: ExportedModel, everyone: Sequence[int], bucket_bytes: int, files: Sequence[PlannedFile]
 ) -> Iterator[tuple[ExportedTensor, Sequence[WriteStep], Mapping[str, Tensor]]]:
-    """Yield every exported tensor with its plan and this rank's local tensors.  Collective.
-
-    Only what a conversion computes, and what is quantized, is gathered.
-    """
-    planner, pieces_of = FilePlanner(everyone, bucket_bytes // 4), ExportedPieces(everyone)
-    for gathered, run in groupby(export.groups, lambda group: not export.is_rearranged(group)):
-        groups = list(run)
-        if gathered:
-            for batch in split_by_bytes(groups, bucket_bytes):
-                for item, tensor in export.gather(batch):
-                    full, local = replace(item, chunks=[identity_chunk(item.name, item.shape)]), {item.name: tensor}
-                    yield (
-                        full,
-                        planner.plan(full, *pieces_of(full, local, gathered=True), writer=next(writers)),
-                        local,
-                    )
-                    del tensor, local
+    """Yield every exported tensor with its plan and this rank's local tensors.  Collective."""
+    for planned in plan_writes(export, everyone, bucket_bytes, files):
+        if planned.gathered:
+            gathered = export.gather(planned.groups)
+            for item, steps in planned.tensors:
+                _, tensor = next(gathered)
+                yield item, steps, {item.name: tensor}
+                del tensor
+            next(gathered, None)  # it has to be exhausted
             continue
-        for group in groups:
-            local = {
-                name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-                for name, tensor in group.sources.items()
-            }
-            if group.adapters:
-                merged = MergedShards([group], export.exported_dtype)
-                merged.refresh()
-                local |= merged.local
-            for item in group.tensors:
-                yield item, planner.plan(item, *pieces_of(item, group.sources), writer=next(writers)), local
+        (group,) = planned.groups
+        local = {
+            name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            for name, tensor in group.sources.items()
+        }
+        if group.adapters:
+            merged = MergedShards([group], export.exported_dtype)
+            merged.refresh()
+            local |= merged.local
+        for item, steps in planned.tensors:
+            yield item, steps, local
 
 
 def _fsync_and_close(file: SafetensorsWriter | StagedWriter) -> None:
@@ -321,7 +301,7 @@ def _fsync_and_close(file: SafetensorsWriter | StagedWriter) -> None:
         file.close()
 
 
-def _commit(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> None:
+def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> None:
     """Move the files of a complete checkpoint into the directory; the file that readers look for first comes last.
 
     Of several jobs that save to the directory, the last one to move that file is in effect.  An index stays where one
@@ -333,17 +313,18 @@ def _commit(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> Non
         weight_map = _place_shards(work, target, shards)
         _write_index(work / INDEX_FILE, weight_map, sum(item.nbytes for items in shards for item in items))
     else:
-        (work / _shard_name(1, 1)).rename(work / SINGLE_FILE)
+        (work / shard_name(1, 1)).rename(work / SINGLE_FILE)
     others = [file for file in work.iterdir() if file.name != decisive]
     for file in others:  # an fsync of each, and one of the directory: all may wait for the same disk
         fsync_path(file)
     for file in others:
         file.replace(target / file.name)
     fsync_path(target)
-    move_into_place(work / decisive, target / decisive)
-    if indexed:
-        (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer it to an index
-    fsync_path(target)
+    with freed_in_background(target / SINGLE_FILE):
+        move_into_place(work / decisive, target / decisive)
+        if indexed:
+            (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer it to an index
+            fsync_path(target)
     _remove_old_shards(work, target)
 
 
@@ -358,15 +339,16 @@ def _remove_old_shards(work: Path, target: Path) -> None:
         used = set()
     for file in shards:
         if file.name not in used:
-            file.unlink(missing_ok=True)
+            with freed_in_background(file):
+                file.unlink(missing_ok=True)
 
 
-def _place_shards(work: Path, target: Path, shards: list[list[ExportedTensor]]) -> dict[str, str]:
+def _place_shards(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> dict[str, str]:
     """Move shards next to the current ones under names that no file had before; return the weight map.
 
     The usual names are for the first checkpoint of a directory: another job could remove files of names used again.
     """
-    usual = [_shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
+    usual = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     stem = "model" if _claims_usual_names(target, usual[0]) else f"model-{uuid.uuid4().hex[:8]}"
     weight_map = {}
     for name, items in zip(usual, shards, strict=True):
@@ -395,7 +377,3 @@ def _add_to_config(path: Path, quantization: dict[str, Any]) -> None:
 def _write_index(path: Path, weight_map: dict[str, str], total_bytes: int) -> None:
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     write_and_fsync(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-
-
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"

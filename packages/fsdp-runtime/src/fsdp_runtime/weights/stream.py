@@ -168,7 +168,11 @@ class ExportedModel:
     @property
     def tensors(self) -> list[ExportedTensor]:
         """Every exported tensor in order, with the chunks that it is built from."""
-        return [part for group in self._groups for item in group.tensors for part in self._parts(item)]
+        return self.parts(self._groups)
+
+    def parts(self, groups: Sequence[ExportGroup]) -> list[ExportedTensor]:
+        """The exported tensors of some of the groups, in order."""
+        return [part for group in groups for item in group.tensors for part in self._parts(item)]
 
     @property
     def kept_modules(self) -> list[str]:

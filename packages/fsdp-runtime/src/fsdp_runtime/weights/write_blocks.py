@@ -14,11 +14,11 @@ from fsdp_runtime.sharded.rank_boxes import inside
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.file_plan import Area, Part, WriteStep, file_runs
-from fsdp_runtime.weights.messages import in_message, local_view, message_bytes
+from fsdp_runtime.weights.messages import EXCHANGED_BYTES, ReusedMemory, in_message, local_view, message_bytes
 from tp_plans.transfer import Box, box_shape, split_box, volume
 
 #: Bytes that are converted, or copied from a device, before they are written.
-_STAGED = 2**26
+STAGED_BYTES = 2**24
 
 #: What blocks are written with: at once, or from host memory later.
 Writer = SafetensorsWriter | StagedWriter
@@ -64,7 +64,8 @@ class BlockWriter:
     """
 
     def __init__(self, rank: int, ranks: ModelRanks, bucket_bytes: int, device: torch.device) -> None:
-        self._ranks, self._rank, self._bucket_bytes, self._device = ranks, rank, bucket_bytes, device
+        self._ranks, self._rank, self._bucket_bytes = ranks, rank, min(bucket_bytes, EXCHANGED_BYTES)
+        self._sent_from, self._received_in, self._assembled = ReusedMemory(device), ReusedMemory(device), ReusedMemory()
         self._pending: list[_Pending] = []
         self._held = 0
         self._written = self._sent = self._received = self._peak = 0
@@ -116,13 +117,13 @@ class BlockWriter:
             if self._rank in (part.rank, each.area.file_rank):
                 sizes, peer = (sizes_out, each.area.file_rank) if part.rank == self._rank else (sizes_in, part.rank)
                 sizes[peer] = sizes.get(peer, 0) + message_bytes(each.item, part.box)
-        outgoing, incoming = (
-            {peer: torch.empty(size, dtype=torch.uint8, device=self._device) for peer, size in sizes.items()}
-            for sizes in (sizes_out, sizes_in)
-        )
+        outgoing, incoming = self._sent_from.messages(sizes_out), self._received_in.messages(sizes_in)
         self._sent += sum(sizes_out.values())
         self._received += sum(sizes_in.values())
-        self._peak = max(self._peak, sum(sizes_out.values()) + sum(sizes_in.values()))
+        assembled = (
+            volume(each.area.box) * each.item.dtype.itemsize for each in pending if each.area.file_rank == self._rank
+        )
+        self._peak = max(self._peak, sum(sizes_out.values()) + sum(sizes_in.values()) + max(assembled, default=0))
         offsets = dict.fromkeys(outgoing, 0)
         for each, part in _sent(pending):
             if part.rank == self._rank:
@@ -130,7 +131,6 @@ class BlockWriter:
                 in_message(outgoing[peer], offsets[peer], each.item, part.box).copy_(_view(each.local, part))
                 offsets[peer] += message_bytes(each.item, part.box)
         exchange_bytes(self._ranks, outgoing, incoming)
-        outgoing.clear()
         offsets = dict.fromkeys(incoming, 0)
         for each in pending:
             if each.area.file_rank != self._rank:
@@ -153,7 +153,7 @@ class BlockWriter:
         (part,) = area.parts
         full = _view(local, part)
         as_it_is = full.device.type == "cpu" and full.dtype == item.dtype and full.is_contiguous()
-        limit = volume(area.box) if as_it_is else max(min(_STAGED, self._bucket_bytes) // item.dtype.itemsize, 1)
+        limit = volume(area.box) if as_it_is else max(min(STAGED_BYTES, self._bucket_bytes) // item.dtype.itemsize, 1)
         for box in split_box(area.box, max(limit, 1)):
             values = _view(local, Part(box, part.rank, part.piece)).to(item.dtype)
             if not as_it_is:
@@ -165,7 +165,8 @@ class BlockWriter:
         if self.error is not None:
             return
         box, given = each.area.box, iter(received)
-        values = torch.empty(box_shape(box), dtype=each.item.dtype)
+        nbytes = volume(box) * each.item.dtype.itemsize
+        values = self._assembled.bytes_of(nbytes).view(each.item.dtype).view(box_shape(box))
         for part in each.area.parts:
             own = part.rank == self._rank
             values[inside(box, part.box)].copy_(_view(each.local, part) if own else next(given))

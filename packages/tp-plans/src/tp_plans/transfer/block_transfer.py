@@ -21,7 +21,7 @@ class BlockTransfer:
             destination layout stores there; ``None`` where it sends its own.
         position: bytes that the plan's transfers before it have, the same on both of its ranks; those of a chain have
             the same.
-        hop: how many ranks have passed the box on before.
+        hop: how many ranks have passed the box on before; with :attr:`direct`, would have.
     """
 
     tensor: str
@@ -46,4 +46,4 @@ class BlockTransfer:
     @property
     def direct(self) -> BlockTransfer:
         """The same box from the rank of the source layout, to the same destination."""
-        return self if self.origin is None else replace(self, source=self.origin, origin=None, hop=0)
+        return self if self.origin is None else replace(self, source=self.origin, origin=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,6 +35,7 @@ class TransferPlan:
 
     def __init__(self, source: TransferLayout, destination: TransferLayout, *, relay: bool = False) -> None:
         self.source, self.destination, self.relay = source, destination, relay
+        self._listed: tuple[BlockTransfer, ...] | None = None  # of a part
         self._kinds = kinds_of(source, destination, relay=relay)
         self._senders, self._relays = Lines(), Lines()
         self._load: dict[int, int] = defaultdict(int)
@@ -52,11 +52,14 @@ class TransferPlan:
             rank: a rank of either layout; any other has none.
             direct: as if nobody passed anything on: what a rank of the source sends to all of a chain, each.
         """
+        if self._listed is not None:
+            listed = (each.direct if direct else each for each in self._listed)
+            return [each for each in listed if rank in (each.source, each.destination)]
         found: list[BlockTransfer] = []
         for kind in self._kinds_of_rank.get(rank, ()):
             for move in kind.moves(rank):
                 if direct and move.origin is not None:
-                    move = move._replace(source=move.origin, origin=None, hop=0)
+                    move = move._replace(source=move.origin, origin=None)
                 if rank in (move.source, move.destination):
                     found += self._transfers(kind, move)
         return sorted(found, key=lambda each: (each.position, each.hop))
@@ -68,17 +71,24 @@ class TransferPlan:
         return tuple(sorted(found, key=lambda each: (each.position, each.hop)))
 
     def part(self, transfers: Iterable[BlockTransfer]) -> TransferPlan:
-        """Return a plan of some of the transfers, with their totals; its ranks and layouts are those of this one."""
-        found = copy.copy(self)
-        totals: tuple[dict[int, int], ...] = (defaultdict(int), defaultdict(int), defaultdict(int))
+        """Return a plan of some of the transfers, with their totals; its ranks and layouts are those of this one.
+
+        Of one rank's transfers, the totals are right for that rank.
+        """
         listed = tuple(transfers)
+        totals: tuple[dict[int, int], ...] = (defaultdict(int), defaultdict(int), defaultdict(int))
+        load: dict[int, int] = defaultdict(int)
         for each in listed:
             if each.is_local:
                 totals[2][each.source] += each.nbytes
-            else:
-                totals[0][each.source] += each.nbytes
-                totals[1][each.destination] += each.nbytes
-        vars(found).update(transfers=listed, _totals=totals, _kinds=None)  # questions for all transfers fail
+                continue
+            totals[0][each.source] += each.nbytes
+            totals[1][each.destination] += each.nbytes
+            load[each.source] += 0 if each.is_relay else each.nbytes
+        found = object.__new__(TransferPlan)
+        found.source, found.destination, found.relay = self.source, self.destination, self.relay
+        found._listed, found._load = listed, load
+        vars(found).update(transfers=listed, _totals=totals, nbytes=self.nbytes)  # no kinds: it has no fingerprint
         return found
 
     def _transfers(self, kind: Kind, move: Move) -> Iterator[BlockTransfer]:

@@ -72,10 +72,10 @@ def resolve_fsdp_dtypes(
     """
     dtypes = _dtypes(model, options)
     units: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)  # by path of the FSDP module
-    paths = [*wrapped, *experts]
+    paths = {*wrapped, *experts}
     for name, parameter in model.named_parameters():
         if name in dtypes:
-            units[max((path for path in paths if name.startswith(f"{path}.")), key=len, default="")][name] = parameter
+            units[next((above for above in _modules_above(name) if above in paths), "")][name] = parameter
     modules: list[str] = []
     replicated: list[str] = []
     own_dtype: set[str] = set()
@@ -149,6 +149,13 @@ def _fits(dtypes: _Dtypes, main: _Dtypes, *, trains: bool) -> bool:
     return dtypes == main if trains else dtypes[1] == main[1]
 
 
+def _modules_above(name: str) -> Iterator[str]:
+    """Yield the paths of the modules that a parameter is in, the innermost first, without the root."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 def _separate(
     model: nn.Module,
     unit: str,
@@ -157,17 +164,15 @@ def _separate(
     dtypes: Mapping[str, _Dtypes],
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the outermost modules of an FSDP module that are large and hold nothing but other dtypes, all alike."""
-    done: list[str] = []
-    every = {name for name, _ in model.named_parameters()}
-    for path, module in model.named_modules():
-        inside = path.startswith(f"{unit}.") if unit else path != ""
-        if not inside or any(path.startswith(f"{outer}.") for outer in done):
+    done: set[str] = set()
+    for path, module in model.get_submodule(unit).named_modules(prefix=unit) if others else ():
+        if path == unit or any(above in done for above in _modules_above(path)):
             continue
         names = [f"{path}.{name}" for name, _ in module.named_parameters()]
-        if not names or not others.issuperset(names) or not every.issuperset(names):
+        if not names or not others.issuperset(names):
             continue
         if len({dtypes[name] for name in names}) == 1 and sum(parameters[n].numel() for n in names) >= SHARDED_FROM:
-            done.append(path)
+            done.add(path)
             yield path, names
 
 
