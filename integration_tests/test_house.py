@@ -32,6 +32,12 @@ def _files() -> dict[str, Path]:
 
 
 @cache
+def _tree(name: str) -> ast.Module:
+    """The syntax tree of a module."""
+    return ast.parse(_files()[name].read_text(encoding="utf-8"))
+
+
+@cache
 def _graph() -> Graph:
     """The modules that each module imports: at once, later in a function, or for types only."""
     files = _files()
@@ -41,7 +47,7 @@ def _graph() -> Graph:
 def imported(module: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]:
     """The known modules that a file imports anywhere: ``from package import name`` counts where the name is found."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(module)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
@@ -85,6 +91,35 @@ def _public(package: str) -> set[str]:
 def test_no_circle_of_imports() -> None:
     """Imports in functions and for types count."""
     assert [sorted(found) for found in circles(_graph())] == []
+
+
+def test_a_circle_would_be_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
+    assert circles(graph) == [{"a", "b", "c"}]
+
+
+def test_only_the_model_tree_of_tp_plans_lists_the_modules_of_a_model() -> None:
+    readers = {
+        name
+        for name in _files()
+        if name.startswith("tp_plans.")
+        for node in ast.walk(_tree(name))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("named_modules", "named_parameters")
+    }
+    assert readers == {"tp_plans.model_tree"}
+
+
+def test_fsdp_runtime_imports_documented_names_of_tp_plans() -> None:
+    undocumented = [
+        f"{name}: {node.module}.{alias.name}"
+        for name in _files()
+        if name.startswith("fsdp_runtime.")
+        for node in ast.walk(_tree(name))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tp_plans"
+        for alias in node.names
+        if alias.name not in _public(str(node.module))
+    ]
+    assert undocumented == []
 
 
 def test_no_file_has_two_subjects() -> None:

@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import re
 
 import pytest
 
@@ -16,7 +17,7 @@ def examples(value):
 
 
 def needs_torch(test):
-    return any("import torch" in example.source for example in test.examples)
+    return any(re.match("(import|from) torch", example.source) for example in test.examples)
 
 
 def failures(test):

@@ -1,10 +1,12 @@
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 
+@cache
 def modules_after(statement: str) -> set[str]:
     """Top-level modules that a fresh interpreter holds after one statement."""
     script = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"

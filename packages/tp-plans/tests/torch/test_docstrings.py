@@ -24,3 +24,7 @@ def test_the_example_runs(function):
     tests = [test for test in doctest.DocTestFinder(recurse=False).find(function, globs={}) if test.examples]
     assert tests
     assert [doctest.DocTestRunner().run(test).failed for test in tests] == [0] * len(tests)
+
+
+def test_every_name_for_runtimes_is_found():
+    assert all(getattr(tp_plans.runtime, name) is not None for name in tp_plans.runtime.__all__)
