@@ -84,7 +84,7 @@ def test_values_and_gradients_are_those_of_the_logits(small_tiles, name, entropy
     "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "bias")), "scaled and capped"]
 )
 def test_gradients_are_the_derivatives(small_tiles, name):
-    hidden, weight, bias, targets = problem(13, tokens=(1, 5))
+    hidden, weight, bias, targets = problem(8, tokens=(1, 5))
     options = options_of(name, bias.requires_grad_())
 
     def statistics(*inputs):
@@ -129,7 +129,7 @@ def test_a_frozen_head_costs_no_product_backward_and_gives_the_same_gradient(sma
 
 def test_no_tensor_of_tokens_times_vocabulary_exists(monkeypatch):
     monkeypatch.setattr(fused_linear, "CPU_TILE", (16, 32))
-    hidden, weight, _, targets = problem(300, tokens=(4, 50))
+    hidden, weight, _, targets = problem(100, tokens=(2, 40))
     with Watch() as watch:
         found = linear_token_statistics(hidden.requires_grad_(), weight.requires_grad_(), targets, entropy=True)
         loss_of(found).backward()

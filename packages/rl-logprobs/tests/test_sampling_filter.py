@@ -37,11 +37,10 @@ def problem(vocab, dtype=torch.float64, seed=0, tokens=(2, 5)):
 
 def warped(logits, sampling, temperature):
     """The filtered logits of transformers' warpers, in the order asked for."""
-    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper  # seconds that the ranks can spare
-
-    top_k = [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-    top_p = [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-    min_p = [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    transformers = pytest.importorskip("transformers")  # takes seconds, which the ranks can spare
+    top_k = [transformers.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    top_p = [transformers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    min_p = [transformers.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
     scores = logits.flatten(0, -2) / temperature
     for warper in [*min_p, *top_k, *top_p] if sampling.order == "vllm" else [*top_k, *top_p, *min_p]:
         scores = warper(None, scores)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from fsdp_runtime.gpu_check import parity
+from fsdp_runtime.gpu_check import parity, ranks
 from fsdp_runtime.gpu_check.__main__ import main
 from fsdp_runtime.gpu_check.check_result import CheckResult, within
 from fsdp_runtime.gpu_check.machine import World, accelerator
 from fsdp_runtime.gpu_check.memory import compared
 from fsdp_runtime.gpu_check.report import markdown
+from harness.processes import preloaded_context
 from harness.ranks import RankPool
 
 
-def test_one_rank_on_the_cpu_passes_and_writes_a_page(tmp_path, capsys):
+def test_one_rank_on_the_cpu_passes_and_writes_a_page(tmp_path, capsys, monkeypatch):
+    preloaded_context()
+    monkeypatch.setattr(ranks.mp, "spawn", partial(ranks.mp.start_processes, start_method="forkserver"))
     page = tmp_path / "report.md"
     assert main(["--device", "cpu", "--max-ranks", "1", "--output", str(page)]) == 0
     text = page.read_text()
