@@ -146,14 +146,20 @@ def compile_kernels(session: nox.Session, *options: str) -> None:
     session.run("python", script, *options, env={"PYTHONPATH": str(folder)})
 
 
+def constraints(session: nox.Session) -> Path:
+    """Return a file of constraints with the pinned torch and mypy."""
+    path = Path(session.create_tmp(), "constraints.txt")
+    pins = [pin for pin in group("types") if pin.startswith("mypy")]
+    path.write_text("\n".join([*group("torch"), *pins]))
+    return path.absolute()
+
+
 def install_alone(session: nox.Session, path: Path) -> None:
     """Install one artifact with its requirements: torch at the pinned version, our packages from ``dist``."""
-    constraints = Path(session.create_tmp(), "constraints.txt")
-    constraints.write_text("\n".join(group("torch")))
     links = [str(DIST), *FIND_LINKS]
     session.install(
         str(path),
-        *("--constraint", str(constraints)),
+        *("--constraint", str(constraints(session))),
         env={"PIP_FIND_LINKS": " ".join(links), "UV_FIND_LINKS": ",".join(links)},
     )
 
@@ -446,10 +452,15 @@ def old_beside_new(session: nox.Session, old: str) -> None:
 @nox.parametrize("kind", ["wheel", "sdist"])
 @nox.parametrize("package", PACKAGES)
 def build(session: nox.Session, package: str, kind: str) -> None:
-    """Install one wheel or sdist alone in a fresh environment and import it."""
+    """Install one wheel or sdist alone in a fresh environment and import it; check the types of a user's program."""
     install_alone(session, artifact(package, kind))
     module = package.replace("-", "_")
     session.run("python", "-I", "-c", f"import {module}; print({module}.__name__, {module}.__version__)")
+    if kind == "wheel":
+        session.install("mypy", "torch", "--constraint", str(constraints(session)))
+        program = Path("integration_tests/release/users", f"{module}_user.py").absolute()
+        session.chdir(session.create_tmp())  # away from the settings of this tree
+        session.run("mypy", "--strict", str(program))
 
 
 @nox.session
