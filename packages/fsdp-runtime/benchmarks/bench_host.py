@@ -3,8 +3,8 @@
     python packages/fsdp-runtime/benchmarks/bench_host.py [NAME ...] [--rounds 20] [--layers 24]
 
 One rank, one thread, small layers, so that what is timed is Python and the dispatcher.  Times are the least processor
-time over rounds of a forward and backward, less that of the plain model, for each layer.  Counts are exact: those of a
-model with three layers less those of one with two.
+time over rounds of a forward and backward, less that of the plain model, for each layer.  Counts are exact, and also
+less those of the plain model: those of a model with three layers less those of one with two.
 """
 
 from __future__ import annotations
@@ -268,6 +268,7 @@ def main() -> None:
     wanted = dict.fromkeys(options.names or CONTENDERS)
     wanted = dict.fromkeys(CONTENDERS[name][0] for name in wanted) | wanted
     times: dict[str, float] = {}
+    counts: dict[str, Counter[str]] = {}
     for name in wanted:
         base, build, _ = CONTENDERS[name]
         sizes = {"tp": 2} if build is by_transformers else getattr(build, "keywords", {})
@@ -275,11 +276,10 @@ def main() -> None:
         world = math.prod(sizes.get(axis, 1) for axis in ("dp", "dp_shard", "cp", "tp"))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         times[name] = time_of_a_layer(name, options.layers, options.rounds)
-        counts = counts_of_a_layer(name)
+        counts[name] = counts_of_a_layer(name)
         dist.destroy_process_group()
-        told = ", ".join(
-            f"{counts[key]} {key}" for key in ("calls", "DTensors", *dict.fromkeys(COUNTED.values())) if counts[key]
-        )
+        added = {key: counts[name][key] - counts[base][key] for key in ("calls", "DTensors", *COUNTED.values())}
+        told = ", ".join(f"{count} {key}" for key, count in added.items() if count)
         print(f"{name:20} {times[name]:6.2f} ms a layer, {times[name] - times[base]:6.2f} added: {told}", flush=True)
 
 

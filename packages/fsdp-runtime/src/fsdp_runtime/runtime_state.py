@@ -33,6 +33,7 @@ class RuntimeState:
         watches: of a router, how many sessions and recomputations read its selection at present.
         hook_effects: what the hooks around its forward do.
         gathered: of a model under context parallelism, its attention and the modules that run on full sequences.
+        routers: of a model whose routes were recorded or replayed, its routers.
         one_rank: ``parallelize`` was given a mesh of this rank alone, so that no other rank has part of the model.
     """
 
@@ -50,12 +51,15 @@ class RuntimeState:
     watches: int = 0
     hook_effects: list[str] = field(default_factory=list)
     gathered: Any = None
+    routers: Any = None
     one_rank: bool = False
 
 
 def runtime_state(module: nn.Module) -> RuntimeState:
     """Return the module's record; an empty one is created on first use."""
-    state: RuntimeState = module.__dict__.setdefault(RUNTIME_STATE, RuntimeState())
+    state: RuntimeState | None = module.__dict__.get(RUNTIME_STATE)
+    if state is None:
+        state = module.__dict__[RUNTIME_STATE] = RuntimeState()
     return state
 
 

@@ -126,6 +126,17 @@ def gathered_copies(unit: FSDPModule, *, now: bool = True) -> dict[nn.Parameter,
     }
 
 
+def gathered_units(root: FSDPModule) -> list[Any]:
+    """The FSDP modules of an initialized root that hold gathered copies (private in torch 2.10 to 2.15)."""
+    return list(dict.fromkeys(state._modules[0] for state, group in _groups_below(root) if group.is_unsharded))
+
+
+def has_gradient_hooks(root: FSDPModule) -> bool:
+    """Return whether a shard of an initialized root has hooks of ``register_hook`` (private in torch 2.10 to 2.15)."""
+    shards = [parameter.sharded_param for _, group in _groups_below(root) for parameter in group.fsdp_params]
+    return bool([shard for shard in shards if shard._backward_hooks])
+
+
 def copied_versions(unit: FSDPModule) -> tuple[int, ...]:
     """The versions of the shards that an FSDP module holds gathered copies of (private in torch 2.10 to 2.15).
 
@@ -147,7 +158,8 @@ def reset_after_error(root: FSDPModule) -> None:
     ``reset_iter_state`` (torch 2.13 and later) would drop them too.
     """
     state: Any = root._get_fsdp_state()
-    passes = {each._training_state.name for each in state._state_ctx.all_states} - {"IDLE"}
+    idle = type(state._training_state).IDLE
+    passes = {each._training_state.name for each in state._state_ctx.all_states if each._training_state is not idle}
     if not passes:
         return
     state._state_ctx.iter_forward_root = None
@@ -215,6 +227,18 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             for group in _parameter_groups(module):
                 yield from group.fsdp_params
+
+
+def _groups_below(root: FSDPModule) -> list[tuple[Any, Any]]:
+    """The states below an initialized root with their groups, in a loop of no calls, as a forward asks for all."""
+    state: Any = root._get_fsdp_state()
+    found = []
+    for each in state._state_ctx.all_states:
+        groups = getattr(each, "_fsdp_param_groups", None)
+        found += [
+            (each, group) for group in ([each._fsdp_param_group] if groups is None else groups) if group is not None
+        ]
+    return found
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_runtime._torch_compat import modules_of
+
 
 @contextmanager
 def checkpointing_through(model: nn.Module, bind: Callable[[nn.Module, Callable[..., Any]], Any]) -> Iterator[None]:
@@ -17,7 +19,7 @@ def checkpointing_through(model: nn.Module, bind: Callable[[nn.Module, Callable[
     public accessor.
     """
     name = "_gradient_checkpointing_func"
-    found = {module: vars(module)[name] for module in model.modules() if callable(vars(module).get(name))}
+    found = {module: vars(module)[name] for module in modules_of(model) if callable(vars(module).get(name))}
     for module, checkpoint in found.items():
         vars(module)[name] = _through(module, checkpoint, bind)
     try:

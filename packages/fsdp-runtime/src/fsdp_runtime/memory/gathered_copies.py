@@ -30,14 +30,16 @@ from fsdp_runtime._torch_compat import (
     copied_versions,
     drop_unreduced_gradients,
     gathered_copies,
+    gathered_units,
+    has_gradient_hooks,
     in_backward,
     in_forward,
     initialize_root,
+    modules_of,
     move_root,
     parameter_hooks,
     parameter_owners,
     reset_after_error,
-    sharded_parameters,
     watch_zero_grad,
 )
 from fsdp_runtime.errors import ModelError
@@ -61,12 +63,12 @@ def keep_readers_on_shards(root: nn.Module) -> None:
         for module in parameter_owners(unit):
             runtime_state(module).fsdp_module = unit
 
-    known = set(root.modules())
+    states, known = [runtime_state(unit) for unit in units], set(root.modules())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refresh(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if not in_backward():
-            _refresh(root, units)
+            _refresh(root)
             if torch.is_grad_enabled():
                 _refuse_new_modules(root, known)
 
@@ -75,7 +77,9 @@ def keep_readers_on_shards(root: nn.Module) -> None:
         if in_backward():
             return
         reset_after_error(root)  # type: ignore[arg-type]  # the forward raised
-        for unit in units:
+        for state in states:
+            state.versions = ()
+        for unit in gathered_units(root):  # type: ignore[arg-type]
             if not torch.is_grad_enabled() and not is_held(unit):
                 unit.reshard()
             runtime_state(unit).versions = copied_versions(unit)
@@ -101,8 +105,9 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
 
 
 def _refuse_new_modules(root: nn.Module, known: set[nn.Module]) -> None:
-    for path, module in root.named_modules():
+    for module in modules_of(root):
         if module not in known and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            path = next(path for path, each in root.named_modules() if each is module)
             raise ModelError(
                 f"{path} was added after parallelize, so its parameters are not sharded and its gradients would stay "
                 "those of one rank: add modules before parallelize"
@@ -110,15 +115,15 @@ def _refuse_new_modules(root: nn.Module, known: set[nn.Module]) -> None:
 
 
 def _units(root: nn.Module) -> list[Any]:
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+    return [module for module in modules_of(root) if isinstance(module, FSDPModule)]
 
 
-def _refresh(root: Any, units: list[Any]) -> None:
+def _refresh(root: Any) -> None:
     initialize_root(root)
     reset_after_error(root)
-    if torch.is_grad_enabled() and any(parameter_hooks(shard)[0] for shard in sharded_parameters(root).values()):
+    if torch.is_grad_enabled() and has_gradient_hooks(root):
         refuse_gradient_hooks(root)
-    for unit in units:
+    for unit in gathered_units(root):
         if runtime_state(unit).versions not in (None, copied_versions(unit)):
             unit.reshard()
         for copy, shard in gathered_copies(unit).items():

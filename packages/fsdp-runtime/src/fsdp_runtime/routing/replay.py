@@ -8,17 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._torch_compat import is_compiled, set_compiled_call
+from fsdp_runtime._torch_compat import fingerprint, hooked_before, is_compiled, set_compiled_call
 from fsdp_runtime._transformers_compat.recomputation import checkpointing_through
 from fsdp_runtime.errors import ModelError, RoutesError
 from fsdp_runtime.routing.routers import Router, Routers, find_routers
 from fsdp_runtime.routing.routes import Routes, checked_routes, fill_recorded, has_holes
 from fsdp_runtime.routing.session import CarriedRoutes, Session, activated
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
@@ -137,7 +138,8 @@ def _session(model: nn.Module, session: Session, tokens: _Tokens) -> Iterator[No
 @contextmanager
 def _in_python(model: nn.Module) -> Iterator[None]:
     """Let compiled modules run as they are, since compiled code selects without the routers' hooks."""
-    compiled = {module: set_compiled_call(module, None) for module in model.modules() if is_compiled(module)}
+    around = runtime_state(model).routers.around.values()
+    compiled = {module: set_compiled_call(module, None) for module in around if is_compiled(module)}
     if compiled:
         logger.info("routes: %d compiled modules of %s run in Python", len(compiled), type(model).__name__)
     try:
@@ -148,29 +150,49 @@ def _in_python(model: nn.Module) -> Iterator[None]:
 
 
 def _routers_of(model: nn.Module) -> Routers:
-    """Return the routers, after a check that their code runs as Python and that recomputations can be followed."""
-    routers = find_routers(model)
-    around = {path for router in routers.by_path for path in ("", router, *ancestors(router))}
-    for path, module in model.named_modules():
-        name = type(module).__name__
-        if name == "CheckpointWrapper":
-            raise ModelError(
-                f"{path} is wrapped by torch's CheckpointWrapper, whose recomputations would route anew: use "
-                "activation_checkpointing of parallelize, or gradient_checkpointing_enable of transformers"
-            )
-        if path in around and name == "OptimizedModule":
+    """Return the routers, after a check that their code runs as Python and that recomputations can be followed.
+
+    They are looked for once, as long as the model consists of the same modules.
+    """
+    state, modules = runtime_state(model), fingerprint(model)
+    found: _Found | None = state.routers
+    if found is None or found.modules != modules or not found.routers.are_current():
+        found = state.routers = _find(model, modules)
+    for path, module in found.around.items():
+        if type(module).__name__ == "OptimizedModule":
             raise ModelError(
                 f"{path or 'the model'} is what torch.compile returned, whose code selects without routers: compile "
                 "with parallelize(..., compile=True) or module.compile()"
             )
-    return routers
+    return found.routers
+
+
+class _Found(NamedTuple):
+    """The routers of a model, the modules around them by path, and the fingerprint of the model that has them."""
+
+    modules: Any
+    routers: Routers
+    around: dict[str, nn.Module]
+
+
+def _find(model: nn.Module, modules: Any) -> _Found:
+    routers = find_routers(model)
+    paths = {path for router in routers.by_path for path in ("", router, *ancestors(router))}
+    by_path = dict(model.named_modules())
+    for path, module in by_path.items():
+        if type(module).__name__ == "CheckpointWrapper":
+            raise ModelError(
+                f"{path} is wrapped by torch's CheckpointWrapper, whose recomputations would route anew: use "
+                "activation_checkpointing of parallelize, or gradient_checkpointing_enable of transformers"
+            )
+    return _Found(modules, routers, {path: module for path, module in by_path.items() if path in paths})
 
 
 class _Tokens:
     """The tokens of this rank among those of the full sequences; all of them without context parallelism."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = next((module for module in model.modules() if under_context_parallelism(module)), None)
+        self.model = next((module for module in hooked_before(model) if under_context_parallelism(module)), None)
         self.attention: ContextAttention | None = None if self.model is None else attention_of(self.model)
         self.batch = self.length = 0
 

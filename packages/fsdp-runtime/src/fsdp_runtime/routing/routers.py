@@ -32,6 +32,10 @@ _EXPERTS = "experts"
 _TABLE = "tid2eid"
 
 
+#: An object, one of its attributes, and the whole number there.
+_Count = tuple[object, str, int]
+
+
 @dataclass(frozen=True, eq=False)
 class Router:
     """One router.
@@ -43,6 +47,7 @@ class Router:
         experts: the number of experts that it selects from.
         top_k: the number of experts of a token, ``None`` where no attribute tells.
         layer: the index of its block in the stack of blocks, ``None`` outside of the stack.
+        counts: the attributes that tell both numbers, with their values.
     """
 
     path: str
@@ -51,6 +56,7 @@ class Router:
     experts: int
     top_k: int | None
     layer: int | None
+    counts: tuple[_Count, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +72,11 @@ class Routers:
     by_path: dict[str, Router]
     tables: tuple[str, ...]
     layers: int
+
+    def are_current(self) -> bool:
+        """Return whether all numbers of experts are those that the model has at present."""
+        counts = [count for router in self.by_path.values() for count in router.counts]
+        return [value for *_, value in counts] == [getattr(owner, name, None) for owner, name, _ in counts]
 
     def inside(self, path: str) -> Routers:
         """Return the routers at a path and below it."""
@@ -147,24 +158,26 @@ def _router(structure: ModelStructure, path: str, mixture: str) -> Router:
     tree = structure.tree
     module, around = tree.modules[path], tree.modules[mixture]
     kind = selection_of(type(module))
-    counts = [*_attributes((module, around), EXPERT_COUNTS)]
+    told = [*_counts((module, around), EXPERT_COUNTS)]
+    counts = [count for *_, count in told]
     counts += [_count_below(tree, child) for child in tree.children[mixture] if _are_experts(tree, child)]
     if kind is None or not counts:
         raise ModelError(f"{path} ({type(module).__name__}) has no attribute that counts its experts")
     blocks = structure.decoder
     layer = next((index for index, block in enumerate(blocks) if f"{path}.".startswith(f"{block}.")), None)
     configs = [each.config for each in (module, around) if hasattr(each, "config")]
-    top_k = next(iter((*_attributes((module, around), _TOP_K), *_attributes(configs, _TOP_K_OF_CONFIG), None)))
-    return Router(path, module, kind, max(counts), top_k, layer)
+    each_token = [*_counts((module, around), _TOP_K), *_counts(configs, _TOP_K_OF_CONFIG)][:1]
+    top_k = each_token[0][2] if each_token else None
+    return Router(path, module, kind, max(counts), top_k, layer, (*told, *each_token))
 
 
-def _attributes(owners: Iterable[object], names: Iterable[str]) -> Iterator[int]:
-    """Iterate over the whole numbers among attributes."""
+def _counts(owners: Iterable[object], names: Iterable[str]) -> Iterator[_Count]:
+    """Iterate over the attributes that are whole numbers."""
     names = tuple(names)
     for owner in owners:
         for name in names:
             if isinstance(value := getattr(owner, name, None), int):
-                yield value
+                yield owner, name, value
 
 
 def _tables(tree: ModelTree, mixture: str) -> list[str]:

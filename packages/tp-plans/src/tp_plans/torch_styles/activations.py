@@ -15,7 +15,7 @@ from tp_plans._validate import is_integer
 from tp_plans.module_attrs import getattr_path, key_value_heads
 from tp_plans.styles import GatherSequence, ParallelAttention, ParameterStyle, PrepareModuleInput
 from tp_plans.torch_styles.base import Args, Arguments, ForwardContext, Kwargs, LocalTensorStyle
-from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redistribute
+from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, prepared, redistribute
 
 
 class PrepareModuleInputImpl(LocalTensorStyle):
@@ -28,14 +28,12 @@ class PrepareModuleInputImpl(LocalTensorStyle):
         if (layout := style.layout) is None:
             return args, kwargs
 
-        def prepared(tensor: Tensor) -> Tensor:
-            return redistribute(as_dtensor(tensor, context.mesh, layouts.Replicate()), layout)
-
         if isinstance(value := kwargs.get(style.argument), Tensor):
-            return args, {**kwargs, style.argument: prepared(value)}
+            return args, {**kwargs, style.argument: prepared(value, context.mesh, layout)}
         position = style.position
         if position is not None and position < len(args) and isinstance(args[position], Tensor):
-            return (*args[:position], prepared(args[position]), *args[position + 1 :]), kwargs
+            entered = prepared(args[position], context.mesh, layout)
+            return (*args[:position], entered, *args[position + 1 :]), kwargs
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:

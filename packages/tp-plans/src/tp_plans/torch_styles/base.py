@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tp_plans._torch_compat import own_parameters
+from tp_plans._torch_compat import own_children, own_parameters
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
 from tp_plans.layouts import Layout, Shard
 from tp_plans.styles import ParameterStyle, Style, parameter_layout
+from tp_plans.torch_styles.boundaries import drop_parts, share_parts
 from tp_plans.torch_styles.gradients import local_view, parameter_view
 from tp_plans.torch_styles.placement import existing_dim, placement
 
@@ -34,11 +36,13 @@ Arguments = tuple[Args, Kwargs]
 class ForwardContext:
     """One forward call of a module: its mesh, what to put back afterwards, what to remember until then."""
 
-    __slots__ = ("attributes", "mesh", "parameters", "saved", "swapped")
+    __slots__ = ("attributes", "mesh", "parameters", "saved", "swapped", "views")
 
-    def __init__(self, mesh: DeviceMesh, parameters: dict[str, DTensor]) -> None:
+    def __init__(self, mesh: DeviceMesh, views: dict[str, Any]) -> None:
         self.mesh = mesh
-        self.parameters = parameters
+        #: The module's own dict, in which plain tensors stand for the parameters.
+        self.views = views
+        self.parameters: dict[str, DTensor] = {}
         self.attributes: dict[str, Any] = {}
         self.saved: dict[str, Any] = {}
         self.swapped: list[tuple[nn.Module, str, DTensor]] = []
@@ -50,7 +54,7 @@ class ForwardContext:
 
     def restore(self, module: nn.Module) -> None:
         """Give the module its DTensor parameters and its attributes again, and others what was swapped."""
-        own_parameters(module).update(self.parameters)
+        self.views.update(self.parameters)
         for name, value in self.attributes.items():
             setattr(module, name, value)
         for owner, name, parameter in self.swapped:
@@ -76,6 +80,11 @@ class LocalTensorStyle(ParallelStyle):
         self.parameter_rules = dict(parameter_rules or {})
         self._matched_rules: dict[str, ParameterStyle] = {}
         self._classes: dict[tuple[type[nn.Module], DeviceMesh], type[nn.Module]] = {}
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether this rank's parts of most parameters stand for them."""
+        return False
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         """The plain tensor that stands for a parameter during forward."""
@@ -116,7 +125,7 @@ class LocalTensorStyle(ParallelStyle):
 
     def view(self, name: str, parameter: DTensor) -> Tensor:
         """The plain tensor that stands for a parameter during forward, by its own rule or the module's."""
-        rule = self.parameter_rule(name)
+        rule = self._matched_rules.get(name)
         return self.local_parameter(name, parameter) if rule is None else parameter_view(rule, parameter)
 
     def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -166,17 +175,40 @@ class _TensorParallelMixin:
     tp_mesh: ClassVar[DeviceMesh]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        module, style = cast(nn.Module, self), self.tp_style
-        parameters = own_parameters(module)
-        context = ForwardContext(self.tp_mesh, {n: p for n, p in parameters.items() if isinstance(p, DTensor)})
+        module: Any = self
+        style, views = self.tp_style, own_parameters(module)
+        context = ForwardContext(self.tp_mesh, views)
+        children = own_children(module)
+        shared = share_parts(_parts_read_below(children)) if children and not torch.compiler.is_compiling() else ()
         try:
-            for name, parameter in context.parameters.items():
-                parameters[name] = style.view(name, parameter)
+            for name, parameter in views.items():
+                if isinstance(parameter, DTensor):
+                    context.parameters[name] = parameter
+                    views[name] = style.view(name, parameter)
             args, kwargs = style.pre_forward(module, args, kwargs, context)
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             context.restore(module)
+            if shared:
+                drop_parts(shared)
         return style.post_forward(module, output, context)
+
+
+def _parts_read_below(children: Mapping[str, Any]) -> list[DTensor]:
+    """Return the parameters of which the modules below one read this rank's parts, as projections do.
+
+    Of a list, such as one of experts, some may not run.  A parameter that FSDP2 has yet to gather has two axes.
+    """
+    found: list[DTensor] = []
+    waiting = [*children.values()]
+    for module in waiting:
+        if isinstance(module, _TensorParallelMixin):
+            if module.tp_style.reads_parts:
+                own = own_parameters(module).values()
+                found += [each for each in own if isinstance(each, DTensor) and len(each.placements) == 1]
+        elif module is not None and not isinstance(module, nn.ModuleList):
+            waiting += own_children(module).values()
+    return found
 
 
 def distribute_tied(

@@ -6,7 +6,8 @@ would spend most of its time.  Compiled code has none of these costs and traces 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from tp_plans.torch_styles._function_compat import direct
 from tp_plans.torch_styles.collectives import all_reduce, gather, own_part, reduce_scatter
 
 _REPLICATE, _PARTIAL = Replicate(), Partial()
-_ENTERED = "_tp_plans_entered"
+_ENTERED, _SHARED, _PART = "_tp_plans_entered", "_tp_plans_shared", "_tp_plans_part"
 
 
 def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
@@ -33,86 +34,185 @@ def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
         return tensor.to_local(grad_placements=None if gradient is None else [gradient])
     if not torch.is_grad_enabled():
         return tensor.to_local()
-    return cast(Tensor, _local_part(tensor, _spec_of_gradient(tensor, gradient)))
+    part: Tensor = _local_part(tensor, _spec_of_gradient(tensor, gradient))
+    return part
+
+
+def local_parameter(parameter: DTensor) -> Tensor:
+    """Return this rank's part of a parameter as a plain tensor, whose gradient has the parameter's placement.
+
+    For eager code.
+    """
+    if not parameter.is_contiguous():
+        return parameter.to_local()
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return local_of(parameter)
+    part: Tensor | None = vars(parameter).get(_PART)
+    return _local_part(parameter, spec_of(parameter)) if part is None else part
+
+
+def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
+    """Make what :func:`local_parameter` returns for parameters by one autograd function, until they are dropped.
+
+    Args:
+        parameters: some that modules called next are likely to read; one may come twice.
+
+    Returns:
+        The parameters for :func:`drop_parts`.
+    """
+    read = [each for each in {id(each): each for each in parameters}.values() if each.requires_grad]
+    if len(read) < 2 or not torch.is_grad_enabled() or not all(each.is_contiguous() for each in read):
+        return []
+    for parameter, part in zip(read, _local_parts(*read), strict=True):
+        vars(parameter)[_PART] = part
+    return read
+
+
+def drop_parts(parameters: Sequence[DTensor]) -> None:
+    """Drop what :func:`share_parts` made."""
+    for parameter in parameters:
+        vars(parameter).pop(_PART, None)
 
 
 def summed_gradient(tensor: DTensor) -> Tensor:
     """Return a replicated tensor as a plain tensor, of whose gradient each rank has a part."""
-    if torch.compiler.is_compiling() or not (tensor.requires_grad and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling():
         return with_summed_gradient(local_part(tensor), tensor.device_mesh)
-    return cast(Tensor, _summed_part(tensor, _spec_of_gradient(tensor, None)))
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return local_part(tensor)
+    part: Tensor = _summed_part(tensor, spec_of(tensor))
+    return part
 
 
 def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a plain tensor that is replicated over a mesh, of whose gradient each rank has a part."""
     if torch.compiler.is_compiling():
-        return cast(Tensor, _SumGradient.apply(local, mesh))  # type: ignore[no-untyped-call]
-    return cast(Tensor, _sum_gradient(local, mesh))
+        return _SumGradient.apply(local, mesh)  # type: ignore[no-any-return, no-untyped-call]
+    entered: Tensor = _sum_gradient(local, mesh)
+    return entered
+
+
+def enter(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor in full on every rank, for code of which each rank computes a part of the gradient.
+
+    It is made with the plain tensor that :func:`entered` gives for it, by one autograd function: modules with one input
+    (the projections of queries, keys and values) share that, so that their gradients are added as plain tensors and
+    none becomes a DTensor.
+
+    Args:
+        tensor: contiguous; plain, the same on every rank, or a DTensor over the mesh.
+        mesh: the ranks, one axis.
+    """
+    full, part = _enter(tensor, mesh, make_spec(mesh, _REPLICATE, tensor.shape, tensor.dtype))
+    setattr(full, _ENTERED, (full.grad_fn, part))
+    return full  # type: ignore[no-any-return]
 
 
 def entered(tensor: DTensor) -> Tensor:
     """Return a replicated tensor in full, for a module of which each rank computes a part of the tensor's gradient.
 
-    Modules with one input (the projections of queries, keys and values) share one plain tensor, so that their gradients
-    are added as plain tensors and become a DTensor once.
+    Modules with one input share one plain tensor.
     """
-    if torch.compiler.is_compiling() or not (tensor.requires_grad and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling():
         return local_part(tensor, _PARTIAL)
-    history, known = vars(tensor).get(_ENTERED, (None, None))
-    if known is None or history is not tensor.grad_fn:  # a change in place, which has a gradient, is a new history
-        history, known = tensor.grad_fn, local_part(tensor, _PARTIAL)
-        if history is not None:
-            setattr(tensor, _ENTERED, (history, known))
-    return cast(Tensor, known)
+    known = _known(tensor, _ENTERED)
+    return _remembered(tensor, _ENTERED, local_part(tensor, _PARTIAL)) if known is None else known
+
+
+def known_part(tensor: DTensor, mesh: DeviceMesh) -> Tensor | None:
+    """Return what :func:`entered` has given for a tensor of a mesh before, for eager code."""
+    return _known(tensor, _ENTERED) if spec_of(tensor).mesh is mesh else None
+
+
+def shared_part(tensor: DTensor) -> Tensor:
+    """Return this rank's part of a tensor, which modules with one input share; its gradient is placed as the tensor."""
+    if torch.compiler.is_compiling():
+        return local_part(tensor)
+    known = _known(tensor, _SHARED)
+    return _remembered(tensor, _SHARED, local_part(tensor)) if known is None else known
+
+
+def _known(tensor: DTensor, name: str) -> Tensor | None:
+    found: tuple[Any, Tensor] | None = vars(tensor).get(name)
+    if found is None or not torch.is_grad_enabled():
+        return None
+    return found[1] if found[0] is tensor.grad_fn else None  # a change in place is a new history
+
+
+def _remembered(tensor: DTensor, name: str, part: Tensor) -> Tensor:
+    history = tensor.grad_fn
+    if history is not None and torch.is_grad_enabled():  # a tensor that is a leaf would be kept alive by its part
+        setattr(tensor, name, (history, part))
+    return part
 
 
 def from_part(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | None = None) -> DTensor:
     """Return a DTensor over this rank's part of it; its ``shape`` is needed where the parts differ in size."""
-    if placement.is_shard() and cast(Shard, placement).dim < 0:
-        placement = Shard(cast(Shard, placement).dim % local.ndim)
+    if type(placement) is Shard and placement.dim < 0:
+        placement = Shard(placement.dim % local.ndim)
     if torch.compiler.is_compiling() or not local.is_contiguous():
         return _from_local(local, mesh, placement, shape)
     if shape is None:
         shape = local.shape
-        if placement.is_shard():
-            dim = cast(Shard, placement).dim
+        if type(placement) is Shard:
+            dim = placement.dim
             shape = torch.Size((*shape[:dim], shape[dim] * mesh.size(), *shape[dim + 1 :]))
-    return cast(DTensor, _from_part(local, make_spec(mesh, placement, shape, local.dtype), _of_gradient(placement)))
+    wrapped: DTensor = _from_part(local, make_spec(mesh, placement, shape, local.dtype), _of_gradient(placement))
+    return wrapped
 
 
 def moved(tensor: DTensor, wanted: Placement) -> DTensor:
     """Return a tensor in another placement; the backward moves the gradient the other way."""
-    return cast(DTensor, _moved(tensor, wanted))
+    there: DTensor = _moved(tensor, wanted)
+    return there
 
 
 def summed(partial: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of the ranks' tensors, in memory of its own; its gradient is replicated and goes to each."""
-    return cast(Tensor, _sum(partial, mesh))
+    total: Tensor = _sum(partial, mesh)
+    return total
 
 
 def scattered(partial: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     """Return the sum of the ranks' tensors, sharded on a dim."""
-    return cast(DTensor, _scatter(partial, mesh, dim))
+    total: DTensor = _scatter(partial, mesh, dim)
+    return total
 
 
 def part_in(tensor: DTensor, wanted: Placement) -> Tensor:
     """Return this rank's part of a tensor in another placement, without a gradient."""
-    (placement,) = tensor.placements
-    mesh, local = tensor.device_mesh, local_of(tensor)
-    if placement == wanted:
+    spec = spec_of(tensor)
+    (placement,), mesh, local = spec.placements, spec.mesh, local_of(tensor)
+    if same(placement, wanted):
         return local
-    if wanted.is_replicate():
-        if placement == _PARTIAL:
-            return all_reduce(local, mesh)
-        if placement.is_shard():
-            dim = cast(Shard, placement).dim
-            return gather(local, mesh, dim, tensor.shape[dim])
-    elif wanted.is_shard():
-        if placement == _PARTIAL:
-            return reduce_scatter(local, mesh, cast(Shard, wanted).dim)
-        if placement.is_replicate():
-            return own_part(local, mesh, cast(Shard, wanted).dim)
+    if is_sum(placement) and not wanted.is_partial():
+        return _sum_in(local, mesh, wanted)
+    if type(placement) is Shard and type(wanted) is Replicate:
+        return gather(local, mesh, placement.dim, tensor.shape[placement.dim])
+    if type(wanted) is Shard and type(placement) is Replicate:
+        return own_part(local, mesh, wanted.dim)
     return tensor.redistribute(placements=[wanted]).to_local()
+
+
+def _sum_in(partial: Tensor, mesh: DeviceMesh, wanted: Placement) -> Tensor:
+    """Return this rank's part of the sum over the ranks in a placement."""
+    return reduce_scatter(partial, mesh, wanted.dim) if type(wanted) is Shard else all_reduce(partial, mesh)
+
+
+def same(one: Placement, other: Placement) -> bool:
+    """Return whether two placements are equal; where their types differ torch takes 14 us to say so."""
+    return type(one) is type(other) and (type(one) is Replicate or one == other)
+
+
+def same_mesh(tensor: DTensor, mesh: DeviceMesh) -> bool:
+    """Return whether a tensor is on a mesh, or on an equal one, as the meshes are that a process makes twice."""
+    own = tensor.device_mesh  # not of its spec, which the compiler does not trace
+    return own is mesh or own == mesh
+
+
+def is_sum(placement: Placement) -> bool:
+    """Return whether a placement is that of ranks that hold parts of a sum."""
+    return type(placement) is Partial and placement.reduce_op == "sum"
 
 
 def _from_local(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | None) -> DTensor:
@@ -128,12 +228,11 @@ def _of_gradient(placement: Placement) -> Placement:
 
 
 def _spec_of_gradient(tensor: DTensor, gradient: Placement | None) -> Any:
-    (placement,) = tensor.placements
+    spec = spec_of(tensor)
+    (placement,) = spec.placements
     if gradient is None:
         gradient = _of_gradient(placement)
-    if gradient == placement:
-        return spec_of(tensor)
-    return make_spec(tensor.device_mesh, gradient, tensor.shape, tensor.dtype)
+    return spec if same(placement, gradient) else make_spec(spec.mesh, gradient, tensor.shape, tensor.dtype)
 
 
 class _LocalPart(torch.autograd.Function):
@@ -146,6 +245,19 @@ class _LocalPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
         return with_spec(gradient.contiguous(), ctx.spec), None
+
+
+class _LocalParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [spec_of(parameter) for parameter in parameters]
+        return tuple([local_of(parameter).view_as(local_of(parameter)) for parameter in parameters])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        pairs = zip(gradients, ctx.specs, strict=True)
+        return tuple([None if own is None else with_spec(own.contiguous(), spec) for own, spec in pairs])
 
 
 class _SummedPart(torch.autograd.Function):
@@ -171,6 +283,36 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return all_reduce(gradient, ctx.mesh), None
+
+
+class _Enter(torch.autograd.Function):
+    """A replicated DTensor and this rank's plain tensor of it, of whose gradient the rank has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, mesh: DeviceMesh, spec: Any) -> tuple[DTensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.mesh, ctx.gradient = mesh, None
+        if isinstance(tensor, DTensor):
+            ctx.gradient = _of_gradient(spec_of(tensor).placements[0])
+            tensor = part_in(tensor, _REPLICATE)
+        return with_spec(tensor.detach(), spec), tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, of_full: DTensor | None, of_part: Tensor | None) -> tuple[Tensor | None, None, None]:
+        wanted = ctx.gradient or _REPLICATE
+        if of_full is not None and of_part is not None and is_sum(of_full.placements[0]):
+            of_part = of_part + local_of(of_full)
+            of_full = None
+        total = None if of_full is None else part_in(of_full, wanted)
+        shape = None
+        if of_part is not None:
+            shape, summed = of_part.shape, _sum_in(of_part, ctx.mesh, wanted)
+            total = summed if total is None else total + summed
+        elif of_full is not None:
+            shape = of_full.shape
+        if ctx.gradient is None or total is None or shape is None:
+            return total, None, None
+        return make_dtensor(total, ctx.mesh, wanted, shape), None, None
 
 
 class _FromPart(torch.autograd.Function):
@@ -218,3 +360,4 @@ class _Scattered(torch.autograd.Function):
 
 _local_part, _summed_part, _sum_gradient = direct(_LocalPart), direct(_SummedPart), direct(_SumGradient)
 _from_part, _moved, _sum, _scatter = direct(_FromPart), direct(_Moved), direct(_Summed), direct(_Scattered)
+_enter, _local_parts = direct(_Enter), direct(_LocalParts)

@@ -10,14 +10,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tp_plans.styles import ParameterStyle
-from tp_plans.torch_styles.boundaries import local_part, summed_gradient
+from tp_plans.torch_styles.boundaries import local_parameter, summed_gradient
 
 
 def local_view(parameter: DTensor) -> Tensor:
     """Return the plain local shard of a parameter; its gradient has the parameter's layout."""
-    if torch.compiler.is_compiling() and parameter.requires_grad and _is_uneven(parameter):
+    if not torch.compiler.is_compiling():
+        return local_parameter(parameter)
+    if parameter.requires_grad and _is_uneven(parameter):
         return cast(Tensor, _UnevenView.apply(parameter))  # type: ignore[no-untyped-call]
-    return local_part(parameter)
+    return parameter.to_local()
 
 
 def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:

@@ -15,9 +15,9 @@ from tp_plans.module_attrs import resolve_int
 from tp_plans.row_ranges import compute_ranges
 from tp_plans.styles import ColwiseParallel, MLAKVProjection, ParameterStyle, RowwiseParallel, Style
 from tp_plans.torch_styles.base import FirstTensorStyle, ForwardContext
-from tp_plans.torch_styles.boundaries import entered, local_part, summed_gradient, with_summed_gradient
+from tp_plans.torch_styles.boundaries import entered, known_part, local_part, summed_gradient, with_summed_gradient
 from tp_plans.torch_styles.gradients import local_view, to_local_writable
-from tp_plans.torch_styles.placement import as_dtensor, redistribute, reduce_output, to_output, wrap
+from tp_plans.torch_styles.placement import as_dtensor, prepared, redistribute, reduce_output, to_output, wrap
 from tp_plans.torch_styles.row_all_to_all import RowExchange
 
 
@@ -26,6 +26,11 @@ class _LinearImpl(FirstTensorStyle):
 
     style: ColwiseParallel | RowwiseParallel
     dim: ClassVar[int]
+
+    @property
+    def reads_parts(self) -> bool:
+        """The weight, and the bias."""
+        return True
 
     def __init__(self, style: Style, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
         super().__init__(style, parameter_rules)
@@ -62,15 +67,18 @@ class ColwiseParallelImpl(_LinearImpl):
         return own if exchange is None else exchange(own, parameter.device_mesh)
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
-        if self._is_replicated and not (isinstance(tensor, DTensor) or torch.compiler.is_compiling()):
-            return with_summed_gradient(tensor, context.mesh) if tensor.requires_grad else tensor
+        if not torch.compiler.is_compiling():
+            if isinstance(tensor, DTensor):
+                if (part := known_part(tensor, context.mesh)) is not None:
+                    return part
+            elif self._is_replicated:
+                return with_summed_gradient(tensor, context.mesh) if tensor.requires_grad else tensor
         arrived = self._read(tensor, context)
-        gathered = redistribute(arrived, layouts.Replicate())
         # Each rank's features give a part of the input's gradient.  It is summed where the input came from,
         # except that torch 2.10 does not sum in backward towards partial sums.
-        if any(p.is_partial() for p in arrived.placements):
-            return summed_gradient(gathered)
-        return entered(gathered)
+        if arrived.placements[0].is_partial():
+            return summed_gradient(redistribute(arrived, layouts.Replicate()))
+        return entered(prepared(arrived, context.mesh, layouts.Replicate()))
 
     def _read(self, tensor: Tensor, context: ForwardContext) -> DTensor:
         if isinstance(tensor, DTensor) or self._is_replicated:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from tp_plans import layouts
 from tp_plans.errors import LayoutError
 from tp_plans.layouts import Layout
-from tp_plans.torch_styles.boundaries import from_part, moved, scattered, summed
+from tp_plans.torch_styles.boundaries import enter, from_part, moved, same, same_mesh, scattered, summed
 from tp_plans.torch_styles.collectives import own_bounds
 from tp_plans.torch_styles.gradients import to_local_writable
 
@@ -39,7 +39,7 @@ def existing_dim(dim: int, tensor: Tensor) -> int:
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     """``tensor`` itself where it is a DTensor already, else a DTensor that reads it in ``layout``."""
     if isinstance(tensor, DTensor):
-        if tensor.device_mesh != mesh:
+        if not same_mesh(tensor, mesh):
             raise LayoutError(
                 f"a DTensor on the mesh {tensor.device_mesh} came to a module that is split over {mesh}: hand it a "
                 "plain tensor, or a DTensor on the mesh that the plan was applied to"
@@ -60,7 +60,7 @@ def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
     wanted = placement(layout)
     if isinstance(wanted, Shard):
         wanted = Shard(existing_dim(wanted.dim, tensor))
-    if tensor.placements == (wanted,):
+    if same(tensor.placements[0], wanted):
         return tensor
     if not torch.compiler.is_compiling():
         return moved(tensor, wanted)
@@ -69,6 +69,24 @@ def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
     if isinstance(wanted, Shard) and isinstance(tensor.placements[0], Partial):
         return cast(DTensor, _OwnSum.apply(tensor, wanted.dim))  # type: ignore[no-untyped-call]
     return tensor.redistribute(placements=[wanted])
+
+
+def prepared(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+    """An input in ``layout``; a plain tensor is read as replicated."""
+    if isinstance(tensor, DTensor):
+        arrived = as_dtensor(tensor, mesh, layout)
+        if type(arrived.placements[0]) is Replicate:
+            return redistribute(arrived, layout)
+    if isinstance(layout, layouts.Replicate) and _is_recorded(tensor):
+        return enter(tensor, mesh)
+    return redistribute(as_dtensor(tensor, mesh, layouts.Replicate()), layout)
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    """Return whether autograd in eager code records what is computed from a contiguous tensor."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return tensor.requires_grad and tensor.is_contiguous()
 
 
 class _OwnPart(torch.autograd.Function):

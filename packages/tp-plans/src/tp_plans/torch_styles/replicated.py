@@ -22,15 +22,20 @@ from tp_plans.torch_styles.base import (
     LocalTensorStyle,
     distribute_tied,
 )
-from tp_plans.torch_styles.boundaries import local_part, summed_gradient
+from tp_plans.torch_styles.boundaries import local_part, shared_part, summed_gradient
 from tp_plans.torch_styles.gradients import full_view, local_view
-from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redistribute, wrap
+from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, prepared, redistribute, wrap
 
 
 class NoParallelImpl(FirstTensorStyle):
     """``NoParallel``: computes on the local activation, and outputs a DTensor if the input was one."""
 
     style: NoParallel
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether all ranks compute the parameters' full gradients."""
+        return self.style.gradient == "full"
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return summed_gradient(parameter) if self.style.gradient == "partial" else local_view(parameter)
@@ -40,7 +45,7 @@ class NoParallelImpl(FirstTensorStyle):
             return tensor
         self._require_matching(module, as_dtensor(tensor, context.mesh, layouts.Replicate()))
         context.saved["arrived"] = tensor
-        return local_part(tensor)
+        return shared_part(tensor)
 
     def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
         arrived: DTensor | None = context.saved.get("arrived")
@@ -48,7 +53,7 @@ class NoParallelImpl(FirstTensorStyle):
             return output
         (cut,) = arrived.placements
         if not isinstance(cut, Shard):
-            return as_dtensor(output, context.mesh, layouts.Replicate())
+            return prepared(output, context.mesh, layouts.Replicate())
         own = arrived.to_local().shape[cut.dim]
         if cut.dim >= output.ndim or output.shape[cut.dim] != own:
             raise LayoutError(
