@@ -49,9 +49,9 @@ def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def run(name: str, tokens: int = 64) -> Estimate:
+def run(name: str, tokens: int = 64, axis: str = "dp_shard") -> Estimate:
     config = getattr(transformers, name)(**LOOPS[name][2])
-    return estimate(config, {"dp_shard": 2}, seq_len=tokens, activation_checkpointing="none", clip=False, plan=None)
+    return estimate(config, {axis: 2}, seq_len=tokens, activation_checkpointing="none", clip=False, plan=None)
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -71,3 +71,9 @@ def test_kernels_stand_for_loops_over_tokens(name: str, monkeypatch: pytest.Monk
 def test_what_a_kernel_keeps_grows_with_tokens(name: str) -> None:
     short, long = (run(name, tokens).memory.after_forward.activations for tokens in (256, 2048))
     assert long > 4 * short
+
+
+def test_mixers_are_counted_over_cp() -> None:
+    found = run("Qwen3_5TextConfig", axis="cp")
+    assert not [assumption for assumption in found.assumptions if "linear_attn" in assumption.module]
+    assert found.flops > 0.4 * run("Qwen3_5TextConfig").flops

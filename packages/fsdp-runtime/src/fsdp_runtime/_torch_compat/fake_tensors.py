@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -48,6 +49,13 @@ def fake_tensors() -> Iterator[None]:
     finally:
         for owner, name, function in originals:
             setattr(owner, name, function)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is neither on the meta device nor one of torch's fake ones (a private class in 2.10 to 2.15)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -263,8 +263,9 @@ def _is_inside(module: str, blocks: Sequence[str]) -> bool:
     return any(module.startswith(f"{block}.") for block in blocks)
 
 
-def _return_input(first: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return first
+def _return_input(*args: Any, **kwargs: Any) -> Any:
+    """Return the first argument, which blocks give their mixers by position or by name."""
+    return next(iter((*args, *kwargs.values())))
 
 
 def _memory(trace: _Trace, step: StepConfig, world_size: int, device_memory: int | None, *, offload: bool) -> Memory:
