@@ -39,11 +39,8 @@ def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
 
 
 def local_parameter(parameter: DTensor) -> Tensor:
-    """Return this rank's part of a parameter as a plain tensor, whose gradient has the parameter's placement.
-
-    For eager code.
-    """
-    if not parameter.is_contiguous():
+    """Return this rank's part of a parameter as a plain tensor, whose gradient has the parameter's placement."""
+    if torch.compiler.is_compiling() or not parameter.is_contiguous():
         return parameter.to_local()
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return local_of(parameter)
@@ -60,6 +57,8 @@ def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
     Returns:
         The parameters for :func:`drop_parts`.
     """
+    if torch.compiler.is_compiling():  # asked here too: code in Python around may call this in a graph of its own
+        return []
     read = [each for each in {id(each): each for each in parameters}.values() if each.requires_grad]
     if len(read) < 2 or not torch.is_grad_enabled() or not all(each.is_contiguous() for each in read):
         return []
@@ -103,6 +102,10 @@ def enter(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
         tensor: contiguous; plain, the same on every rank, or a DTensor over the mesh.
         mesh: the ranks, one axis.
     """
+    if torch.compiler.is_compiling():  # in a graph of its own, as above
+        if isinstance(tensor, DTensor):
+            return tensor.redistribute(placements=[_REPLICATE])
+        return _from_local(tensor, mesh, _REPLICATE, None)
     full, part = _enter(tensor, mesh, make_spec(mesh, _REPLICATE, tensor.shape, tensor.dtype))
     setattr(full, _ENTERED, (full.grad_fn, part))
     return full  # type: ignore[no-any-return]
