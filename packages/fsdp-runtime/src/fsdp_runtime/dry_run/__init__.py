@@ -1,8 +1,10 @@
 """Dry run: memory, traffic and work of a training step on each rank of a mesh, without a device or weights.
 
-Calls:   ``estimate`` (one mesh), ``sweep`` (all meshes of a number of ranks, ranked)
+Calls:   ``estimate`` (one mesh), ``sweep`` (all meshes of a number of ranks, ranked), ``estimate_weights`` and
+         ``describe_weights`` (saves, loads, streams and syncs of weights)
 Results: ``Estimate``, with ``Settings``, ``Memory``, ``MemoryBreakdown``, ``Peak``, ``Traffic``,
-         ``ReplicatedParameters``, ``Assumption``, ``Advice`` and ``PHASES``; ``Sweep``, with ``Candidate``
+         ``ReplicatedParameters``, ``Assumption``, ``Advice`` and ``PHASES``; ``Sweep``, with ``Candidate``;
+         ``WeightTraffic``
 Errors:  ``EstimateError``
 
 ``trace/`` records one step, ``scale/`` extends it to all repeated blocks, ``report/`` shows results and imports only
@@ -26,6 +28,7 @@ from fsdp_runtime.dry_run.types import (
     Settings,
     Traffic,
 )
+from fsdp_runtime.dry_run.weights import WeightTraffic, describe_weights, estimate_weights
 from fsdp_runtime.errors import EstimateError
 
 __all__ = [
@@ -42,6 +45,9 @@ __all__ = [
     "Settings",
     "Sweep",
     "Traffic",
+    "WeightTraffic",
+    "describe_weights",
     "estimate",
+    "estimate_weights",
     "sweep",
 ]

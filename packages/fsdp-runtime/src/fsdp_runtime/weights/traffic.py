@@ -1,0 +1,262 @@
+"""Bytes that a save, a load or a stream of weights moves on each rank, counted from their plans before they run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.chunks import identity_chunk
+from fsdp_runtime.sharded.collectives import model_mesh
+from fsdp_runtime.sharded.file_systems import FilePlace
+from fsdp_runtime.sharded.safetensors_io import DTYPE_NAMES, SafetensorsLayout, TensorHeader
+from fsdp_runtime.weights.adapters import base_state_entries
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
+from fsdp_runtime.weights.file_plan import WriteStep
+from fsdp_runtime.weights.hub_checkpoint import HubTensor
+from fsdp_runtime.weights.load import filled_in_blocks
+from fsdp_runtime.weights.messages import EXCHANGED_BYTES, message_bytes
+from fsdp_runtime.weights.naming import map_weights
+from fsdp_runtime.weights.read_blocks import STAGED_BYTES, read_ahead
+from fsdp_runtime.weights.read_plan import Read, plan_reads, receivers
+from fsdp_runtime.weights.stream import WeightExport, split_by_bytes
+from fsdp_runtime.weights.write_plan import PlannedFile, plan_files, plan_writes
+from tp_plans.transfer import volume
+
+
+@dataclass
+class RankTraffic:
+    """Bytes of one rank.
+
+    Args:
+        read: from files.
+        written: to files, without their headers.
+        sent: to other ranks.
+        received: from other ranks.
+        gathered: of full tensors that every rank gets by all-gathers, beyond its own shards.
+        held: at most, besides the model's own tensors.
+    """
+
+    read: int = 0
+    written: int = 0
+    sent: int = 0
+    received: int = 0
+    gathered: int = 0
+    held: int = 0
+
+
+#: Of each rank, by its global number.
+ByRank = dict[int, RankTraffic]
+
+
+def model_ranks(model: nn.Module) -> list[int]:
+    """The ranks of a model's mesh, in order; rank 0 for a model of plain tensors."""
+    mesh = model_mesh(state_entries(model, allow_offloaded=True))
+    return [0] if mesh is None else sorted(mesh.mesh.flatten().tolist())
+
+
+def save_traffic(
+    model: nn.Module, export: WeightExport, *, max_shard_bytes: int, places: Mapping[int, FilePlace], shared: bool
+) -> ByRank:
+    """Count what :func:`~fsdp_runtime.save_weights` moves.
+
+    Args:
+        model: parallelized; also on the meta device.
+        export: the names and dtype, and the bucket.
+        max_shard_bytes: bytes of a file.
+        places: where each rank sees the directory.
+        shared: whether all ranks may write to one file.
+    """
+    prepared, everyone = export.prepare(model), list(places)
+    files = plan_files(prepared, max_shard_bytes, places, shared=shared)
+    limit, counts = min(export.bucket_bytes, EXCHANGED_BYTES), _Exchanges(everyone)
+    steps: dict[int, _StepBytes] = {}
+    ends = _ends(files)
+    number = 0
+    for planned in plan_writes(prepared, everyone, export.bucket_bytes, files):
+        if planned.gathered:
+            counts.gather(planned.groups, export.exported_dtype)
+        for item, own in planned.tensors:
+            for step in own:
+                if id(step) not in steps:
+                    steps[id(step)] = _StepBytes(item, step, _is_staged(item, planned.groups), limit)
+                counts.add(steps[id(step)], limit)
+            number += 1
+            if number in ends:
+                counts.flush()
+    counts.flush()
+    return counts.found
+
+
+def load_traffic(
+    model: nn.Module, stored: Mapping[str, HubTensor], readers: Sequence[int], bucket_bytes: int
+) -> ByRank:
+    """Count what :func:`~fsdp_runtime.load_weights` moves on ranks that read for one another.
+
+    Args:
+        model: parallelized; also on the meta device.
+        stored: the tensors of the checkpoint.
+        readers: the ranks, such as those of a host.
+        bucket_bytes: the most bytes that a rank holds for others.
+    """
+    entries = base_state_entries(model, state_entries(model, allow_offloaded=True))
+    weights = map_weights(base_model(model), entries, stored)
+    known = [entry for entry in entries if weights.by_model_name.keys() & {*entry.names}]
+    in_blocks, others = filled_in_blocks(known, weights, stored)
+    found = {rank: RankTraffic() for rank in readers}
+    ahead = dict.fromkeys(readers, 0)
+    for batch in plan_reads(in_blocks, stored, readers, min(bucket_bytes, EXCHANGED_BYTES)):
+        exchanged = dict.fromkeys(readers, 0)
+        for each in batch:
+            _count_read(each, found, exchanged, ahead)
+        for rank, nbytes in exchanged.items():
+            found[rank].held = max(found[rank].held, nbytes)
+    for rank, nbytes in ahead.items():
+        found[rank].held += min(nbytes, read_ahead(bucket_bytes)) + STAGED_BYTES
+    for _, name in others:
+        origin = weights.by_model_name[name]
+        sources = origin.conversion.sources if origin.conversion is not None else origin.stored
+        whole = sum(_stored_bytes(stored[source]) for source in sources)
+        for own in found.values():
+            own.read += whole
+            own.held = max(own.held, 2 * whole)
+    return found
+
+
+def stream_traffic(model: nn.Module, export: WeightExport, ranks: Sequence[int]) -> ByRank:
+    """Count what a stream gathers: every rank gets every tensor."""
+    prepared, counts = export.prepare(model), _Exchanges(ranks)
+    runs = list(split_by_bytes(prepared.groups, export.bucket_bytes))
+    for groups in runs:
+        counts.gather(groups, export.exported_dtype)
+    sizes = [sum(group.nbytes for group in groups) for groups in runs]
+    at_once = 1 + export.buckets_ahead
+    held = max((sum(sizes[first : first + at_once]) for first in range(len(sizes))), default=0)
+    for each in counts.found.values():
+        each.held = held
+    return counts.found
+
+
+def saved_tensors(files: Iterable[PlannedFile]) -> dict[str, HubTensor]:
+    """The tensors of the checkpoint that a save writes."""
+    found: dict[str, HubTensor] = {}
+    for each in files:
+        layout = SafetensorsLayout([TensorHeader(i.name, i.shape, i.dtype, i.nbytes) for i in each.items])
+        for item in each.items:
+            found[item.name] = HubTensor(Path(each.name), item.shape, DTYPE_NAMES[item.dtype], layout.offset(item.name))
+    return found
+
+
+class _StepBytes:
+    """What each rank does in a step, in bytes."""
+
+    def __init__(self, item: ExportedTensor, step: WriteStep, is_staged: bool, limit: int) -> None:
+        self.step = step  # also keeps its id
+        self.written: dict[int, int] = defaultdict(int)
+        self.sent: dict[int, int] = defaultdict(int)
+        self.received: dict[int, int] = defaultdict(int)
+        self.assembled: dict[int, int] = defaultdict(int)
+        for area in step.areas:
+            nbytes, rank = volume(area.box) * item.dtype.itemsize, area.file_rank
+            self.written[rank] += nbytes
+            if step.held or is_staged:
+                most = nbytes if step.held else min(nbytes, STAGED_BYTES, limit)
+                self.assembled[rank] = max(self.assembled[rank], most)
+            for part in area.parts:
+                if part.rank != rank:
+                    self.sent[part.rank] += message_bytes(item, part.box)
+                    self.received[rank] += message_bytes(item, part.box)
+
+
+class _Exchanges:
+    """Adds up steps, exchange by exchange, as :class:`~fsdp_runtime.weights.write_blocks.BlockWriter` does them."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.found = {rank: RankTraffic() for rank in ranks}
+        self._held = 0
+        self._messages: dict[int, int] = defaultdict(int)
+        self._assembled: dict[int, int] = defaultdict(int)
+
+    def add(self, each: _StepBytes, limit: int) -> None:
+        """Take a step into the next exchange, or count what is written at once."""
+        if each.step.held and self._held + each.step.held > limit:
+            self.flush()
+        self._held += each.step.held
+        for rank, nbytes in each.written.items():
+            self.found[rank].written += nbytes
+        for rank, nbytes in each.sent.items():
+            self.found[rank].sent += nbytes
+            self._messages[rank] += nbytes
+        for rank, nbytes in each.received.items():
+            self.found[rank].received += nbytes
+            self._messages[rank] += nbytes
+        for rank, nbytes in each.assembled.items():
+            self._assembled[rank] = max(self._assembled[rank], nbytes)
+
+    def flush(self) -> None:
+        """Count what ranks hold in an exchange."""
+        for rank in {*self._messages, *self._assembled}:
+            held = self._messages[rank] + self._assembled[rank]
+            self.found[rank].held = max(self.found[rank].held, held)
+        self._held = 0
+        self._messages.clear()
+        self._assembled.clear()
+
+    def gather(self, groups: Iterable[ExportGroup], dtype: torch.dtype | None) -> None:
+        """Count full tensors that every rank gets."""
+        whole = missing = 0
+        for group in groups:
+            for tensor in group.sources.values():
+                own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                whole += tensor.numel() * own.itemsize
+                missing += (tensor.numel() - local.numel()) * own.itemsize
+        for each in self.found.values():
+            each.gathered += missing
+            each.held = max(each.held, whole)
+
+
+def _count_read(each: Read, found: ByRank, exchanged: dict[int, int], ahead: dict[int, int]) -> None:
+    reader = each.area.file_rank
+    found[reader].read += each.nbytes
+    is_sent = False
+    for part in each.area.parts:
+        for rank in receivers(each.area, part):
+            nbytes, is_sent = message_bytes(each.item, part.box), True
+            found[reader].sent += nbytes
+            found[rank].received += nbytes
+            exchanged[reader] += nbytes
+            exchanged[rank] += nbytes
+    if is_sent:
+        ahead[reader] += each.nbytes
+
+
+def _ends(files: Iterable[PlannedFile]) -> set[int]:
+    """The numbers of tensors after which a file is complete."""
+    ends, number = set[int](), 0
+    for each in files:
+        number += len(each.items)
+        ends.add(number)
+    return ends
+
+
+def _is_staged(item: ExportedTensor, groups: Sequence[ExportGroup]) -> bool:
+    """Whether values are converted, copied from a device, or put in order before they are written."""
+    for chunk in item.chunks or ():
+        source: Tensor | None = next((g.sources[chunk.source] for g in groups if chunk.source in g.sources), None)
+        if source is None or source.dtype != item.dtype or source.device.type != "cpu":
+            return True
+        if chunk != identity_chunk(chunk.source, item.shape):
+            return True
+    return False
+
+
+def _stored_bytes(stored: HubTensor) -> int:
+    return torch.Size(stored.shape).numel() * (stored.torch_dtype or torch.uint8).itemsize
