@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.meters import StepMeter
+from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ def _lengths_of_forwards(model: nn.Module, lengths: list[int]) -> Iterator[None]
         if torch.is_grad_enabled() and model.training:
             lengths.extend(_lengths(args, kwargs))
 
-    handle = model.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+    handle = hook_forward(model, "notes lengths of rows", before=note, first=True)
     try:
         yield
     finally:

@@ -130,7 +130,7 @@ def _adapted(mesh: dict[str, int], merged: bool, **options: Any) -> None:
 
 
 def test_adapters_on_experts_that_cannot_be_divided_are_refused(two_ranks: RankPool) -> None:
-    with pytest.raises(RanksFailed, match=r"OptionError: .*experts adapts stacked experts with adapters that are mer"):
+    with pytest.raises(RanksFailed, match=r"OptionError: .*experts carries adapters that are merged"):
         two_ranks.run(_adapted, {"dp_shard": 2, "ep": 2}, True)
     with pytest.raises(RanksFailed, match=r"OptionError: .*experts adapts stacked experts. Over tp this needs a"):
         two_ranks.run(_adapted, {"tp": 2, "ep": 2}, False, plan=None)
