@@ -68,6 +68,12 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 def trainers() -> dict[str, tuple[type, type, Callable[[], Dataset], dict[str, Any], dict[str, Any], tuple[str, ...]]]:
     """By name: the class, its config's, the data, settings, other arguments, and figures that are compared."""
+    rewarded = (
+        prompts,
+        greedy(num_generations=SAMPLED, beta=0.1),
+        {"reward_funcs": reward},
+        ("reward", "kl", "entropy"),
+    )
     return {
         "SFT": (trl.SFTTrainer, trl.SFTConfig, texts, {}, {}, ("entropy", "mean_token_accuracy", "num_tokens")),
         "DPO": (
@@ -86,22 +92,8 @@ def trainers() -> dict[str, tuple[type, type, Callable[[], Dataset], dict[str, A
             {},
             ("kl", "logps/chosen", "rewards/chosen", "logits/chosen"),
         ),
-        "RLOO": (
-            trl.RLOOTrainer,
-            trl.RLOOConfig,
-            prompts,
-            greedy(num_generations=SAMPLED, beta=0.1),
-            {"reward_funcs": reward},
-            ("reward", "kl", "entropy"),
-        ),
-        "GRPO": (
-            trl.GRPOTrainer,
-            trl.GRPOConfig,
-            prompts,
-            greedy(num_generations=SAMPLED, beta=0.1),
-            {"reward_funcs": reward},
-            ("reward", "kl", "entropy"),
-        ),
+        "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, *rewarded),
+        "GRPO": (trl.GRPOTrainer, trl.GRPOConfig, *rewarded),
         "Reward": (trl.RewardTrainer, trl.RewardConfig, preferences, {}, {}, ("accuracy", "margin", "mean_reward")),
         "Distillation": (
             trl.DistillationTrainer,
@@ -112,14 +104,7 @@ def trainers() -> dict[str, tuple[type, type, Callable[[], Dataset], dict[str, A
             ("entropy",),
         ),
         "GKD": (gkd.GKDTrainer, gkd.GKDConfig, conversations, {"lmbda": 0.0}, {"teacher_model": None}, ()),
-        "GMPO": (
-            gmpo.GMPOTrainer,
-            gmpo.GMPOConfig,
-            prompts,
-            greedy(num_generations=SAMPLED, beta=0.1),
-            {"reward_funcs": reward},
-            ("reward", "kl", "entropy"),
-        ),
+        "GMPO": (gmpo.GMPOTrainer, gmpo.GMPOConfig, *rewarded),
     }
 
 

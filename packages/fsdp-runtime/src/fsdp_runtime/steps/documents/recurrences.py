@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import data_dependent_errors, has_values
+from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments
 from fsdp_runtime.steps.documents.sequence_functions import (
     CONVOLUTION,
@@ -129,24 +129,19 @@ def _is_token_wise(forward: Callable[[Tensor], Any], like: Tensor) -> bool | Non
     Half of the tokens are moved to other places among others, then the other half.  Waits for the device.  ``None`` for
     tensors without data.
     """
-    if not has_values(like):
-        return None
     values = torch.arange(2 * len(_MOVED) * like.shape[2], device=like.device).view(2, 1, len(_MOVED), -1)
+    if not has_values(values):  # also where ``like`` is a DTensor of fake ones
+        return None
     tokens, others = torch.sin(values * 1.7).to(like.dtype)
     moved = torch.tensor(_MOVED, device=like.device)
-    try:
-        wanted = _full(forward(tokens))[:, moved]
-        if wanted.is_meta:
-            return None
-        bound = _TOLERANCE * wanted.abs().max()
-        for half in (0, 1):
-            kept = moved % 2 == half
-            found = _full(forward(torch.where(kept[:, None], tokens[:, moved], others)))
-            if not bool((found - wanted)[:, kept].abs().max() <= bound):
-                return False
-        return True
-    except data_dependent_errors():
-        return None
+    wanted = _full(forward(tokens))[:, moved]
+    bound = _TOLERANCE * wanted.abs().max()
+    for half in (0, 1):
+        kept = moved % 2 == half
+        found = _full(forward(torch.where(kept[:, None], tokens[:, moved], others)))
+        if not bool((found - wanted)[:, kept].abs().max() <= bound):
+            return False
+    return True
 
 
 def _full(output: Any) -> Tensor:
