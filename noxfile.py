@@ -272,8 +272,8 @@ def trainers_versions(session: nox.Session, transformers: str, trl: str) -> None
 @nox.session
 def verl(session: nox.Session) -> None:
     """Compare the engine for verl with verl's own and with one process, on the transformers that verl takes."""
-    install_editable(session, "verl")
-    session.env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    install_editable(session, "verl", compiled=True)  # for Ray, as in the session ray
+    session.env.update({**ONE_THREAD, "HF_HUB_OFFLINE": "1"})
     files = sorted(map(str, Path("integration_tests/with_verl").glob("*_test.py")))
     session.run("pytest", *files, *session.posargs)
 

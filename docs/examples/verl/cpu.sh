@@ -6,6 +6,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export WORK=${WORK:-${TMPDIR:-/tmp}/verl-toy} ENGINE=${ENGINE:-fsdp_runtime}
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.cpu_platform,hf_rollout
+# Ray lets its workers give way to all other programs and waits a minute for one: too short where the machine is busy.
+export RAY_worker_niceness=0 RAY_worker_register_timeout_seconds=600 RAY_USAGE_STATS_ENABLED=0
 [ "$ENGINE" = fsdp_runtime ] || export VERL_ENGINE_DEVICE=cuda # verl registers its own for cuda and npu alone
 [ -e "$WORK/sft.parquet" ] || python "$here/toy_task.py" "$WORK" >/dev/null
 
@@ -18,9 +20,9 @@ logged() { # NAME: where verl's file logger writes, a JSON object a step
 trainer=(trainer.device=cpu trainer.nnodes=1 trainer.n_gpus_per_node=2 'trainer.logger=[console,file]'
     trainer.resume_mode=disable trainer.save_freq=-1 trainer.test_freq=-1 trainer.total_epochs=100)
 
-# Reinforcement learning on the toy task.  Ray is told of as many "GPUs" as there are ranks, and of CPUs that verl
-# reserves and does not use.  The rollout of hf_rollout.py is one replica.
-rl=(ray_kwargs.ray_init.num_cpus=28 +ray_kwargs.ray_init.num_gpus=2 +ray_kwargs.ray_init.include_dashboard=False
+# Reinforcement learning on the toy task.  Ray is told of as many "GPUs" as there are ranks, and of as many CPUs as verl
+# reserves; it starts a process for each at once.  The rollout of hf_rollout.py is one replica.
+rl=(ray_kwargs.ray_init.num_cpus=9 +ray_kwargs.ray_init.num_gpus=2 +ray_kwargs.ray_init.include_dashboard=False
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1 reward.num_workers=1
     actor_rollout_ref.rollout.agent.num_workers=1 trainer.val_before_train=False
     data.train_files="$WORK/rl.parquet" data.val_files="$WORK/rl-held-out.parquet" data.dataloader_num_workers=0
