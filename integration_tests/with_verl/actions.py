@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from with_verl import drive
+from with_verl import drive, vision_drive
 
 SAVED = {"save_contents": ["model", "optimizer", "extra", "hf_model"], "load_contents": ["model", "optimizer", "extra"]}
 
@@ -212,17 +212,21 @@ def distilled(engine_name: str, path: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def uneven(path: str, shares: list[list[int]], *, dynamic: bool, **options: Any) -> tuple[float, float, dict[str, Any]]:
+def uneven(
+    path: str, shares: list[list[int]], *, dynamic: bool, images: bool = False, **options: Any
+) -> tuple[float, float, dict[str, Any]]:
     """An update on samples that are dealt unevenly over dp."""
     engine = drive.build(drive.OURS, path, **options)
-    every = drive.samples()
+    samples_and_batch = vision_drive if images else drive
+    every = samples_and_batch.samples()
     own = [every[index] for index in shares[engine.get_data_parallel_rank()]]
     settings = {} if dynamic else {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+    batch = samples_and_batch.batch_of(engine, every, own=own, **settings)
     with engine.train_mode():
-        output = engine.train_batch(drive.batch_of(engine, every, own=own, **settings), drive.loss_of("ppo", engine))
+        output = engine.train_batch(batch, drive.loss_of("ppo", engine))
     loss = torch.tensor(sum(output["loss"]))
     dist.all_reduce(loss, group=engine.get_data_parallel_group())
-    return float(loss) / engine.get_data_parallel_size(), output["metrics"]["grad_norm"], weights(engine)
+    return float(loss) / engine.get_data_parallel_size(), output["metrics"].get("grad_norm"), weights(engine)
 
 
 def refused(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

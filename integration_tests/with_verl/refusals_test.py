@@ -18,8 +18,14 @@ from with_verl import actions, checkpoints_on_disk  # after the check
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return checkpoints_on_disk.write("dense", Path(tmp_path_factory.mktemp("checkpoints")))
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    return {kind: checkpoints_on_disk.write(kind, folder) for kind in ("dense", "mixture", "hybrid", "vision")}
+
+
+@pytest.fixture(scope="module")
+def path(paths: dict[str, str]) -> str:
+    return paths["dense"]
 
 
 STATIC = {"use_dynamic_bsz": False}
@@ -80,15 +86,23 @@ def test_every_rank_says_what_is_wrong(case: str, two_ranks: RankPool, path: str
     assert re.search(message, found[0]), found[0]
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_ranks_with_fewer_samples_than_peers_have_micro_batches(dynamic: bool, two_ranks: RankPool, path: str) -> None:
-    even = two_ranks.run(actions.uneven, path, [[0, 2, 4, 6], [1, 3, 5, 7]], dynamic=True, timeout=400)[0]
-    shares = [[0, 1, 2, 3, 4, 5, 6], [7]]
-    found = two_ranks.run(actions.uneven, path, shares, dynamic=dynamic, timeout=400)
-    for loss, norm, weights in found:
-        assert loss == pytest.approx(even[0], rel=1e-5)
-        assert norm == pytest.approx(even[1], rel=1e-5)
-        assert all(tensor.isfinite().all() for tensor in weights.values())
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [("dense", {}), ("mixture", {}), ("mixture", {"ep": 2}), ("hybrid", {}), ("vision", {})],
+    ids=lambda value: str(value),
+)
+def test_ranks_with_fewer_samples_than_peers_have_micro_batches(
+    kind: str, mesh: Mapping[str, int], two_ranks: RankPool, paths: dict[str, str]
+) -> None:
+    """One rank has a text, the other seven samples, of which some have images where the model takes them."""
+    options: dict[str, Any] = {"images": kind == "vision", **mesh}
+    even = two_ranks.run(actions.uneven, paths[kind], [[0, 2, 4, 6], [1, 3, 5, 7]], dynamic=True, **options)[0]
+    for dynamic in (True, False):
+        shares = [[0, 1, 2, 3, 4, 5, 6], [7]]
+        for loss, norm, weights in two_ranks.run(actions.uneven, paths[kind], shares, dynamic=dynamic, **options):
+            assert loss == pytest.approx(even[0], rel=1e-5)
+            assert norm == pytest.approx(even[1], rel=1e-5)
+            assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_a_step_with_rewards_that_are_not_numbers_changes_nothing(two_ranks: RankPool, path: str) -> None:

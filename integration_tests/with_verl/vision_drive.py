@@ -48,24 +48,26 @@ def alone(path: str, temperature: float = 0.7) -> list[torch.Tensor]:
     return found
 
 
-def run(path: str, *, packed: bool, **options: Any) -> dict[str, Any]:
-    """Score, and one update."""
+def batch_of(engine: Any, every: list[dict[str, torch.Tensor]], **settings: Any) -> Any:
+    """This rank's share of samples in verl's form, with positions of text and images, and with pixels."""
     from tensordict import NonTensorData, NonTensorStack
     from verl.utils import tensordict_utils as tu
 
+    own = settings.pop("own", None) or every[engine.get_data_parallel_rank() :: engine.get_data_parallel_size()]
+    data = drive.batch_of(engine, every, own=own, **settings)
+    data["position_ids"] = tu.nested_tensor_from_tensor_list([each["positions"] for each in own], ragged_idx=2)
+    data["multi_modal_inputs"] = NonTensorStack(*[NonTensorData(media_of(each)) for each in own])
+    return data
+
+
+def run(path: str, *, packed: bool, **options: Any) -> dict[str, Any]:
+    """Score, and one update."""
     engine = drive.build(drive.OURS, path, model={"use_remove_padding": packed}, **options)
     every = samples()
-    own = every[engine.get_data_parallel_rank() :: engine.get_data_parallel_size()]
-
-    def batch() -> Any:
-        data = drive.batch_of(engine, every, use_remove_padding=packed)
-        data["position_ids"] = tu.nested_tensor_from_tensor_list([each["positions"] for each in own], ragged_idx=2)
-        data["multi_modal_inputs"] = NonTensorStack(*[NonTensorData(media_of(each)) for each in own])
-        return data
-
     with engine.eval_mode():
-        scored = engine.infer_batch(batch())["model_output"]["log_probs"]
+        scored = engine.infer_batch(batch_of(engine, every, use_remove_padding=packed))["model_output"]["log_probs"]
     with engine.train_mode():
-        output = engine.train_batch(batch(), drive.loss_of("ppo", engine))
+        batch = batch_of(engine, every, use_remove_padding=packed)
+        output = engine.train_batch(batch, drive.loss_of("ppo", engine))
     norm = output["metrics"].get("grad_norm")
     return {"log_probs": drive.gathered(engine, scored, len(every)), "norm": norm}
