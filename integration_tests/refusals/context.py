@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import nn
 
+from coverage.multimodal import multimodal_model
+from coverage.multimodal_inputs import multimodal_inputs
 from fsdp_runtime import ContextAttention, parallelize, sequence_layout
 from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.context.inputs import _require_order
@@ -91,6 +93,16 @@ def _alone(model: nn.Module, inputs: Mapping[str, Any], *, unmasked: str = "", c
         model(**inputs)
 
 
+def _media(kind: str, **changes: Any) -> None:
+    """Call a multimodal model with images on one rank of ``cp``."""
+    model = multimodal_model(kind)
+    inputs = multimodal_inputs(model)
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        inputs.pop(name, None)
+    places = torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"])
+    _alone(model, {**inputs, "position_ids": places, **changes})
+
+
 def _router_logits() -> None:
     with parallelized(tiny_model("Qwen3MoeForCausalLM"), CP) as model:
         gate = model.model.layers[0].mlp.gate
@@ -167,6 +179,11 @@ CASES: Provocations = {
         "no rank computes the attention map": lambda: _given(output_attentions=True),
         "{name}: a key/value cache": (lambda: _given(use_cache=True), lambda: _given(other=_cache())),
         "cannot be sharded along the tokens": lambda: _given(pixel_values=torch.ones(2, 3)),
+    },
+    "fsdp_runtime/steps/context/media.py": {
+        "media without position_ids": (lambda: _media("llava", position_ids=None), lambda: _media("qwen3_vl")),
+        "media beside inputs_embeds": lambda: _media("llava", input_ids=None, inputs_embeds=torch.ones(1, 4, 64)),
+        "beside embeddings with media": lambda: _media("gemma3"),
     },
     "fsdp_runtime/steps/context/masks.py": {
         "leave logits_to_keep out": lambda: SequenceMask(lambda *_: torch.ones(1), LAYOUT, torch.device("cpu"))[

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
+from coverage.multimodal import multimodal_model
 from fsdp_runtime import MeshSpec, parallelize
 from fsdp_runtime.steps import CheckInputs
 from fsdp_runtime.steps.fsdp.missing_media import AbsentMedia
@@ -48,6 +49,13 @@ def _media(*of_ranks: dict[str, Any]) -> None:
     hooks.agree(model, (), of_ranks[dist.get_rank()])
 
 
+def _media_over_cp() -> None:
+    """Give one of the two ranks that share rows their images."""
+    model = parallelize(multimodal_model("llava"), MeshSpec(cp=2).build(device_type="cpu"))
+    images = {"pixel_values": torch.ones(1, 3, 8, 8)} if dist.get_rank() else {}
+    model(input_ids=ids(1, 4), position_ids=ids(1, 4), **images)
+
+
 def _other_inputs() -> None:
     mesh = MeshSpec(tp=2).build(device_type="cpu")
     model = parallelize(tiny_model("LlamaForCausalLM"), mesh, steps=(CheckInputs(),))
@@ -63,6 +71,7 @@ def _uneven_dropout() -> None:
 
 PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
 CASES: Provocations = {
+    "fsdp_runtime/steps/context/inputs.py": {"some ranks of cp are given media": _media_over_cp},
     "fsdp_runtime/steps/context/verify.py": {"cannot run on a part of a row": _mixing_embeddings},
     "fsdp_runtime/steps/fsdp/missing_media.py": {
         "and others have none": lambda: _media(PIXELS, {}),

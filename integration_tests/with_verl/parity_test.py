@@ -107,7 +107,9 @@ def test_a_vision_language_model_scores_samples_with_and_without_images(
     """verl's own engine cannot run it on the CPU: its forward fails where a micro-batch has no image."""
     path = checkpoints["vision"]
     expected, norms = vision_drive.alone(path), []
-    for mesh, packed in (({}, True), ({"tp": 2}, True), ({}, False), ({"tp": 2, "sequence_parallel": True}, False)):
+    sp = {"tp": 2, "sequence_parallel": True}
+    runs = (({}, True), ({"tp": 2}, True), ({"cp": 2}, True), ({}, False), (sp, False), ({"cp": 2}, False))
+    for mesh, packed in runs:
         found = two_ranks.run(vision_drive.run, path, packed=packed, **mesh)[0]
         norms.append(found["norm"])
         for one, other in zip(expected, found["log_probs"], strict=True):

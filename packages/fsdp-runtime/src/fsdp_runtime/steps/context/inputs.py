@@ -25,6 +25,7 @@ from fsdp_runtime._transformers_compat.models import (
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
+from fsdp_runtime.steps.context.media import Media
 from fsdp_runtime.steps.context.outputs import GlobalRows, KeptLogits, LossOfRows
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout, load_balancer_of
 from fsdp_runtime.steps.documents.documents import Documents, find_documents
@@ -52,7 +53,9 @@ class Inputs:
         cuts_padding: bool,
         head: str | None = None,
         name: str | None = None,
+        media: Media | None = None,
     ) -> None:
+        self.media = media
         self.attention, self.shared_prefixes = attention, shared_prefixes
         self.derived, self.cuts_padding, self.head, self.name = derived, cuts_padding, head, name
         self.rows: GlobalRows | None = None
@@ -74,7 +77,8 @@ class Inputs:
         kwargs = dict(kwargs)
         subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
         asked = {name: kwargs.pop(name) for name in (*_LABELS, _KEPT) if _asks(kwargs.get(name))}
-        _refuse_unshardable(module, kwargs)
+        media = self._media(kwargs)
+        _refuse_unshardable(module, {name: value for name, value in kwargs.items() if name not in media})
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
             raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
@@ -86,12 +90,13 @@ class Inputs:
         layout = self.attention.layout(tokens.shape[1])
         self.rows = GlobalRows(tokens.shape[0], layout, self.attention.group)
         full = None if positions is None else gather_tokens(positions, layout, self.attention.group, dim=-1)
-        if full is not None:
-            _require_order(full, layout)
+        in_text = full[0] if full is not None and full.dim() == 3 and len(full) == 4 else None if media else full
+        if in_text is not None:
+            _require_order(in_text, layout)
         self.longest = layout.length - 1 if full is None else full.max()
         mask = self._full_mask(given, tokens, layout)
         packable = given is None and subtree_end is None
-        documents = _documents(full, self.rows) if packable and full is not None else None
+        documents = _documents(in_text, self.rows) if packable and in_text is not None else None
         self._begin(mask if given is not None else None, documents, full, subtree_end)
         places = layout.positions.to(tokens.device)
         if self.derived is not None and subtree_end is None and self.derived.differ(positions, places, mask):
@@ -106,7 +111,25 @@ class Inputs:
             own_last = layout.permutation.roll(-(layout.rank + 1) * tokens.shape[1])
             mask = mask.index_select(1, own_last.to(mask.device))
         more = self._begin_outputs(base_model(module), asked, tokens, self.rows)
+        if self.media is not None and media:
+            self.media.rows = self.rows
+            more["input_ids"] = gather_tokens(tokens, layout, self.attention.group, dim=1)
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False, **more}
+
+    def _media(self, kwargs: Mapping[str, Any]) -> set[str]:
+        """Return the names of the media, which every rank of ``cp`` has or none; collective for multimodal models."""
+        if self.media is None:
+            return set()
+        names = {name for name, value in kwargs.items() if name in self.media.names and value is not None}
+        tokens = next((value for value in kwargs.values() if isinstance(value, Tensor)), torch.empty(0))
+        flags = torch.tensor([bool(names), not names], dtype=torch.int32, device=tokens.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.attention.group)
+        is_dry_run = dist.get_backend(self.attention.group) == "fake"  # whose tensors have no values
+        if not is_dry_run and bool(flags.all()):
+            raise LayoutError("some ranks of cp are given media and others none: give all ranks those of the full rows")
+        if names:
+            self.media.require_positions(kwargs)
+        return names
 
     def _full_mask(self, given: Tensor | None, tokens: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the mask of the full length, from which transformers takes the number of keys."""
@@ -162,6 +185,8 @@ class Inputs:
     def end(self, *_: Any) -> None:
         """Leave the model as it was before the forward, also after an error."""
         self._stack.close()
+        if self.media is not None:
+            self.media.rows = None
         self.kept = self.own_ids = self.full_ids = None
 
     def gather_kept(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:

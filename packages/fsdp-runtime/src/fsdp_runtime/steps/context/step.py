@@ -42,6 +42,7 @@ from fsdp_runtime.steps.context.full_sequence import (
     replaced_attention,
 )
 from fsdp_runtime.steps.context.inputs import Inputs, refuse_attention_maps
+from fsdp_runtime.steps.context.media import media_of
 from fsdp_runtime.steps.context.methods import Method, check_attention, check_heads, require_context_parallel
 from fsdp_runtime.steps.context.sharding import LoadBalancer, require_load_balancer
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
@@ -203,9 +204,12 @@ def replace_attention(
     name = f"context_parallel_{id(attention):x}"
     use_attention(model, name, attention.attend, attention.mask, keep=keep)
     base: Any = base_model(model)
-    head = inspect_model(model).lm_head
-    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding, head, name)
+    structure = inspect_model(model)
+    head, media = structure.lm_head, media_of(model, structure)
+    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding, head, name, media)
     hook_model(model, "completes a rank's part of rows", inputs, inputs.end)
+    if media is not None:
+        hook_forward(model.get_submodule(structure.tree.root), "takes a rank's tokens", before=media.cut, first=True)
     if head is not None:
         hook_forward(model.get_submodule(head), KEEPS_OVER_CP, after=inputs.gather_kept)
     if scores_rows(base):

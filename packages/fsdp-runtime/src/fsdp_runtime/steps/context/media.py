@@ -1,0 +1,92 @@
+"""Images, videos and sound under context parallelism: every rank embeds full rows, and goes on with its own tokens.
+
+The towers run on all media of a row, whose features take the places of placeholder tokens.  What the language model
+inside is given is then cut.  A gradient is that of a rank's own tokens: the sum over ``cp`` counts it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.steps.context.outputs import GlobalRows
+from fsdp_runtime.steps.fsdp.missing_media import METHODS
+from tp_plans.runtime import is_at_or_below
+
+#: Read for positions alone, which are given.
+_FOR_POSITIONS = ("second_per_grid_ts",)
+_EMBEDDINGS, _MASK, _FEATURES = "inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"
+
+
+class Media:
+    """What a multimodal model is given for its towers, and a forward pre-hook of the language model inside.
+
+    Args:
+        names: the arguments that its towers read.
+        axes: whether positions count several axes, which follow from the media.
+    """
+
+    def __init__(self, names: frozenset[str], *, axes: bool) -> None:
+        self.names, self.axes = names, axes
+        self.rows: GlobalRows | None = None
+
+    def require_positions(self, given: Mapping[str, Any]) -> None:
+        """Check the inputs beside media.
+
+        Raises:
+            LayoutError: they are embeddings, or positions do not follow from the media.
+        """
+        positions = given.get("position_ids")
+        if given.get("input_ids") is None:
+            raise LayoutError("media beside inputs_embeds: give input_ids, whose placeholder tokens the media replace")
+        if positions is None or (self.axes and positions.dim() != 3):
+            shape = "[axes, batch, length]" if self.axes else "[batch, length]"
+            raise LayoutError(
+                f"media without position_ids {shape}: compute those of the full row, as the model's get_rope_index "
+                "does, and give them to SequenceLayout.shard_batch"
+            )
+
+    def cut(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the language model's inputs of this rank's tokens.
+
+        Raises:
+            LayoutError: the model gives it more than can be cut.
+        """
+        if (rows := self.rows) is None:
+            return None
+        cut = (_EMBEDDINGS, _MASK, _FEATURES, "position_ids", "attention_mask")
+        uncut = [
+            name
+            for name, value in kwargs.items()
+            if isinstance(value, Mapping) or (name not in cut and isinstance(value, (Tensor, list, tuple)))
+        ]
+        if args or uncut or _EMBEDDINGS not in kwargs:
+            raise LayoutError(
+                f"{type(module).__name__} is given {', '.join(uncut) or 'inputs by position'} beside embeddings with "
+                "media, which are not of this rank's tokens: use cp=1"
+            )
+        found = {**kwargs, _EMBEDDINGS: rows.layout.shard(kwargs[_EMBEDDINGS])}
+        if (places := kwargs.get(_MASK)) is not None:
+            own = found[_MASK] = rows.layout.shard(places)
+            numbers = rows.layout.shard((places.flatten().cumsum(0) - 1).view_as(places))[own]
+            found[_FEATURES] = [features.index_select(0, numbers) for features in kwargs[_FEATURES]]
+        return args, found
+
+
+def media_of(model: nn.Module, structure: ModelStructure) -> Media | None:
+    """Return what a model of transformers takes for towers beside its language model, ``None`` without towers."""
+    root = structure.tree.root
+    owners = [
+        (module, getattr(module, method))
+        for path, module in model.named_modules()
+        for method in METHODS.values()
+        if path != root and is_at_or_below(root, path) and callable(getattr(module, method, None))
+    ]
+    names = {name for _, method in owners for name in signature(method).parameters} - {"args", "kwargs"}
+    axes = any(hasattr(owner, "get_rope_index") for owner, _ in owners)
+    return Media(frozenset({*names, *_FOR_POSITIONS}), axes=axes) if owners else None
