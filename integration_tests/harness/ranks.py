@@ -141,7 +141,10 @@ class RankPool:
                 try:
                     succeeded, value = pending.pop(rank).recv()
                 except (EOFError, OSError):
-                    succeeded, value = False, RankError("Died", "the process ended without an answer", "")
+                    self._processes[rank].join(GRACE_SECONDS)
+                    code = self._processes[rank].exitcode
+                    message = f"the process ended without an answer (exit code {code})"
+                    succeeded, value = False, RankError("Died", message, "")
                 if succeeded:
                     results[rank] = value
                 else:

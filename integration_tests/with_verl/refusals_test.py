@@ -89,20 +89,32 @@ def test_every_rank_says_what_is_wrong(case: str, two_ranks: RankPool, path: str
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [("dense", {}), ("mixture", {}), ("mixture", {"ep": 2}), ("hybrid", {}), ("vision", {})],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_ranks_with_fewer_samples_than_peers_have_micro_batches(
     kind: str, mesh: Mapping[str, int], two_ranks: RankPool, paths: dict[str, str]
 ) -> None:
-    """One rank has a text, the other seven samples, of which some have images where the model takes them."""
-    options: dict[str, Any] = {"images": kind == "vision", **mesh}
-    even = two_ranks.run(actions.uneven, paths[kind], [[0, 2, 4, 6], [1, 3, 5, 7]], dynamic=True, **options)[0]
+    _uneven_is_even(two_ranks, paths[kind], images=kind == "vision", **mesh)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [("mixture", {"tp": 2, "ep": 2}), ("hybrid", {"cp": 2}), ("vision", {"cp": 2})], ids=str
+)
+def test_they_have_on_products_of_axes(
+    kind: str, mesh: Mapping[str, int], four_ranks: RankPool, paths: dict[str, str]
+) -> None:
+    _uneven_is_even(four_ranks, paths[kind], images=kind == "vision", **mesh)
+
+
+def _uneven_is_even(ranks: RankPool, path: str, **options: Any) -> None:
+    """One rank of dp has a text, the other seven samples, of which some have images where the model takes them."""
+    even = ranks.run(actions.uneven, path, [[0, 2, 4, 6], [1, 3, 5, 7]], dynamic=True, **options)[0]
     for dynamic in (True, False):
         shares = [[0, 1, 2, 3, 4, 5, 6], [7]]
-        for loss, norm, weights in two_ranks.run(actions.uneven, paths[kind], shares, dynamic=dynamic, **options):
-            assert loss == pytest.approx(even[0], rel=1e-5)
-            assert norm == pytest.approx(even[1], rel=1e-5)
-            assert all(tensor.isfinite().all() for tensor in weights.values())
+        found = ranks.run(actions.uneven, path, shares, dynamic=dynamic, **options)
+        assert [loss for loss, _, _ in found] == pytest.approx([even[0]] * len(found), rel=1e-5)
+        assert [norm for _, norm, _ in found if norm is not None] == pytest.approx([even[1]] * 2, rel=1e-5)
+        assert all(tensor.isfinite().all() for _, _, weights in found for tensor in weights.values())
 
 
 def test_a_step_with_rewards_that_are_not_numbers_changes_nothing(two_ranks: RankPool, path: str) -> None:
