@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import runpy
+import sys
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,6 +44,16 @@ def test_one_source_serves_both_protocols(release: str) -> None:
     assert [(meta.name, meta.dtype, meta.shape) for meta in declared] == described
     assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in streamed] == described
     assert [name for name, _ in source.iter_full()] == [name for name, _ in source.iter_full()]  # every pass is fresh
+
+
+def test_beside_a_vllm_without_trainer_engines_it_is_as_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.24, which verl takes: the room opens all the same."""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    for name in ("distributed", "distributed.weight_transfer", "distributed.weight_transfer.base"):
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", ModuleType(f"vllm.{name}"))
+    found = runpy.run_path(source_class().__init__.__globals__["__file__"])
+    assert found["WeightSource"].__bases__ == (object,)
+    assert found["_base"] is None
 
 
 def test_quantized_weights_have_no_shards() -> None:

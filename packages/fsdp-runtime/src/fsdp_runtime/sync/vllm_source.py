@@ -1,7 +1,8 @@
 """A sharded model's weights as vLLM's trainer engines ask for them: full tensors, or local shards with placements.
 
 vLLM 0.32 calls ``metadata()`` and iterates over the source; 0.33 reads ``metadata`` and calls ``iter_full()`` or
-``iter_local()``.  One class serves both.  Where vLLM is not installed it has no base class, which only vLLM needs.
+``iter_local()``.  One class serves both.  Where vLLM is not installed, or is older, it has no base class, which only
+vLLM needs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from tp_plans.transfer import Box, TransferLayout
 _base: Any = None
 with suppress(ImportError):
     _base = import_module("vllm.distributed.weight_transfer.base")
+if not hasattr(_base, "WeightSource"):  # a vLLM before 0.32
+    _base = None
 
 _Base: Any = object if _base is None else _base.WeightSource
 
