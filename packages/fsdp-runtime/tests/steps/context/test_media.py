@@ -11,7 +11,8 @@ from torch import nn
 
 from coverage.multimodal import multimodal_model
 from coverage.multimodal_inputs import multimodal_inputs
-from fsdp_runtime import parallelize, sequence_layout
+from fsdp_runtime import ContextAttention, MeshSpec, parallelize, sequence_layout
+from fsdp_runtime.steps.context.step import replace_attention
 from harness.float64 import compute_in_float64
 from harness.parity import gradient_errors, largest, mesh_for
 from harness.ranks import RankPool
@@ -66,3 +67,12 @@ def test_media_beside_tensor_and_sequence_parallelism(four_ranks: RankPool) -> N
     for output, gradient in four_ranks.run(errors, "qwen3_vl", "image", axes, sequence_parallel=True):
         assert output < 1e-8
         assert gradient < 1e-6
+
+
+def test_arguments_of_towers_without_media_change_nothing() -> None:
+    model: Any = multimodal_model("llava")
+    ids = torch.arange(3, 11)[None]
+    with compute_in_float64():
+        expected = model(ids, **ASKED).logits
+        replace_attention(model, ContextAttention(MeshSpec().build(device_type="cpu").get_group("cp"), "headtail"))
+        torch.testing.assert_close(model(input_ids=ids, vision_feature_layer=-1, **ASKED).logits, expected)

@@ -120,7 +120,8 @@ class Inputs:
         """Return the names of the media, which every rank of ``cp`` has or none; collective for multimodal models."""
         if self.media is None:
             return set()
-        names = {name for name, value in kwargs.items() if name in self.media.names and value is not None}
+        known = self.media.names - {*_OF_TOKENS, *_CACHES}
+        names = {name for name, value in kwargs.items() if name in known and _has_tensors(value)}
         tokens = next((value for value in kwargs.values() if isinstance(value, Tensor)), torch.empty(0))
         flags = torch.tensor([bool(names), not names], dtype=torch.int32, device=tokens.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.attention.group)
@@ -280,6 +281,10 @@ def _refuse_unshardable(module: nn.Module, kwargs: dict[str, Any]) -> None:
                     f"{name} {tuple(leaf.shape)} cannot be sharded along the tokens: compute the embeddings of the "
                     "full sequence first, and pass this rank's part as inputs_embeds"
                 )
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in _leaves(value))
 
 
 def _asks(value: Any) -> bool:

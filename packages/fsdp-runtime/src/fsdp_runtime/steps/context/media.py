@@ -87,6 +87,6 @@ def media_of(model: nn.Module, structure: ModelStructure) -> Media | None:
         for method in METHODS.values()
         if path != root and is_at_or_below(root, path) and callable(getattr(module, method, None))
     ]
-    names = {name for _, method in owners for name in signature(method).parameters} - {"args", "kwargs"}
+    names = {name for _, method in owners for name in signature(method).parameters}
     axes = any(hasattr(owner, "get_rope_index") for owner, _ in owners)
     return Media(frozenset({*names, *_FOR_POSITIONS}), axes=axes) if owners else None
