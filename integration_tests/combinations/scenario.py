@@ -59,6 +59,7 @@ def run(case: Case) -> Result:
 
 def _alone_compiled(case: Case, error: RuntimeError) -> bool:
     """Whether one process with compiled blocks and as many rows as a rank has fails with the same error."""
+    torch.compiler.reset()  # at its limit of recompilations, that of earlier cases, a block runs eagerly
     model = _model(case)
     (step,) = (step for step in case.options["steps"] if isinstance(step, Compile))
     for block in inspect_model(model).blocks.values():

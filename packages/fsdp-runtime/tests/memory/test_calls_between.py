@@ -255,9 +255,8 @@ def _collectives() -> dict[str, dict[str, int]]:
         with RecordCollectives() as communication:
             call()
         found[name] = dict(communication.counts())
-        if name in ("evaluation", "step", "step after it"):
-            held = [part for module in model.modules() for part in vars(module)["_parameters"].values()]
-            assert all(isinstance(parameter, DTensor) for parameter in held if parameter is not None), name
+        held = [part for module in model.modules() for part in vars(module)["_parameters"].values()]
+        assert all(isinstance(parameter, DTensor) for parameter in held if parameter is not None), name
     return found
 
 
@@ -269,16 +268,42 @@ def test_evaluations_free_what_they_gathered_and_steps_communicate_as_before(two
         "evaluation": {"all_gather": 5},
         "step after it": step,
         "forward alone": {"all_gather": 5},
-        "forward again": {"all_gather": 3},  # the root and the last block are still gathered
+        "forward again": {"all_gather": 5},  # what is written to parameter.data in between changes no version
     }
+
+
+def _written_between(write: str) -> None:
+    model = _model()
+    tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
+    before = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    loss = _logprobs(model, tokens).mean()
+    for weight in (model.lm_head.weight, model.model.norm.weight):
+        with torch.no_grad():
+            weight.data.mul_(2) if write == "data" else weight.mul_(2)
+    loss.backward() if write == "backward" else None
+    again = _logprobs(model, tokens).mean()
+    assert not torch.equal(again, loss)
+    after = model.state_dict()
+    for name in ("lm_head.weight", "model.norm.weight"):
+        assert torch.equal(after[name].full_tensor(), 2 * before[name])
+
+
+@pytest.mark.parametrize("write", ["data", "no_grad", "backward"])
+def test_what_is_written_to_a_module_between_forward_and_backward_is_kept(two_ranks: RankPool, write: str) -> None:
+    two_ranks.run(_written_between, write)
 
 
 def _built_from_attributes() -> str:
     model = _model()
     tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
     loss = _logprobs(model, tokens).mean()
-    optimizer = torch.optim.SGD([model.lm_head.weight], lr=0.1)
+    kept = torch.optim.SGD([model.lm_head.weight], lr=0.1)
     loss.backward()
+    before = model.lm_head.weight.full_tensor()
+    kept.step()
+    assert not torch.equal(before, model.lm_head.weight.full_tensor())
+    with fsdp_runtime.unsharded(model):
+        optimizer = torch.optim.SGD([model.lm_head.weight], lr=0.1)
     try:
         optimizer.step()
     except ModelError as error:

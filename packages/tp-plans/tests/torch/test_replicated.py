@@ -54,6 +54,29 @@ def test_a_replicated_layer_may_change_the_size_of_the_features(two_ranks):
     assert two_ranks.run(projection_faults, "partial", **how) == [[], []]
 
 
+class AddedScales(nn.Module):
+    """Two parameters that are added elementwise: they get one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+
+    def forward(self, values):
+        return values * (self.first + self.second)
+
+
+def scaled_gradients():
+    module = parallelized(AddedScales().double(), {"": NoParallel()})
+    module(torch.ones(3, WIDTH, dtype=torch.float64)).sum().backward()
+    for parameter in module.parameters():
+        parameter.grad.mul_(0.5)
+    return [parameter.grad.to_local().tolist() for parameter in module.parameters()]
+
+
+def test_gradients_of_parameters_that_are_added_share_no_memory(two_ranks):
+    assert two_ranks.run(scaled_gradients) == [[[1.5] * WIDTH] * 2] * 2
+
+
 def apply(build, style, layout):
     parallelized(build().double(), {"": style})(arriving(activation(3, 5, WIDTH), layout, plain=False))
 

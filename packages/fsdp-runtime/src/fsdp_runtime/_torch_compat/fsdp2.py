@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -143,6 +144,27 @@ def copied_versions(unit: FSDPModule) -> tuple[int, ...]:
     Operators on a DTensor raise the version of the DTensor, those on its local tensor that of the local tensor.
     """
     return tuple(shard._version + local_tensor(shard)._version for shard in gathered_copies(unit).values())
+
+
+def show_shards(unit: FSDPModule) -> None:
+    """Let a gathered FSDP module's owners hold the shards; a backward gets the kept copies, and a forward gathers anew.
+
+    torch 2.10 to 2.15 have no public way to keep copies without showing them.
+    """
+    for group in _parameter_groups(unit):
+        for parameter in group.fsdp_params:
+            parameter._setattr_on_modules(parameter.sharded_param)
+        group.unshard = partial(_unshard, group)
+
+
+def _unshard(group: Any, async_op: bool = False) -> None:
+    vars(group).pop("unshard", None)
+    if group.is_unsharded and group._training_state.name == "PRE_BACKWARD":
+        for parameter in group.fsdp_params:
+            parameter._setattr_on_modules(parameter._unsharded_param)
+    elif group.is_unsharded:
+        group._to_sharded()
+    group.unshard(async_op)
 
 
 def in_forward(unit: FSDPModule) -> bool:

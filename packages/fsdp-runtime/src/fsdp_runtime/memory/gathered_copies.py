@@ -5,6 +5,7 @@ the copies: an optimizer that was built from them would train nothing, a norm wo
 forward after an optimizer's step would compute with the old values.  So:
 
 - after a forward without gradients nothing stays gathered;
+- after one with gradients modules hold their shards until the backward, so that ``module.weight`` can be written;
 - ``named_parameters``, ``parameters`` and ``zero_grad`` give or clear the shards (``steps.guards``), which changes no
   communication, even on one rank alone;
 - ``zero_grad`` of an optimizer drops what ``no_sync`` has accumulated of its parameters, and no shard has yet;
@@ -40,6 +41,7 @@ from fsdp_runtime._torch_compat import (
     parameter_hooks,
     parameter_owners,
     reset_after_error,
+    show_shards,
     watch_zero_grad,
 )
 from fsdp_runtime.errors import ModelError
@@ -80,8 +82,8 @@ def keep_readers_on_shards(root: nn.Module) -> None:
         for state in states:
             state.versions = ()
         for unit in gathered_units(root):  # type: ignore[arg-type]
-            if not torch.is_grad_enabled() and not is_held(unit):
-                unit.reshard()
+            if not is_held(unit):
+                show_shards(unit) if torch.is_grad_enabled() else unit.reshard()
             runtime_state(unit).versions = copied_versions(unit)
 
     hook_forward(root, "gathers again what was written since the last forward", before=refresh, first=True)
@@ -211,7 +213,7 @@ def _refuse_copies(optimizer: Optimizer, *_: Any) -> None:
         if copies:
             raise ModelError(
                 f"this {type(optimizer).__name__} holds {len(copies)} gathered copies of FSDP2's parameters (first of "
-                f"shape {tuple(copies[0].shape)}), which modules hold between a forward and its backward, so its step "
+                f"shape {tuple(copies[0].shape)}), which modules hold inside of 'with unsharded(model):', so its step "
                 "would change nothing: build the optimizer from model.parameters()"
             )
 

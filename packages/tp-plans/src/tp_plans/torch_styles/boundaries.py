@@ -247,7 +247,10 @@ class _LocalPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
-        return with_spec(gradient.contiguous(), ctx.spec), None
+        # Two vectors that are added get one tensor, of which autograd copies plain ones alone.
+        is_vector = gradient.numel() <= max(gradient.shape, default=1)
+        own = gradient.clone(memory_format=torch.contiguous_format) if is_vector else gradient.contiguous()
+        return with_spec(own, ctx.spec), None
 
 
 class _LocalParts(torch.autograd.Function):
