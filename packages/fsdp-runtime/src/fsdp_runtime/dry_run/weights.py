@@ -120,9 +120,10 @@ def describe_weights(
     places = {rank: FilePlace(str(rank // ranks_per_host), "") for rank in ranks}
     files = plan_files(export.prepare(model), max_shard_bytes, places, shared=writers == "all")
     first = [rank for rank in ranks if places[rank] == places[ranks[0]]] if readers == "host" else ranks
+    one_host = len({places[rank] for rank in first}) == 1
     found: dict[str, ByRank] = {
         "save": save_traffic(model, export, max_shard_bytes=max_shard_bytes, places=places, shared=writers == "all"),
-        "load": load_traffic(model, saved_tensors(files), first, export.bucket_bytes),
+        "load": load_traffic(model, saved_tensors(files), first, export.bucket_bytes, one_host=one_host),
         "stream": stream_traffic(model, export, ranks),
     }
     if transfer is not None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _ADVICE = {
     errno.ENOSPC: "Free space on its disk, or save to another directory",
@@ -78,16 +79,31 @@ def start_writing(descriptor: int) -> None:
         _sync_file_range(descriptor, 0, 0, _START_WRITING)
 
 
-def _found_sync_file_range() -> Callable[..., int] | None:
+def reserve(descriptor: int, nbytes: int) -> None:
+    """Make a file so large, with room on its disk where the file system can promise it; writes are then faster.
+
+    Raises:
+        OSError: no space is left.
+    """
+    if _fallocate is not None and _fallocate(descriptor, 0, 0, nbytes) == 0:
+        return
+    code = ctypes.get_errno() if _fallocate is not None else 0
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise OSError(code, os.strerror(code))
+    os.ftruncate(descriptor, nbytes)  # the file system cannot, or there is nothing to reserve
+
+
+def _of_linux(name: str, *arguments: Any) -> Callable[..., int] | None:
     if sys.platform != "linux":
         return None
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
-        function.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+        function.argtypes = arguments
     return function
 
 
-_sync_file_range = _found_sync_file_range()
+_sync_file_range = _of_linux("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_fallocate = _of_linux("fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def move_into_place(source: Path, target: Path) -> None:

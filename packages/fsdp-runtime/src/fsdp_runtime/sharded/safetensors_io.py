@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError, WeightsError
-from fsdp_runtime.sharded.fsync import naming_write_errors, start_writing
+from fsdp_runtime.sharded.fsync import naming_write_errors, reserve, start_writing
 
 #: The format's names of dtypes.
 DTYPE_NAMES = {
@@ -121,7 +121,7 @@ class SafetensorsWriter:
             try:
                 with self._naming_errors():
                     _write_all(self._descriptor, self._layout.header, 0)
-                    os.ftruncate(self._descriptor, self._layout.nbytes)
+                    reserve(self._descriptor, self._layout.nbytes)
             except BaseException:
                 self.close()
                 raise

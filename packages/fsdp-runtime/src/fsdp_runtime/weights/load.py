@@ -39,7 +39,8 @@ class LoadReport:
 
     Args:
         tensors: number of the model's tensors that were loaded, tied ones counted once.
-        bytes_read: bytes of tensors that this rank read from the files.
+        bytes_read: bytes of tensors that this rank read from the files; those that several ranks of a host read, which
+            the page cache serves all but one of, count for one.
         unexpected: names in the checkpoint that the model lacks.
         bytes_sent: bytes of tensors that this rank gave to others.
         bytes_received: bytes of tensors that others gave to this rank.
@@ -65,12 +66,13 @@ def load_weights(
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
-    Every rank opens the files; each byte that shards need is read by one rank of each host, in large sequential reads
-    and ahead of what is being sent, and goes to the other ranks that need it, also for tensors that the model fuses or
-    merges (such as experts).  For a conversion that does more than rearrange slices every rank reads full tensors.  A
-    model on the meta device is materialized first.  Values are converted to the parameter's dtype.  Collective over
-    the model's mesh: a rank that cannot read, or has opened another checkpoint than the first rank, makes all ranks
-    raise.
+    Every rank opens the files; each byte that shards need comes from the disk once for each host, in large sequential
+    reads and ahead of what is being sent.  Ranks of a host that need the same bytes, as replicas do, all read them, and
+    the page cache serves all but one; blocks that interleave in the file are read by one rank, which sends them to the
+    others, also for tensors that the model fuses or merges (such as experts).  For a conversion that does more than
+    rearrange slices every rank reads full tensors.  A model on the meta device is materialized first.  Values are
+    converted to the parameter's dtype.  Collective over the model's mesh: a rank that cannot read, or has opened
+    another checkpoint than the first rank, makes all ranks raise.
 
     A model of ``from_config`` is in training mode, with dropout active, and a load does not change that;
     ``from_pretrained`` returns its model in evaluation mode.  Pass ``training=False`` for the latter.
@@ -143,7 +145,8 @@ def load_weights(
             drawn: list[StateEntry] = []
             for entry in refresh_buffers(base_entries):
                 (stored if weights.by_model_name.keys() & {*entry.names} else drawn).append(entry)
-            sent, received = _fill(stored, weights, converter, near, ranks, bucket_bytes)
+            one_host = len({places[rank].host for rank in near}) == 1
+            sent, received = _fill(stored, weights, converter, near, ranks, bucket_bytes, one_host=one_host)
             with raise_on_all(ranks):
                 for entry in drawn:
                     fill_local(entry.tensor, *_drawn(entry, new_modules or {}))
@@ -204,13 +207,16 @@ def _fill(
     readers: Sequence[int],
     ranks: ModelRanks,
     bucket_bytes: int,
+    *,
+    one_host: bool,
 ) -> tuple[int, int]:
     """Fill every tensor of the model; return the bytes sent and received."""
     checkpoint = converter.checkpoint
     in_blocks, others = filled_in_blocks(entries, weights, checkpoint.tensors)
     device = required_device(ranks.groups) or torch.device("cpu")
     blocks = BlockReader(own_rank(), ranks, bucket_bytes, device, checkpoint)
-    blocks.run(plan_reads(in_blocks, checkpoint.tensors, readers, min(bucket_bytes, EXCHANGED_BYTES)))
+    limit = min(bucket_bytes, EXCHANGED_BYTES)
+    blocks.run(plan_reads(in_blocks, checkpoint.tensors, readers, limit, one_host=one_host))
     with raise_on_all(ranks):
         blocks.raise_error()
         for tensor, name in others:

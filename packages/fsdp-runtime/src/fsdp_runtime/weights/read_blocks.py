@@ -16,7 +16,7 @@ from fsdp_runtime.sharded.rank_boxes import inside
 from fsdp_runtime.weights.file_plan import Part, file_runs
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from fsdp_runtime.weights.messages import EXCHANGED_BYTES, ReusedMemory, in_message, local_view, message_bytes
-from fsdp_runtime.weights.read_plan import Read, receivers
+from fsdp_runtime.weights.read_plan import Read
 from tp_plans.transfer import box_shape, split_box
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class BlockReader:
 
     def run(self, batches: Sequence[Sequence[Read]]) -> None:
         """Read, exchange and fill all batches.  Collective over the ranks that read for one another."""
-        own = [[each for each in batch if each.area.file_rank == self._rank] for batch in batches]
+        own = [[each for each in batch if self._rank in each.readers] for batch in batches]
         self._total = sum(each.nbytes for batch in own for each in batch)
         with ThreadPoolExecutor(1, "read") as pool:
             ahead = [{id(each): pool.submit(self._read_area, each) for each in batch} for batch in own]
@@ -80,7 +80,7 @@ class BlockReader:
         """Read an area and fill what this rank needs of it; return what other ranks need."""
         if self._stopped:
             return None
-        sent = any(True for part in each.area.parts for _ in receivers(each.area, part))
+        sent = each.is_sent
         if not sent and each.area.is_whole:
             self._fill_from_file(each)
             return None
@@ -109,6 +109,8 @@ class BlockReader:
         flat = values.reshape(-1)
         for start, inner, length in file_runs(each.item.shape, box):
             self._checkpoint.read_into(each.stored, start, flat[inner : inner + length])
+            if each.area.file_rank != self._rank:  # it comes from the page cache, and counts for the other rank
+                self._checkpoint.bytes_read -= length * each.item.dtype.itemsize
             self._read += length * each.item.dtype.itemsize
         self._say()
 
@@ -148,11 +150,11 @@ class BlockReader:
             source = each.area.file_rank
             _view(each, part).copy_(in_message(incoming[source], offsets[source], each.item, part.box))
             offsets[source] += message_bytes(each.item, part.box)
-        self._ahead.give(sum(each.nbytes for each in own if any(_sent([each]))))
+        self._ahead.give(sum(each.nbytes for each in own if each.is_sent))
 
     def _received(self, batch: Sequence[Read]) -> Iterator[tuple[Read, Part]]:
         for each in batch:
-            if each.area.file_rank != self._rank:
+            if self._rank not in each.readers:
                 yield from ((each, part) for part in each.area.parts if self._rank in part.piece.owners)
 
     def _result(self, each: Read, future: Future[Tensor | None]) -> Tensor | None:
@@ -188,7 +190,7 @@ class _Budget:
 
 def _sent(reads: Sequence[Read]) -> Iterator[tuple[Read, Part, int]]:
     """The parts that leave the reader and the ranks that they go to, in an order that all of them know."""
-    return ((each, part, rank) for each in reads for part in each.area.parts for rank in receivers(each.area, part))
+    return ((each, part, rank) for each in reads for part in each.area.parts for rank in each.receivers(part))
 
 
 def _view(each: Read, part: Part) -> Tensor:

@@ -25,7 +25,7 @@ from fsdp_runtime.weights.load import filled_in_blocks
 from fsdp_runtime.weights.messages import EXCHANGED_BYTES, message_bytes
 from fsdp_runtime.weights.naming import map_weights
 from fsdp_runtime.weights.read_blocks import STAGED_BYTES, read_ahead
-from fsdp_runtime.weights.read_plan import Read, plan_reads, receivers
+from fsdp_runtime.weights.read_plan import Read, plan_reads
 from fsdp_runtime.weights.stream import WeightExport, split_by_bytes
 from fsdp_runtime.weights.write_plan import PlannedFile, plan_files, plan_writes
 from tp_plans.transfer import volume
@@ -96,7 +96,7 @@ def save_traffic(
 
 
 def load_traffic(
-    model: nn.Module, stored: Mapping[str, HubTensor], readers: Sequence[int], bucket_bytes: int
+    model: nn.Module, stored: Mapping[str, HubTensor], readers: Sequence[int], bucket_bytes: int, *, one_host: bool
 ) -> ByRank:
     """Count what :func:`~fsdp_runtime.load_weights` moves on ranks that read for one another.
 
@@ -105,6 +105,7 @@ def load_traffic(
         stored: the tensors of the checkpoint.
         readers: the ranks, such as those of a host.
         bucket_bytes: the most bytes that a rank holds for others.
+        one_host: whether they share a page cache.
     """
     entries = base_state_entries(model, state_entries(model, allow_offloaded=True))
     weights = map_weights(base_model(model), entries, stored)
@@ -112,7 +113,7 @@ def load_traffic(
     in_blocks, others = filled_in_blocks(known, weights, stored)
     found = {rank: RankTraffic() for rank in readers}
     ahead = dict.fromkeys(readers, 0)
-    for batch in plan_reads(in_blocks, stored, readers, min(bucket_bytes, EXCHANGED_BYTES)):
+    for batch in plan_reads(in_blocks, stored, readers, min(bucket_bytes, EXCHANGED_BYTES), one_host=one_host):
         exchanged = dict.fromkeys(readers, 0)
         for each in batch:
             _count_read(each, found, exchanged, ahead)
@@ -228,7 +229,7 @@ def _count_read(each: Read, found: ByRank, exchanged: dict[int, int], ahead: dic
     found[reader].read += each.nbytes
     is_sent = False
     for part in each.area.parts:
-        for rank in receivers(each.area, part):
+        for rank in each.receivers(part):
             nbytes, is_sent = message_bytes(each.item, part.box), True
             found[reader].sent += nbytes
             found[rank].received += nbytes
