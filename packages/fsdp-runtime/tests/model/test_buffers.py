@@ -62,6 +62,17 @@ def test_meta_device_keeps_buffers_real_and_parameters_on_meta(architecture: str
         assert torch.equal(buffer, expected), name
 
 
+def test_stacks_of_experts_larger_than_the_memory_are_not_allocated() -> None:
+    with meta_device():
+        small, stack = torch.zeros(4), nn.Parameter(torch.zeros(64, 2**20, 2**20))  # 256 TiB
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.rand(2, generator=generator)
+    assert stack.shape == (64, 2**20, 2**20)
+    assert stack.is_meta
+    assert small.tolist() == [0.0] * 4
+    assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(0)))
+
+
 def test_parameters_stay_the_same_objects() -> None:
     model = _on_meta("LlamaForCausalLM", tied=True)
     before = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}

@@ -29,15 +29,8 @@ def build_model(source: str | Path | Any, dtype: torch.dtype, frozen_dtype: torc
     """
     require_model_source(source)
     build = model_builder(source)
-    try:
-        with meta_device():
-            model = build()
-    except RuntimeError as error:
-        if "allocate" not in str(error):
-            raise
-        # Parameters are created before they lose their data, and one stack of experts may be larger than the memory.
-        with torch.device("meta"):
-            model = build()
+    with meta_device():
+        model = build()
     if not isinstance(model, nn.Module):
         raise EstimateError(f"the function that builds the model returned a {type(model).__name__}: return a module")
     for parameter in model.parameters():

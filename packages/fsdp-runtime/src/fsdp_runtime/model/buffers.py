@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from fsdp_runtime._torch_compat import persistent_buffers
 from fsdp_runtime._transformers_compat.initialization import initialize_module
@@ -25,7 +26,8 @@ def meta_device() -> Iterator[None]:
     """Build a model with parameters on the meta device and buffers on a real device.
 
     Under ``torch.device("meta")`` non-persistent buffers have to be computed again; under this context manager the
-    constructor computes them.  Parameters are allocated one at a time and freed as soon as they are registered.
+    constructor computes them.  Parameters are allocated one at a time and freed as soon as they are registered; a
+    tensor of 2**28 elements or more, such as a stack of experts, is never allocated.
 
     Yields:
         Nothing.
@@ -46,9 +48,28 @@ def meta_device() -> Iterator[None]:
 
     handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         handle.remove()
+
+
+#: Functions that make a tensor of a given size.
+_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+#: Elements of a tensor that no module keeps as a buffer: filling it may take seconds, or more memory than there is.
+_LARGE = 2**28
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Make large tensors on the meta device, those for which the caller names no device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and kwargs.get("device") is None:
+            on_meta = func(*args, **{**kwargs, "device": "meta"})
+            if on_meta.numel() >= _LARGE:
+                return on_meta
+        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)
