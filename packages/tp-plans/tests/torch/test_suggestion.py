@@ -260,6 +260,13 @@ def test_the_check_finds_a_replicated_final_norm_under_sequence_parallelism(name
     assert "SequenceParallel()" in error.fix
 
 
+def test_a_weight_that_is_read_by_a_method_other_than_forward_stays_replicated():
+    model = small(entries()["gemma3n_text"])
+    model.config.altup_num_inputs = 12  # a matrix large enough to be split, read by predict(), which the block calls
+    plan = suggest(type(model)(model.config)).plan
+    assert not [path for path, style in plan.items() if "altup" in path and isinstance(style, GatheredParameters)]
+
+
 @pytest.mark.parametrize("name", ["gemma3n_text", "hrm_text", "inkling2_text"])
 def test_no_sequence_parallel_plan_is_suggested_for_what_has_no_such_form(name):
     model = small(entries()[name])

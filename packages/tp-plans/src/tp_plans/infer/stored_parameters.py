@@ -87,7 +87,8 @@ def _shard_storage(
                 continue
             reader = parent(path)
             if path and reads_below(type(planned.modules[reader]), leaf(path), "weight"):
-                if planned.style(reader) is None and not planned.tree.is_numbered(reader):
+                free = planned.style(reader) is None and not planned.tree.is_numbered(reader)
+                if free and not _is_called_by_method(reader, planned):
                     yield reader, GatheredParameters(names=(f"{leaf(path)}.weight",))
             elif _reads_full_activations(path, planned):
                 yield path, ColwiseParallel(output_layouts=Replicate())
@@ -135,6 +136,14 @@ def _reader_above(path: str, names: list[str], planned: PlannedTree) -> str | No
         return None
     read = referenced_names(type(planned.modules[above]))
     return above if leaf(path) in read and any(name in read for name in names if name != "weight") else None
+
+
+def _is_called_by_method(path: str, planned: PlannedTree) -> bool:
+    """Return whether code above calls another method of a module than its forward: nothing is gathered around that."""
+    above, cls = type(planned.modules[parent(path)]), type(planned.modules[path])
+    own = takewhile(lambda base: base.__name__ != "Module", cls.__mro__)
+    methods = {name for base in own for name, value in vars(base).items() if callable(value)} - {"forward"}
+    return any(reads_below(above, leaf(path), name) for name in methods)
 
 
 def _is_read_above(path: str, planned: PlannedTree) -> bool:
