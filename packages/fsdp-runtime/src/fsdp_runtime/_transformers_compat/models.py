@@ -12,6 +12,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+#: The methods of transformers' models that run a tower, by the medium.
+MEDIA_METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
+
 
 def is_transformers_model(module: nn.Module) -> bool:
     """Return True for a ``PreTrainedModel``; transformers is not imported for that."""

@@ -109,9 +109,9 @@ class BlockReader:
         flat = values.reshape(-1)
         for start, inner, length in file_runs(each.item.shape, box):
             self._checkpoint.read_into(each.stored, start, flat[inner : inner + length])
-            if each.area.file_rank != self._rank:  # it comes from the page cache, and counts for the other rank
-                self._checkpoint.bytes_read -= length * each.item.dtype.itemsize
-            self._read += length * each.item.dtype.itemsize
+        self._read += values.nbytes
+        if each.area.file_rank == self._rank:  # of several ranks that read it, for which the page cache serves the rest
+            self._checkpoint.bytes_read += values.nbytes
         self._say()
 
     def _say(self) -> None:

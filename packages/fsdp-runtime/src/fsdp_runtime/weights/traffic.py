@@ -227,15 +227,14 @@ class _Exchanges:
 def _count_read(each: Read, found: ByRank, exchanged: dict[int, int], ahead: dict[int, int]) -> None:
     reader = each.area.file_rank
     found[reader].read += each.nbytes
-    is_sent = False
     for part in each.area.parts:
         for rank in each.receivers(part):
-            nbytes, is_sent = message_bytes(each.item, part.box), True
+            nbytes = message_bytes(each.item, part.box)
             found[reader].sent += nbytes
             found[rank].received += nbytes
             exchanged[reader] += nbytes
             exchanged[rank] += nbytes
-    if is_sent:
+    if each.is_sent:
         ahead[reader] += each.nbytes
 
 

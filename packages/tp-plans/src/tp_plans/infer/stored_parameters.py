@@ -87,8 +87,7 @@ def _shard_storage(
                 continue
             reader = parent(path)
             if path and reads_below(type(planned.modules[reader]), leaf(path), "weight"):
-                free = planned.style(reader) is None and not planned.tree.is_numbered(reader)
-                if free and not _is_called_by_method(reader, planned):
+                if _can_gather(reader, planned):
                     yield reader, GatheredParameters(names=(f"{leaf(path)}.weight",))
             elif _reads_full_activations(path, planned):
                 yield path, ColwiseParallel(output_layouts=Replicate())
@@ -132,18 +131,19 @@ def _adds_to_embedding(module: Any, method: str) -> bool:
 def _reader_above(path: str, names: list[str], planned: PlannedTree) -> str | None:
     """Return the module above whose code reads the parameters itself, where it has no rule."""
     above = parent(path)
-    if not path or planned.style(above) is not None or planned.tree.is_numbered(above):
-        return None
     read = referenced_names(type(planned.modules[above]))
-    return above if leaf(path) in read and any(name in read for name in names if name != "weight") else None
+    is_read = bool(path) and leaf(path) in read and any(name in read for name in names if name != "weight")
+    return above if is_read and _can_gather(above, planned) else None
 
 
-def _is_called_by_method(path: str, planned: PlannedTree) -> bool:
-    """Return whether code above calls another method of a module than its forward: nothing is gathered around that."""
+def _can_gather(path: str, planned: PlannedTree) -> bool:
+    """Return whether a module has no rule, and is called by its forward alone, around which it may gather."""
+    if planned.style(path) is not None or planned.tree.is_numbered(path):
+        return False
     above, cls = type(planned.modules[parent(path)]), type(planned.modules[path])
     own = takewhile(lambda base: base.__name__ != "Module", cls.__mro__)
     methods = {name for base in own for name, value in vars(base).items() if callable(value)} - {"forward"}
-    return any(reads_below(above, leaf(path), name) for name in methods)
+    return not any(reads_below(above, leaf(path), name) for name in methods)
 
 
 def _is_read_above(path: str, planned: PlannedTree) -> bool:

@@ -90,7 +90,7 @@ class Inputs:
         layout = self.attention.layout(tokens.shape[1])
         self.rows = GlobalRows(tokens.shape[0], layout, self.attention.group)
         full = None if positions is None else gather_tokens(positions, layout, self.attention.group, dim=-1)
-        in_text = full[0] if full is not None and full.dim() == 3 and len(full) == 4 else None if media else full
+        in_text = _positions_in_text(full, has_media=bool(media))
         if in_text is not None:
             _require_order(in_text, layout)
         self.longest = layout.length - 1 if full is None else full.max()
@@ -281,6 +281,13 @@ def _refuse_unshardable(module: nn.Module, kwargs: dict[str, Any]) -> None:
                     f"{name} {tuple(leaf.shape)} cannot be sharded along the tokens: compute the embeddings of the "
                     "full sequence first, and pass this rank's part as inputs_embeds"
                 )
+
+
+def _positions_in_text(full: Tensor | None, *, has_media: bool) -> Tensor | None:
+    """Return positions that count the tokens of a row one by one: of four axes the first; no others beside media."""
+    if full is not None and full.dim() == 3 and len(full) == 4:
+        return full[0]
+    return None if has_media else full
 
 
 def _has_tensors(value: Any) -> bool:

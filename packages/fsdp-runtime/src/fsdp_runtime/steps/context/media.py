@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp_runtime._transformers_compat.models import MEDIA_METHODS
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.context.outputs import GlobalRows
-from fsdp_runtime.steps.fsdp.missing_media import METHODS
 from tp_plans.runtime import is_at_or_below
 
 #: Read for positions alone, which are given.
@@ -84,7 +84,7 @@ def media_of(model: nn.Module, structure: ModelStructure) -> Media | None:
     owners = [
         (module, getattr(module, method))
         for path, module in model.named_modules()
-        for method in METHODS.values()
+        for method in MEDIA_METHODS.values()
         if path != root and is_at_or_below(root, path) and callable(getattr(module, method, None))
     ]
     names = {name for _, method in owners for name in signature(method).parameters}

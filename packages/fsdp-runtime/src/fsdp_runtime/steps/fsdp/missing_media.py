@@ -19,14 +19,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._transformers_compat.models import original_class
+from fsdp_runtime._transformers_compat.models import MEDIA_METHODS, original_class
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.wrap import hook_forward, hook_model
 from tp_plans.runtime import is_at_or_below
 
-#: The methods of transformers' models that run a tower, by the medium.
-METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
 #: The media of a method that does not declare its arguments.
 _FIRST = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 #: The value of all pixels and samples of media that stand for absent ones: some models drop images of zeros.
@@ -82,7 +80,7 @@ class AbsentMedia:
         without = [medium for medium in mixed if not self.owners[medium]]
         if embedded or without:
             name = original_class(self.model).__name__
-            method = METHODS.get(without[0], "method for them") if without else ""
+            method = MEDIA_METHODS.get(without[0], "method for them") if without else ""
             why = f"{name} has no {method}" if without else "a rank got no input_ids"
             raise ModelError(
                 f"some data-parallel ranks have rows with media ({', '.join(mixed)}) and others have none. The others "
@@ -105,7 +103,7 @@ class AbsentMedia:
         nothing: list[Tensor] = []
         for medium, template in absent.items():
             media = {name: _filled(value, output) for name, value in template.items()}
-            features = getattr(self.owners[medium][0], METHODS[medium])(**media, return_dict=True)
+            features = getattr(self.owners[medium][0], MEDIA_METHODS[medium])(**media, return_dict=True)
             projected = features.get("pooler_output") is not None
             names = _ADDED if projected else {*features} - _INTERMEDIATE
             used = {name: value for name, value in features.items() if name in names}
@@ -149,7 +147,7 @@ def _media_owners(model: nn.Module, *, several_stacks: bool) -> dict[str, list[n
     takes = signature(type(model).forward).parameters
     owners = {
         medium: [module for module in model.modules() if callable(getattr(module, method, None))]
-        for medium, method in METHODS.items()
+        for medium, method in MEDIA_METHODS.items()
     }
     found = {medium: modules for medium, modules in owners.items() if modules or _FIRST[medium] in takes}
     return found or {name: [] for name in takes if several_stacks and _may_be_media(name)}
@@ -168,7 +166,7 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def _media(medium: str, owners: Sequence[nn.Module], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a medium's method, empty where its first one, the media themselves, is absent."""
-    methods = (getattr(owner, METHODS[medium]) for owner in owners)
+    methods = (getattr(owner, MEDIA_METHODS[medium]) for owner in owners)
     declared = [*dict.fromkeys(name for method in methods for name in signature(method).parameters)]
     declared = [name for name in declared if name not in ("args", "kwargs")]
     names = [name for name in declared if given.get(name) is not None]
