@@ -252,7 +252,7 @@ def trainers(session: nox.Session) -> None:
     """Run trainers, loops on accelerate and Automodel on a mesh against those of one process, and their examples."""
     install_editable(session, "trainers")
     session.install("--no-deps", AUTOMODEL)
-    session.env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    session.env.update({**ONE_THREAD, "HF_HUB_OFFLINE": "1"})
     files = sorted(map(str, Path("packages/fsdp-runtime/tests/with_trainers").glob("*.py")))
     session.run("pytest", *files, *session.posargs)
 
@@ -263,7 +263,7 @@ def trainers_versions(session: nox.Session, transformers: str, trl: str) -> None
     """Run each trainer on one mesh on releases of transformers and TRL."""
     install_editable(session, "trainers")
     session.install(f"transformers=={transformers}", f"trl=={trl}", "requests")  # imported by TRL 1.13
-    session.env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    session.env.update({**ONE_THREAD, "HF_HUB_OFFLINE": "1"})
     tests = [f"packages/fsdp-runtime/tests/with_trainers/{test}" for test in TRAINER_SUBSET]
     report = f"--junitxml=reports/trainers-{transformers}-{trl}.xml"
     session.run("pytest", report, *tests, *session.posargs)
