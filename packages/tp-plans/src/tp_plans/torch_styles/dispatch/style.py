@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -91,7 +92,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
             if getattr(module, name, None) == experts:
                 context.attributes[name] = experts
                 setattr(module, name, len(own))
-        names = _argument_names(module)
+        names = _argument_names(type(module))  # type: ignore[arg-type]  # classes are hashable
         given = self._arguments(module, names, args, kwargs)
         if len(given) == 1:
             (tokens,) = given.values()
@@ -179,8 +180,9 @@ def number_of_experts(parameters: Mapping[str, Any]) -> int:
     return min((int(each.shape[0]) for each in parameters.values() if each is not None and each.ndim == 3), default=0)
 
 
-def _argument_names(module: nn.Module) -> list[str]:
-    """Return the names of the arguments of a module's own forward, that of the class before any style."""
-    forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+@cache
+def _argument_names(kind: type[nn.Module]) -> list[str]:
+    """Return the names of the arguments of a class's own forward, that before any style."""
+    forwards = (vars(cls)["forward"] for cls in kind.__mro__ if "forward" in vars(cls))
     named = (list(signature(forward).parameters)[1:] for forward in forwards)
     return next(names for names in named if names[:1] != ["args"])
