@@ -43,15 +43,6 @@ def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) 
     """Raise on every rank of the meshes unless all were given the same model and options; values are not compared.
 
     One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
-
-    Args:
-        model: the model, on any device.
-        meshes: the axes of the call.
-        steps: the steps of the call.
-
-    Raises:
-        ModelError: classes, parameters, buffers or configs differ; the message names them and the ranks.
-        OptionError: steps, sizes of axes or versions of packages differ.
     """
     groups = list(_groups(meshes))
     if not groups:

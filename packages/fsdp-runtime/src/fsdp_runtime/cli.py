@@ -34,15 +34,7 @@ _MAX_SHOWN = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: the command line without the program's name, ``sys.argv[1:]`` by default.
-
-    Returns:
-        0 if the estimate was made and fits ``--device-memory`` (if given); 1 if it does not fit (in a sweep: if no
-        candidate fits); 2 if the command failed.  Of ``verl-check``: 0, or 1 if there is an error.
-    """
+    """Run the command; return 0, 1 if an estimate does not fit or ``verl-check`` finds an error, 2 if it failed."""
     options = parser().parse_args(arguments)
     if options.command == "verl-check":
         return _verl_check(run=options.run)

@@ -58,11 +58,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def steps_of(**options: Unpack[Options]) -> tuple[Step, ...]:
-    """Return the steps that keywords stand for, with those of ``steps``.
-
-    Raises:
-        OptionError: a step is given twice, or a value is not allowed.
-    """
+    """Return the steps that keywords stand for, with those of ``steps``."""
     for name in options:
         steps = "; other options are fields of the classes in fsdp_runtime.steps"
         require_one_of("keyword", name, Options.__annotations__, or_else=steps)

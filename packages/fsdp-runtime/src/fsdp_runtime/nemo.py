@@ -364,13 +364,7 @@ def _resolve_plan(
     plan: Mapping[str, Any] | str | None,
     tp_mesh: DeviceMesh | None = None,
 ) -> Plan | TorchPlan:
-    """Return a plan, or torch's styles as given, of which only the head counts can be checked.
-
-    Raises:
-        OptionError: a dotted path cannot be imported or called, or an edited dict does not fit together.
-        ModelError: a dict of torch's styles shards attention whose heads are not divisible.
-        tp_plans.TpPlansError: the plan is not known, or cannot be used.
-    """
+    """Return a plan, or torch's styles as given, of which only the head counts can be checked."""
     if isinstance(plan, str) and "." in plan:
         plan = _load_plan(plan)
     if isinstance(plan, Mapping) and plan and all(isinstance(style, ParallelStyle) for style in plan.values()):

@@ -17,19 +17,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """The distinct prefixes of some sequences.
-
-    Args:
-        token_ids: ``[tokens]`` int64, in pre-order.
-        positions: ``[tokens]`` int64, the number of ancestors of each token.
-        subtree_end: ``[tokens]`` int64, the index after the last descendant of each token.
-        paths: for each sequence, ``[length]`` int64: the indices of its tokens.
-    """
+    """The distinct prefixes of some sequences: ``[tokens]`` int64 in pre-order."""
 
     token_ids: Tensor
-    positions: Tensor
-    subtree_end: Tensor
-    paths: tuple[Tensor, ...]
+    positions: Tensor  # the number of ancestors of each token
+    subtree_end: Tensor  # the index after the last descendant of each token
+    paths: tuple[Tensor, ...]  # of each sequence, the indices of its tokens
 
     @property
     def attended_pairs(self) -> int:
@@ -38,11 +31,7 @@ class PrefixTree:
 
 
 def prefix_tree(sequences: Sequence[Tensor]) -> PrefixTree:
-    """Return the prefix tree of non-empty sequences of token ids, which share as many tokens as they can.
-
-    Args:
-        sequences: ``[length]`` int64 each, on the CPU.
-    """
+    """Return the prefix tree of non-empty CPU sequences of int64 token ids, which share as many tokens as they can."""
     return _tree_in_order(sequences, lexicographic_order(sequences))
 
 

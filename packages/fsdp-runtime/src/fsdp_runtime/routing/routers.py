@@ -38,40 +38,24 @@ _Count = tuple[object, str, int]
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """One router.
-
-    Args:
-        path: its path in the model.
-        module: the module during whose forward experts are selected.
-        kind: how it selects.
-        experts: the number of experts that it selects from.
-        top_k: the number of experts of a token, ``None`` where no attribute tells.
-        layer: the index of its block in the stack of blocks, ``None`` outside of the stack.
-        counts: the attributes that tell both numbers, with their values.
-    """
+    """One router: the module during whose forward experts are selected."""
 
     path: str
     module: nn.Module
-    kind: SelectionKind
+    kind: SelectionKind  # how it selects
     experts: int
-    top_k: int | None
-    layer: int | None
-    counts: tuple[_Count, ...]
+    top_k: int | None  # experts of a token, ``None`` where no attribute tells
+    layer: int | None  # index in the stack of blocks, ``None`` outside of it
+    counts: tuple[_Count, ...]  # the attributes that tell both numbers
 
 
 @dataclass(frozen=True, eq=False)
 class Routers:
-    """The routers of one model.
+    """The routers of one model."""
 
-    Args:
-        by_path: the routers by path, in the order of the model.
-        tables: paths of the routers that look experts up by token id, and select nothing.
-        layers: the number of blocks in the stack that the token embedding feeds.
-    """
-
-    by_path: dict[str, Router]
-    tables: tuple[str, ...]
-    layers: int
+    by_path: dict[str, Router]  # in the order of the model
+    tables: tuple[str, ...]  # paths of those that look experts up by token id
+    layers: int  # blocks in the stack that the token embedding feeds
 
     def are_current(self) -> bool:
         """Return whether all numbers of experts are those that the model has at present."""

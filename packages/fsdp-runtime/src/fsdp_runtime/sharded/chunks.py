@@ -20,20 +20,12 @@ ReadSlices = Callable[[str, Slices], Tensor]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangular part of a target tensor and its position in a stored tensor.
+    """A rectangular part of a target tensor and its position in a stored tensor."""
 
-    Args:
-        source: name of the stored tensor.
-        target: the slices of the target that the chunk fills.
-        start: index of the chunk's first element in the source, one number per source dim.
-        dims: the source dim of each target dim, ``None`` for a dim that the source lacks.  The chunk has size 1 in
-            source dims that are not listed.
-    """
-
-    source: str
+    source: str  # name of the stored tensor
     target: Slices
-    start: tuple[int, ...]
-    dims: tuple[int | None, ...]
+    start: tuple[int, ...]  # index of the first element in the source
+    dims: tuple[int | None, ...]  # source dim of each target dim, if it has one; others have size 1
 
     def intersect(self, slices: Slices) -> Chunk | None:
         """Return the part of the chunk inside slices of the target, ``None`` if it is empty."""

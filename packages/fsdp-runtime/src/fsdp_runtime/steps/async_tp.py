@@ -18,17 +18,7 @@ from fsdp_runtime.errors import BackendError, OptionError
 def async_compile_options(
     tp_mesh: DeviceMesh | None, compile_options: Mapping[str, Any], *, sequence_parallel: bool
 ) -> dict[str, Any]:
-    """Return the keywords of ``torch.compile`` that enable async tensor parallelism.
-
-    Args:
-        tp_mesh: the axis that layers are sharded over, ``None`` without one.
-        compile_options: keywords of ``torch.compile``.
-        sequence_parallel: activations between blocks are sharded over ``tp``.
-
-    Raises:
-        OptionError: ``tp``, sequence parallelism or the compiler is missing, and there is nothing to overlap.
-        BackendError: the mesh is not on CUDA.
-    """
+    """Return the keywords of ``torch.compile`` for async tensor parallelism; raise where nothing would overlap."""
     if tp_mesh is None or not sequence_parallel:
         raise OptionError(
             "async_tensor_parallel overlaps the collectives of sequence parallelism: it needs a mesh with tp larger "

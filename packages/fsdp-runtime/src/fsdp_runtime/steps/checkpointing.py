@@ -87,16 +87,7 @@ CheckpointMode = Mode | SelectiveCheckpoint
 
 
 def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, ...]:
-    """Return the paths of the modules that a mode makes recompute; nothing is changed.
-
-    Args:
-        structure: the model's parts.
-        mode: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a :class:`SelectiveCheckpoint`.
-
-    Raises:
-        OptionError: an unknown mode.
-        ModelError: ``"mlp"`` for a model whose blocks have no part of that name.
-    """
+    """Return the paths of the modules that a mode makes recompute; nothing is changed."""
     if isinstance(mode, SelectiveCheckpoint):
         mode.overloads()
     else:

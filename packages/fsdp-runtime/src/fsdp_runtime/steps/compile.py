@@ -31,11 +31,7 @@ RECOMPILE_LIMIT = 64
 
 
 def check_compile_options(options: Mapping[str, Any]) -> None:
-    """Check that ``torch.compile`` accepts the keywords; nothing is compiled.
-
-    Raises:
-        OptionError: it does not, as for a backend that does not exist.
-    """
+    """Check that ``torch.compile`` accepts the keywords; nothing is compiled."""
     try:
         nn.Identity().compile(**options)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -54,9 +54,6 @@ class RandomStates(Step):
     One all-gather of 8 bytes over ``tp`` and a wait for it before such a forward, and another after it; none for a
     model whose probabilities are 0, or that evaluates.  Attention draws for its own heads, except in compiled blocks.
     Ranks of ``cp``, which have different tokens, draw differently.
-
-    Args:
-        tp: the axis, also where no layer is sharded over it.
     """
 
     tp: DeviceMesh | None = field(repr=False)
@@ -84,14 +81,9 @@ class RandomStates(Step):
 
 @dataclass(frozen=True)
 class _Sources:
-    """What may draw random numbers in a model.
+    """What may draw random numbers in a model."""
 
-    Args:
-        amounts: a module, its owner of an attribute (itself, or its config), and the attribute's name, whose value is a
-            probability or an amount of noise.
-    """
-
-    amounts: tuple[tuple[nn.Module, Any, str], ...]
+    amounts: tuple[tuple[nn.Module, Any, str], ...]  # a module, it or its config, an attribute
 
     @classmethod
     def of(cls, model: nn.Module) -> _Sources:
@@ -138,11 +130,7 @@ def _drops_weights_alone(mixer: TokenMixer) -> bool:
 
 @dataclass(frozen=True)
 class _States:
-    """The default generators of the CPU and of this rank's device.
-
-    Args:
-        device_type: of the mesh.
-    """
+    """The default generators of the CPU and of this rank's device."""
 
     device_type: str
 
@@ -183,21 +171,13 @@ def _draw() -> int:
 
 @dataclass(eq=False)
 class _SameDraws:
-    """The hooks of a model.
-
-    Args:
-        tp: the ranks that have the same activations.
-        cp_rank: this rank's index among those with different tokens.
-        sources: what draws.
-        states: the generators.
-        own: the states of this rank while forwards run.
-    """
+    """The hooks of a model."""
 
     tp: DeviceMesh
     cp_rank: int
     sources: _Sources
     states: _States
-    own: list[list[Tensor] | None] = field(default_factory=list)
+    own: list[list[Tensor] | None] = field(default_factory=list)  # the states of this rank while forwards run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SameDraws:
         """Return the hooks of a copy of the model."""

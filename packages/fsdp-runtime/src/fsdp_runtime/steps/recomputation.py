@@ -18,12 +18,7 @@ class Carried(Protocol):
     """State that a recomputation takes from its forward."""
 
     def bind(self, module: nn.Module, forward: Forward) -> Forward:
-        """Return a forward that runs under the present state, whatever is in force when it is called.
-
-        Args:
-            module: the module that recomputes.
-            forward: its forward.
-        """
+        """Return a module's forward that runs under the present state, whatever is in force when it is called."""
 
 
 def bound(module: nn.Module, forward: Forward, carried: tuple[Carried, ...]) -> Forward:

@@ -92,14 +92,7 @@ def execute_transfer(
 
 
 def agreed_windows(plan: TransferPlan, own: Sequence[BlockTransfer], bucket_bytes: int, handshake: Handshake) -> int:
-    """The windows of a plan's rounds, the same on every rank; collective, unless all ranks know that one will do.
-
-    Args:
-        plan: of all transfers.
-        own: those of this rank, as :func:`split_transfers` returns them.
-        bucket_bytes: the most bytes that a rank holds besides its tensors.
-        handshake: of the plan's ranks.
-    """
+    """Return the windows of a plan's rounds, the same on every rank; collective, unless all know that one will do."""
     if fits_in_one_round(plan, bucket_bytes):
         return 1
     return max(number for (number,) in handshake.gather([windows_of(plan, own, bucket_bytes)]).values())
@@ -128,15 +121,7 @@ def run_rounds(
 
 
 class RankRounds:
-    """This rank's buffer, as large as the plan's rounds need, and its exchanges.
-
-    Args:
-        rounds: those of this rank.
-        sides: this rank's tensors.
-        peers: the exchanges of rounds.
-        device: where the group takes tensors from.
-        shared: memory for messages that stay on this host; ``None`` to send all of them over the group.
-    """
+    """This rank's exchanges and its buffer, as large as the rounds need; ``shared`` for messages on this host."""
 
     def __init__(
         self,

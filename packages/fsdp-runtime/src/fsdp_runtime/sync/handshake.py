@@ -14,13 +14,9 @@ from fsdp_runtime.sync.point_to_point import HANDSHAKE, PointToPoint
 
 
 class Handshake:
-    """Exchanges of the ranks of a plan, through the first of them.
+    """Exchanges of the ranks of a plan, through the first of them; ``tag`` is the kind of the messages.
 
-    Args:
-        ranks: the plan's ranks, in order.
-        peers: exchanges of this rank; the others wait twice as long for the first rank's answer as it waits for them.
-        device: where the group's backend takes tensors from.
-        tag: the kind of the messages, apart from those of another handshake of the group.
+    The others wait twice as long for the first rank's answer as it waits for them.
     """
 
     def __init__(self, ranks: Sequence[int], peers: PointToPoint, device: torch.device, tag: int = HANDSHAKE) -> None:
@@ -30,9 +26,8 @@ class Handshake:
     def gather(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Return the numbers of every rank, as many as this one's, on every rank.
 
-        Raises:
-            WeightSyncError: a rank did not take part in time.  The first rank's message names it; with gloo, whose
-                connections all close at a timeout, those of others refer to the first rank's.
+        The first rank's error names a rank that took no part in time.  With gloo, whose connections all close at a
+        timeout, those of other ranks refer to it.
         """
         own, tag = torch.tensor(numbers, device=self._device), self._tag + len(numbers)
         ranks = [self._first, *self._others]
@@ -68,11 +63,7 @@ class Handshake:
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """Run a step on every rank, and raise on all if it raised on one.
-
-        Raises:
-            WeightSyncError: the step failed on another rank, or a rank did not answer in time.
-        """
+        """Run a step on every rank, and raise on all if it raised on one."""
         try:
             yield
         except Exception:

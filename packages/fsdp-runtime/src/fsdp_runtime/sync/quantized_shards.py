@@ -33,21 +33,13 @@ class _OwnBlock:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What several ranks have to know of a weight's magnitudes: where it lies in the numbers that are exchanged.
+    """What several ranks have to know of a weight's magnitudes: where it lies in the numbers that are exchanged."""
 
-    Args:
-        amax: the place of the largest magnitude of the full weight; ``None`` where it is not needed.
-        first: the place of the first cell.
-        rows: rows of cells that the borders of blocks cut, in order; all of their cells are exchanged.
-        columns: columns of cells that borders cut.
-        grid: rows and columns of cells.
-    """
-
-    amax: int | None
-    first: int
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    grid: tuple[int, int]
+    amax: int | None  # place of the largest magnitude, where it is needed
+    first: int  # place of the first cell
+    rows: tuple[int, ...]  # of cells that the borders of blocks cut; all are exchanged
+    columns: tuple[int, ...]  # of cells that borders cut
+    grid: tuple[int, int]  # rows and columns of cells
 
     @property
     def end(self) -> int:
@@ -66,11 +58,7 @@ class QuantizedShards:
 
     A block whose borders cut no cell with one scale is quantized without communication.  The largest magnitudes of cut
     cells, and of full weights where the format needs them, are combined over the model's ranks.  The bits are those of
-    :meth:`Quantization.quantize` on the full weight.  The layout is that of the model in bfloat16, and ``groups``
-    together connect its ranks.
-
-    Raises:
-        OptionError: the rows of a weight cannot be cut into groups, or a block ends inside of a byte of ``nvfp4``.
+    :meth:`Quantization.quantize` on the full weight.
     """
 
     def __init__(

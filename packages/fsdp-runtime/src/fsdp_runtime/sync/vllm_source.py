@@ -183,15 +183,10 @@ def _placement_classes() -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class MeshPlacement:
-    """One placement per axis of a row-major mesh over ranks 0 to ``world_size - 1``.
-
-    Args:
-        mesh_shape: sizes of the mesh's axes.
-        dims: for each axis the dim that it shards in equal parts, or ``None`` where it replicates.
-    """
+    """One placement per axis of a row-major mesh over ranks 0 to ``world_size - 1``."""
 
     mesh_shape: tuple[int, ...]
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...]  # that each axis shards in equal parts, ``None`` where it replicates
 
     @property
     def world_size(self) -> int:

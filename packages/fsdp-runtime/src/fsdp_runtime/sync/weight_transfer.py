@@ -235,16 +235,7 @@ class WeightTransfer:
 
 
 def on_every_rank(part: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
-    """Run a part on every rank of a group, and return what each returned; raise on all what a rank raised.
-
-    Args:
-        part: without collectives over the group.
-        group: ``None`` for the world, or for this process alone where there is none.
-
-    Raises:
-        WeightSyncError: a rank raised, with the messages of all; or it did not answer within the group's time.  A rank
-            that raised another error raises that.
-    """
+    """Run a part without collectives on every rank of a group; return all results, or raise on all."""
     outcome, error = None, None
     try:
         outcome = part()

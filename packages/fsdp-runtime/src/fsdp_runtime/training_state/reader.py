@@ -18,12 +18,7 @@ from fsdp_runtime.training_state.manifest import MANIFEST, Manifest, StoredChunk
 
 
 class StateReader:
-    """The files of a training state, each opened at its first use.
-
-    Raises:
-        CheckpointError: a file that the manifest lists is missing, outside of the directory, or too small for its
-            tensors.
-    """
+    """The files of a training state, each opened at its first use."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -61,11 +56,7 @@ class StateReader:
         return tensor
 
     def verify(self, indices: Iterable[int]) -> None:
-        """Check the checksums of tensors, given by their index in the manifest.
-
-        Raises:
-            CheckpointError: a file is truncated, or its bytes differ from the saved ones.
-        """
+        """Check the checksums of tensors, given by their index in the manifest."""
         names = list(self.manifest.tensors)
         for name in (names[index] for index in indices):
             for chunk in self.manifest.tensors[name].chunks:

@@ -181,31 +181,18 @@ class _Chunk:
 
 @dataclass
 class _Save:
-    """What remains to be done of a save once nothing refers to the model's tensors, or training waits.
+    """What remains to be done of a save once nothing refers to the model's tensors, or training waits."""
 
-    Args:
-        work: the directory of the unfinished state.
-        step: as of :func:`save_training_state`.
-        keep: likewise.
-        mesh: axes of the model's mesh and their sizes.
-        chunks: what this rank writes of tensors.
-        objects: this rank's other files.
-        described: the shape and the dtype of every tensor.
-    """
-
-    work: Path
+    work: Path  # directory of the unfinished state
     step: int
     keep: int | None
     mesh: Mapping[str, int]
-    chunks: list[_Chunk]
-    objects: Mapping[str, bytes]
-    described: Mapping[str, tuple[tuple[int, ...], str]]
+    chunks: list[_Chunk]  # what this rank writes of tensors
+    objects: Mapping[str, bytes]  # this rank's other files
+    described: Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of every tensor
 
     def finish(self, ranks: ModelRanks) -> Path:
-        """Write this rank's files, and let the state take effect once all ranks have; return its directory.
-
-        Collective.
-        """
+        """Write this rank's files; the state takes effect once all ranks have.  Return its directory.  Collective."""
         with raise_on_all(ranks) as written:
             chunks = _write_shards(self.work, rank_file(ranks.index), self.chunks)
             files: dict[str, tuple[int, int]] = {}

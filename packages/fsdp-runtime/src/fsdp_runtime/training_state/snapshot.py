@@ -42,11 +42,7 @@ def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
 
 
 def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> list[NamedTensor]:
-    """Return every tensor of the model and of the optimizers' state, in the same order on all ranks.
-
-    Raises:
-        OptionError: the model is on the meta device, or a tensor of an optimizer's state cannot be saved.
-    """
+    """Return every tensor of the model and of the optimizers' state, in the same order on all ranks."""
     if on_meta := [entry.names[0] for entry in entries if entry.tensor.is_meta]:
         raise OptionError(f"{len(on_meta)} tensors are on the meta device, first {on_meta[0]}: load weights first")
     names = parameter_names(entries, optimizers)
@@ -61,12 +57,7 @@ def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]
 
 
 def chunks_to_write(tensors: Sequence[NamedTensor], ranks: ModelRanks) -> Iterator[LocalChunk]:
-    """Yield the chunks that this rank writes; over all ranks, every element is written once.
-
-    Args:
-        tensors: the same on every rank.
-        ranks: the ranks of the model.
-    """
+    """Yield the chunks that this rank writes; over all ranks, every element is written once."""
     for index, named in enumerate(tensors):
         tensor = named.tensor.detach()
         if _writes(tensor, index, ranks):

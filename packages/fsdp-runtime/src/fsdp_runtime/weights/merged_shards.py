@@ -24,11 +24,9 @@ class _Adapted(NamedTuple):
 
 
 class MergedShards:
-    """The merged shards of the weights that have active adapters.
+    """The merged shards of the weights that have active adapters; factors are gathered, a weight's at a time.
 
-    The factors are gathered, a weight's at a time; weights are not.  The bits are those that ``stream_weights`` merges
-    from full weights, as the products of the factors are added one by one.  They have the dtype in which weights are
-    sent, or each its own.
+    The bits are those of ``stream_weights``, as the products of the factors are added one by one.
     """
 
     def __init__(self, groups: Sequence[ExportGroup], dtype: torch.dtype | None) -> None:

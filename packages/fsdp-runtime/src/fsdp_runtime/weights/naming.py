@@ -28,42 +28,25 @@ Names = Literal["checkpoint", "model"]
 
 @dataclass(frozen=True)
 class TensorOrigin:
-    """The stored tensors that a tensor of the model is built from.
+    """The stored tensors that a tensor of the model is built from."""
 
-    Args:
-        shape: the shape that the checkpoint gives it.
-        stored: names of the stored tensors.
-        chunks: the chunks of those tensors; ``None`` if only the conversion can produce it.
-        conversion: the conversion that produces it, if it is not stored as is.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # as in the checkpoint
     stored: tuple[str, ...]
-    chunks: Sequence[Chunk] | None
-    conversion: Conversion | None = None
+    chunks: Sequence[Chunk] | None  # of the stored tensors; ``None`` if only the conversion makes it
+    conversion: Conversion | None = None  # ``None`` for a tensor that is stored as is
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """A checkpoint's tensors matched with a model's.
-
-    Args:
-        by_model_name: the origin of each tensor, by the model's name.
-        unexpected: names in the checkpoint that the model lacks.
-        rules: the renamings and conversions that applied, in transformers' form.
-    """
+    """A checkpoint's tensors matched with a model's."""
 
     by_model_name: Mapping[str, TensorOrigin]
-    unexpected: Sequence[str]
-    rules: list[Any]
+    unexpected: Sequence[str]  # names in the checkpoint that the model lacks
+    rules: list[Any]  # renamings and conversions that applied, in transformers' form
 
 
 def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]) -> WeightMap:
-    """Match a checkpoint's tensors with the model's.
-
-    Raises:
-        ConversionError: tensors to be fused, merged or split do not fit together.
-    """
+    """Match a checkpoint's tensors with the model's."""
     known = {name for entry in entries for name in entry.names}
     mapping = checkpoint_to_model(model, stored, known)
     origins = {
@@ -104,11 +87,7 @@ def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[tup
 
 
 def export_mapping(model: nn.Module, canonical: Sequence[str], names: Names) -> Translation:
-    """Return the renamings and conversions of an export.
-
-    Raises:
-        OptionError: ``names`` is neither ``"checkpoint"`` nor ``"model"``.
-    """
+    """Return the renamings and conversions of an export."""
     if names not in get_args(Names):
         raise OptionError(f"names={names!r}: write 'checkpoint' or 'model'")
     if names == "model":

@@ -140,12 +140,7 @@ class WeightExport:
 class ExportedModel:
     """A model's weights with names and conversions resolved: metadata, a stream, buckets, each as often as wanted.
 
-    It refers to the model's parameters and buffers: prepare a new one after these were replaced (values may change, as
-    in training).
-
-    Args:
-        options: how the weights are exported.
-        groups: the tensors of the model that are exported together, in order.
+    It refers to the model's tensors: prepare a new one after these were replaced (values may change, as in training).
     """
 
     def __init__(self, options: WeightExport, groups: list[ExportGroup]) -> None:
@@ -190,11 +185,7 @@ class ExportedModel:
         return without_inference_mode(self._stream())
 
     def buckets(self, to: int | None = None) -> Iterator[Bucket]:
-        """Yield lists of weights of one dtype, up to ``bucket_bytes``.  Collective.
-
-        Args:
-            to: the global rank that needs them; the others take part in the gathers that it needs, and get none.
-        """
+        """Yield lists of weights of one dtype, up to ``bucket_bytes``, on rank ``to`` or on all.  Collective."""
         return without_inference_mode(self._buckets(to))
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
@@ -230,10 +221,7 @@ class ExportedModel:
                 yield open_buckets.pop(next(iter(open_buckets)))
 
     def gather(self, groups: Sequence[ExportGroup], to: int | None = None) -> Iterator[tuple[ExportedTensor, Tensor]]:
-        """Return an iterator over the weights of some of the groups, whose gathers have started.  Collective.
-
-        It has to be exhausted; with ``to``, it is empty on all ranks but that one.
-        """
+        """Return an iterator, to be exhausted, over the weights of groups whose gathers have started.  Collective."""
         full = full_tensors(
             [tensor for group in groups for tensor in group.sources.values()],
             dtype=self._options.exported_dtype,

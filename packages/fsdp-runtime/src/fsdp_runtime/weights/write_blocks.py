@@ -26,19 +26,12 @@ Writer = SafetensorsWriter | StagedWriter
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one rank did in :func:`save_weights`, in bytes.
+    """What one rank did in :func:`save_weights`, in bytes."""
 
-    Args:
-        bytes_written: to the files, without their headers.
-        bytes_sent: to other ranks.
-        bytes_received: from other ranks.
-        peak_bytes: held at most besides the model's own tensors.
-    """
-
-    bytes_written: int = 0
+    bytes_written: int = 0  # without the files' headers
     bytes_sent: int = 0
     bytes_received: int = 0
-    peak_bytes: int = 0
+    peak_bytes: int = 0  # held at most besides the model's own tensors
 
 
 @dataclass(frozen=True)
@@ -55,12 +48,6 @@ class BlockWriter:
     """This rank's side of a save: what it writes at once, and what it exchanges first.
 
     A write error is kept, and the exchanges go on, so that no other rank waits for this one.
-
-    Args:
-        rank: this rank's global rank.
-        ranks: those of the model.
-        bucket_bytes: the most bytes that a rank holds for exchanges.
-        device: where the process group takes tensors from.
     """
 
     def __init__(self, rank: int, ranks: ModelRanks, bucket_bytes: int, device: torch.device) -> None:
@@ -88,14 +75,7 @@ class BlockWriter:
         sources: Mapping[str, Tensor],
         file: Writer | None,
     ) -> None:
-        """Write what this rank has of a tensor, and take the rest into the next exchange.  Collective.
-
-        Args:
-            item: the tensor.
-            steps: its plan.
-            sources: this rank's local tensors by the names in the tensor's chunks.
-            file: the tensor's file; ``None`` where it could not be opened.
-        """
+        """Write what this rank has of a tensor, and take the rest into the next exchange.  Collective."""
         local = {str(number): sources[chunk.source] for number, chunk in enumerate(item.chunks or ())}
         for step in steps:
             if step.held and self._held + step.held > self._bucket_bytes:

@@ -318,14 +318,9 @@ def _documents(positions: Tensor, rows: GlobalRows) -> Documents | None:
 
 
 def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool | None = None) -> None:
-    """Check that a tensor has one entry for each of this rank's tokens, or of the full rows, on its last dim.
+    """Check that the last dim of a tensor has this rank's tokens, or where allowed those of the ``full`` rows.
 
-    Args:
-        name: of the input.
-        value: the input.
-        share: this rank's tokens.
-        full: those of the full rows, where the input may be that of these.
-        fits: it has the right other dims; by default one.
+    ``fits`` says that the other dims are right; by default it is one.
     """
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if not shape or shape[-1] not in (share, full) or not (len(shape) == 2 if fits is None else fits):
@@ -335,16 +330,9 @@ def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool 
 
 
 def _require_order(positions: Tensor, layout: SequenceLayout) -> None:
-    """Check that positions go on from chunk to chunk rather in a layout's order than in that of another load balancer.
+    """Check that positions ``[..., seq]`` go on from chunk to chunk in a layout's order rather than another's.
 
     Waits for the device.
-
-    Args:
-        positions: ``[..., seq]``, gathered in the layout's order.
-        layout: that of the model.
-
-    Raises:
-        LayoutError: more of them go on in another order.
     """
     chunks = 2 * layout.ranks
     others: LoadBalancer = None if layout.load_balancer else "headtail"

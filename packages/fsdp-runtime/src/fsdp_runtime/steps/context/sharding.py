@@ -182,11 +182,7 @@ def load_balancer_of(part: Tensor) -> str | None:
 
 
 def require_load_balancer(load_balancer: object) -> None:
-    """Check the name of a load balancer.
-
-    Raises:
-        OptionError: it is neither ``"headtail"`` nor ``None``.
-    """
+    """Check the name of a load balancer."""
     require_one_of("load_balancer", load_balancer, ("headtail", None))
 
 

@@ -60,13 +60,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None:
-    """Check that the modules that mix tokens are known, and that attention can be replaced.
-
-    Raises:
-        ModelError: the model is not a transformers model, scores one token of each row or pools rows, has an encoder
-            and a decoder, embeds tokens by more than their ids and positions, its token mixers cannot span the full
-            sequence, or this way cannot compute its attention.
-    """
+    """Check that the modules that mix tokens are known, and that attention can be replaced."""
     model, name = facts.inner, facts.name
     facts.require_transformers(
         "call ContextAttention(group, load_balancer).attend in your model and pass "
@@ -108,11 +102,7 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
 
 
 def check_heads_over_cp(facts: ModelFacts, plan: object, *, cp: int, tp: int) -> None:
-    """Check that the ranks of ``cp`` divide the query heads.
-
-    Raises:
-        ModelError: they do not.
-    """
+    """Check that the ranks of ``cp`` divide the query heads."""
     check_heads(facts.structure, replaced_attention(facts.token_mixers, facts.attention), plan, cp=cp, tp=tp)
 
 
@@ -250,11 +240,7 @@ def gather_mixers(model: Any, step: ContextParallel, setup: Setup, cp_mesh: Devi
 
 
 def attention_of(model: nn.Module) -> ContextAttention:
-    """Return the attention that :class:`ContextParallel` gave a model.
-
-    Raises:
-        ModelError: the model is not under context parallelism.
-    """
+    """Return the attention that :class:`ContextParallel` gave a model."""
     hook = next(_hooks(model), None)
     if hook is None:
         name = type(model).__name__

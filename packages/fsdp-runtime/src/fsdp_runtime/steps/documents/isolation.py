@@ -26,11 +26,7 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 
 @dataclass(eq=False)
 class CurrentDocuments:
-    """What the token mixers of one model share.
-
-    Args:
-        documents: those of the current forward; ``None`` where each row is one document.
-    """
+    """The documents of the current forward, which a model's token mixers share; ``None`` where each row is one."""
 
     documents: Documents | None = None
 
@@ -81,20 +77,11 @@ def keep_documents_apart(modules: Iterable[nn.Module], packing: CurrentDocuments
 def run_per_document(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], documents: Documents, *, alone: bool
 ) -> Any:
-    """Run a forward on documents as rows of a batch.
+    """Run a forward on documents as rows of a batch; its output is for the rows, ``None`` for attention weights.
 
     Documents of similar length run together, padded at their ends, which no causal module shows to earlier tokens.
-    So a module runs once for each power of two between the shortest and the longest document.
-
-    Args:
-        forward: takes and returns ``[batch, seq, ...]``, in nested containers or not.
-        args: its arguments.
-        kwargs: its keywords; those that tell of boundaries are left out.
-        documents: the documents of the rows.
-        alone: run each document by itself, for a module whose results depend on padding.
-
-    Returns:
-        The output for the rows; ``None`` in place of attention weights.
+    So a module runs once for each power of two between the shortest and the longest document; ``alone`` runs each by
+    itself, for a module whose results depend on padding.
     """
     batches = documents.singles if alone else documents.batches
     given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
@@ -191,11 +178,7 @@ def mask_argument(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 def restricted(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], documents: Documents
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an attention's arguments with a mask that keeps documents apart.
-
-    Raises:
-        LayoutError: its mask has another shape than one of all pairs of tokens, or of all keys.
-    """
+    """Return an attention's arguments with a mask that keeps documents apart."""
     mask, implementation = mask_argument(module, args, kwargs)
     tokens = documents.begins.shape[1]
     if implementation.startswith(("flash", "flex")):  # transformers finds the documents in the position ids

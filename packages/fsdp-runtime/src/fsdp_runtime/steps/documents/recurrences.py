@@ -83,13 +83,7 @@ def mixes_by_functions(mixer: TokenMixer) -> bool:
 def mix_in(
     mixers: Iterable[TokenMixer], mixin: type[ByFunctions], attributes: Callable[[type], dict[str, Any]]
 ) -> None:
-    """Mix a class in before those of all mixers that call known functions.
-
-    Args:
-        mixers: of one model, some of which have another class mixed in.
-        mixin: the class.
-        attributes: of a mixer's own class, further attributes of the class that is made.
-    """
+    """Mix a class in before those of all mixers that call known functions, with attributes of each class."""
     by_class: dict[type, list[nn.Module]] = {}
     for mixer in filter(mixes_by_functions, mixers):
         by_class.setdefault(mixer.cls, []).append(mixer.module)
@@ -124,10 +118,9 @@ def forward_without_mixing(cls: type) -> Callable[..., Any]:
 
 @torch.no_grad()
 def _is_token_wise(forward: Callable[[Tensor], Any], like: Tensor) -> bool | None:
-    """Return True if the output of a token depends neither on its place nor on the other tokens.
+    """Return True if the output of a token depends neither on its place nor on the others; ``None`` without data.
 
-    Half of the tokens are moved to other places among others, then the other half.  Waits for the device.  ``None`` for
-    tensors without data.
+    Half of the tokens are moved to other places among others, then the other half.  Waits for the device.
     """
     values = torch.arange(2 * len(_MOVED) * like.shape[2], device=like.device).view(2, 1, len(_MOVED), -1)
     if not has_values(values):  # also where ``like`` is a DTensor of fake ones

@@ -37,12 +37,7 @@ _current: ContextVar[PathMask | None] = ContextVar("path_mask", default=None)
 
 
 def check_shared_prefixes(setup: Setup) -> None:
-    """Check that a token of a model sees others by masked attention only.
-
-    Raises:
-        ModelError: the model is not a transformers model, or another operator mixes tokens.
-        OptionError: rows are to be packed too.
-    """
+    """Check that a token of a model sees others by masked attention only."""
     facts = setup.facts
     name, structure = facts.name, facts.structure
     if keeps_documents_apart(setup):

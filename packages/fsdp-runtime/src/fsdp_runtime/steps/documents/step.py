@@ -27,12 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_packing(facts: ModelFacts) -> None:
-    """Check that the modules that mix tokens are known.
-
-    Raises:
-        ModelError: the model is not a transformers model, none of its blocks has such a module, it does not read
-            ``position_ids``, or it attends to later tokens in modules that are not kept apart by a mask.
-    """
+    """Check that the modules that mix tokens are known, and can be kept from mixing documents."""
     facts.require_transformers("keep documents apart in your own code and leave packed_sequences out")
     facts.require_known_positions("use one document a row")
     if (unmasked := facts.bidirectional_without_mask) is not None:

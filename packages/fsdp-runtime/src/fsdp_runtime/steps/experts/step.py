@@ -24,17 +24,7 @@ ExpertExchange = str | type[TokenExchange]
 
 
 def check_adapted_experts(model: nn.Module, plan: Plan, tp_plan: Plan | None, *, tp: int) -> None:
-    """Check adapters on stacked experts.
-
-    Args:
-        model: the model.
-        plan: the rules of the axis ``ep``.
-        tp_plan: the plan of the axis ``tp`` before experts were dispatched, if there is one.
-        tp: size of the axis ``tp``, whose ranks have the same tokens.
-
-    Raises:
-        OptionError: adapters of a dispatched module cannot be divided.
-    """
+    """Check adapters on stacked experts, by the rules of ``ep`` and the plan of ``tp`` before dispatch."""
     styles = {id(module): plan[plan.match(path)[0]] for path, module in expert_modules(model, plan).items()}
     for layer in lora_layers(base_model(model)):
         wrapper: Any = layer.module

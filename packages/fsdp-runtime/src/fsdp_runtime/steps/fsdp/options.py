@@ -81,11 +81,7 @@ class FSDPOptions:
 
 
 def check_fsdp_options(model: nn.Module, options: FSDPOptions) -> None:
-    """Check options against each other and against a model.
-
-    Raises:
-        OptionError: options contradict each other or the model's dtypes.
-    """
+    """Check options against each other and against a model's dtypes."""
     policy = options.mp_policy
     if options.master_dtype is not None and (policy is None or policy.param_dtype is None):
         raise OptionError(
@@ -96,11 +92,7 @@ def check_fsdp_options(model: nn.Module, options: FSDPOptions) -> None:
 
 
 def replicated_parameters(model: nn.Module, options: FSDPOptions) -> set[nn.Parameter]:
-    """Return the parameters that ``frozen_params="replicate"`` keeps out of FSDP2.
-
-    Raises:
-        OptionError: some are not in the compute dtype, to which FSDP2 does not convert them.
-    """
+    """Return the parameters that ``frozen_params="replicate"`` keeps out of FSDP2; it does not convert their dtype."""
     if options.frozen_params != "replicate":
         return set()
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}

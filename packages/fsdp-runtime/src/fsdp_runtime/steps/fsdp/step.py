@@ -180,10 +180,8 @@ def _divide_gradients(module: nn.Module, scale: float) -> None:
     """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``.
 
     The mean is over the ranks that the module is sharded over: those of ``efsdp`` for experts, to which the tokens of
-    ``ep`` ranks were sent.
-
-    FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice where replicas have no shards
-    (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
+    ``ep`` ranks were sent.  FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice where
+    replicas have no shards (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
     """
 
     def rescale(gradients: torch.Tensor) -> None:
@@ -210,11 +208,7 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
 def fsdp_dtypes(
     model: nn.Module, structure: ModelStructure, options: FSDPOptions, experts: Mapping[str, nn.Module] | None = None
 ) -> FSDPDtypes:
-    """Return how FSDP2 keeps the dtypes that the model computes in; the model is not changed.
-
-    Raises:
-        OptionError: a module of experts has trainable parameters of several dtypes.
-    """
+    """Return how FSDP2 keeps the dtypes that the model computes in; the model is not changed."""
     blocks = _blocks_to_wrap(model, structure, options)
     return resolve_fsdp_dtypes(model, structure, options, wrapped=blocks, experts=experts or ())
 

@@ -31,10 +31,7 @@ _HEADS = 1  # the dim of a map [batch, heads, queries, keys]
 class _Noted:
     """What the attention layers below a model returned in this forward.
 
-    Args:
-        model: the model that was asked for maps.
-        maps: the candidates; other members of a layer's output, such as a bias of the scores, are among them.
-        hooks: those of the layers.
+    Other members of a layer's output, such as a bias of the scores, are among the maps.
     """
 
     model: nn.Module

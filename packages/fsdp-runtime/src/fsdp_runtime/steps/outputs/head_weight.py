@@ -11,11 +11,7 @@ from fsdp_runtime.errors import ModelError
 
 
 def require_linear(head: nn.Module, path: str) -> None:
-    """Check that a head is one linear map, as which a loss without logits reads it.
-
-    Raises:
-        ModelError: it is not, as under dropout of an adapter.
-    """
+    """Check that a head is one linear map, as which a loss without logits reads it."""
     if reason := linear_in_force(head).not_linear:
         raise ModelError(
             f"{path} is not one linear map, which a loss without logits needs: {reason}; or compute the loss from the "
@@ -24,13 +20,10 @@ def require_linear(head: nn.Module, path: str) -> None:
 
 
 def head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` that a head computes with.
+    """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` that a head, or peft's wrapper, computes with.
 
     Adapters in force are added in the weight's dtype, and get their gradients through the sum.  Of a weight that is
     sharded over ``tp`` a rank adds its rows only.
-
-    Args:
-        head: a linear layer, or peft's wrapper around one.
     """
     found = linear_in_force(head)
     weight: Tensor = found.layer.weight
@@ -46,8 +39,7 @@ def head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
 def _adapted(weight: Tensor, of_base: Tensor, factors: HeadFactors) -> Tensor:
     """Return a weight with an adapter.
 
-    DoRA scales the rows of the sum, by norms of the base model's weight with this adapter that count as constants: Liu
-    et al., arXiv:2402.09353, section 4.3.
+    DoRA scales the rows of the sum, by norms that count as constants: Liu et al., arXiv:2402.09353, section 4.3.
     """
     product = factors.b @ _with_full_gradient(factors.a) * factors.scaling
     if factors.magnitude is None:

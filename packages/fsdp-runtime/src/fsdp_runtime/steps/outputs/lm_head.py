@@ -34,15 +34,10 @@ _PROBES = (-1e4, -64.0, -8.0, -1.0, -0.125, 0.0, 0.125, 1.0, 8.0, 64.0, 1e4)
 
 @dataclass(frozen=True)
 class LogitsMap:
-    """The map from the head's output to the logits: ``softcap * tanh(scale * x / softcap)``.
+    """The map from the head's output to the logits: ``softcap * tanh(scale * x / softcap)``."""
 
-    Args:
-        scale: factor on the head's output (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``).
-        softcap: positive bound of the logits (Gemma's ``final_logit_softcapping``), or ``None``.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
+    scale: float = 1.0  # Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``
+    softcap: float | None = None  # Gemma's ``final_logit_softcapping``
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,12 +148,7 @@ _paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def assume_logits_map(model: nn.Module, logits_map: LogitsMap) -> None:
-    """Let :func:`forward_with_lm_head` use a map that is known, for a model whose tensors have no values.
-
-    Args:
-        model: the model, on fake tensors.
-        logits_map: what it does with its logits.
-    """
+    """Let :func:`forward_with_lm_head` use a known map, for a model whose tensors have no values."""
     _maps[model] = logits_map
 
 

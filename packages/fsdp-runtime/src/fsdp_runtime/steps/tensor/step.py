@@ -49,14 +49,7 @@ def _has_sharded_logits(style: Style | None) -> TypeGuard[ColwiseParallel]:
 
 
 def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tuple[str, ...]:
-    """Check a plan against a model and the sizes of ``tp`` and ``ep``; the model is not changed.
-
-    Returns:
-        The warnings, which are also logged.
-
-    Raises:
-        tp_plans.CheckFailedError: the plan does not fit; every finding is listed.
-    """
+    """Check a plan against a model and the sizes of ``tp`` and ``ep``; return the warnings, which are also logged."""
     report = check(plan, model, tp=tp, ep=ep)
     report.raise_on_error()
     findings = tuple(map(str, report.findings))

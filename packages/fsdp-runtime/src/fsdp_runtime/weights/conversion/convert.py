@@ -24,26 +24,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """An output of a conversion.
-
-    Args:
-        shape: its full shape.
-        dtype: its dtype.
-        chunks: the chunks of the inputs that it consists of; ``None`` if it is not made of chunks, so that the
-            conversion has to run on full inputs.
-    """
+    """An output of a conversion."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Sequence[Chunk] | None
+    chunks: Sequence[Chunk] | None  # of the inputs; ``None`` if the conversion has to run on full ones
 
 
 def trace_conversion(conversion: Conversion, specs: Mapping[str, TensorSpec]) -> dict[str, ConvertedTensor]:
-    """Return the outputs of a conversion by name, without data.
-
-    Raises:
-        ConversionError: the conversion does not accept inputs of these shapes, or this number of inputs.
-    """
+    """Return the outputs of a conversion by name, without data."""
     inputs = {name: specs[name] for name in conversion.sources}
     try:
         try:

@@ -25,13 +25,7 @@ class NotAChunkError(Exception):
 
 
 class TracedTensor(Tensor):
-    """A tensor without data, made of chunks of stored tensors.
-
-    Args:
-        shape: the tensor's shape.
-        dtype: its dtype.
-        chunks: chunks that fill it and do not overlap.
-    """
+    """A tensor without data, filled by chunks of stored tensors that do not overlap."""
 
     chunks: list[Chunk]
 
