@@ -67,17 +67,21 @@ def full_slices(shape: Sequence[int]) -> Slices:
     return tuple(slice(0, size) for size in shape)
 
 
-@torch.no_grad()
 def fill_local(tensor: Tensor, chunks: Sequence[Chunk], read: ReadSlices) -> None:
     """Fill this rank's shard of a tensor and read nothing else; values are converted to the tensor's dtype."""
-    local, own = local_part(tensor)
+    fill_slices(*local_part(tensor), chunks, read)
+
+
+@torch.no_grad()
+def fill_slices(part: Tensor, slices: Slices, chunks: Sequence[Chunk], read: ReadSlices) -> None:
+    """Fill the part of a tensor that consists of these slices of it."""
     for chunk in chunks:
-        if (needed := chunk.intersect(own)) is not None:
+        if (needed := chunk.intersect(slices)) is not None:
             inside = tuple(
                 slice(side.start - offset.start, side.stop - offset.start)
-                for side, offset in zip(needed.target, own, strict=True)
+                for side, offset in zip(needed.target, slices, strict=True)
             )
-            local[inside].copy_(needed.to_target(read(needed.source, needed.source_slices)))
+            part[inside].copy_(needed.to_target(read(needed.source, needed.source_slices)))
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Slices]:

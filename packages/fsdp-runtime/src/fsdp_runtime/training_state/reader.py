@@ -43,11 +43,7 @@ class StateReader:
 
     def fill(self, name: str, tensor: Tensor) -> None:
         """Fill this rank's shard of a tensor."""
-        fill_local(
-            tensor,
-            self._chunks[name],
-            lambda file, slices: self._read(self._directory / file, name, slices),
-        )
+        fill_local(tensor, self._chunks[name], lambda file, slices: self._read(self._directory / file, name, slices))
 
     def _read(self, file: Path, name: str, slices: Slices = ()) -> Tensor:
         tensor = self._reader.read(file, name, slices)

@@ -21,7 +21,6 @@ from fsdp_runtime._peft_compat import (
 )
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.state import StateEntry, state_entries
-from fsdp_runtime.weights.stacked_adapters import by_expert
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,8 @@ def merge_lora(
     for each in factors:
         a, b = full[each.a_name].to(exact), full[each.b_name].to(exact)
         if each.experts is not None:
-            a, b = by_expert(a, b, each.experts)
+            a = a.view(each.experts, -1, a.shape[-1])
+            b = b.view(len(b), -1, each.experts).permute(2, 0, 1)  # peft has the experts innermost
         left, right = (a.mT, b.mT) if each.transposed else (b, a)  # [..., out, rank] and [..., rank, in] of the weight
         if box is not None:
             left, right = left[tuple(box[:-1])], right[(*box[:-2], slice(None), box[-1])]

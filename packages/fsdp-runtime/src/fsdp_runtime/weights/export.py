@@ -14,7 +14,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_unquantized
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
 from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, lora_factors, merge_lora
-from fsdp_runtime.weights.conversion.convert import TensorSpec, trace_conversion
+from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.naming import Names, canonical_names, export_mapping
 
 

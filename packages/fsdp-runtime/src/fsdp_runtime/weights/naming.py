@@ -20,7 +20,7 @@ from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
-from fsdp_runtime.weights.conversion.convert import TensorSpec, trace_conversion
+from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.hub_checkpoint import HubTensor
 
 Names = Literal["checkpoint", "model"]
@@ -58,17 +58,14 @@ def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping
     unexpected = {name: target for name, target in mapping.renamed.items() if target not in known}
     for conversion in mapping.conversions:
         for target, result in trace_conversion(conversion, specs).items():
-            used = _used(conversion, result.chunks)
-            origins[target] = TensorOrigin(result.shape, used, result.chunks, conversion)
+            chunks = result.chunks
+            used = conversion.sources if chunks is None else tuple(dict.fromkeys(chunk.source for chunk in chunks))
+            origins[target] = TensorOrigin(result.shape, used, chunks, conversion)
     return WeightMap(
         by_model_name=origins,
         unexpected=[name for name, target in unexpected.items() if not is_ignored_on_load(model, target)],
         rules=mapping.rules,
     )
-
-
-def _used(conversion: Conversion, chunks: Sequence[Chunk] | None) -> tuple[str, ...]:
-    return conversion.sources if chunks is None else tuple(dict.fromkeys(chunk.source for chunk in chunks))
 
 
 def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[tuple[str, ...]]:

@@ -69,11 +69,7 @@ class BlockWriter:
             raise self.error
 
     def add(
-        self,
-        item: ExportedTensor,
-        steps: Sequence[WriteStep],
-        sources: Mapping[str, Tensor],
-        file: Writer | None,
+        self, item: ExportedTensor, steps: Sequence[WriteStep], sources: Mapping[str, Tensor], file: Writer | None
     ) -> None:
         """Write what this rank has of a tensor, and take the rest into the next exchange.  Collective."""
         local = {str(number): sources[chunk.source] for number, chunk in enumerate(item.chunks or ())}
@@ -122,13 +118,7 @@ class BlockWriter:
                     offsets[part.rank] += message_bytes(each.item, part.box)
             self._write_assembled(each, received)
 
-    def _write_local(
-        self,
-        item: ExportedTensor,
-        area: Area,
-        local: Mapping[str, Tensor],
-        file: Writer | None,
-    ) -> None:
+    def _write_local(self, item: ExportedTensor, area: Area, local: Mapping[str, Tensor], file: Writer | None) -> None:
         """Write a part of one of this rank's own tensors, staged only where it has to be converted or copied."""
         (part,) = area.parts
         full = _view(local, part)
