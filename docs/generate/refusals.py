@@ -39,7 +39,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "Expert parallelism": ("steps/experts",),
     "Context parallelism": ("steps/context",),
     "Random states": ("steps/random_states.py",),
-    "Activation checkpointing": ("steps/checkpointing.py", "steps/recomputation.py", "steps/saved_tensors.py"),
+    "Activation checkpointing": ("steps/checkpointing.py", "steps/saved_tensors.py"),
     "Compile": ("steps/compile.py",),
     "FSDP2 and Megatron-FSDP": ("steps/fsdp",),
     "Outputs and losses": ("steps/outputs",),

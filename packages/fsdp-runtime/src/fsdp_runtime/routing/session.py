@@ -94,7 +94,7 @@ def activated(session: Session) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class CarriedRoutes:
-    """The selections of a forward, in its recomputation; see :class:`fsdp_runtime.steps.recomputation.Carried`.
+    """The selections of a forward, in its recomputation.
 
     ``routers`` are those inside of a module that sends tokens to other ranks: other selections would exchange other
     numbers of tokens than were saved.  ``None`` where only sessions of users are carried.

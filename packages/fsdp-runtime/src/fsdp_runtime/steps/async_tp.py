@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._torch_compat import MICRO_PIPELINE, enable_symmetric_memory
+from fsdp_runtime._torch_compat import MICRO_PIPELINE
 from fsdp_runtime.errors import BackendError, OptionError
 
 
@@ -37,8 +37,3 @@ def async_compile_options(
             f"async_tensor_parallel cannot be combined with mode={options['mode']!r}: give options instead of a mode"
         )
     return {**options, "options": {**options.get("options", {}), MICRO_PIPELINE: True}}
-
-
-def enable_async_tp(tp_mesh: DeviceMesh) -> None:
-    """Let the compiled pipelines of an axis share memory between its ranks."""
-    enable_symmetric_memory(tp_mesh.get_group())

@@ -24,7 +24,6 @@ from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.step import packing_of
-from fsdp_runtime.steps.recomputation import bound
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
 from fsdp_runtime.values import require_one_of
 from fsdp_runtime.wrap import Wrapper, is_wrapped, wrap
@@ -124,17 +123,8 @@ class ActivationCheckpointing(Step):
 
     mode: CheckpointMode = "block"
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return cls("block"), cls("mlp"), cls("selective")
-
     def check(self, setup: Setup) -> tuple[str, ...]:
-        """Return the paths of the modules that recompute.
-
-        Raises:
-            ModelError: ``"mlp"`` for a model whose blocks have no part of that name.
-        """
+        """Return the paths of the modules that recompute."""
         return modules_to_recompute(setup.structure, self.mode)
 
     def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
@@ -191,7 +181,10 @@ class Recomputing(Wrapper):
 
 @partial(torch.compiler.disable, recursive=False)  # what the module calls is compiled
 def _recompute_in_python(forward: Any, state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    forward = bound(module, forward, state.carried)  # a graph keeps what it has read
+    # By the time of backward another batch may have gone forward, and scores of a router may tie differently: the
+    # forward is bound to what is in force now.
+    for carried in state.carried:  # a graph keeps what it has read
+        forward = carried.bind(module, forward)
     contexts: SelectiveContexts | None = state.checkpoint_contexts
     if contexts is None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_runtime._torch_compat import is_compiled, set_compiled_call
+from fsdp_runtime._torch_compat import enable_symmetric_memory, is_compiled, set_compiled_call
 from fsdp_runtime._transformers_compat.models import asks_for, disable_cache, recorded_outputs
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.async_tp import async_compile_options, enable_async_tp
+from fsdp_runtime.steps.async_tp import async_compile_options
 from fsdp_runtime.steps.checkpointing import recomputes
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from fsdp_runtime.wrap import hook_forward
@@ -71,18 +71,8 @@ class Compile(Step):
     options: Mapping[str, Any] = field(default_factory=dict)
     async_tensor_parallel: bool = False
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return (cls({"backend": "aot_eager"}),)
-
     def check(self, setup: Setup) -> Mapping[str, Any]:
-        """Return the keywords of ``torch.compile``.
-
-        Raises:
-            OptionError: torch refuses them, or there is nothing for async tensor parallelism to overlap.
-            BackendError: async tensor parallelism needs CUDA.
-        """
+        """Return the keywords of ``torch.compile``."""
         options = self.options
         if self.async_tensor_parallel:
             layers = setup.step(TensorParallel)
@@ -94,7 +84,7 @@ class Compile(Step):
     def apply(self, model: nn.Module, setup: Setup, found: Mapping[str, Any]) -> None:
         """Compile the blocks."""
         if self.async_tensor_parallel and setup.meshes.tp is not None:
-            enable_async_tp(setup.meshes.tp)
+            enable_symmetric_memory(setup.meshes.tp.get_group())
         for path in setup.structure.blocks:
             block = model.get_submodule(path)
             if not _recomputes_in_graph(found.get("backend", "inductor")):

@@ -10,18 +10,11 @@ from torch import nn
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.documents.token_mixers import TokenMixer
-from fsdp_runtime.values import require_one_of
 from tp_plans import ColwiseParallel, Plan
 from tp_plans.runtime import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
 
 #: How queries meet the keys of other ranks: torch's word, DeepSpeed's, and that of Liu et al.
 Method = Literal["allgather", "ulysses", "ring"]
-WAYS = ("allgather", "ulysses", "ring")
-
-
-def require_context_parallel(name: object) -> None:
-    """Check the name of a way."""
-    require_one_of("context_parallel", name, WAYS)
 
 
 def check_attention(mixers: Sequence[TokenMixer], implementation: str, way: Method) -> None:

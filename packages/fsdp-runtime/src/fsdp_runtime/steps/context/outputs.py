@@ -69,16 +69,13 @@ class KeptLogits:
         if isinstance(logits, DTensor):
             local = self(logits.to_local())
             shape = torch.Size((logits.shape[0], self.count, *logits.shape[2:]))
+            stride = torch.empty(shape, device="meta").stride()
             return DTensor.from_local(
-                local, logits.device_mesh, logits.placements, shape=shape, stride=_strides(shape), run_check=False
+                local, logits.device_mesh, logits.placements, shape=shape, stride=stride, run_check=False
             )
         own = self.own.to(logits.device)
         empty = logits.new_zeros(logits.shape[0], self.count, *logits.shape[2:])
         return self.rows.sum(empty.index_copy(1, own, logits))
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 class LossOfRows:

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,16 +41,17 @@ from fsdp_runtime.steps.context.full_sequence import (
     gathered_mixers,
     replaced_attention,
 )
-from fsdp_runtime.steps.context.inputs import Inputs, refuse_attention_maps
+from fsdp_runtime.steps.context.inputs import Inputs, embedded_inputs, refuse_attention_maps
 from fsdp_runtime.steps.context.media import media_of
-from fsdp_runtime.steps.context.methods import Method, check_attention, check_heads, require_context_parallel
-from fsdp_runtime.steps.context.sharding import LoadBalancer, require_load_balancer
+from fsdp_runtime.steps.context.methods import Method, check_attention, check_heads
+from fsdp_runtime.steps.context.sharding import LOAD_BALANCERS, LoadBalancer
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
 from fsdp_runtime.steps.documents.positions import DerivedPositions
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import keeps_documents_apart
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
+from fsdp_runtime.values import require_one_of
 from fsdp_runtime.wrap import hook_forward, hook_model
 
 logger = logging.getLogger(__name__)
@@ -129,25 +130,16 @@ class ContextParallel(Step):
     load_balancer: LoadBalancer = "headtail"
     attention: bool = True
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return cls("ulysses"), cls("ring"), cls(load_balancer=None)
-
     def __post_init__(self) -> None:
-        require_context_parallel(self.method)
-        require_load_balancer(self.load_balancer)
+        require_one_of("context_parallel", self.method, get_args(Method))
+        require_one_of("load_balancer", self.load_balancer, LOAD_BALANCERS)
 
     def resolve(self, setup: Setup) -> Setup:
         """Leave the axis out for a model with attention of its own."""
         return setup if self.attention else replace(setup, meshes=replace(setup.meshes, cp=None))
 
     def check(self, setup: Setup) -> None:
-        """Check that the modules that mix tokens are known, and that they can span the axis; collective over ``cp``.
-
-        Raises:
-            ModelError: they are not, or a run of a small copy computes something else.
-        """
+        """Check that the modules that mix tokens are known, and that they can span the axis; collective over ``cp``."""
         if setup.meshes.cp is None:
             return
         check_context_parallel(setup.facts, self.method)
@@ -196,7 +188,8 @@ def replace_attention(
     base: Any = base_model(model)
     structure = inspect_model(model)
     head, media = structure.lm_head, media_of(model, structure)
-    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding, head, name, media)
+    embedded = embedded_inputs(model)
+    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding, head, name, media, embedded)
     hook_model(model, "completes a rank's part of rows", inputs, inputs.end)
     if media is not None:
         hook_forward(model.get_submodule(structure.tree.root), "takes a rank's tokens", before=media.cut, first=True)

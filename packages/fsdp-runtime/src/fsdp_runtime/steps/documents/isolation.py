@@ -31,7 +31,7 @@ class CurrentDocuments:
     documents: Documents | None = None
 
     def bind(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that runs with the present documents, as ``fsdp_runtime.steps.recomputation`` asks."""
+        """Return a forward that runs with the present documents, whatever is in force when it is called."""
         documents = self.documents
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -25,8 +25,8 @@ from fsdp_runtime.steps.documents.isolation import BOUNDARIES, run_tokens_per_do
 
 #: A causal convolution of ``[batch, features, seq]`` with few taps.
 CONVOLUTION = "causal_conv1d_fn"
-#: Fused kernels of several steps, in whose place a module calls the functions above one by one if they return ``None``.
-FUSED = ("mamba2_split_conv1d_scan_combined",)
+#: A fused kernel of several steps, in whose place a module calls the functions above one by one if it returns ``None``.
+FUSED = "mamba2_split_conv1d_scan_combined"
 #: The arguments of a recurrence that need a state.
 _STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state")
 #: The arguments of a forward that may be split by tokens.
@@ -83,16 +83,29 @@ def functions_called(cls: type) -> tuple[str, ...]:
     takes = signature(forward).parameters.values()
     if {each.name for each in takes if each.kind is not Parameter.VAR_KEYWORD} - _TAKEN:
         return ()
-    known = {CONVOLUTION, *RECURRENCES, *FUSED}
+    known = {CONVOLUTION, FUSED, *RECURRENCES}
     others = {name for value in vars(cls).values() if isfunction(value) for name in unwrap(value).__code__.co_names}
     found = known & set(forward.__code__.co_names) & forward.__globals__.keys()
-    if known & others - found or not found - set(FUSED):  # some are called by another method
+    if known & others - found or not found - {FUSED}:  # some are called by another method
         return ()
     return tuple(sorted(found))
 
 
-def with_functions(cls: type, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def unavailable(*args: Any, **kwargs: Any) -> None:
+    """In place of a fused kernel: the module then calls its steps one by one."""
+
+
+def with_functions(
+    cls: type,
+    convolution: Callable[..., Any],
+    recurrence: Callable[[str], Callable[..., Any]],
+    fused: Callable[..., Any] = unavailable,
+) -> Callable[..., Any]:
     """Return a copy of a class's forward that calls other functions by the same names."""
+    functions = {
+        name: convolution if name == CONVOLUTION else recurrence(name) if name in RECURRENCES else fused
+        for name in functions_called(cls)
+    }
     forward = unwrap(cls.forward)  # type: ignore[attr-defined]
     copied = FunctionType(
         forward.__code__, {**forward.__globals__, **functions}, forward.__name__, forward.__defaults__,
@@ -145,25 +158,6 @@ class Call:
             tokens = {name: value.transpose(1, 2) for name, value in tokens.items()}
         further = {name: value for name, value in named.items() if name not in (*BOUNDARIES, "cu_seqlens")}
         return cls(tokens, further, places)
-
-
-class CausalConvolution:
-    """In place of transformers' ``causal_conv1d_fn``: takes its arguments; those that it ignores are boundaries."""
-
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Convolve ``[batch, features, seq]`` with ``[features, taps]``."""
-        return self.convolve(hidden_states, weight, bias, activation)
-
-    def convolve(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Do what the class is for; arguments as of :func:`convolve_documents`."""
-        raise NotImplementedError
 
 
 def convolve_documents(

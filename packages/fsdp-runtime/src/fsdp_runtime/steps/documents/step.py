@@ -49,17 +49,8 @@ class PackedSequences(Step):
 
     apart: bool = True
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return (cls(),)
-
     def check(self, setup: Setup) -> None:
-        """Check that the modules that mix tokens are known.
-
-        Raises:
-            ModelError: they are not, or the model does not read ``position_ids``.
-        """
+        """Check that the modules that mix tokens are known."""
         if self.apart:
             check_packing(setup.facts)
 

@@ -62,11 +62,7 @@ class ExpertParallel(Step):
     exchange: ExpertExchange = "all_to_all"
 
     def resolve(self, setup: Setup) -> Setup:
-        """Add the rules of the axis ``ep`` to the plan, where the mesh has that axis.
-
-        Raises:
-            tp_plans.TpPlansError: the exchange does not exist, or the model has no experts to divide.
-        """
+        """Add the rules of the axis ``ep`` to the plan, where the mesh has that axis."""
         if setup.meshes.ep is None:
             return setup
         exchange_class(self.exchange)
@@ -75,11 +71,7 @@ class ExpertParallel(Step):
         return replace(setup, tp_plan=before, plan=plan, expert_plan=plan.on_axis("ep"))
 
     def check(self, setup: Setup) -> None:
-        """Check adapters on stacked experts.
-
-        Raises:
-            OptionError: adapters of a dispatched module cannot be divided.
-        """
+        """Check adapters on stacked experts."""
         if setup.expert_plan is not None:
             shared = setup.meshes.shared
             tp = 1 if shared is None else shared.size()

@@ -49,22 +49,12 @@ class FSDP2(Step):
 
     options: FSDPOptions = field(default_factory=FSDPOptions)
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return tuple(map(cls, FSDPOptions.examples()))
-
     def __post_init__(self) -> None:
         if not isinstance(self.options, FSDPOptions):
             raise OptionError(f"fsdp is of type {type(self.options).__name__}, not FSDPOptions")
 
     def check(self, setup: Setup) -> FSDPDtypes:
-        """Check the options, and return how the dtypes that the model computes in are kept.
-
-        Raises:
-            OptionError: options contradict each other or the model's dtypes.
-            ModelError: a parameter has hooks that FSDP2 does not run.
-        """
+        """Check the options, and return how the dtypes that the model computes in are kept."""
         model = setup.facts.model
         check_fsdp_options(model, self.options)
         if setup.meshes.fsdp is None:

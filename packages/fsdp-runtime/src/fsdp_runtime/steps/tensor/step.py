@@ -83,11 +83,6 @@ class TensorParallel(Step):
     towers: Towers = "sharded"
     logits: Logits = "sharded"
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return cls(sequence_parallel=True), cls(logits="full"), cls(towers="replicated")
-
     def __post_init__(self) -> None:
         require_one_of("logits", self.logits, get_args(Logits))
         require_one_of("towers", self.towers, get_args(Towers))
@@ -95,11 +90,7 @@ class TensorParallel(Step):
             raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
 
     def resolve(self, setup: Setup) -> Setup:
-        """Find the plan, where layers are sharded.
-
-        Raises:
-            tp_plans.TpPlansError: no plan is known.
-        """
+        """Find the plan, where layers are sharded."""
         tp_mesh = setup.meshes.tp
         if self.plan is None:
             if tp_mesh is not None:
@@ -127,11 +118,7 @@ class TensorParallel(Step):
         return with_logits(plan, self.logits)
 
     def check(self, setup: Setup) -> tuple[str, ...]:
-        """Check the plan against the model, with the rules of the axis ``ep``; return the warnings.
-
-        Raises:
-            tp_plans.CheckFailedError: the plan does not fit the model.
-        """
+        """Check the plan against the model, with the rules of the axis ``ep``; return the warnings."""
         plan, ep_mesh = setup.plan if setup.meshes.tp is not None else setup.expert_plan, setup.meshes.ep
         if not isinstance(plan, Plan):
             return ()
