@@ -43,11 +43,6 @@ def wrap(modules: Iterable[nn.Module], wrapper: type[Wrapper], **attributes: Any
         module.__class__ = made[cls]
 
 
-def is_wrapped(module: nn.Module, wrapper: type[Wrapper]) -> bool:
-    """Return True if a wrapper stands in front of a module's forward."""
-    return isinstance(module, wrapper)
-
-
 def effects_of(module: nn.Module) -> tuple[str, ...]:
     """Return the effects of what is around a module's forward: of hooks, then of wrappers, the outermost first."""
     state = module.__dict__.get(RUNTIME_STATE)

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from fsdp_runtime.errors import OptionError, SampleError
 
-#: No mesh has more ranks.
-MAX_RANKS = 2**20
-
 #: Token ids of one sample.
 TokenIds = Tensor | Sequence[int]
 #: The work of one attended pair of tokens in units of a token's other work: ``1 / (6 * hidden_size)`` (a pair costs
@@ -61,7 +58,6 @@ class RowSizes:
 
     capacity: int  # the largest
     step: int  # every other one is a multiple of it
-    unit: int  # every one is a multiple of it
 
     def padded(self, tokens: int) -> int:
         """Return the length of a row for some tokens."""
@@ -80,7 +76,7 @@ def row_sizes(budget: int, *, cp: int, multiple_of: int, distinct_lengths: int) 
             f"budget={budget} with cp={cp} has no room for a row, whose length must be a multiple of {unit}: give a "
             f"budget of {-(-unit // cp)} or more"
         )
-    return RowSizes(capacity, -(-capacity // (distinct_lengths * unit)) * unit, unit)
+    return RowSizes(capacity, -(-capacity // (distinct_lengths * unit)) * unit)
 
 
 def require_ranks(ranks: int) -> None:

@@ -8,12 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import (
-    offloads_to_cpu,
-    parameter_hooks,
-    persistent_buffers,
-    set_parameter_hooks,
-)
+from fsdp_runtime._torch_compat import offloads_to_cpu, parameter_hooks, persistent_buffers, set_parameter_hooks
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import default_device_type
 from fsdp_runtime.model.buffers import compute_meta_buffers

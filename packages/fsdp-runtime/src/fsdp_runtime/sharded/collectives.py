@@ -146,6 +146,8 @@ def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
     """All-gather a picklable value; return the values by global rank.  One collective per group."""
     values = {ranks.rank: value}
     for group in ranks.groups:
+        if set(dist.get_process_group_ranks(group)) <= values.keys():
+            continue
         gathered: list[dict[int, Any]] = [{}] * group.size()
         try:
             dist.all_gather_object(gathered, values, group=group)

@@ -26,7 +26,7 @@ from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.step import packing_of
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
 from fsdp_runtime.values import require_one_of
-from fsdp_runtime.wrap import Wrapper, is_wrapped, wrap
+from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans.runtime import MLP_MODULES
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class ActivationCheckpointing(Step):
 
 def recomputes(module: nn.Module) -> bool:
     """Return True if :class:`ActivationCheckpointing` made the module recompute its activations."""
-    return is_wrapped(module, Recomputing)
+    return isinstance(module, Recomputing)
 
 
 class Recomputing(Wrapper):

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
-from fsdp_runtime.sync.handshake import Handshake
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
-from fsdp_runtime.sync.point_to_point import ROUND, SHARED_BUCKETS, TAKEN, WINDOWS, PointToPoint
+from fsdp_runtime.sync.point_to_point import ROUND, SHARED_BUCKETS, TAKEN, WINDOWS, Handshake, PointToPoint
 from fsdp_runtime.sync.schedule import (
     Message,
     Round,

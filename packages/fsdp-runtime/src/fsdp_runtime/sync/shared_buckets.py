@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.sync.handshake import Handshake
+from fsdp_runtime.sync.point_to_point import Handshake
 from fsdp_runtime.sync.schedule import Message, Round, aligned
 
 #: A file system in memory, as Linux has it.

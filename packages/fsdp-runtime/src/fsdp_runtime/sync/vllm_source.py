@@ -89,12 +89,7 @@ class WeightSource(_Base):
     #: Whether the model's ranks iterate alike, or this one alone has all weights.
     is_collective = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        export: WeightExport = WeightExport(),
-    ) -> None:
+    def __init__(self, model: nn.Module, *, export: WeightExport = WeightExport()) -> None:
         self._export, self._shards = export.prepare(model), None
         if export.quantize is None:
             try:

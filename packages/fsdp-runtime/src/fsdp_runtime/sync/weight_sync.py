@@ -16,9 +16,8 @@ from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sync.deltas import ArrivedChanges, Changes
 from fsdp_runtime.sync.execute import run_rounds
 from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
-from fsdp_runtime.sync.handshake import Handshake
 from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.sync.point_to_point import PointToPoint
+from fsdp_runtime.sync.point_to_point import Handshake, PointToPoint
 from fsdp_runtime.sync.schedule import rounds_of, split_transfers, windows_of
 from fsdp_runtime.sync.tensor_views import Sides, box_views
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, signature
@@ -17,7 +17,7 @@ from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.steps.documents.documents import DocumentBatch, Documents
 from fsdp_runtime.steps.documents.token_mixers import MASK, Way, is_bidirectional
-from fsdp_runtime.wrap import Wrapper, wrap
+from fsdp_runtime.wrap import Wrapper
 from tp_plans.runtime import referenced_names
 
 #: Inputs that tell kernels of boundaries, which rows of one document do not have.
@@ -48,7 +48,7 @@ class CurrentDocuments:
         return self
 
 
-class _PackedMixer(Wrapper):
+class PackedMixer(Wrapper):
     """Keeps documents apart inside of tensor parallelism, whose rules then see rows and not documents."""
 
     effect = "packed rows"
@@ -56,6 +56,7 @@ class _PackedMixer(Wrapper):
     way: ClassVar[Way]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute rows in the mixer's way."""
         documents = self.packing.documents
         forward = super().forward  # type: ignore[misc]
         if documents is None:
@@ -66,11 +67,6 @@ class _PackedMixer(Wrapper):
         if not documents.packed:
             return forward(*args, **{name: value for name, value in kwargs.items() if name not in BOUNDARIES})
         return run_per_document(forward, args, kwargs, documents, alone=self.way == "singles")
-
-
-def keep_documents_apart(modules: Iterable[nn.Module], packing: CurrentDocuments, way: Way) -> None:
-    """Make token mixers keep documents apart in one way."""
-    wrap(modules, _PackedMixer, packing=packing, way=way)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from batch to batch

@@ -92,7 +92,7 @@ def mix_in(
 
 
 def compute_rows(mixers: Iterable[TokenMixer], packing: CurrentDocuments) -> None:
-    """Let the mixers that call known functions compute rows of several documents, after ``keep_documents_apart``."""
+    """Let the mixers that call known functions compute rows of several documents, before :class:`PackedMixer`."""
     mix_in(mixers, PackedRows, lambda cls: {"packing": packing, "of_rows": _forward_on_packed_rows(cls, packing)})
 
 

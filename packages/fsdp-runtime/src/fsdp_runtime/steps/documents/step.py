@@ -17,11 +17,11 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.documents import find_documents
-from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, keep_documents_apart
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, PackedMixer
 from fsdp_runtime.steps.documents.recurrences import compute_rows
 from fsdp_runtime.steps.documents.token_mixers import Way
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
-from fsdp_runtime.wrap import hook_model
+from fsdp_runtime.wrap import hook_model, wrap
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class PackedSequences(Step):
         packing = CurrentDocuments()
         mixers = setup.facts.token_mixers
         for way in get_args(Way):
-            keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
+            wrap([mixer.module for mixer in mixers if mixer.way == way], PackedMixer, packing=packing, way=way)
         compute_rows(mixers, packing)
         inputs = _PackedInputs(packing, varlen=setup.facts.attention.startswith("flash"))
         hook_model(model, "finds the documents of rows", inputs, inputs.after)
