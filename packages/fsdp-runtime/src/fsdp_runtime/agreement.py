@@ -65,7 +65,6 @@ def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) 
 
 
 def _groups(meshes: Meshes) -> Iterator[ProcessGroup]:
-    """Yield the process groups of all axes that communicate."""
     for mesh in (meshes.fsdp, meshes.cp, meshes.tp, meshes.ep, meshes.expert_fsdp):
         for group in [] if mesh is None else mesh.get_all_groups():
             if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":

@@ -297,7 +297,6 @@ def _sweep(options: argparse.Namespace, progress: ProgressLine) -> int:
 
 
 def _time_sections(found: Estimate, hardware: str | None) -> list[Section]:
-    """Return the time of a step on a hardware, if one is given."""
     if hardware is None:
         return []
     time = step_time(found, hardware)
@@ -315,7 +314,6 @@ def _model(options: argparse.Namespace) -> Any:
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments that ``estimate`` and ``sweep`` share."""
     _require_unit(options.device_memory, "--device-memory")
     names = ("seq_len", "micro_batch", "dtype", "master_dtype", "frozen_dtype", "logprobs", "clip", "offload")
     step = ("micro_batches", "offload_activations", "attention_kernels", "allocator", "compile")

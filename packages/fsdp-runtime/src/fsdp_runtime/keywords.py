@@ -69,7 +69,6 @@ def steps_of(**options: Unpack[Options]) -> tuple[Step, ...]:
 
 
 def _step(kind: type[Step], fields: Mapping[str, str], options: Mapping[str, Any], given: Sequence[Step]) -> Any:
-    """Return the call's step of one class, ``None`` where it has none."""
     values: list[Any] = [step for step in given if isinstance(step, kind)]
     changed = {name: options[name] for name in fields if name in options and options[name] != _DEFAULTS[name]}
     first = next(iter(fields), None)

@@ -286,7 +286,6 @@ def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def _structure(model: nn.Module) -> ModelStructure | None:
-    """Return a model's structure, ``None`` without blocks."""
     try:
         return inspect_model(model)
     except ModelError:
@@ -346,11 +345,9 @@ class _SeedPlan(TensorParallel):
         """The seeds' options are checked where the plan is resolved."""
 
     def resolve(self, setup: Setup) -> Setup:
-        """Find the plan, where layers are sharded."""
         return setup if setup.meshes.tp is None else replace(setup, plan=self.plan_for(setup))
 
     def plan_for(self, setup: Setup) -> Plan | TorchPlan:
-        """Return the plan for the setup's model."""
         return _resolve_plan(setup.facts.model, self.sequence_parallel, self.plan, setup.meshes.tp)
 
 

@@ -177,7 +177,6 @@ def _place(step: Step) -> int:
 
 
 def _meshes(mesh: DeviceMesh, options: FSDPOptions) -> Meshes:
-    """Return the axes of a mesh that a call uses."""
     tp, cp, ep = axis_size(mesh, "tp"), axis_size(mesh, "cp"), expert_axis_size(mesh)
     shards = _fsdp_mesh(mesh, options)
     return Meshes(
@@ -202,7 +201,6 @@ def _require_fresh(model: nn.Module, *, plain: bool) -> None:
 
 
 def _already(model: nn.Module, *, plain: bool) -> Iterator[tuple[str, str]]:
-    """Yield what has been wrapped or sharded, and how."""
     for path, module in model.named_modules():
         names = {cls.__name__ for cls in type(module).__mro__}
         for wrapper in names & {"DistributedDataParallel", "FullyShardedDataParallel", "MegatronFSDP"}:

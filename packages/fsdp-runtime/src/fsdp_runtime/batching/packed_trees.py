@@ -123,7 +123,6 @@ def _divided(group: int, samples: Sequence[Sample], capacity: int) -> list[TreeP
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:
-    """Return the number of leading bytes that are equal."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

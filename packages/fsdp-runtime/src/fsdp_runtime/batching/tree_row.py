@@ -208,7 +208,6 @@ class TreeRow:
 
     @property
     def _scored(self) -> int:
-        """The number of entries of the full row."""
         return int(self.way_back[-1])
 
 

@@ -195,7 +195,6 @@ class _Tokens:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Read batch and length from the inputs of each forward."""
         if self.model is None:
             yield
             return

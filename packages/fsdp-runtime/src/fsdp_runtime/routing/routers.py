@@ -156,7 +156,6 @@ def _router(structure: ModelStructure, path: str, mixture: str) -> Router:
 
 
 def _counts(owners: Iterable[object], names: Iterable[str]) -> Iterator[_Count]:
-    """Iterate over the attributes that are whole numbers."""
     names = tuple(names)
     for owner in owners:
         for name in names:

@@ -37,7 +37,6 @@ class Selection(TorchFunctionMode):
         self.found: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or select in its place."""
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

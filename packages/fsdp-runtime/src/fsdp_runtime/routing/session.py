@@ -161,8 +161,6 @@ def _watching(*sessions: Session) -> Iterator[None]:
 
 
 class _Watched:
-    """The forward of a router inside a session."""
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.patched: Callable[..., Any] | None = None  # the forward that other code had put on the instance

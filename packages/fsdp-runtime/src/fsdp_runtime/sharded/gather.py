@@ -29,8 +29,6 @@ _ALIGNMENT = 16
 
 @dataclass
 class _PendingGather:
-    """A partly gathered tensor."""
-
     tensor: Tensor
     steps: list[tuple[ProcessGroup, ShardStep, int]]  # still to gather, the last first, with the full size of their dim
 
@@ -141,7 +139,6 @@ def _gather(pending: list[_PendingGather], group: ProcessGroup) -> list[_Gathere
 
 
 def _all_gather(batch: list[_PendingGather], group: ProcessGroup) -> list[_GatheredChunks]:
-    """Start one all-gather of the shards of a batch."""
     shards = [item.tensor.movedim(item.steps[-1][1].dim, 0) for item in batch]
     shapes, offsets, total = [], [], 0
     for item, shard in zip(batch, shards, strict=True):

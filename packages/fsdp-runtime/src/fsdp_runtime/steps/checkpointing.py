@@ -85,19 +85,6 @@ class SelectiveCheckpoint:
 CheckpointMode = Mode | SelectiveCheckpoint
 
 
-def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, ...]:
-    """Return the paths of the modules that a mode makes recompute; nothing is changed."""
-    if isinstance(mode, SelectiveCheckpoint):
-        mode.overloads()
-    else:
-        require_one_of("activation_checkpointing", mode, get_args(Mode), or_else=", or a SelectiveCheckpoint(save=...)")
-    if mode == "none":
-        return ()
-    if mode == "mlp":
-        return _mlps(structure)
-    return tuple(path for path, block in structure.blocks.items() if has_forward(block))
-
-
 @dataclass(frozen=True)
 class ActivationCheckpointing(Step):
     """Make modules recompute their activations in backward.
@@ -125,7 +112,16 @@ class ActivationCheckpointing(Step):
 
     def check(self, setup: Setup) -> tuple[str, ...]:
         """Return the paths of the modules that recompute."""
-        return modules_to_recompute(setup.structure, self.mode)
+        mode, known = self.mode, ", or a SelectiveCheckpoint(save=...)"
+        if isinstance(mode, SelectiveCheckpoint):
+            mode.overloads()
+        else:
+            require_one_of("activation_checkpointing", mode, get_args(Mode), or_else=known)
+        if mode == "none":
+            return ()
+        if mode == "mlp":
+            return _mlps(setup.structure)
+        return tuple(path for path, block in setup.structure.blocks.items() if has_forward(block))
 
     def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
         """Put recomputation in front of the modules."""

@@ -87,7 +87,6 @@ class _Sources:
 
     @classmethod
     def of(cls, model: nn.Module) -> _Sources:
-        """Find them by the names of attributes."""
         found: dict[tuple[int, str], tuple[nn.Module, Any, str]] = {}
         for module in model.modules():
             for owner in (module, getattr(module, "config", None)):
@@ -97,7 +96,6 @@ class _Sources:
 
     @property
     def active(self) -> bool:
-        """Whether something draws in the next forward."""
         return any(module.training and (getattr(owner, name, 0) or 0) > 0 for module, owner, name in self.amounts)
 
 
@@ -135,24 +133,20 @@ class _States:
     device_type: str
 
     def get(self) -> list[Tensor]:
-        """Return copies of the states."""
         return [torch.get_rng_state(), *([] if self._device is None else [self._device.get_rng_state()])]
 
     def set(self, states: list[Tensor]) -> None:
-        """Go back to states."""
         torch.set_rng_state(states[0])
         if self._device is not None:
             self._device.set_rng_state(states[1])
 
     def seed(self, seed: int) -> None:
-        """Begin anew from a seed."""
         torch.default_generator.manual_seed(seed)
         if self._device is not None:
             self._device.manual_seed(seed)
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Draw from a seed inside of the ``with``."""
         states = self.get()
         self.seed(seed)
         try:
@@ -171,8 +165,6 @@ def _draw() -> int:
 
 @dataclass(eq=False)
 class _SameDraws:
-    """The hooks of a model."""
-
     tp: DeviceMesh
     cp_rank: int
     sources: _Sources
@@ -180,7 +172,6 @@ class _SameDraws:
     own: list[list[Tensor] | None] = field(default_factory=list)  # the states of this rank while forwards run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SameDraws:
-        """Return the hooks of a copy of the model."""
         return _SameDraws(self.tp, self.cp_rank, deepcopy(self.sources, memo), self.states)
 
     def before(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -257,7 +248,6 @@ class _DrawsForHeads(TorchFunctionMode):
         self.states, self.offset = states, offset
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
         if function not in _OF_HEADS or not args or args[0].dim() != _DIMS_OF_HEADS:
             return function(*args, **(kwargs or {}))
         with self.states.seeded(_draw() + self.offset):

@@ -169,7 +169,6 @@ class RankRounds:
         self._peers.exchange(taken, freed, TAKEN)
 
     def _number(self, value: int) -> Tensor:
-        """What the group carries for a message in shared memory."""
         return torch.tensor([value], device=self._device)
 
     def _over_group(self, messages: Round) -> list[Message]:

@@ -122,7 +122,6 @@ class Handshake:
         self._agree(succeeded=True)
 
     def _agree(self, *, succeeded: bool) -> None:
-        """Return if a step succeeded on every rank."""
         if not all(row[0] for row in self.gather([int(succeeded)]).values()):
             raise WeightSyncError(
                 "an update was not applied on any rank, since one could not take or did not receive all of it; the "

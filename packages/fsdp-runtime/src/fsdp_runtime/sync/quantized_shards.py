@@ -27,7 +27,6 @@ class _OwnBlock:
 
     @property
     def start(self) -> tuple[int, int]:
-        """The block's first row and column in the weight."""
         return self.block.box[0][0], self.block.box[1][0]
 
 
@@ -43,7 +42,6 @@ class _Shared:
 
     @property
     def end(self) -> int:
-        """The place after the last number."""
         return self.first + len(self.rows) * self.grid[1] + len(self.columns) * self.grid[0]
 
     def strips(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +170,6 @@ class QuantizedShards:
         return kept, all_reduce_over(self._groups, numbers, dist.ReduceOp.MAX)
 
     def _read_cells(self, own: _OwnBlock, shared: _Shared, numbers: Tensor, cells: Tensor) -> None:
-        """Put what all ranks found into the cells of a block."""
         if shared.rows or shared.columns:
             bits = cells.view(torch.int32)
             for strip, part in self._strips(own, shared, numbers, bits):

@@ -226,7 +226,6 @@ class WeightSync:
         )
 
     def _receive(self, full: TransferPlan, target: Mapping[str, Tensor], windows: int, *, any_full: bool) -> None:
-        """Send full weights, and receive them in some tensors."""
         sides = Sides(full, self._rank, self._sides.source, target)
         sides.require_tensors()
         rounds = rounds_of(full, split_transfers(full, sides.transfers, self._bucket_bytes), windows)

@@ -263,12 +263,10 @@ class _Source(WeightSource):
     under_way: Iterator[tuple[str, Tensor]] | None = None
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight in full."""
         self.under_way = super().iter_full()
         return self.under_way
 
     def iter_local(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of every weight."""
         self.under_way = super().iter_local()
         return self.under_way
 
@@ -288,10 +286,8 @@ class _HostWeights(_Source):
 
     @property
     def weights(self) -> list[WeightInfo]:
-        """Names, dtypes and shapes."""
         return [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor, _ in self.pairs]
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight."""
         self.under_way = ((name, tensor.to(device)) for name, tensor, device in self.pairs)
         return self.under_way

@@ -225,7 +225,6 @@ class _StateReader:
         self._reader.close()
 
     def fill(self, name: str, tensor: Tensor) -> None:
-        """Fill this rank's shard of a tensor."""
         fill_local(tensor, self._chunks[name], lambda file, slices: self._read(self._directory / file, name, slices))
 
     def _read(self, file: Path, name: str, slices: Slices = ()) -> Tensor:

@@ -264,7 +264,6 @@ def _on_host(local: Tensor) -> Iterator[Tensor]:
 
 
 def _write_shards(work: Path, file_name: str, chunks: Sequence[_Chunk]) -> dict[str, StoredChunk]:
-    """Write this rank's file; return its chunks by the tensor's name."""
     stored = {}
     with SafetensorsWriter(work / file_name, [chunk.header for chunk in chunks]) as file:
         for chunk in chunks:

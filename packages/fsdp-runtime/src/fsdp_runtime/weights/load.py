@@ -385,7 +385,6 @@ class _Converter:
         self._outputs: dict[str, Tensor] = {}
 
     def reader(self, origin: TensorOrigin) -> ReadSlices:
-        """Return a function that reads slices of the conversion's outputs."""
         if self._last is not origin.conversion and origin.conversion is not None:
             self._outputs.clear()
             inputs = {name: self.checkpoint.read(name) for name in origin.conversion.sources}

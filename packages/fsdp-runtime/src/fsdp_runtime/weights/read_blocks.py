@@ -176,7 +176,6 @@ class _Budget:
             self._changed.notify()
 
     def give_up(self) -> None:
-        """Let the thread go on, whatever it holds."""
         with self._changed:
             self._limit = 2**63
             self._changed.notify()

@@ -36,8 +36,6 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class _Pending:
-    """An area that waits for the exchange, with the local tensors of its chunks' sources."""
-
     item: ExportedTensor
     area: Area
     local: Mapping[str, Tensor]

@@ -83,7 +83,6 @@ class ContextAttention:
     _made_masks: bool = False  # in this forward
 
     def __post_init__(self) -> None:
-        """Raise :class:`OptionError` for an unknown way."""
         require_one_of("context_parallel", self.context_parallel, get_args(Method))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:

@@ -145,7 +145,6 @@ class Inputs:
     def _begin(
         self, padding: Tensor | None, documents: Documents | None, positions: Tensor | None, subtree_end: Tensor | None
     ) -> None:
-        """Set what all layers of this forward share."""
         attention = self.attention
         if documents is not None and attention.unmasked:
             raise LayoutError(
@@ -307,7 +306,6 @@ def _asks(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in nested containers."""
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else None
     if inside is None:
         yield value

@@ -144,7 +144,6 @@ class _ByHeads:
 
 
 def _padded(value: Tensor, dim: int, size: int) -> Tensor:
-    """Return a tensor with zeros up to a size on a dim."""
     missing = size - value.shape[dim]
     zeros = value.new_zeros(*value.shape[:dim], missing, *value.shape[dim + 1 :])
     return torch.cat([value, zeros], dim) if missing else value

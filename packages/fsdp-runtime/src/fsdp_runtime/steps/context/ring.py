@@ -189,7 +189,6 @@ class _Passed:
         )
 
     def wait(self) -> Tensor:
-        """Return what came."""
         for work in self.works:
             work.wait()
         return self.received

@@ -183,7 +183,6 @@ def load_balancer_of(part: Tensor) -> str | None:
 
 
 def _dims(value: object) -> int:
-    """Return the number of dims of a tensor, 0 for any other value."""
     return value.dim() if isinstance(value, Tensor) else 0
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._torch_compat import forward_pre_hooks
@@ -148,9 +147,25 @@ class ContextParallel(Step):
         verify_context_parallelism(self.load_balancer, setup, self._apply_to_copy)
 
     def prepare(self, model: nn.Module, setup: Setup, found: None) -> None:
-        """Make the token mixers that are no plain attention run on full sequences."""
-        if setup.meshes.cp is not None:
-            gather_mixers(model, self, setup, setup.meshes.cp)
+        """Make the token mixers that are no plain attention run on full sequences; before layers are sharded."""
+        facts, mesh = setup.facts, setup.meshes.cp
+        if mesh is None:
+            return
+        # Without attention that it computes, a way would only build masks that no model code can change.
+        way = self.method if replaced_attention(facts.token_mixers, facts.attention) else "allgather"
+        attention = ContextAttention(mesh.get_group(), self.load_balancer, way)
+        attention.eager = eager_function if facts.attention == "eager" else None
+        attention.packed_sequences = keeps_documents_apart(setup)
+        unmasked = facts.bidirectional_without_mask
+        attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
+        mixers = gathered_mixers(facts.token_mixers, facts.attention)
+        runtime_state(model).gathered = gather_for(mixers, attention)
+        spread, full = (
+            dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
+            for by_functions in (True, False)
+        )
+        text = "context parallelism: %d ranks by %s; by halo and heads: %s; on full sequences: %s"
+        logger.info(text, mesh.size(), self.method, spread, full)
 
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Replace the attention, and complete the inputs of every forward."""
@@ -204,32 +219,6 @@ def replace_attention(
         hook_forward(module, "refuses attention maps", before=refuse_attention_maps)
         if "router_logits" in recorded_outputs(module):
             hook_forward(module, "gathers router logits", after=inputs.gather_router_logits)
-
-
-def gather_mixers(model: Any, step: ContextParallel, setup: Setup, cp_mesh: DeviceMesh) -> None:
-    """Make the token mixers that are no plain attention run on full sequences, in place; before layers are sharded."""
-    facts = setup.facts
-    # Without attention that it computes, a way would only build masks that no model code can change.
-    replaced = replaced_attention(facts.token_mixers, facts.attention)
-    way = step.method if replaced else "allgather"
-    attention = ContextAttention(cp_mesh.get_group(), step.load_balancer, way)
-    attention.eager = eager_function if facts.attention == "eager" else None
-    attention.packed_sequences = keeps_documents_apart(setup)
-    mixers = gathered_mixers(facts.token_mixers, facts.attention)
-    unmasked = facts.bidirectional_without_mask
-    attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
-    runtime_state(model).gathered = gather_for(mixers, attention)
-    spread, full = (
-        dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
-        for by_functions in (True, False)
-    )
-    logger.info(
-        "context parallelism: %d ranks by %s; by halo and heads: %s; on full sequences: %s",
-        cp_mesh.size(),
-        step.method,
-        spread,
-        full,
-    )
 
 
 def attention_of(model: nn.Module) -> ContextAttention:

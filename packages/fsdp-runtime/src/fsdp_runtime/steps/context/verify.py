@@ -83,7 +83,6 @@ def _small(model: Any, length: int, *, ranks: int) -> Any:
 
 
 def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
-    """Run a model on a rank's part of the rows."""
     found: Outputs = {}
 
     def keep(path: str, output: Any) -> None:
@@ -105,7 +104,6 @@ def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
 
 
 def _rows(model: Any, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Return a rank's token ids and their padding mask."""
     vocabulary = len(model.get_input_embeddings().weight)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, layout.length), generator=generator)

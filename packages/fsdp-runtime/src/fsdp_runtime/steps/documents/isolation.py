@@ -125,8 +125,6 @@ def is_padding_mask(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Taken:
-    """The arguments of one batch."""
-
     batch: DocumentBatch
     documents: Documents
 

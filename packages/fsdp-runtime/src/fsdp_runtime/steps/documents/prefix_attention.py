@@ -79,7 +79,6 @@ def query_runs(subtree_end: Tensor) -> tuple[QueryRun, ...]:
 
 
 def _ranges(indices: Tensor) -> tuple[tuple[int, int], ...]:
-    """The ranges of neighbours in sorted indices."""
     gaps = (indices.diff() != 1).nonzero().flatten() + 1
     bounds = [0, *gaps.tolist(), len(indices)]
     return tuple((int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in pairwise(bounds))

@@ -140,12 +140,10 @@ class _OfDocuments:
 
     @property
     def function(self) -> Any:
-        """What the class would call."""
         return original_function(self.cls, self.name)
 
     @property
     def numbers(self) -> Tensor:
-        """Those of the tokens' documents."""
         documents: Any = self.packing.documents
         numbers: Tensor = documents.numbers
         return numbers

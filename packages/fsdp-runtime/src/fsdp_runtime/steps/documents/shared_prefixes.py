@@ -126,11 +126,9 @@ class _Hooks:
         return args, {**kwargs, "attention_mask": subtree_end.new_ones(subtree_end.shape), "use_cache": False}
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forget the trees, also after an error."""
         if self._tokens:
             _current.reset(self._tokens.pop())
 
 
 def _inside(path: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of a block by their paths in the model."""
     return [(f"{path}.{inner}" if inner else path, module) for inner, module in block.named_modules()]

@@ -23,24 +23,6 @@ logger = logging.getLogger(__name__)
 ExpertExchange = str | type[TokenExchange]
 
 
-def check_adapted_experts(model: nn.Module, plan: Plan, tp_plan: Plan | None, *, tp: int) -> None:
-    """Check adapters on stacked experts, by the rules of ``ep`` and the plan of ``tp`` before dispatch."""
-    styles = {id(module): plan[plan.match(path)[0]] for path, module in expert_modules(model, plan).items()}
-    for layer in lora_layers(base_model(model)):
-        wrapper: Any = layer.module
-        if (style := styles.get(id(wrapper.get_base_layer()))) is None:
-            continue
-        if layer.experts is None or layer.odd:
-            refuse_adapters(layer.path, layer.odd or "on a layer")
-        factor = f"{BASE}.{layer.path}.lora_A.{next(iter(layer.scaling), 'default')}"
-        summed = tp == 1 or (tp_plan is not None and tp_plan.match(factor))
-        if not summed or getattr(style, "identity_indices", False):
-            raise OptionError(
-                f"{layer.path} adapts stacked experts. Over tp this needs a rule for the factors, and weights with one "
-                "row for each expert: use tp=1, or leave the experts out of target_parameters"
-            )
-
-
 def expert_modules(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     """Return the modules whose tokens a plan dispatches, by path."""
     if plan is None:
@@ -71,11 +53,24 @@ class ExpertParallel(Step):
         return replace(setup, tp_plan=before, plan=plan, expert_plan=plan.on_axis("ep"))
 
     def check(self, setup: Setup) -> None:
-        """Check adapters on stacked experts."""
-        if setup.expert_plan is not None:
-            shared = setup.meshes.shared
-            tp = 1 if shared is None else shared.size()
-            check_adapted_experts(setup.facts.model, setup.expert_plan, setup.tp_plan, tp=tp)
+        """Check adapters on stacked experts, by the rules of ``ep`` and the plan of ``tp`` before dispatch."""
+        model, plan, tp_plan = setup.facts.model, setup.expert_plan, setup.tp_plan
+        if plan is None:
+            return
+        styles = {id(module): plan[plan.match(path)[0]] for path, module in expert_modules(model, plan).items()}
+        for layer in lora_layers(base_model(model)):
+            wrapper: Any = layer.module
+            if (style := styles.get(id(wrapper.get_base_layer()))) is None:
+                continue
+            if layer.experts is None or layer.odd:
+                refuse_adapters(layer.path, layer.odd or "on a layer")
+            factor = f"{BASE}.{layer.path}.lora_A.{next(iter(layer.scaling), 'default')}"
+            summed = setup.meshes.shared is None or (tp_plan is not None and tp_plan.match(factor))
+            if not summed or getattr(style, "identity_indices", False):
+                raise OptionError(
+                    f"{layer.path} adapts stacked experts. Over tp this needs a rule for the factors, and weights with "
+                    "one row for each expert: use tp=1, or leave the experts out of target_parameters"
+                )
 
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Divide the experts; nothing changes where none are dispatched."""

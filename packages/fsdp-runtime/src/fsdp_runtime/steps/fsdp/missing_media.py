@@ -147,7 +147,6 @@ def _may_be_media(name: str) -> bool:
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name."""
     names = list(signature(type(module).forward).parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -187,7 +186,6 @@ def _nothing(value: Tensor) -> Tensor:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors with gradients in nested containers."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value

@@ -67,27 +67,25 @@ class FSDP2(Step):
         options = self.options
         if options.gradient_divide_factor is None and setup.meshes.batches is not None:
             options = replace(options, gradient_divide_factor=float(setup.meshes.batches))
-        _apply(model, setup, options, found)
+        if setup.meshes.fsdp is not None:
+            _apply(model, setup, setup.meshes.fsdp, options, found)
 
 
-def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDtypes) -> None:
+def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOptions, dtypes: FSDPDtypes) -> None:
     """Wrap every block and then the model with ``fully_shard``, in place.
 
     A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
     parameter; embedding and head belong to the root too, so a tied weight is gathered once.
     """
-    mesh, structure = setup.meshes.fsdp, setup.structure
-    if mesh is None:
-        return
+    structure = setup.structure
     if options.master_dtype is not None:
         _convert_trainable(model, options.master_dtype)
     reduced = {model.get_parameter(name) for name in dtypes.replicated}
     replicated = replicated_parameters(model, options) | reduced
     policy = options.mp_policy or MixedPrecisionPolicy()
     casts = policy.cast_forward_inputs and dtypes.casts_block_inputs
-    block_policy = replace(
-        policy, output_dtype=None, cast_forward_inputs=casts
-    )  # activations between blocks keep the compute dtype
+    # Activations between blocks keep the compute dtype.
+    block_policy = replace(policy, output_dtype=None, cast_forward_inputs=casts)
     offload_policy = options.offload_policy or OffloadPolicy()
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":  # memory is pinned for a device
         offload_policy = CPUOffloadPolicy(pin_memory=False)
