@@ -44,18 +44,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def stored_factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """Return the two factors of an adapter as peft stores them."""
-    return wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-
-
 def active_factors(wrapper: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
     """Iterate over the adapters in force of a wrapper: the two factors as stored, and the scaling."""
     if wrapper.disable_adapters or wrapper.merged:
         return
     for name in wrapper.active_adapters:
         if name in wrapper.lora_A:
-            yield *stored_factors(wrapper, name), float(wrapper.scaling[name])
+            yield wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, float(wrapper.scaling[name])
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,7 +52,8 @@ def materialize_entries(
     model: nn.Module, entries: Sequence[StateEntry], device: torch.device | str | None = None
 ) -> None:
     """Do the work of :func:`materialize` on entries that are known already; buffers among them may be replaced."""
-    if device is None and not _any_on_meta(model, entries):
+    tensors = (*(entry.tensor for entry in entries), *model.buffers())
+    if device is None and not any(tensor.is_meta for tensor in tensors):
         return
     target = require_device(device) if device is not None else compute_device(entries)
     compute_meta_buffers(model)
@@ -93,10 +94,6 @@ def compute_device(entries: Sequence[StateEntry]) -> torch.device:
         if not entry.tensor.is_meta:
             plain = entry.tensor.device
     return plain
-
-
-def _any_on_meta(model: nn.Module, entries: Sequence[StateEntry]) -> bool:
-    return any(tensor.is_meta for tensor in (*(entry.tensor for entry in entries), *model.buffers()))
 
 
 def materialize_parameter(parameter: nn.Parameter, device: torch.device) -> None:

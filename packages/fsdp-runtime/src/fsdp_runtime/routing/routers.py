@@ -86,7 +86,8 @@ def routers_of(structure: ModelStructure) -> Routers:
     for mixture in _mixtures(tree):
         parts = [_inside_adapters(tree, path) for path in (*tree.children[mixture], mixture)]
         candidates = [path for path in parts if selection_of(type(tree.modules[path]))]
-        if not candidates and (found := _tables(tree, mixture)):
+        found = [path for path in tree.children[mixture] if hasattr(tree.modules[path], _TABLE)]
+        if found and not candidates:
             tables += found
             continue
         if len(candidates) > 1 and candidates[-1] == mixture:
@@ -161,10 +162,6 @@ def _counts(owners: Iterable[object], names: Iterable[str]) -> Iterator[_Count]:
         for name in names:
             if isinstance(value := getattr(owner, name, None), int):
                 yield owner, name, value
-
-
-def _tables(tree: ModelTree, mixture: str) -> list[str]:
-    return [path for path in tree.children[mixture] if hasattr(tree.modules[path], _TABLE)]
 
 
 def _unidentified(tree: ModelTree, mixture: str, candidates: list[str]) -> str:

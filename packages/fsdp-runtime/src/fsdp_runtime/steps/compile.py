@@ -107,7 +107,8 @@ class Compile(Step):
             sequence_parallel = layers is not None and layers.sequence_parallel
             options = async_compile_options(setup.meshes.tp, options, sequence_parallel=sequence_parallel)
         check_compile_options(options)
-        return _with_limit(options)
+        known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
+        return {"recompile_limit": RECOMPILE_LIMIT, **options} if known else options
 
     def apply(self, model: nn.Module, setup: Setup, found: Mapping[str, Any]) -> None:
         """Compile the blocks."""
@@ -152,8 +153,3 @@ def _recomputes_in_graph(backend: Any) -> bool:
     2.13, ``TagActivationCheckpoint``).  Other backends, such as ``"eager"``, would recompute with other dropout.
     """
     return isinstance(backend, str) and (backend == "inductor" or backend.startswith("aot_"))
-
-
-def _with_limit(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
-    return {"recompile_limit": RECOMPILE_LIMIT, **options} if known else options

@@ -68,7 +68,8 @@ class RandomStates(Step):
         hooks = _SameDraws(tp, 0 if cp is None else cp.get_local_rank(), sources, states)
         hook_model(model, "draws alike over tp", hooks.before, hooks.after)
         offset = (tp.get_local_rank() + 1) * _OVER_TP
-        sharded = [mixer for mixer in setup.facts.token_mixers if _has_own_heads(mixer, setup.plan)]
+        plan = setup.plan
+        sharded = [mixer for mixer in setup.facts.token_mixers if isinstance(plan, Plan) and is_sharded(mixer, plan)]
         alone = {mixer.module for mixer in sharded if _drops_weights_alone(mixer)}
         wrap(alone, _OwnHeads, states=states, offset=offset)
         others: dict[tuple[str, ...], list[nn.Module]] = defaultdict(list)
@@ -112,10 +113,6 @@ def _names(module: nn.Module) -> Iterator[str]:
     yield from (f"config.{name}" for name in _amounts(getattr(module, "config", None)))
     for path, part in module.named_modules():
         yield from (f"{path}.{name}".removeprefix(".") for name in _amounts(part))
-
-
-def _has_own_heads(mixer: TokenMixer, plan: object) -> bool:
-    return isinstance(plan, Plan) and is_sharded(mixer, plan)
 
 
 def _drops_weights_alone(mixer: TokenMixer) -> bool:

@@ -146,7 +146,8 @@ class WeightSync:
         """
         states = self._states(self._version, {}, self._chain)
         chains = {state.chain for state in states.values() if state.is_source} - {0}
-        return {rank: s.version if s.chain in chains else NO_VERSION for rank, s in self._destinations(states).items()}
+        held = {rank: states[rank] for rank in self._plan.receivers}
+        return {rank: state.version if state.chain in chains else NO_VERSION for rank, state in held.items()}
 
     @torch.no_grad()
     def update(self, version: int) -> SyncReport:
@@ -259,9 +260,6 @@ class WeightSync:
                 "layouts on every rank"
             )
         return states
-
-    def _destinations(self, states: Mapping[int, _State]) -> dict[int, _State]:
-        return {rank: states[rank] for rank in self._plan.receivers}
 
     def _remote_receivers(self) -> list[int]:
         """The destination ranks that do not have all of their weights themselves."""

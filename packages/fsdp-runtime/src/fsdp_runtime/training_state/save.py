@@ -48,7 +48,7 @@ class Stateful(Protocol):
         """Restore a state."""
 
 
-class _Options(TypedDict, total=False):
+class _StateOptions(TypedDict, total=False):
     """Keywords of :func:`save_training_state` that do not decide what it returns."""
 
     step: Required[int]
@@ -65,7 +65,7 @@ def save_training_state(
     optimizer: Optimizer | Sequence[Optimizer] | None = ...,
     *,
     asynchronous: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[_StateOptions],
 ) -> Path: ...
 
 
@@ -76,7 +76,7 @@ def save_training_state(
     optimizer: Optimizer | Sequence[Optimizer] | None = ...,
     *,
     asynchronous: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_StateOptions],
 ) -> SaveFuture[Path]: ...
 
 

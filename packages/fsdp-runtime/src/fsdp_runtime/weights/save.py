@@ -54,7 +54,7 @@ _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 _CHECKED_AFTER = 2**28
 
 
-class _Options(TypedDict, total=False):
+class _WeightOptions(TypedDict, total=False):
     """Keywords of :func:`save_weights` that do not decide what it returns."""
 
     max_shard_bytes: int
@@ -72,7 +72,7 @@ def save_weights(
     directory: str | os.PathLike[str],
     *,
     asynchronous: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[_WeightOptions],
 ) -> SaveReport: ...
 
 
@@ -82,7 +82,7 @@ def save_weights(
     directory: str | os.PathLike[str],
     *,
     asynchronous: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_WeightOptions],
 ) -> SaveFuture[SaveReport]: ...
 
 

@@ -1,6 +1,6 @@
 """Ring attention: keys and values go from rank to rank over ``cp``, and queries stay.
 
-Each rank holds the keys of one other rank at a time, adds that part of attention to its own (see ``blocks``), and
+Each rank holds the keys of one other rank at a time, adds that part of attention to its own (see ``tiles``), and
 passes them on while it computes (Liu et al., arXiv:2310.01889).  In backward the keys go round again, and the gradients
 of keys and values follow them home.  Parts that no query sees (later tokens, tokens beyond a sliding window, other
 documents) are not computed.

@@ -195,7 +195,9 @@ class _Run:
         self.entered = True
         lm_head = LMHeadParameters(*_head_weight(head), self.known.scale, self.known.softcap)
         self.result = found = self.function(self.stand_in.hidden, lm_head)
-        return _fields(found) if dataclasses.is_dataclass(found) else found
+        if not dataclasses.is_dataclass(found):
+            return found
+        return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
 
 
 def _head_path(model: nn.Module) -> str:
@@ -253,10 +255,6 @@ def _unknown_map(model: nn.Module, path: str) -> ModelError:
         f"{type(model).__name__} does more with the output of {path} than to scale and soft-cap it, which a loss "
         "without logits would leave out: compute the loss from the logits"
     )
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def _restored(result: Any, output: Any) -> Any:

@@ -71,7 +71,10 @@ def resolve_adapted_plan(
     resolved = resolve_plan(plan, bare, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     if base is not model:
         _require_prompts_fit(model, resolved)
-        return adapted_plan(resolved, base).with_prefix(_path_of(base, model))
+        # The path of the model inside differs between prompt learning and other kinds.
+        return adapted_plan(resolved, base).with_prefix(
+            next(path for path, module in model.named_modules() if module is base)
+        )
     if plan == "auto" and (layer := next(lora_layers(model), None)) is not None:
         raise OptionError(
             f"{layer.path} of {type(model).__name__} carries adapters, and the model is no PeftModel: give the "
@@ -167,12 +170,6 @@ def _require_prompts_fit(model: nn.Module, plan: Plan) -> None:
             f"{type(model).__name__} puts learned embeddings in front of those of the tokens, which are sharded on the "
             "sequence: use sequence_parallel=False"
         )
-
-
-def _path_of(base: nn.Module, model: nn.Module) -> str:
-    """Return the path of the model inside a ``PeftModel``, which differs between prompt learning and other kinds."""
-    paths: Iterator[str] = (path for path, module in model.named_modules() if module is base)
-    return next(paths)
 
 
 def _inside_wrapper(plan: Mapping[str, Any]) -> Mapping[str, Any]:
