@@ -35,7 +35,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "tp_plans/checks",
     ),
     "Packed rows and shared prefixes": ("steps/documents", "_transformers_compat/masks.py"),
-    "Tensor and sequence parallelism": ("steps/plain_adapters.py", "steps/tensor"),
+    "Tensor and sequence parallelism": ("steps/refused_adapters.py", "steps/tensor"),
     "Expert parallelism": ("steps/experts",),
     "Context parallelism": ("steps/context",),
     "Random states": ("steps/random_states.py",),

@@ -68,12 +68,13 @@ def _compiled(**options: Any) -> None:
 
 ASYNC = Compile(async_tensor_parallel=True)
 CASES: Provocations = {
-    "fsdp_runtime/steps/plain_adapters.py": {
+    "fsdp_runtime/steps/refused_adapters.py": {
         "that are merged, or not plain LoRA": (
             lambda: refuse(_adapted(target_modules=["q_proj"], use_dora=True), TP),
             lambda: refuse(_adapted(MOE, merged=True, **STACKED), TP),
             lambda: refuse(_adapted(MOE, merged=True, **STACKED), EP),
         ),
+        "was added after parallelize": _later_adapter,
     },
     "fsdp_runtime/steps/tensor/lora.py": {
         "the model is no PeftModel": lambda: refuse(_injected(), TP),
@@ -90,7 +91,6 @@ CASES: Provocations = {
             TP,
         ),
     },
-    "fsdp_runtime/steps/tensor/later_adapters.py": {"was added after parallelize": _later_adapter},
     "fsdp_runtime/steps/tensor/step.py": {
         "needs a plan, and plan=None": lambda: refuse(Own(), plan=None, sequence_parallel=True),
     },

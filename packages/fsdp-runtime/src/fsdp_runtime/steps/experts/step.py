@@ -13,7 +13,7 @@ from fsdp_runtime._peft_compat import BASE, base_model, lora_layers
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.plain_adapters import refuse_adapters
+from fsdp_runtime.steps.refused_adapters import refuse_adapters
 from tp_plans import Plan, with_expert_parallelism
 from tp_plans.runtime import TokenExchange, exchange_class, expert_styles_by_path
 

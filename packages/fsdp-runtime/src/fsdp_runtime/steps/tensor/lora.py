@@ -32,7 +32,7 @@ from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.sharded.work_directory import work_directory
-from fsdp_runtime.steps.plain_adapters import refuse_adapters
+from fsdp_runtime.steps.refused_adapters import refuse_adapters
 from fsdp_runtime.weights.adapters import saved_tensors
 from tp_plans import (
     DispatchExperts,

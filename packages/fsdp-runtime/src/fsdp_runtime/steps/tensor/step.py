@@ -18,7 +18,7 @@ from fsdp_runtime.steps.outputs.attention_maps import return_full_attention_maps
 from fsdp_runtime.steps.outputs.generation import gather_logits_in_generate
 from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
 from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
-from fsdp_runtime.steps.tensor.later_adapters import refuse_later_adapters
+from fsdp_runtime.steps.refused_adapters import refuse_later_adapters
 from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
 from fsdp_runtime.values import require_one_of
 from tp_plans import ColwiseParallel, Plan, Replicate, Shard, Style, UnknownArchitectureError, check, styles_by_path
