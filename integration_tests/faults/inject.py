@@ -46,7 +46,8 @@ class InjectedFault:
         self._fault = fault if fault is not None and fault.rank == dist.get_rank() else None
         self._struck, self._step = folder / STRUCK, -1
         self._saved: int | None = None
-        block = inspect_model(model).last_block
+        structure = inspect_model(model)
+        block = structure.blocks[structure.decoder[-1]]
         match self._fault.phase if self._fault else None:
             case "forward":
                 block.register_forward_hook(lambda *args: self._strike())

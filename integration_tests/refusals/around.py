@@ -234,8 +234,8 @@ CASES: Provocations = {
         "not FSDPOptions": lambda: FSDP2(3),  # type: ignore[arg-type]
         "is called outside of the model's own": _outside_forward,
     },
-    "fsdp_runtime/steps/outputs/head_weight.py": {"is not one linear map": lambda: _loss(_dropout().train())},
     "fsdp_runtime/steps/outputs/lm_head.py": {
+        "is not one linear map": lambda: _loss(_dropout().train()),
         "leave out labels": lambda: _loss(Own(), labels=ids(1, 4)),
         "is None in": _headless,
         "logits_to_keep in": _kept_over_cp,

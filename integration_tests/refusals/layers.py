@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_runtime import SelectiveCheckpoint
 from fsdp_runtime.steps import Compile
-from fsdp_runtime.steps.async_tp import async_compile_options
+from fsdp_runtime.steps.compile import async_compile_options
 from harness.models import tiny_model
 from refusals import Provocations
 from refusals.worlds import Own, Tree, ids, parallelized, refuse
@@ -68,12 +68,13 @@ def _compiled(**options: Any) -> None:
 
 ASYNC = Compile(async_tensor_parallel=True)
 CASES: Provocations = {
-    "fsdp_runtime/steps/plain_adapters.py": {
+    "fsdp_runtime/steps/refused_adapters.py": {
         "that are merged, or not plain LoRA": (
             lambda: refuse(_adapted(target_modules=["q_proj"], use_dora=True), TP),
             lambda: refuse(_adapted(MOE, merged=True, **STACKED), TP),
             lambda: refuse(_adapted(MOE, merged=True, **STACKED), EP),
         ),
+        "was added after parallelize": _later_adapter,
     },
     "fsdp_runtime/steps/tensor/lora.py": {
         "the model is no PeftModel": lambda: refuse(_injected(), TP),
@@ -90,19 +91,8 @@ CASES: Provocations = {
             TP,
         ),
     },
-    "fsdp_runtime/steps/tensor/later_adapters.py": {"was added after parallelize": _later_adapter},
     "fsdp_runtime/steps/tensor/step.py": {
         "needs a plan, and plan=None": lambda: refuse(Own(), plan=None, sequence_parallel=True),
-    },
-    "fsdp_runtime/steps/async_tp.py": {
-        "it needs a mesh with tp larger": lambda: _compiled(compile=ASYNC),
-        "is a pass of Inductor": lambda: _compiled(
-            compile=Compile({"backend": "aot_eager"}, async_tensor_parallel=True), sequence_parallel=True
-        ),
-        "needs CUDA devices": lambda: _compiled(compile=ASYNC, sequence_parallel=True),
-        "cannot be combined with mode": lambda: async_compile_options(
-            CUDA, {"mode": "max-autotune"}, sequence_parallel=True
-        ),
     },
     "fsdp_runtime/steps/experts/step.py": {
         "Over tp this needs a rule": lambda: refuse(_adapted(MOE, **STACKED), {"tp": 2, "ep": 2}, plan=None),
@@ -114,6 +104,14 @@ CASES: Provocations = {
         "none of which is called": lambda: _recomputed("mlp"),
     },
     "fsdp_runtime/steps/compile.py": {
+        "it needs a mesh with tp larger": lambda: _compiled(compile=ASYNC),
+        "is a pass of Inductor": lambda: _compiled(
+            compile=Compile({"backend": "aot_eager"}, async_tensor_parallel=True), sequence_parallel=True
+        ),
+        "needs CUDA devices": lambda: _compiled(compile=ASYNC, sequence_parallel=True),
+        "cannot be combined with mode": lambda: async_compile_options(
+            CUDA, {"mode": "max-autotune"}, sequence_parallel=True
+        ),
         "is refused by torch.compile": lambda: refuse(Own(), plan=None, compile={"colour": True}),
     },
 }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, OptionError, SelectiveCheckpoint, agreement, parallelize
+from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects
 from fsdp_runtime.step import Step
 from harness.collectives import RecordCollectives
 from harness.models import tiny_model
@@ -136,7 +137,7 @@ def _devices() -> bool:
     model = _llama() if dist.get_rank() == 0 else _llama().to("meta")
     groups = [MeshSpec(tp=2).build(device_type="cpu")["tp"].get_group()]
     own = agreement._describe(model, agreement.Meshes(), ())
-    return len({str(each) for each in agreement._all_gather(groups, own).values()}) == 1
+    return len({str(each) for each in all_gather_objects(ModelRanks(groups), own).values()}) == 1
 
 
 def test_a_rank_may_have_its_model_on_the_meta_device(two_ranks: RankPool) -> None:

@@ -22,29 +22,19 @@ BASE = "base_model.model"
 class LoraLayer:
     """A layer with low-rank adapters.
 
-    Args:
-        path: its path in the adapted model.
-        module: peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``.
-        scaling: the factor of every adapter that is in force, by its name.
-        transposed: the layer's weight is ``[in, out]``.
-        odd: what it or its adapters are other than plain, unmerged LoRA on a linear layer, a matrix or stacked experts.
-        biased: the product has a bias (``lora_bias``).
-        parameter: the name of the stacked parameter of ``experts`` that it adapts; ``None`` for a layer's weight.
-        experts: the module that owns that parameter, below any other wrapper.
-        number: of the experts that the factors stack.
-        matrix: the path of the one matrix that it adapts by its name (a router's), whose code reads the sum.
+    ``module`` is peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``.
     """
 
     path: str
     module: nn.Module
-    scaling: dict[str, float]
-    transposed: bool
-    odd: str
-    biased: bool
-    parameter: str | None = None
-    experts: nn.Module | None = None
-    number: int = 1
-    matrix: str | None = None
+    scaling: dict[str, float]  # of every adapter in force, by its name
+    transposed: bool  # the weight is ``[in, out]``
+    odd: str  # what it or its adapters are other than plain, unmerged LoRA
+    biased: bool  # the product has a bias (``lora_bias``)
+    parameter: str | None = None  # the stacked parameter of ``experts`` that it adapts
+    experts: nn.Module | None = None  # owns that parameter, below any other wrapper
+    number: int = 1  # of the experts that the factors stack
+    matrix: str | None = None  # path of one matrix (a router's) whose code reads the sum
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -54,52 +44,33 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def stored_factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """Return the two factors of an adapter as peft stores them."""
-    return wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-
-
 def active_factors(wrapper: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
     """Iterate over the adapters in force of a wrapper: the two factors as stored, and the scaling."""
     if wrapper.disable_adapters or wrapper.merged:
         return
     for name in wrapper.active_adapters:
         if name in wrapper.lora_A:
-            yield *stored_factors(wrapper, name), float(wrapper.scaling[name])
+            yield wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, float(wrapper.scaling[name])
 
 
 @dataclass(frozen=True, eq=False)
 class LinearInForce:
-    """The linear layer that runs where peft may have wrapped one, and what its adapters in force add to it.
+    """The linear layer that runs where peft may have wrapped one, and what its adapters in force add to it."""
 
-    Args:
-        layer: has the weight ``[out, in]``, and the bias, if any.
-        factors: of each adapter in force, in order.
-        not_linear: why the output is no linear map of the input with these, ``""`` if it is.
-    """
-
-    layer: Any
+    layer: Any  # has the weight ``[out, in]``, and the bias, if any
     factors: tuple[HeadFactors, ...] = ()
-    not_linear: str = ""
+    not_linear: str = ""  # why the output is no linear map of the input, if so
 
 
 @dataclass(frozen=True, eq=False)
 class HeadFactors:
-    """An adapter of a linear layer.
+    """An adapter of a linear layer."""
 
-    Args:
-        a: ``[rank, in]``.
-        b: ``[out, rank]``.
-        bias: ``[out]``, or ``None``.
-        scaling: the factor of the product.
-        magnitude: the norms ``[out]`` that DoRA gives the rows, or ``None``.
-    """
-
-    a: Tensor
-    b: Tensor
+    a: Tensor  # ``[rank, in]``
+    b: Tensor  # ``[out, rank]``
     bias: Tensor | None
     scaling: float
-    magnitude: Tensor | None
+    magnitude: Tensor | None  # the norms ``[out]`` that DoRA gives the rows
 
 
 def linear_in_force(module: Any) -> LinearInForce:
@@ -173,10 +144,7 @@ def model_of_rows(model: Any) -> Any:
 
 
 def learned_prompts(model: Any) -> str | None:
-    """Return how prompt learning reaches the model inside a ``PeftModel``: as ``"embeddings"`` or ``"keys"``.
-
-    ``None`` without prompt learning.
-    """
+    """Return ``"embeddings"`` or ``"keys"``, by which prompt learning reaches the model inside a ``PeftModel``."""
     kinds = [config.peft_type for config in model.peft_config.values() if config.is_prompt_learning]
     if not kinds:
         return None
@@ -215,10 +183,7 @@ WrapperKind = Literal["lora", "copies", "other"]
 
 
 def _wrapped(module: Any) -> tuple[WrapperKind, dict[str, nn.Module]] | None:
-    """Return the kind of a wrapper of peft, and what it runs in a module's place by its names in the wrapper.
-
-    The base model's module comes first, then copies.  ``None`` for a module that is no wrapper.
-    """
+    """Return a wrapper's kind, and what it runs in a module's place by name, the base model's first; else ``None``."""
     if (peft := sys.modules.get("peft")) is None:
         return None
     tuners, utils = peft.tuners, peft.utils
@@ -267,23 +232,14 @@ def _copies(wrapper: Any, base: str, name: str) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a module of the base model is in the adapted model, or one of peft's wrappers around it.
+    """Where a module of the base model is in the adapted model, or one of peft's wrappers around it."""
 
-    Args:
-        base: the module's path in the base model.
-        parts: the parts of its path in the adapted model: a name that peft added, or ``None`` for the next of ``base``.
-        module: the module.
-        wrapper: what it does if it is a wrapper, else ``None``.
-        is_copy: it is in a copy that an adapter trains in full.
-        in_force: it runs now: a copy of an enabled, active adapter, or the base model's own module where there is none.
-    """
-
-    base: str
-    parts: tuple[str | None, ...]
+    base: str  # path in the base model
+    parts: tuple[str | None, ...]  # of the path here: a name that peft added, or ``None`` for the next of ``base``
     module: nn.Module
     wrapper: WrapperKind | None
-    is_copy: bool = False
-    in_force: bool = True
+    is_copy: bool = False  # an adapter trains it in full
+    in_force: bool = True  # it runs now
 
     @property
     def path(self) -> str:
@@ -314,11 +270,7 @@ def _odd(layer: Any, base: Any, parameter: str | None) -> str:
 
 
 def places(model: nn.Module) -> Iterator[Place]:
-    """Iterate over the modules of an adapted model's base model and peft's wrappers, at all of their paths.
-
-    Args:
-        model: the model inside the ``PeftModel``.
-    """
+    """Iterate over the modules of the model inside a ``PeftModel`` and peft's wrappers, at all of their paths."""
 
     def walk(place: Place) -> Iterator[Place]:
         if (found := _wrapped(place.module)) is None:
@@ -346,11 +298,7 @@ def places(model: nn.Module) -> Iterator[Place]:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Return a copy of an adapted model's modules without peft's wrappers; it shares the base model's tensors.
-
-    Args:
-        model: the model inside the ``PeftModel``, before it is sharded.
-    """
+    """Return a copy of the modules inside a ``PeftModel`` without wrappers; it shares the base model's tensors."""
     copies: dict[nn.Module, nn.Module] = {}
 
     def bare(module: nn.Module) -> nn.Module:
@@ -374,12 +322,8 @@ def adapter_file(
 ) -> dict[str, Tensor]:
     """Return what peft saves of an adapter, by the names in its file.
 
-    Args:
-        model: the ``PeftModel``.
-        adapter: the adapter's name.
-        tensors: the model's state dict.
-        embeddings: save the layers of the embedding and the head; ``"auto"`` where they are adapted, or of another size
-            than those of the base model's checkpoint, whose config peft looks up.
+    ``embeddings="auto"`` saves the layers of the embedding and the head where they are adapted, or of another size than
+    those of the base model's checkpoint, whose config peft looks up.
     """
     from peft.utils import get_peft_model_state_dict
 

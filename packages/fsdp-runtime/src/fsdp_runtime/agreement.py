@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.setup import Meshes
+from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects
 from fsdp_runtime.step import Step
 
 _PACKAGES = ("torch", "transformers", "peft", "tp-plans", "fsdp-runtime")
@@ -43,26 +44,18 @@ def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) 
     """Raise on every rank of the meshes unless all were given the same model and options; values are not compared.
 
     One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
-
-    Args:
-        model: the model, on any device.
-        meshes: the axes of the call.
-        steps: the steps of the call.
-
-    Raises:
-        ModelError: classes, parameters, buffers or configs differ; the message names them and the ranks.
-        OptionError: steps, sizes of axes or versions of packages differ.
     """
     groups = list(_groups(meshes))
     if not groups:
         return
+    ranks = ModelRanks(groups)
     own = _describe(model, meshes, steps)
     digests = {part: blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest() for part, lines in own.items()}
-    by_rank = _all_gather(groups, digests)
+    by_rank = all_gather_objects(ranks, digests)
     differing = [part for part in own if len({each[part] for each in by_rank.values()}) > 1]
     if not differing:
         return
-    found = _differences(_all_gather(groups, {part: own[part] for part in differing}), differing)
+    found = _differences(all_gather_objects(ranks, {part: own[part] for part in differing}), differing)
     of_model = {"model", "module", "parameter", "buffer", "config"} & set(differing)
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise (ModelError if of_model else OptionError)(
@@ -72,23 +65,10 @@ def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) 
 
 
 def _groups(meshes: Meshes) -> Iterator[ProcessGroup]:
-    """Yield the process groups of all axes that communicate."""
     for mesh in (meshes.fsdp, meshes.cp, meshes.tp, meshes.ep, meshes.expert_fsdp):
         for group in [] if mesh is None else mesh.get_all_groups():
             if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
                 yield group
-
-
-def _all_gather(groups: Iterable[ProcessGroup], value: Any) -> dict[int, Any]:
-    """Return the values of all ranks that are connected by groups, by global rank."""
-    values = {dist.get_rank(): value}
-    for group in groups:
-        if set(dist.get_process_group_ranks(group)) <= values.keys():
-            continue
-        gathered: list[dict[int, Any]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, values, group=group)
-        values = {rank: each for part in gathered for rank, each in part.items()}
-    return values
 
 
 def _differences(by_rank: Mapping[int, Description], parts: Iterable[str]) -> list[str]:

@@ -34,15 +34,7 @@ _MAX_SHOWN = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: the command line without the program's name, ``sys.argv[1:]`` by default.
-
-    Returns:
-        0 if the estimate was made and fits ``--device-memory`` (if given); 1 if it does not fit (in a sweep: if no
-        candidate fits); 2 if the command failed.  Of ``verl-check``: 0, or 1 if there is an error.
-    """
+    """Run the command; return 0, 1 if an estimate does not fit or ``verl-check`` finds an error, 2 if it failed."""
     options = parser().parse_args(arguments)
     if options.command == "verl-check":
         return _verl_check(run=options.run)
@@ -305,7 +297,6 @@ def _sweep(options: argparse.Namespace, progress: ProgressLine) -> int:
 
 
 def _time_sections(found: Estimate, hardware: str | None) -> list[Section]:
-    """Return the time of a step on a hardware, if one is given."""
     if hardware is None:
         return []
     time = step_time(found, hardware)
@@ -323,7 +314,6 @@ def _model(options: argparse.Namespace) -> Any:
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments that ``estimate`` and ``sweep`` share."""
     _require_unit(options.device_memory, "--device-memory")
     names = ("seq_len", "micro_batch", "dtype", "master_dtype", "frozen_dtype", "logprobs", "clip", "offload")
     step = ("micro_batches", "offload_activations", "attention_kernels", "allocator", "compile")

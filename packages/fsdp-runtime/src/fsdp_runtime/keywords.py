@@ -58,11 +58,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def steps_of(**options: Unpack[Options]) -> tuple[Step, ...]:
-    """Return the steps that keywords stand for, with those of ``steps``.
-
-    Raises:
-        OptionError: a step is given twice, or a value is not allowed.
-    """
+    """Return the steps that keywords stand for, with those of ``steps``."""
     for name in options:
         steps = "; other options are fields of the classes in fsdp_runtime.steps"
         require_one_of("keyword", name, Options.__annotations__, or_else=steps)
@@ -73,7 +69,6 @@ def steps_of(**options: Unpack[Options]) -> tuple[Step, ...]:
 
 
 def _step(kind: type[Step], fields: Mapping[str, str], options: Mapping[str, Any], given: Sequence[Step]) -> Any:
-    """Return the call's step of one class, ``None`` where it has none."""
     values: list[Any] = [step for step in given if isinstance(step, kind)]
     changed = {name: options[name] for name in fields if name in options and options[name] != _DEFAULTS[name]}
     first = next(iter(fields), None)

@@ -286,7 +286,6 @@ def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def _structure(model: nn.Module) -> ModelStructure | None:
-    """Return a model's structure, ``None`` without blocks."""
     try:
         return inspect_model(model)
     except ModelError:
@@ -346,11 +345,9 @@ class _SeedPlan(TensorParallel):
         """The seeds' options are checked where the plan is resolved."""
 
     def resolve(self, setup: Setup) -> Setup:
-        """Find the plan, where layers are sharded."""
         return setup if setup.meshes.tp is None else replace(setup, plan=self.plan_for(setup))
 
     def plan_for(self, setup: Setup) -> Plan | TorchPlan:
-        """Return the plan for the setup's model."""
         return _resolve_plan(setup.facts.model, self.sequence_parallel, self.plan, setup.meshes.tp)
 
 
@@ -364,13 +361,7 @@ def _resolve_plan(
     plan: Mapping[str, Any] | str | None,
     tp_mesh: DeviceMesh | None = None,
 ) -> Plan | TorchPlan:
-    """Return a plan, or torch's styles as given, of which only the head counts can be checked.
-
-    Raises:
-        OptionError: a dotted path cannot be imported or called, or an edited dict does not fit together.
-        ModelError: a dict of torch's styles shards attention whose heads are not divisible.
-        tp_plans.TpPlansError: the plan is not known, or cannot be used.
-    """
+    """Return a plan, or torch's styles as given, of which only the head counts can be checked."""
     if isinstance(plan, str) and "." in plan:
         plan = _load_plan(plan)
     if isinstance(plan, Mapping) and plan and all(isinstance(style, ParallelStyle) for style in plan.values()):

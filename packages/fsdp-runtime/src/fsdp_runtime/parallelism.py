@@ -151,18 +151,9 @@ def resolve_parallelism(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Op
 def resolve_steps(
     model: nn.Module, meshes: Meshes, steps: Iterable[Step], *, allow_dtensors: bool = False
 ) -> Parallelism:
-    """Resolve and check steps against a model on one mesh per axis, whatever the axes are called; change nothing.
+    """Resolve and check steps, in any order, against a model on one mesh per axis; change nothing.
 
-    Args:
-        model: the model.
-        meshes: the axes.
-        steps: the steps, in any order.
-        allow_dtensors: accept parameters that are DTensors already, unless a plan is to be applied.
-
-    Raises:
-        ModelError: see :func:`resolve_parallelism`.
-        OptionError: see :func:`resolve_parallelism`.
-        tp_plans.TpPlansError: no plan is known, or it does not fit the model.
+    ``allow_dtensors`` accepts parameters that are DTensors already, unless a plan is to be applied.
     """
     given = list(steps)
     require_same_setup(model, meshes, given)
@@ -186,11 +177,6 @@ def _place(step: Step) -> int:
 
 
 def _meshes(mesh: DeviceMesh, options: FSDPOptions) -> Meshes:
-    """Return the axes of a mesh that a call uses.
-
-    Raises:
-        OptionError: a setting needs FSDP2, and the mesh has no data-parallel axis.
-    """
     tp, cp, ep = axis_size(mesh, "tp"), axis_size(mesh, "cp"), expert_axis_size(mesh)
     shards = _fsdp_mesh(mesh, options)
     return Meshes(
@@ -215,7 +201,6 @@ def _require_fresh(model: nn.Module, *, plain: bool) -> None:
 
 
 def _already(model: nn.Module, *, plain: bool) -> Iterator[tuple[str, str]]:
-    """Yield what has been wrapped or sharded, and how."""
     for path, module in model.named_modules():
         names = {cls.__name__ for cls in type(module).__mro__}
         for wrapper in names & {"DistributedDataParallel", "FullyShardedDataParallel", "MegatronFSDP"}:
@@ -248,11 +233,7 @@ def _ranks_with_different_batches(mesh: DeviceMesh) -> int:
 
 
 def _fsdp_mesh(mesh: DeviceMesh, options: FSDPOptions) -> DeviceMesh | None:
-    """Return the mesh to shard over, or ``None`` where one rank holds everything and no setting needs FSDP2.
-
-    Raises:
-        OptionError: a setting needs FSDP2, and the mesh has no data-parallel axis.
-    """
+    """Return the mesh to shard over, or ``None`` where one rank holds everything and no setting needs FSDP2."""
     shards, experts = fsdp_mesh(mesh), expert_fsdp_mesh(mesh)
     divides_experts = experts is not None and experts.size() > 1
     if shards is not None and (shards.size() > 1 or options.requires_fsdp or divides_experts):

@@ -14,45 +14,24 @@ RUNTIME_STATE = "_fsdp_runtime_state"
 
 @dataclass
 class RuntimeState:
-    """Settings and flags of one module.
+    """Settings and flags of one module."""
 
-    Args:
-        reshard_after_forward: the value that ``FSDP2`` gave the FSDP module; ``None`` where other code wrapped it.
-        is_fsdp_root: ``FSDP2`` made the module the root of its FSDP modules.
-        checkpoint_contexts: the ``context_fn`` of ``torch.utils.checkpoint`` for selective checkpointing, or ``None``.
-        compiled: of a block that runs in Python while its outputs are recorded, its compiled call.
-        recomputes_in_python: the module recomputes outside of compiled graphs.
-        carried: state of a forward that its recomputation takes from it.
-        fsdp_module: the FSDP module that gathers the module's own parameters.
-        versions: of an FSDP module, those of the shards that the root's last forward left copies of; ``None`` for fresh
-            copies, which ``unsharded`` has gathered.
-        unsharded: set inside :func:`fsdp_runtime.unsharded`: ``True`` for a module that is kept gathered, ``False`` for
-            one that ``max_bytes`` excludes; ``None`` outside.
-        no_sync: the module is inside :func:`fsdp_runtime.no_sync`.
-        offloaded: of a model, the host copies that :func:`fsdp_runtime.offload` made, or ``None``.
-        watches: of a router, how many sessions and recomputations read its selection at present.
-        hook_effects: what the hooks around its forward do.
-        gathered: of a model under context parallelism, its attention and the modules that run on full sequences.
-        routers: of a model whose routes were recorded or replayed, its routers.
-        one_rank: ``parallelize`` was given a mesh of this rank alone, so that no other rank has part of the model.
-    """
-
-    reshard_after_forward: bool | None = None
-    is_fsdp_root: bool = False
-    checkpoint_contexts: Callable[[], Any] | None = None
-    compiled: Any = None
-    recomputes_in_python: bool = False
-    carried: tuple[Any, ...] = ()
-    fsdp_module: Any = None
-    versions: tuple[int, ...] | None = ()
-    unsharded: bool | None = None
-    no_sync: bool = False
-    offloaded: Any = None
-    watches: int = 0
-    hook_effects: list[str] = field(default_factory=list)
-    gathered: Any = None
-    routers: Any = None
-    one_rank: bool = False
+    reshard_after_forward: bool | None = None  # of ``FSDP2``; ``None`` for other code
+    is_fsdp_root: bool = False  # ``FSDP2`` made it the root of its FSDP modules
+    checkpoint_contexts: Callable[[], Any] | None = None  # the ``context_fn`` of selective checkpointing
+    compiled: Any = None  # a block's compiled call, while it runs in Python to record outputs
+    recomputes_in_python: bool = False  # outside of compiled graphs
+    carried: tuple[Any, ...] = ()  # state of a forward that its recomputation takes from it
+    fsdp_module: Any = None  # the one that gathers the module's own parameters
+    versions: tuple[int, ...] | None = ()  # of shards that were copied; ``None`` for fresh copies
+    unsharded: bool | None = None  # kept gathered, or not under ``max_bytes``; ``None`` outside of ``unsharded``
+    no_sync: bool = False  # inside of :func:`fsdp_runtime.no_sync`
+    offloaded: Any = None  # the host copies of :func:`fsdp_runtime.offload`
+    watches: int = 0  # sessions and recomputations that read a router's selection
+    hook_effects: list[str] = field(default_factory=list)  # what the hooks around its forward do
+    gathered: Any = None  # under context parallelism, what runs on full sequences
+    routers: Any = None  # of a model whose routes were recorded or replayed
+    one_rank: bool = False  # no other rank has part of the model
 
 
 def runtime_state(module: nn.Module) -> RuntimeState:

@@ -32,23 +32,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class ModelFacts:
-    """What is asked of a model in one call; the answers are kept, and are those before the first step changed it.
-
-    Args:
-        model: the model that was given.
-        structure: its blocks, embedding and head.
-    """
+    """What is asked of a model in one call; the answers are kept, and are those before the first step changed it."""
 
     model: nn.Module
     structure: ModelStructure
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFacts:
-        """Inspect a model.
-
-        Raises:
-            ModelError: it has no blocks.
-        """
+        """Inspect a model."""
         return cls(model, inspect_model(model))
 
     @cached_property
@@ -94,10 +85,7 @@ class ModelFacts:
 
     @cached_property
     def bidirectional_without_mask(self) -> TokenMixer | None:
-        """A mixer that shows tokens to earlier ones and is not kept to a document by a mask.
-
-        Documents run as rows that are padded at their ends, under causal masks, which is right for causal mixers alone.
-        """
+        """A bidirectional mixer whose documents no mask separates; rows of documents are padded at their ends."""
         found = next((mixer for mixer in self.token_mixers if mixer.way != "mask"), None)
         return found if found is not None and self.attends_both_ways else None
 
@@ -132,26 +120,12 @@ class ModelFacts:
         return needs_full_row(self.structure)
 
     def require_transformers(self, own: str) -> None:
-        """Check that the model is one of transformers.
-
-        Args:
-            own: what to do for another one.
-
-        Raises:
-            ModelError: it is not.
-        """
+        """Check that the model is one of transformers; ``own`` says what to do for another one."""
         if not self.of_transformers:
             raise ModelError(f"{self.name} is not a transformers model, whose attention is known: {own}")
 
     def require_known_positions(self, fix: str) -> None:
-        """Check that what mixes tokens is known, and goes by their positions.
-
-        Args:
-            fix: what to do for another model.
-
-        Raises:
-            ModelError: it does not.
-        """
+        """Check that what mixes tokens is known, and goes by positions; ``fix`` says what to do for another model."""
         if (path := self.makes_own_masks) is not None:
             raise ModelError(f"{path} of {self.name} computes its mask and positions from the length of a row: {fix}")
         if not self.token_mixers:
@@ -165,49 +139,28 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Meshes:
-    """The axes that a call uses; ``None`` for one that it does not use, or that has one rank.
+    """The axes that a call uses; ``None`` for one that it does not use, or that has one rank."""
 
-    Args:
-        tp: the axis that layers are sharded over.
-        cp: the axis that sequences are sharded over.
-        ep: the axis that experts are divided over.
-        shared: the axis whose ranks have the same tokens and divide them before they send them to experts.
-        fsdp: the axis, or the two axes (replicas, shards), of FSDP2.
-        expert_fsdp: those of FSDP2 for experts.
-        batches: ranks with different batches, the divisor of summed gradients; ``None`` where FSDP2's mean is right.
-        one_rank: the whole mesh is this rank.
-    """
-
-    tp: DeviceMesh | None = None
-    cp: DeviceMesh | None = None
-    ep: DeviceMesh | None = None
-    shared: DeviceMesh | None = None
-    fsdp: DeviceMesh | None = None
+    tp: DeviceMesh | None = None  # layers are sharded over it
+    cp: DeviceMesh | None = None  # sequences are sharded over it
+    ep: DeviceMesh | None = None  # experts are divided over it
+    shared: DeviceMesh | None = None  # its ranks have the same tokens, and divide them to send them to experts
+    fsdp: DeviceMesh | None = None  # the axis, or the two axes (replicas, shards), of FSDP2
     expert_fsdp: DeviceMesh | None = None
-    batches: int | None = None
-    one_rank: bool = False
+    batches: int | None = None  # ranks with different batches; ``None`` where FSDP2's mean is right
+    one_rank: bool = False  # the whole mesh is this rank
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setup:
-    """What the steps of one call are checked and applied with.
-
-    Args:
-        facts: what is asked of the model.
-        meshes: the axes.
-        steps: every step of the call, in order.
-        plan: the plan of the axis ``tp``, ``None`` where layers stay replicated; a dict of torch's styles, which
-            nothing can check, only through ``fsdp_runtime.nemo``.
-        tp_plan: the plan before the rules of the axis ``ep`` were added.
-        expert_plan: the rules of the axis ``ep``, ``None`` where experts are not dispatched.
-    """
+    """What the steps of one call are checked and applied with."""
 
     facts: ModelFacts
     meshes: Meshes
-    steps: tuple[object, ...]
-    plan: Plan | Mapping[str, ParallelStyle] | None = None
-    expert_plan: Plan | None = None
-    tp_plan: Plan | None = None
+    steps: tuple[object, ...]  # every step of the call, in order
+    plan: Plan | Mapping[str, ParallelStyle] | None = None  # of ``tp``; torch's styles through ``nemo`` only
+    expert_plan: Plan | None = None  # rules of ``ep``, ``None`` where experts are not dispatched
+    tp_plan: Plan | None = None  # before the rules of the axis ``ep`` were added
 
     @property
     def structure(self) -> ModelStructure:

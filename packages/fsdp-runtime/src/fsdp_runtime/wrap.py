@@ -30,15 +30,10 @@ class Wrapper:
 
 
 def wrap(modules: Iterable[nn.Module], wrapper: type[Wrapper], **attributes: Any) -> None:
-    """Mix a wrapper in before the classes of modules, in place.
+    """Mix a wrapper in before the classes of modules that do not have it yet, in place.
 
     Modules of one class get one new class, so that equal blocks are compiled once.  It keeps the old name, by which
     transformers finds what to record.
-
-    Args:
-        modules: those that do not have the wrapper yet.
-        wrapper: the class to mix in.
-        attributes: further attributes of the new classes.
     """
     made: dict[type, type[nn.Module]] = {}
     for module in modules:
@@ -46,11 +41,6 @@ def wrap(modules: Iterable[nn.Module], wrapper: type[Wrapper], **attributes: Any
         if cls not in made:
             made[cls] = _with_wrapper(cls, wrapper, attributes) if attributes else _shared(cls, wrapper)  # type: ignore[arg-type]  # mypy: a class is hashable
         module.__class__ = made[cls]
-
-
-def is_wrapped(module: nn.Module, wrapper: type[Wrapper]) -> bool:
-    """Return True if a wrapper stands in front of a module's forward."""
-    return isinstance(module, wrapper)
 
 
 def effects_of(module: nn.Module) -> tuple[str, ...]:
@@ -62,13 +52,7 @@ def effects_of(module: nn.Module) -> tuple[str, ...]:
 
 
 class Hooks:
-    """The hooks of :func:`hook_forward`.
-
-    Args:
-        module: the module.
-        effect: what they do.
-        handles: torch's.
-    """
+    """The hooks of :func:`hook_forward`, with their effect and torch's handles."""
 
     def __init__(self, module: nn.Module, effect: str, handles: list[RemovableHandle]) -> None:
         self.module, self.effect, self.handles = module, effect, handles
@@ -89,18 +73,10 @@ def hook_forward(
     first: bool = False,
     always: bool = False,
 ) -> Hooks:
-    """Register hooks around a module's forward.
+    """Register hooks around a module's forward; ``effect`` is for ``describe_parallelism``.
 
-    Args:
-        module: the module.
-        effect: what they do, for ``describe_parallelism``.
-        before: called with the module, its arguments and its keywords.
-        after: called with the module, its arguments and its output.
-        first: run before the hooks that are there.
-        always: call ``after`` when the forward has raised an error, too.
-
-    Returns:
-        The hooks, which can be removed.
+    ``before`` is called with the module, its arguments and its keywords, with ``first`` ahead of the other hooks;
+    ``after`` with the module, its arguments and its output, with ``always`` when the forward has raised, too.
     """
     handles = []
     if before is not None:
@@ -119,17 +95,10 @@ def hook_model(
     *,
     first: bool = False,
 ) -> None:
-    """Register hooks of every call that runs a model, one call of each per forward.
+    """Register hooks of every call that runs a model, one call of each per forward; ``after`` also after an error.
 
     ``generate`` of a ``PeftModel`` calls the model inside; its forward does so in some classes, and runs the forward
     of that model without its hooks in others.
-
-    Args:
-        model: the model.
-        effect: what they do.
-        before: as in :func:`hook_forward`.
-        after: as in :func:`hook_forward`, called after an error, too.
-        first: as in :func:`hook_forward`.
     """
     base = base_model(model)
     if base is not model:

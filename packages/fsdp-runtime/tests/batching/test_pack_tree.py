@@ -30,7 +30,6 @@ def test_a_tree_has_each_distinct_prefix_once_and_its_paths_spell_the_samples(sa
     for each, path in zip(samples, tree.paths, strict=True):
         assert tree.token_ids[path].tolist() == each
         assert tree.positions[path].tolist() == list(range(len(each)))
-    assert tree.attended_pairs == sum(map(len, prefixes))
 
 
 @given(groups=st.lists(group, min_size=1, max_size=3))

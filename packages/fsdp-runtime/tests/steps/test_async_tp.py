@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_runtime import BackendError, MeshSpec, OptionError, parallelize
 from fsdp_runtime.steps import Compile
-from fsdp_runtime.steps.async_tp import async_compile_options
+from fsdp_runtime.steps.compile import async_compile_options
 from harness.models import tiny_model
 from harness.ranks import RankPool, RanksFailed
 

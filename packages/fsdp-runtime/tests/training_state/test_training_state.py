@@ -29,7 +29,7 @@ from fsdp_runtime.sharded.collectives import ModelRanks
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.training_state import directory as step_directories
 from fsdp_runtime.training_state import load_training_state, save, save_training_state
-from fsdp_runtime.training_state.snapshot import NamedTensor, chunks_to_write
+from fsdp_runtime.training_state.snapshot import chunks_to_write
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
 from harness.processes import preloaded_context
@@ -196,8 +196,8 @@ def _shard_of_seven_rows(rank: int) -> list[tuple[list[int], list[float]]]:
     module = nn.Module()
     module.weight = nn.Parameter(distribute_tensor(torch.arange(7.0), mesh["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(module, mesh=mesh["dp_shard"])
-    own = chunks_to_write([NamedTensor("weight", module.weight)], ModelRanks(index=rank, count=6))
-    return [([part.slices[0].start, part.slices[0].stop], part.local.tolist()) for part in own]
+    own = chunks_to_write({"weight": module.weight}, ModelRanks(index=rank, count=6))
+    return [([slices[0].start, slices[0].stop], local.tolist()) for _, slices, local in own]
 
 
 def test_uneven_shards_over_tp_are_written_at_fsdps_offsets() -> None:

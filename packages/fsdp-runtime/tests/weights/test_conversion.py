@@ -19,8 +19,7 @@ from coverage.table import entries, tiny_model
 from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.errors import ConversionError, MismatchError
 from fsdp_runtime.weights import load_weights, save_weights, stream_weights
-from fsdp_runtime.weights.conversion.convert import TensorSpec, trace_conversion
-from fsdp_runtime.weights.conversion.trace import traced_input
+from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion, traced_input
 from harness.memory import LiveBytes
 from harness.parity import mesh_for, own_part
 from harness.ranks import RankPool

@@ -31,15 +31,7 @@ _PARTITIONED_ITEMS = 16_000
 
 
 def assign_rows(items: Items, ranks: int) -> list[list[Row]]:
-    """Return the items of each micro-batch on each rank, in the least number of micro-batches that was found to do.
-
-    Args:
-        items: each of at most ``capacity`` tokens.
-        ranks: the number of data-parallel ranks.
-
-    Returns:
-        For each micro-batch, one row for each rank; a row may be empty.
-    """
+    """Return rows, one for each rank, of each micro-batch: the least number of these that was found to do."""
     order = sorted(range(len(items.tokens)), key=lambda item: (-items.work[item], item))
     least = max(1, -(-least_rows(items) // ranks))
     enough = max(1, -(-len(best_fit(items, order)) // ranks))
@@ -63,12 +55,8 @@ def lower_bound(items: Items, ranks: int) -> float:
 def _schedule(items: Items, order: list[int], ranks: int, micro_batches: int, budget: int) -> list[list[Row]] | None:
     """Return rows in groups of one micro-batch each, those with the most work first; ``None`` if they do not fit.
 
-    Args:
-        items: all of them.
-        order: those to assign, the ones with the most work first.
-        ranks: the number of rows of a micro-batch.
-        micro_batches: their number.
-        budget: the number of items that may be partitioned, with those of the smaller problems that this leads to.
+    ``order`` has the items with the most work first.  ``budget`` is the number of items that may be partitioned, with
+    those of the smaller problems that this leads to.
     """
     partitioned = partitions(items, order, ranks * micro_batches)
     if len(order) <= _FEW:
@@ -167,10 +155,7 @@ def _exchanged(items: Items, rows: list[Row]) -> list[Row]:
 def _best_exchange(
     items: Items, rows: tuple[Row, Row], difference: float, room: tuple[int, int]
 ) -> tuple[int, int | None] | None:
-    """The item that the first row gives and the one that it takes, if any, so that the two rows differ least.
-
-    ``None`` to leave them.
-    """
+    """Return the item that the first row gives, and the one it takes, if any, for the rows to differ least."""
     best, least = None, difference * (1 - 1e-9)
     given_of = sorted((items.work[item], item) for item in rows[0])
     taken_of = sorted((items.work[item], item) for item in rows[1])

@@ -153,11 +153,7 @@ def pack(
 
 
 def read_samples(samples: Sequence[TokenIds], loss_masks: Sequence[TokenIds] | None, within: str = "") -> list[Sample]:
-    """Check samples and their loss masks; ``within`` follows a sample's name in error messages.
-
-    Raises:
-        SampleError: there are none, one is not a row of integers, or the masks do not match them.
-    """
+    """Check samples and their loss masks; ``within`` follows a sample's name in error messages."""
     if not len(samples):
         raise SampleError(f"no samples{within}: give one or more")
     if loss_masks is not None and len(loss_masks) != len(samples):
@@ -168,11 +164,7 @@ def read_samples(samples: Sequence[TokenIds], loss_masks: Sequence[TokenIds] | N
 
 
 def require_rows_long_enough(names: Sequence[str], lengths: Sequence[int], capacity: int, budget: int, cp: int) -> None:
-    """Check that every sample fits into a row.
-
-    Raises:
-        SampleError: one does not; the message has the budget and the ``cp`` that would do.
-    """
+    """Check that every sample fits into a row; the error has the budget and the ``cp`` that would do."""
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if (length := lengths[longest]) > capacity:
         count = sum(each > capacity for each in lengths)

@@ -97,19 +97,12 @@ def pack_tree(
 
 @dataclass
 class TreePart:
-    """Samples of a group whose prefix tree fits into a row; the tree itself is made with its row.
+    """Samples of a group whose prefix tree fits into a row; the tree itself is made with its row."""
 
-    Args:
-        group: the index of the group.
-        members: the indices of the samples in it.
-        tokens: the number of tokens of the tree.
-        attended_pairs: the number of pairs of a query and a key that causal attention computes.
-    """
-
-    group: int
-    members: list[int]
-    tokens: int = 0
-    attended_pairs: int = 0
+    group: int  # index of the group
+    members: list[int]  # indices of the samples in it
+    tokens: int = 0  # of the tree
+    attended_pairs: int = 0  # pairs of a query and a key under causal attention
 
 
 def _divided(group: int, samples: Sequence[Sample], capacity: int) -> list[TreePart]:
@@ -130,7 +123,6 @@ def _divided(group: int, samples: Sequence[Sample], capacity: int) -> list[TreeP
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:
-    """Return the number of leading bytes that are equal."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

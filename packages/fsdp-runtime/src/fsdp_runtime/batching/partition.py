@@ -25,17 +25,11 @@ Row = list[int]
 
 @dataclass(frozen=True)
 class Items:
-    """What is assigned to rows.
-
-    Args:
-        tokens: the number of tokens of each item.
-        work: the work of each item, in any unit.
-        capacity: the number of tokens that a row can hold.
-    """
+    """What is assigned to rows: tokens and work of each item, the work in any unit."""
 
     tokens: Sequence[int]
     work: Sequence[float]
-    capacity: int
+    capacity: int  # tokens that a row can hold
 
     def tokens_of(self, row: Iterable[int]) -> int:
         """Return the tokens of some items."""
@@ -65,13 +59,7 @@ def least_rows(items: Items) -> int:
 
 
 def partitions(items: Items, order: Sequence[int], rows: int) -> list[list[Row]]:
-    """Return partitions of items into rows, none if none was found to fit.
-
-    Args:
-        items: each of at most ``capacity`` tokens.
-        order: the items, those with the most work first.
-        rows: their number; rows may stay empty.
-    """
+    """Return partitions of items, in ``order`` of the most work, into rows, which may stay empty; none if none fits."""
     found = [_largest_first(items, order, rows)]
     if len(order) * rows <= _MAX_DIFFERENCING:
         found.append(_fitting(items, _differencing(items, list(order), rows)))

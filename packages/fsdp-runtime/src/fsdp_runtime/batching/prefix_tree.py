@@ -17,49 +17,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """The distinct prefixes of some sequences.
-
-    Args:
-        token_ids: ``[tokens]`` int64, in pre-order.
-        positions: ``[tokens]`` int64, the number of ancestors of each token.
-        subtree_end: ``[tokens]`` int64, the index after the last descendant of each token.
-        paths: for each sequence, ``[length]`` int64: the indices of its tokens.
-    """
+    """The distinct prefixes of some sequences: ``[tokens]`` int64 in pre-order."""
 
     token_ids: Tensor
-    positions: Tensor
-    subtree_end: Tensor
-    paths: tuple[Tensor, ...]
-
-    @property
-    def attended_pairs(self) -> int:
-        """The number of pairs of a query and a key that causal attention computes."""
-        return int(self.positions.sum()) + len(self.positions)
+    positions: Tensor  # the number of ancestors of each token
+    subtree_end: Tensor  # the index after the last descendant of each token
+    paths: tuple[Tensor, ...]  # of each sequence, the indices of its tokens
 
 
 def prefix_tree(sequences: Sequence[Tensor]) -> PrefixTree:
-    """Return the prefix tree of non-empty sequences of token ids, which share as many tokens as they can.
-
-    Args:
-        sequences: ``[length]`` int64 each, on the CPU.
-    """
-    return _tree_in_order(sequences, lexicographic_order(sequences))
-
-
-def lexicographic_order(sequences: Sequence[Tensor]) -> list[int]:
-    """Return the indices of the sequences in lexicographic order; equal ones stay in their order."""
+    """Return the prefix tree of non-empty CPU sequences of int64 token ids, which share as many tokens as they can."""
     keys = [sequence.tolist() for sequence in sequences]
-    return sorted(range(len(keys)), key=keys.__getitem__)
-
-
-def common_prefix_length(one: Tensor, other: Tensor) -> int:
-    """Return the number of leading tokens that two sequences share."""
-    length = min(len(one), len(other))
-    differ = (one[:length] != other[:length]).nonzero()
-    return int(differ[0]) if len(differ) else length
-
-
-def _tree_in_order(sequences: Sequence[Tensor], order: Sequence[int]) -> PrefixTree:
+    order = sorted(range(len(keys)), key=keys.__getitem__)
     added: list[Tensor] = []
     closed: list[tuple[Tensor, int]] = []  # tokens, and the index at which their subtrees end
     paths: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(sequences)
@@ -69,7 +38,7 @@ def _tree_in_order(sequences: Sequence[Tensor], order: Sequence[int]) -> PrefixT
     total = 0
     for index in order:
         sequence = sequences[index]
-        shared = common_prefix_length(previous, sequence)
+        shared = _common_prefix_length(previous, sequence)
         closed.append((path[shared:], total))
         path = torch.cat([path[:shared], torch.arange(total, total + len(sequence) - shared)])
         added.append(sequence[shared:])
@@ -80,3 +49,9 @@ def _tree_in_order(sequences: Sequence[Tensor], order: Sequence[int]) -> PrefixT
     for tokens, end in closed:
         subtree_end[tokens] = end
     return PrefixTree(torch.cat(added), torch.cat(depths), subtree_end, tuple(paths))
+
+
+def _common_prefix_length(one: Tensor, other: Tensor) -> int:
+    length = min(len(one), len(other))
+    differ = (one[:length] != other[:length]).nonzero()
+    return int(differ[0]) if len(differ) else length

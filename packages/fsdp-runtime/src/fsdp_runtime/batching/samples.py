@@ -11,9 +11,6 @@ from torch import Tensor
 
 from fsdp_runtime.errors import OptionError, SampleError
 
-#: No mesh has more ranks.
-MAX_RANKS = 2**20
-
 #: Token ids of one sample.
 TokenIds = Tensor | Sequence[int]
 #: The work of one attended pair of tokens in units of a token's other work: ``1 / (6 * hidden_size)`` (a pair costs
@@ -25,17 +22,11 @@ MAX_RANKS = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sequence of tokens.
+    """One sequence of tokens."""
 
-    Args:
-        token_ids: ``[length]`` int64, at least one, contiguous, on the CPU.
-        length: the number of its tokens.
-        loss_mask: ``[length]`` bool, whether a token counts in the loss; ``None`` for all of them.
-    """
-
-    token_ids: Tensor
+    token_ids: Tensor  # ``[length]`` int64, contiguous, on the CPU
     length: int
-    loss_mask: Tensor | None
+    loss_mask: Tensor | None  # ``[length]`` bool, ``None`` where all tokens count
 
     @property
     def scored(self) -> Tensor:
@@ -46,16 +37,7 @@ class Sample:
 
 
 def read_sample(token_ids: TokenIds, loss_mask: TokenIds | None, name: str) -> Sample:
-    """Check one sample.
-
-    Args:
-        token_ids: ``[length]`` integers.
-        loss_mask: ``[length]``, nonzero where a token counts in the loss; ``None`` for all of them.
-        name: the sample in error messages.
-
-    Raises:
-        SampleError: the token ids are not a non-empty row of integers, or the mask has another length.
-    """
+    """Check one sample: integers, and nonzero where a token counts in the loss; ``name`` is that in error messages."""
     ids = torch.as_tensor(token_ids)
     shape = tuple(ids.shape)
     if len(shape) != 1 or not shape[0] or (ids.dtype != torch.int64 and not _holds_integers(ids)):
@@ -72,17 +54,10 @@ def _holds_integers(ids: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """The lengths that rows may have.
+    """The lengths that rows may have."""
 
-    Args:
-        capacity: the largest.
-        step: every other one is a multiple of it.
-        unit: every one is a multiple of it.
-    """
-
-    capacity: int
-    step: int
-    unit: int
+    capacity: int  # the largest
+    step: int  # every other one is a multiple of it
 
     def padded(self, tokens: int) -> int:
         """Return the length of a row for some tokens."""
@@ -90,11 +65,7 @@ class RowSizes:
 
 
 def row_sizes(budget: int, *, cp: int, multiple_of: int, distinct_lengths: int) -> RowSizes:
-    """Return the lengths of rows of at most ``budget`` tokens on each rank of ``cp``.
-
-    Raises:
-        OptionError: a number is not a positive integer, or the budget is smaller than the multiple.
-    """
+    """Return the lengths of rows of at most ``budget`` tokens on each rank of ``cp``."""
     numbers = {"budget": budget, "cp": cp, "multiple_of": multiple_of, "distinct_lengths": distinct_lengths}
     for name, value in numbers.items():
         require_positive(name, value)
@@ -105,35 +76,23 @@ def row_sizes(budget: int, *, cp: int, multiple_of: int, distinct_lengths: int) 
             f"budget={budget} with cp={cp} has no room for a row, whose length must be a multiple of {unit}: give a "
             f"budget of {-(-unit // cp)} or more"
         )
-    return RowSizes(capacity, -(-capacity // (distinct_lengths * unit)) * unit, unit)
+    return RowSizes(capacity, -(-capacity // (distinct_lengths * unit)) * unit)
 
 
 def require_ranks(ranks: int) -> None:
-    """Check a number of data-parallel ranks, of which each gets a list of rows.
-
-    Raises:
-        OptionError: it is not a positive integer, or larger than any job.
-    """
+    """Check a number of data-parallel ranks, of which each gets a list of rows."""
     require_positive("ranks", ranks)
     if ranks > MAX_RANKS:
         raise OptionError(f"ranks={ranks}: give at most {MAX_RANKS}, as submesh(mesh, 'dp').size()")
 
 
 def require_positive(name: str, value: object) -> None:
-    """Check that an option is a positive integer.
-
-    Raises:
-        OptionError: it is not.
-    """
+    """Check that an option is a positive integer."""
     if type(value) is not int or value < 1:
         raise OptionError(f"{name}={value!r}: give a positive integer")
 
 
 def require_pair_cost(value: float) -> None:
-    """Check the work of a pair of tokens.
-
-    Raises:
-        OptionError: it is negative or not finite.
-    """
+    """Check the work of a pair of tokens."""
     if not 0 <= value < inf:
         raise OptionError(f"pair_cost={value!r}: give a finite number, 0 or more")

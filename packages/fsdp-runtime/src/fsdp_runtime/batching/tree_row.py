@@ -208,33 +208,20 @@ class TreeRow:
 
     @property
     def _scored(self) -> int:
-        """The number of entries of the full row."""
         return int(self.way_back[-1])
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """The samples of one tree.
+    """The samples of one tree."""
 
-    Args:
-        members: the keys of the samples.
-        prefixes: their prefix tree.
-        scored_of: for each sample ``[length]`` bool: its tokens that count in the loss.
-    """
-
-    members: tuple[GroupMember, ...]
+    members: tuple[GroupMember, ...]  # the keys of the samples
     prefixes: PrefixTree
-    scored_of: tuple[Tensor, ...]
+    scored_of: tuple[Tensor, ...]  # ``[length]`` bool of each: tokens that count in the loss
 
 
 def tree_row(trees: Sequence[Tree], padded: Callable[[int], int], padding_id: int) -> TreeRow:
-    """Return the row of some trees.
-
-    Args:
-        trees: the trees, none for a row of padding.
-        padded: returns the length of the row for a number of tokens.
-        padding_id: the token id of padding.
-    """
+    """Return the row of some trees, or of padding alone; ``padded`` returns its length for a number of tokens."""
     starts = [0]
     for tree in trees:
         starts.append(starts[-1] + len(tree.prefixes.token_ids))

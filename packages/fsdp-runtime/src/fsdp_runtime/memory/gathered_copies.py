@@ -55,11 +55,7 @@ _roots: WeakSet[nn.Module] = WeakSet()
 
 
 def keep_readers_on_shards(root: nn.Module) -> None:
-    """Keep whatever reads the parameters of an FSDP2 model on its shards, between any two calls.
-
-    Args:
-        root: the root FSDP module; those below it were made before.
-    """
+    """Keep whatever reads the parameters of a root FSDP module on its shards, between any two calls."""
     units = _units(root)
     for unit in units:
         for module in parameter_owners(unit):
@@ -93,11 +89,7 @@ def keep_readers_on_shards(root: nn.Module) -> None:
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Refuse hooks on gradients, which FSDP2 does not run.
-
-    Raises:
-        ModelError: a parameter has hooks of ``register_hook``.
-    """
+    """Refuse hooks on gradients, which FSDP2 does not run."""
     hooked = [name for name, parameter in model.named_parameters() if parameter_hooks(parameter)[0]]
     if hooked:
         raise ModelError(
@@ -147,11 +139,7 @@ def shards_of_copies(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 
 def free_copies(module: nn.Module) -> bool:
-    """Free the gathered copies of a module and those below it, so that what is written next are the shards.
-
-    Returns:
-        False in a forward or a backward or inside of ``unsharded``, which keep them.
-    """
+    """Free the copies of a module and those below it; return False where a pass or ``unsharded`` keeps them."""
     units = _gathered_by(module)
     if units and (in_backward() or any(is_held(unit) or in_forward(unit) for unit in units)):
         return False
@@ -161,12 +149,7 @@ def free_copies(module: nn.Module) -> bool:
 
 
 def leave_out_peft_model(tuner: nn.Module, unload: Callable[[], Any]) -> Any:
-    """Take the adapters out of a model; where its ``PeftModel`` is a root of FSDP2, the model inside becomes it.
-
-    Args:
-        tuner: inside of the ``PeftModel``.
-        unload: returns the model inside, without adapters.
-    """
+    """Take the adapters out of a model; where its ``PeftModel`` is a root of FSDP2, the model inside becomes it."""
     root: Any = next((root for root in _roots if tuner in root.modules()), None)
     model = unload()
     if root is None or base_model(root) is not model:

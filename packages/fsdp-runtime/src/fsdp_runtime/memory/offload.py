@@ -185,7 +185,6 @@ def _require_parts(parts: Iterable[Part], optimizer: Optimizer | None) -> tuple[
 def _storages(
     part: Part, model: nn.Module, optimizer: Optimizer | None, device: torch.device
 ) -> Iterator[UntypedStorage]:
-    """Yield each non-empty storage of a part on the device once."""
     seen: set[int] = set()
     for name, tensor in _tensors(part, model, optimizer):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -35,19 +35,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One call of a collective.
-
-    Args:
-        kind: ``"all_gather"``, …
-        ranks: global ranks of the group.
-        nbytes: bytes of this rank's input.
-        kept: bytes of it that stay on this rank, where the call has uneven parts that say so.
-    """
+    """One call of a collective."""
 
     kind: str
-    ranks: tuple[int, ...]
-    nbytes: int
-    kept: int | None = None
+    ranks: tuple[int, ...]  # global ranks of the group
+    nbytes: int  # of this rank's input
+    kept: int | None = None  # bytes that stay on this rank, where the call has uneven parts that say so
 
     @property
     def bytes_sent(self) -> int:

@@ -42,13 +42,7 @@ def build_expert_mesh(mesh: DeviceMesh, ep: int) -> None:
 
 
 def adopt_expert_mesh(mesh: DeviceMesh, view: DeviceMesh, names: dict[str, str]) -> None:
-    """Give a mesh with all axes another program's view of its ranks, over the same process groups.
-
-    Args:
-        mesh: the adopted mesh, with axes named as in ``MeshSpec``.
-        view: a mesh with some of the axes of :data:`EXPERT_AXES`, under other names.
-        names: the view's name of each axis.
-    """
+    """Give a mesh another program's view of its ranks, over the same groups; ``names`` are its axis names there."""
     found = view.mesh_dim_names or ()
     order = [name for name in names.values() if name in found]
     if list(found) != order or names["ep"] not in found:

@@ -58,10 +58,7 @@ def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo
 
 
 def start_distributed(info: RankInfo, device_type: str) -> None:
-    """Start ``torch.distributed`` with a backend for the device and one for the CPU.
-
-    Gloo is added to an accelerator's backend for CPU tensors, such as offloaded gradients.
-    """
+    """Start ``torch.distributed``, with gloo beside an accelerator's backend for tensors on the CPU."""
     import torch  # not above: the command line reads meshes before torch is imported
     import torch.distributed as dist
 

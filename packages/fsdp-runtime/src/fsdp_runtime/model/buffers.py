@@ -85,8 +85,7 @@ class _BufferOwner:
 def compute_meta_buffers(model: nn.Module) -> None:
     """Compute every non-persistent buffer that is on the meta device, on the CPU.
 
-    A ``PreTrainedModel`` initializes its modules itself; other modules use their ``reset_parameters()``.  Each buffer
-    is computed twice, over two different fill values: equal results show that the module writes the buffer.
+    Each is computed twice, over two different fill values: equal results show that its module writes the buffer.
     """
     found = list(_buffer_owners(model))
     if not found:

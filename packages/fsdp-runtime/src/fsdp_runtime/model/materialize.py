@@ -8,12 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import (
-    offloads_to_cpu,
-    parameter_hooks,
-    persistent_buffers,
-    set_parameter_hooks,
-)
+from fsdp_runtime._torch_compat import offloads_to_cpu, parameter_hooks, persistent_buffers, set_parameter_hooks
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import default_device_type
 from fsdp_runtime.model.buffers import compute_meta_buffers
@@ -57,7 +52,8 @@ def materialize_entries(
     model: nn.Module, entries: Sequence[StateEntry], device: torch.device | str | None = None
 ) -> None:
     """Do the work of :func:`materialize` on entries that are known already; buffers among them may be replaced."""
-    if device is None and not _any_on_meta(model, entries):
+    tensors = (*(entry.tensor for entry in entries), *model.buffers())
+    if device is None and not any(tensor.is_meta for tensor in tensors):
         return
     target = require_device(device) if device is not None else compute_device(entries)
     compute_meta_buffers(model)
@@ -98,10 +94,6 @@ def compute_device(entries: Sequence[StateEntry]) -> torch.device:
         if not entry.tensor.is_meta:
             plain = entry.tensor.device
     return plain
-
-
-def _any_on_meta(model: nn.Module, entries: Sequence[StateEntry]) -> bool:
-    return any(tensor.is_meta for tensor in (*(entry.tensor for entry in entries), *model.buffers()))
 
 
 def materialize_parameter(parameter: nn.Parameter, device: torch.device) -> None:

@@ -18,27 +18,16 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One tensor of a model's state dict.
+    """One tensor of a model's state dict."""
 
-    Args:
-        names: every name of the tensor, in model order; tied tensors have several.
-        tensor: the tensor; for a parameter that FSDP2 has gathered, its shard.
-        module: the first module that owns the tensor.
-        attribute: the tensor's name in that module.
-    """
-
-    names: tuple[str, ...]
-    tensor: Tensor
-    module: nn.Module
+    names: tuple[str, ...]  # in model order; tied tensors have several
+    tensor: Tensor  # for a parameter that FSDP2 has gathered, its shard
+    module: nn.Module  # the first module that owns the tensor
     attribute: str
 
 
 def state_entries(model: nn.Module, *, allow_offloaded: bool = False) -> list[StateEntry]:
-    """Return the tensors of a model's state dict in model order; tied ones once, under all their names.
-
-    Raises:
-        ModelError: :func:`fsdp_runtime.offload` has freed tensors, and ``allow_offloaded`` is false.
-    """
+    """Return the tensors of a model's state dict in model order; tied ones once, under all their names."""
     entries: dict[int, StateEntry] = {}
     for name, tensor, module, attribute in _named_tensors(model):
         known = entries.get(id(tensor))

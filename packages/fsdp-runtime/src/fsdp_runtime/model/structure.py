@@ -58,11 +58,6 @@ class ModelStructure:
         """The path of the linear layer from hidden states to logits."""
         return self.tree.lm_head
 
-    @property
-    def last_block(self) -> nn.Module:
-        """The block that forward runs last and backward first."""
-        return self.blocks[self.decoder[-1]]
-
     @cached_property
     def heads(self) -> Mapping[str, AttentionHeads]:
         """The attention heads by block, for blocks with attention."""

@@ -150,10 +150,7 @@ def _in_python(model: nn.Module) -> Iterator[None]:
 
 
 def _routers_of(model: nn.Module) -> Routers:
-    """Return the routers, after a check that their code runs as Python and that recomputations can be followed.
-
-    They are looked for once, as long as the model consists of the same modules.
-    """
+    """Return the routers, looked for once: their code runs as Python, and recomputations can be followed."""
     state, modules = runtime_state(model), fingerprint(model)
     found: _Found | None = state.routers
     if found is None or found.modules != modules or not found.routers.are_current():
@@ -198,7 +195,6 @@ class _Tokens:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Read batch and length from the inputs of each forward."""
         if self.model is None:
             yield
             return

@@ -38,40 +38,24 @@ _Count = tuple[object, str, int]
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """One router.
-
-    Args:
-        path: its path in the model.
-        module: the module during whose forward experts are selected.
-        kind: how it selects.
-        experts: the number of experts that it selects from.
-        top_k: the number of experts of a token, ``None`` where no attribute tells.
-        layer: the index of its block in the stack of blocks, ``None`` outside of the stack.
-        counts: the attributes that tell both numbers, with their values.
-    """
+    """One router: the module during whose forward experts are selected."""
 
     path: str
     module: nn.Module
-    kind: SelectionKind
+    kind: SelectionKind  # how it selects
     experts: int
-    top_k: int | None
-    layer: int | None
-    counts: tuple[_Count, ...]
+    top_k: int | None  # experts of a token, ``None`` where no attribute tells
+    layer: int | None  # index in the stack of blocks, ``None`` outside of it
+    counts: tuple[_Count, ...]  # the attributes that tell both numbers
 
 
 @dataclass(frozen=True, eq=False)
 class Routers:
-    """The routers of one model.
+    """The routers of one model."""
 
-    Args:
-        by_path: the routers by path, in the order of the model.
-        tables: paths of the routers that look experts up by token id, and select nothing.
-        layers: the number of blocks in the stack that the token embedding feeds.
-    """
-
-    by_path: dict[str, Router]
-    tables: tuple[str, ...]
-    layers: int
+    by_path: dict[str, Router]  # in the order of the model
+    tables: tuple[str, ...]  # paths of those that look experts up by token id
+    layers: int  # blocks in the stack that the token embedding feeds
 
     def are_current(self) -> bool:
         """Return whether all numbers of experts are those that the model has at present."""
@@ -102,7 +86,8 @@ def routers_of(structure: ModelStructure) -> Routers:
     for mixture in _mixtures(tree):
         parts = [_inside_adapters(tree, path) for path in (*tree.children[mixture], mixture)]
         candidates = [path for path in parts if selection_of(type(tree.modules[path]))]
-        if not candidates and (found := _tables(tree, mixture)):
+        found = [path for path in tree.children[mixture] if hasattr(tree.modules[path], _TABLE)]
+        if found and not candidates:
             tables += found
             continue
         if len(candidates) > 1 and candidates[-1] == mixture:
@@ -172,16 +157,11 @@ def _router(structure: ModelStructure, path: str, mixture: str) -> Router:
 
 
 def _counts(owners: Iterable[object], names: Iterable[str]) -> Iterator[_Count]:
-    """Iterate over the attributes that are whole numbers."""
     names = tuple(names)
     for owner in owners:
         for name in names:
             if isinstance(value := getattr(owner, name, None), int):
                 yield owner, name, value
-
-
-def _tables(tree: ModelTree, mixture: str) -> list[str]:
-    return [path for path in tree.children[mixture] if hasattr(tree.modules[path], _TABLE)]
 
 
 def _unidentified(tree: ModelTree, mixture: str, candidates: list[str]) -> str:

@@ -24,12 +24,8 @@ _MAX = (torch.max, Tensor.max)
 class Selection(TorchFunctionMode):
     """Reads the experts that a router selects in one forward, and replaces them where routes are given.
 
-    Args:
-        router: the router.
-        wanted: ``[tokens, k]`` int64, the experts to select, -1 in the rows that are routed as usual; ``None`` to
-            replace nothing.
-        has_holes: some rows of ``wanted`` may be -1.
-        trusted: this router selected ``wanted`` itself, so the values need no check, which may wait for a device.
+    ``wanted`` are ``[tokens, k]`` int64, the experts to select, and with ``has_holes`` -1 in rows routed as usual.
+    Those that are ``trusted``, as this router selected them itself, need no check, which may wait for a device.
     """
 
     def __init__(
@@ -41,7 +37,6 @@ class Selection(TorchFunctionMode):
         self.found: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, or select in its place."""
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

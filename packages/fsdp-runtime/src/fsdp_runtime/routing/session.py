@@ -27,11 +27,8 @@ from fsdp_runtime.wrap import replace_forward, restore_forward
 class Session:
     """One ``with`` of recording or replaying.
 
-    Args:
-        routers: the routers of the model.
-        wanted: the routes by router of one forward's local tokens, ``None`` where nothing is replayed.
-        has_holes: some tokens have no route.
-        trusted: the model selected the routes itself.
+    ``wanted`` are the routes by router of one forward's local tokens, with ``has_holes`` not of all; those that are
+    ``trusted`` the model selected itself.
     """
 
     def __init__(
@@ -97,11 +94,10 @@ def activated(session: Session) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class CarriedRoutes:
-    """The selections of a forward, in its recomputation; see :class:`fsdp_runtime.steps.recomputation.Carried`.
+    """The selections of a forward, in its recomputation.
 
-    Args:
-        routers: those inside the module, where its tokens are exchanged between ranks: other selections would exchange
-            other numbers of tokens than were saved.  ``None`` where only sessions of users are carried.
+    ``routers`` are those inside of a module that sends tokens to other ranks: other selections would exchange other
+    numbers of tokens than were saved.  ``None`` where only sessions of users are carried.
     """
 
     routers: Routers | None = None
@@ -117,10 +113,7 @@ class CarriedRoutes:
 
 
 class _Bound:
-    """A module's forward with the sessions under which it ran first.
-
-    With ``watches`` no one else watches their routers in the first run.
-    """
+    """A module's forward with its first sessions; with ``watches`` none else watches routers in the first run."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], active: tuple[_Activation, ...], *, watches: bool = False
@@ -168,8 +161,6 @@ def _watching(*sessions: Session) -> Iterator[None]:
 
 
 class _Watched:
-    """The forward of a router inside a session."""
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.patched: Callable[..., Any] | None = None  # the forward that other code had put on the instance

@@ -48,12 +48,7 @@ class SaveFuture(Generic[T]):
         return not self._thread.is_alive()
 
     def wait(self) -> T:
-        """Return the save's result once it has ended.  Not collective.
-
-        Raises:
-            OSError: this rank could not write.
-            OtherRankError: another rank could not, or has ended.
-        """
+        """Return the save's result once it has ended, or raise its error.  Not collective."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -75,12 +70,7 @@ def save_in_thread(
 ) -> SaveFuture[T]:
     """Complete a save in a thread, which closes its resources.  Collective.
 
-    Args:
-        finish: writes what was staged; gets the ranks with a process group of their own, so that its collectives and
-            those of training do not mix.
-        ranks: those of the model.
-        everyone: their global ranks.
-        resources: moved to the thread.
+    ``finish`` gets the ranks with a process group of their own: its collectives and those of training do not mix.
     """
     own = _with_own_group(ranks, everyone)
     moved = resources.pop_all()
@@ -96,11 +86,7 @@ def save_in_thread(
 
 
 def must_refuse(if_saving: IfSaving) -> bool:
-    """Wait for the save of this process that is being written, or return whether there is one, as asked.
-
-    Raises:
-        OptionError: neither ``"wait"`` nor ``"raise"`` was asked for.
-    """
+    """Wait for the save of this process that is being written, or return whether there is one, as asked."""
     if if_saving not in ("wait", "raise"):
         raise OptionError(f"if_saving={if_saving!r}: write 'wait' or 'raise'")
     running = [each for each in _running if not each.done()]

@@ -20,20 +20,12 @@ ReadSlices = Callable[[str, Slices], Tensor]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangular part of a target tensor and its position in a stored tensor.
+    """A rectangular part of a target tensor and its position in a stored tensor."""
 
-    Args:
-        source: name of the stored tensor.
-        target: the slices of the target that the chunk fills.
-        start: index of the chunk's first element in the source, one number per source dim.
-        dims: the source dim of each target dim, ``None`` for a dim that the source lacks.  The chunk has size 1 in
-            source dims that are not listed.
-    """
-
-    source: str
+    source: str  # name of the stored tensor
     target: Slices
-    start: tuple[int, ...]
-    dims: tuple[int | None, ...]
+    start: tuple[int, ...]  # index of the first element in the source
+    dims: tuple[int | None, ...]  # source dim of each target dim, if it has one; others have size 1
 
     def intersect(self, slices: Slices) -> Chunk | None:
         """Return the part of the chunk inside slices of the target, ``None`` if it is empty."""
@@ -75,17 +67,21 @@ def full_slices(shape: Sequence[int]) -> Slices:
     return tuple(slice(0, size) for size in shape)
 
 
-@torch.no_grad()
 def fill_local(tensor: Tensor, chunks: Sequence[Chunk], read: ReadSlices) -> None:
     """Fill this rank's shard of a tensor and read nothing else; values are converted to the tensor's dtype."""
-    local, own = local_part(tensor)
+    fill_slices(*local_part(tensor), chunks, read)
+
+
+@torch.no_grad()
+def fill_slices(part: Tensor, slices: Slices, chunks: Sequence[Chunk], read: ReadSlices) -> None:
+    """Fill the part of a tensor that consists of these slices of it."""
     for chunk in chunks:
-        if (needed := chunk.intersect(own)) is not None:
+        if (needed := chunk.intersect(slices)) is not None:
             inside = tuple(
                 slice(side.start - offset.start, side.stop - offset.start)
-                for side, offset in zip(needed.target, own, strict=True)
+                for side, offset in zip(needed.target, slices, strict=True)
             )
-            local[inside].copy_(needed.to_target(read(needed.source, needed.source_slices)))
+            part[inside].copy_(needed.to_target(read(needed.source, needed.source_slices)))
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Slices]:

@@ -22,20 +22,12 @@ from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 
 @dataclass(frozen=True)
 class ModelRanks:
-    """The ranks that hold a model, and process groups that together connect all of them.
+    """The ranks that hold a model, and process groups that together connect all of them."""
 
-    Args:
-        groups: one process group per mesh axis larger than 1; empty for a single process.
-        index: index of this rank among them, from 0.
-        count: number of ranks.
-        global_first: global rank of the rank with index 0.
-        rank: global rank of this rank.
-    """
-
-    groups: Sequence[ProcessGroup] = ()
-    index: int = 0
+    groups: Sequence[ProcessGroup] = ()  # one per mesh axis larger than 1
+    index: int = 0  # of this rank among them
     count: int = 1
-    global_first: int = 0
+    global_first: int = 0  # global rank of the rank with index 0
     rank: int = field(default_factory=lambda: own_rank())  # also known once the world has been left
 
     @property
@@ -89,12 +81,7 @@ def mesh_or_world_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> Mode
 
 @dataclass
 class RankStep:
-    """A value that a step of :func:`raise_on_all` sends to the other ranks, and all values after the step.
-
-    Args:
-        value: this rank's value, picklable; set inside the step.
-        values: the values of all ranks by global rank; filled at the end of the step.
-    """
+    """A picklable value that a step of :func:`raise_on_all` sends to the other ranks, and then those of all ranks."""
 
     value: Any = None
     values: dict[int, Any] = field(default_factory=dict)
@@ -104,11 +91,7 @@ class RankStep:
 def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
     """Run a rank-local step on every rank; an exception on one rank raises on all.  Collective.
 
-    Yields:
-        A record with which the step gives a value to all ranks in the same collective.
-
-    Raises:
-        OtherRankError: another rank failed or has ended.  The rank that failed raises its own exception.
+    Other ranks than the one that failed raise :class:`OtherRankError`.
     """
     step = RankStep()
     try:
@@ -149,10 +132,7 @@ def required_device(groups: Sequence[ProcessGroup]) -> torch.device | None:
 
 
 def all_reduce_over(groups: Sequence[ProcessGroup], tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """Reduce a tensor of one dim over several groups, one after another, on the device that their backend has.
-
-    The tensor may be on any device, where the result is too, and may be changed.
-    """
+    """Reduce a tensor of one dim over several groups, on the device that their backend has; it may be changed."""
     if not tensor.numel():
         return tensor
     reduced = tensor.to(required_device(groups) or tensor.device)
@@ -163,13 +143,11 @@ def all_reduce_over(groups: Sequence[ProcessGroup], tensor: Tensor, op: dist.Red
 
 
 def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
-    """All-gather a picklable value; return the values by global rank.  One collective per group.
-
-    Raises:
-        OtherRankError: another rank has ended, or cannot be reached.
-    """
+    """All-gather a picklable value; return the values by global rank.  One collective per group."""
     values = {ranks.rank: value}
     for group in ranks.groups:
+        if set(dist.get_process_group_ranks(group)) <= values.keys():
+            continue
         gathered: list[dict[int, Any]] = [{}] * group.size()
         try:
             dist.all_gather_object(gathered, values, group=group)

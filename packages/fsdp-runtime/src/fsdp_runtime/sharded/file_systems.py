@@ -18,15 +18,10 @@ _COHERENT = frozenset(
 
 @dataclass(frozen=True)
 class FilePlace:
-    """Where a rank sees a directory.
+    """Where a rank sees a directory; empty strings for what is not known."""
 
-    Args:
-        host: the same on all ranks of a host; empty where it is not known.
-        file_system: the type of the directory's file system, such as ``"nfs4"``; empty where it is not known.
-    """
-
-    host: str
-    file_system: str
+    host: str  # the same on all ranks of a host
+    file_system: str  # type, such as "nfs4"
 
 
 def file_place(path: Path) -> FilePlace:

@@ -54,10 +54,7 @@ def write_and_fsync(path: Path, content: bytes) -> None:
 
 @contextmanager
 def freed_in_background(path: Path) -> Iterator[None]:
-    """Let what replaces or removes a file not wait until the file system has freed its blocks, seconds for large ones.
-
-    They are freed once no process has the file open, here by a thread that closes it.
-    """
+    """Let a thread close a file that is replaced or removed: to free the blocks of a large one takes seconds."""
     try:
         descriptor = os.open(path, os.O_RDONLY) if os.name == "posix" else None
     except OSError:  # there is none, or it cannot be opened
@@ -80,11 +77,7 @@ def start_writing(descriptor: int) -> None:
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Make a file so large, with room on its disk where the file system can promise it; writes are then faster.
-
-    Raises:
-        OSError: no space is left.
-    """
+    """Make a file so large, with room on its disk where the file system can promise it; writes are then faster."""
     if _fallocate is not None and _fallocate(descriptor, 0, 0, nbytes) == 0:
         return
     code = ctypes.get_errno() if _fallocate is not None else 0
@@ -107,10 +100,7 @@ _fallocate = _of_linux("fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64
 
 
 def move_into_place(source: Path, target: Path) -> None:
-    """Rename a complete file or directory on the same file system, atomically and durably.
-
-    A target that is a file is replaced; one that is a directory must not exist.
-    """
+    """Rename a complete file or directory atomically and durably; a target that is a directory must not exist."""
     fsync_path(source)
     source.replace(target)
     fsync_path(target.parent)

@@ -29,38 +29,21 @@ _ALIGNMENT = 16
 
 @dataclass
 class _PendingGather:
-    """A partly gathered tensor.
-
-    Args:
-        tensor: local data.
-        steps: the shard steps still to gather, last first to gather; each with its group and the full size of its dim.
-    """
-
     tensor: Tensor
-    steps: list[tuple[ProcessGroup, ShardStep, int]]
+    steps: list[tuple[ProcessGroup, ShardStep, int]]  # still to gather, the last first, with the full size of their dim
 
 
 @dataclass(frozen=True)
 class _GatheredChunks:
-    """The chunks of one tensor in a buffer that an all-gather fills, one row of bytes per rank.
+    """The chunks of one tensor in a buffer that an all-gather fills, one row of bytes per rank."""
 
-    Args:
-        rows: ``[ranks, bytes]``, uint8.
-        work: the all-gather.
-        offset: position of the tensor's chunk in each row, in bytes.
-        shape: shape of one rank's padded chunk, the sharded dim first.
-        dtype: the tensor's dtype.
-        dim: the sharded dim.
-        size: full size of that dim.
-    """
-
-    rows: Tensor
+    rows: Tensor  # ``[ranks, bytes]``, uint8
     work: dist.Work
-    offset: int
-    shape: tuple[int, ...]
+    offset: int  # of the tensor's chunk in each row, in bytes
+    shape: tuple[int, ...]  # of one rank's padded chunk, the sharded dim first
     dtype: torch.dtype
     dim: int
-    size: int
+    size: int  # full size of the sharded dim
 
     def tensor(self) -> Tensor:
         """Wait for the all-gather and return the tensor, gathered over one axis."""
@@ -75,16 +58,11 @@ class _GatheredChunks:
 def full_tensors(
     tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None, to: int | None = None
 ) -> Iterator[Tensor]:
-    """Return an iterator over the full tensors in order; plain tensors are unchanged.
+    """Return an iterator over the full tensors in order; plain tensors are unchanged.  Collective.
 
-    Collective: every rank passes the same.  All communication has started when this returns; each tensor is waited for
-    when it is requested.
-
-    Args:
-        tensors: parameters and buffers, plain or DTensors on any meshes.
-        dtype: floating-point tensors are converted to it before they are communicated.
-        to: the global rank that needs them; the others take part in the gathers that it needs, and have to exhaust
-            the iterator, whose tensors are of no use there.  ``None`` for all ranks.
+    All communication has started when this returns, after a conversion of floating-point tensors to ``dtype``.  With
+    ``to``, a global rank, the others take part in the gathers that it needs: they exhaust the iterator, whose tensors
+    are of no use there.
     """
     pending = [_pending(tensor.detach(), dtype, to) for tensor in tensors]
     ready: list[Tensor | _GatheredChunks] = [item.tensor for item in pending]
@@ -161,7 +139,6 @@ def _gather(pending: list[_PendingGather], group: ProcessGroup) -> list[_Gathere
 
 
 def _all_gather(batch: list[_PendingGather], group: ProcessGroup) -> list[_GatheredChunks]:
-    """Start one all-gather of the shards of a batch."""
     shards = [item.tensor.movedim(item.steps[-1][1].dim, 0) for item in batch]
     shapes, offsets, total = [], [], 0
     for item, shard in zip(batch, shards, strict=True):

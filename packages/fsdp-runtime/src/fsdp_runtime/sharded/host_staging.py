@@ -23,10 +23,7 @@ class HostStaging:
         self.nbytes = 0
 
     def copy(self, tensor: Tensor) -> list[Tensor]:
-        """Start to copy a tensor; return its bytes in row-major order, in pieces ``[bytes]`` of uint8 on the host.
-
-        A copy from an accelerator is complete after :meth:`synchronize`.
-        """
+        """Start to copy a tensor; return its bytes in pieces of uint8, complete after :meth:`synchronize`."""
         flat = tensor.detach().contiguous().reshape(-1)
         flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
         pieces = []
@@ -55,12 +52,7 @@ class HostStaging:
 
 
 class StagedWriter:
-    """What is to be written to a file, in host memory; :meth:`fsync` writes it.
-
-    Args:
-        file: which is opened by the first write.
-        staging: the host memory.
-    """
+    """What is to be written to a file, in host memory; :meth:`fsync` writes it."""
 
     def __init__(self, file: SafetensorsWriter, staging: HostStaging) -> None:
         self._file, self._staging = file, staging

@@ -62,14 +62,7 @@ class TensorHeader:
 
 
 class SafetensorsLayout:
-    """Where each tensor of a safetensors file lies, known before the first byte is written.
-
-    Args:
-        tensors: the headers of all its tensors.
-
-    Raises:
-        WeightsError: the format lacks a tensor's dtype.
-    """
+    """Where each tensor of a safetensors file lies, known before the first byte is written."""
 
     def __init__(self, tensors: Sequence[TensorHeader]) -> None:
         # Wider elements first, so that every tensor begins at a multiple of its element's size.
@@ -101,15 +94,7 @@ class SafetensorsLayout:
 class SafetensorsWriter:
     """Write a safetensors file whose tensors are known beforehand, in any order, alone or with other processes.
 
-    Args:
-        path: the file.
-        tensors: the headers of all its tensors, or their layout.
-        create: create the file, with its header and its full size; else another process has created it, and it is
-            opened at the first write.
-
-    Raises:
-        WeightsError: the format lacks a tensor's dtype.
-        OSError: the file cannot be created, or exists; at the first write, it cannot be opened.
+    Without ``create`` another process has made the file, which is opened at the first write.
     """
 
     def __init__(self, path: Path, tensors: Sequence[TensorHeader] | SafetensorsLayout, *, create: bool = True) -> None:
@@ -127,13 +112,7 @@ class SafetensorsWriter:
                 raise
 
     def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
-        """Write a tensor or a run of its elements, from any device, and return the bytes.
-
-        Args:
-            name: the tensor's name.
-            tensor: its elements, or a run of them in row-major order.
-            start: the run's first element.
-        """
+        """Write a tensor, or a run of its elements from ``start`` in row-major order, and return the bytes."""
         flat = tensor.detach().contiguous().cpu().reshape(-1)
         with self._naming_errors():
             if self._descriptor < 0:
@@ -187,11 +166,7 @@ def _write_all(descriptor: int, content: bytes | memoryview, offset: int) -> Non
 
 
 class SafetensorsReader:
-    """Read slices of tensors from safetensors files, each opened at its first use and kept open.
-
-    Args:
-        advice: the fix that an error about a damaged file names.
-    """
+    """Read slices of tensors from files that are kept open; ``advice`` ends the errors about damaged ones."""
 
     def __init__(self, advice: str) -> None:
         self._advice = advice
@@ -238,10 +213,9 @@ class SafetensorsReader:
             raise CheckpointError(f"{_describe(file)} is truncated or corrupt ({error}): {self._advice}") from error
 
     def identity(self) -> tuple[tuple[str, int, bytes, tuple[int, int]], ...]:
-        """Return what is the same on two ranks that have opened the same files.
+        """Return names, sizes and hashes of headers, the same on two ranks that have opened the same files.
 
-        For each file its name, size, and a hash of its header; and its inode and time of change, which other copies of
-        it do not share.
+        The inode and the time of change follow, which copies of a file do not share.
         """
         found = []
         for file, descriptor in sorted(self._descriptors.items()):

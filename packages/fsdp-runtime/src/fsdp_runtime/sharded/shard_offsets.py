@@ -15,11 +15,7 @@ from tp_plans.transfer import shard_steps as plan_steps
 
 
 def shard_steps(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> list[ShardStep]:
-    """Return the sharding steps of a DTensor in the order of :func:`tp_plans.transfer.placements.shard_steps`.
-
-    Raises:
-        WeightsError: a placement is neither a shard nor a replica.
-    """
+    """Return the sharding steps of a DTensor in the order of :func:`tp_plans.transfer.placements.shard_steps`."""
     return plan_steps([mesh_layout_of(placement) for placement in placements], mesh_shape)
 
 

@@ -23,10 +23,7 @@ _ABANDONED_AFTER = 24 * 3600.0
 
 @contextmanager
 def work_directory(target: Path, ranks: ModelRanks) -> Iterator[Path]:
-    """Yield a new directory in ``target``, the same on every rank; at the end it is removed if it still has its name.
-
-    Collective.  The first rank creates ``target`` and the new directory, and removes what killed processes left.
-    """
+    """Yield a new directory in ``target``, the same on all ranks; one that keeps its name is removed.  Collective."""
     own = None
     try:
         with raise_on_all(ranks) as made:
@@ -101,10 +98,7 @@ def _has_ended(pid: int, start: str) -> bool:
 
 
 def _machine() -> str:
-    """Return 8 digits for this boot of the machine and this namespace of process ids, nothing where neither is known.
-
-    Containers share the name of a machine and not its process ids.
-    """
+    """Return 8 digits for this boot and this container's process ids, nothing where they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         identity = f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -114,10 +108,7 @@ def _machine() -> str:
 
 
 def _start_and_state(pid: int) -> tuple[str, str]:
-    """Return when a process began, in ticks since the boot, and its state; empty strings where ``/proc`` has neither.
-
-    A process id is used again by a later process, which began at another time.
-    """
+    """Return when a process began, in ticks since the boot, and its state; its id may be used again later."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

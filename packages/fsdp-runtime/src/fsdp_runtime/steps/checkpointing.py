@@ -24,10 +24,9 @@ from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.step import packing_of
-from fsdp_runtime.steps.recomputation import bound
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
 from fsdp_runtime.values import require_one_of
-from fsdp_runtime.wrap import Wrapper, is_wrapped, wrap
+from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans.runtime import MLP_MODULES
 
 logger = logging.getLogger(__name__)
@@ -86,28 +85,6 @@ class SelectiveCheckpoint:
 CheckpointMode = Mode | SelectiveCheckpoint
 
 
-def modules_to_recompute(structure: ModelStructure, mode: object) -> tuple[str, ...]:
-    """Return the paths of the modules that a mode makes recompute; nothing is changed.
-
-    Args:
-        structure: the model's parts.
-        mode: ``"none"``, ``"mlp"``, ``"block"``, ``"selective"`` or a :class:`SelectiveCheckpoint`.
-
-    Raises:
-        OptionError: an unknown mode.
-        ModelError: ``"mlp"`` for a model whose blocks have no part of that name.
-    """
-    if isinstance(mode, SelectiveCheckpoint):
-        mode.overloads()
-    else:
-        require_one_of("activation_checkpointing", mode, get_args(Mode), or_else=", or a SelectiveCheckpoint(save=...)")
-    if mode == "none":
-        return ()
-    if mode == "mlp":
-        return _mlps(structure)
-    return tuple(path for path, block in structure.blocks.items() if has_forward(block))
-
-
 @dataclass(frozen=True)
 class ActivationCheckpointing(Step):
     """Make modules recompute their activations in backward.
@@ -133,18 +110,18 @@ class ActivationCheckpointing(Step):
 
     mode: CheckpointMode = "block"
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return cls("block"), cls("mlp"), cls("selective")
-
     def check(self, setup: Setup) -> tuple[str, ...]:
-        """Return the paths of the modules that recompute.
-
-        Raises:
-            ModelError: ``"mlp"`` for a model whose blocks have no part of that name.
-        """
-        return modules_to_recompute(setup.structure, self.mode)
+        """Return the paths of the modules that recompute."""
+        mode, known = self.mode, ", or a SelectiveCheckpoint(save=...)"
+        if isinstance(mode, SelectiveCheckpoint):
+            mode.overloads()
+        else:
+            require_one_of("activation_checkpointing", mode, get_args(Mode), or_else=known)
+        if mode == "none":
+            return ()
+        if mode == "mlp":
+            return _mlps(setup.structure)
+        return tuple(path for path, block in setup.structure.blocks.items() if has_forward(block))
 
     def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
         """Put recomputation in front of the modules."""
@@ -168,7 +145,7 @@ class ActivationCheckpointing(Step):
 
 def recomputes(module: nn.Module) -> bool:
     """Return True if :class:`ActivationCheckpointing` made the module recompute its activations."""
-    return is_wrapped(module, Recomputing)
+    return isinstance(module, Recomputing)
 
 
 class Recomputing(Wrapper):
@@ -200,7 +177,10 @@ class Recomputing(Wrapper):
 
 @partial(torch.compiler.disable, recursive=False)  # what the module calls is compiled
 def _recompute_in_python(forward: Any, state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    forward = bound(module, forward, state.carried)  # a graph keeps what it has read
+    # By the time of backward another batch may have gone forward, and scores of a router may tie differently: the
+    # forward is bound to what is in force now.
+    for carried in state.carried:  # a graph keeps what it has read
+        forward = carried.bind(module, forward)
     contexts: SelectiveContexts | None = state.checkpoint_contexts
     if contexts is None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -1,4 +1,8 @@
-"""``torch.compile`` of each block, in place."""
+"""``torch.compile`` of each block, in place, and async tensor parallelism.
+
+For the latter, Inductor splits an all-gather before a product and a reduce-scatter after one, the collectives of
+sequence parallelism, into pipelines over symmetric memory (torchtitan's "async TP"; CUDA with peer access).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._torch_compat import is_compiled, set_compiled_call
+from fsdp_runtime._torch_compat import MICRO_PIPELINE, enable_symmetric_memory, is_compiled, set_compiled_call
 from fsdp_runtime._transformers_compat.models import asks_for, disable_cache, recorded_outputs
-from fsdp_runtime.errors import OptionError
+from fsdp_runtime.errors import BackendError, OptionError
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.async_tp import async_compile_options, enable_async_tp
 from fsdp_runtime.steps.checkpointing import recomputes
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from fsdp_runtime.wrap import hook_forward
@@ -31,16 +35,36 @@ RECOMPILE_LIMIT = 64
 
 
 def check_compile_options(options: Mapping[str, Any]) -> None:
-    """Check that ``torch.compile`` accepts the keywords; nothing is compiled.
-
-    Raises:
-        OptionError: it does not, as for a backend that does not exist.
-    """
+    """Check that ``torch.compile`` accepts the keywords; nothing is compiled."""
     try:
         nn.Identity().compile(**options)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise OptionError(f"compile={dict(options)!r} is refused by torch.compile: {reason}") from error
+
+
+def async_compile_options(
+    tp_mesh: DeviceMesh | None, compile_options: Mapping[str, Any], *, sequence_parallel: bool
+) -> dict[str, Any]:
+    """Return the keywords of ``torch.compile`` for async tensor parallelism; raise where nothing would overlap."""
+    if tp_mesh is None or not sequence_parallel:
+        raise OptionError(
+            "async_tensor_parallel overlaps the collectives of sequence parallelism: it needs a mesh with tp larger "
+            "than 1 and sequence_parallel=True"
+        )
+    options = dict(compile_options)
+    if options.get("backend", "inductor") != "inductor":
+        raise OptionError("async_tensor_parallel is a pass of Inductor: it needs compile=True or backend='inductor'")
+    if tp_mesh.device_type != "cuda":
+        raise BackendError(
+            f"async_tensor_parallel needs CUDA devices with peer access, and the mesh is on {tp_mesh.device_type}: "
+            "leave it off, which does not change the results"
+        )
+    if options.get("mode") is not None:  # torch.compile takes a mode or options
+        raise OptionError(
+            f"async_tensor_parallel cannot be combined with mode={options['mode']!r}: give options instead of a mode"
+        )
+    return {**options, "options": {**options.get("options", {}), MICRO_PIPELINE: True}}
 
 
 @dataclass(frozen=True)
@@ -75,30 +99,21 @@ class Compile(Step):
     options: Mapping[str, Any] = field(default_factory=dict)
     async_tensor_parallel: bool = False
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return (cls({"backend": "aot_eager"}),)
-
     def check(self, setup: Setup) -> Mapping[str, Any]:
-        """Return the keywords of ``torch.compile``.
-
-        Raises:
-            OptionError: torch refuses them, or there is nothing for async tensor parallelism to overlap.
-            BackendError: async tensor parallelism needs CUDA.
-        """
+        """Return the keywords of ``torch.compile``."""
         options = self.options
         if self.async_tensor_parallel:
             layers = setup.step(TensorParallel)
             sequence_parallel = layers is not None and layers.sequence_parallel
             options = async_compile_options(setup.meshes.tp, options, sequence_parallel=sequence_parallel)
         check_compile_options(options)
-        return _with_limit(options)
+        known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
+        return {"recompile_limit": RECOMPILE_LIMIT, **options} if known else options
 
     def apply(self, model: nn.Module, setup: Setup, found: Mapping[str, Any]) -> None:
         """Compile the blocks."""
         if self.async_tensor_parallel and setup.meshes.tp is not None:
-            enable_async_tp(setup.meshes.tp)
+            enable_symmetric_memory(setup.meshes.tp.get_group())
         for path in setup.structure.blocks:
             block = model.get_submodule(path)
             if not _recomputes_in_graph(found.get("backend", "inductor")):
@@ -138,8 +153,3 @@ def _recomputes_in_graph(backend: Any) -> bool:
     2.13, ``TagActivationCheckpoint``).  Other backends, such as ``"eager"``, would recompute with other dropout.
     """
     return isinstance(backend, str) and (backend == "inductor" or backend.startswith("aot_"))
-
-
-def _with_limit(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
-    return {"recompile_limit": RECOMPILE_LIMIT, **options} if known else options

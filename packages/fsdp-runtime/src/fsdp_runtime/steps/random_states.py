@@ -54,9 +54,6 @@ class RandomStates(Step):
     One all-gather of 8 bytes over ``tp`` and a wait for it before such a forward, and another after it; none for a
     model whose probabilities are 0, or that evaluates.  Attention draws for its own heads, except in compiled blocks.
     Ranks of ``cp``, which have different tokens, draw differently.
-
-    Args:
-        tp: the axis, also where no layer is sharded over it.
     """
 
     tp: DeviceMesh | None = field(repr=False)
@@ -71,7 +68,8 @@ class RandomStates(Step):
         hooks = _SameDraws(tp, 0 if cp is None else cp.get_local_rank(), sources, states)
         hook_model(model, "draws alike over tp", hooks.before, hooks.after)
         offset = (tp.get_local_rank() + 1) * _OVER_TP
-        sharded = [mixer for mixer in setup.facts.token_mixers if _has_own_heads(mixer, setup.plan)]
+        plan = setup.plan
+        sharded = [mixer for mixer in setup.facts.token_mixers if isinstance(plan, Plan) and is_sharded(mixer, plan)]
         alone = {mixer.module for mixer in sharded if _drops_weights_alone(mixer)}
         wrap(alone, _OwnHeads, states=states, offset=offset)
         others: dict[tuple[str, ...], list[nn.Module]] = defaultdict(list)
@@ -84,18 +82,12 @@ class RandomStates(Step):
 
 @dataclass(frozen=True)
 class _Sources:
-    """What may draw random numbers in a model.
+    """What may draw random numbers in a model."""
 
-    Args:
-        amounts: a module, its owner of an attribute (itself, or its config), and the attribute's name, whose value is a
-            probability or an amount of noise.
-    """
-
-    amounts: tuple[tuple[nn.Module, Any, str], ...]
+    amounts: tuple[tuple[nn.Module, Any, str], ...]  # a module, it or its config, an attribute
 
     @classmethod
     def of(cls, model: nn.Module) -> _Sources:
-        """Find them by the names of attributes."""
         found: dict[tuple[int, str], tuple[nn.Module, Any, str]] = {}
         for module in model.modules():
             for owner in (module, getattr(module, "config", None)):
@@ -105,7 +97,6 @@ class _Sources:
 
     @property
     def active(self) -> bool:
-        """Whether something draws in the next forward."""
         return any(module.training and (getattr(owner, name, 0) or 0) > 0 for module, owner, name in self.amounts)
 
 
@@ -124,10 +115,6 @@ def _names(module: nn.Module) -> Iterator[str]:
         yield from (f"{path}.{name}".removeprefix(".") for name in _amounts(part))
 
 
-def _has_own_heads(mixer: TokenMixer, plan: object) -> bool:
-    return isinstance(plan, Plan) and is_sharded(mixer, plan)
-
-
 def _drops_weights_alone(mixer: TokenMixer) -> bool:
     """Return True for an attention that draws nothing but what its attention function drops."""
     if not uses_interface(mixer.cls):
@@ -138,33 +125,25 @@ def _drops_weights_alone(mixer: TokenMixer) -> bool:
 
 @dataclass(frozen=True)
 class _States:
-    """The default generators of the CPU and of this rank's device.
-
-    Args:
-        device_type: of the mesh.
-    """
+    """The default generators of the CPU and of this rank's device."""
 
     device_type: str
 
     def get(self) -> list[Tensor]:
-        """Return copies of the states."""
         return [torch.get_rng_state(), *([] if self._device is None else [self._device.get_rng_state()])]
 
     def set(self, states: list[Tensor]) -> None:
-        """Go back to states."""
         torch.set_rng_state(states[0])
         if self._device is not None:
             self._device.set_rng_state(states[1])
 
     def seed(self, seed: int) -> None:
-        """Begin anew from a seed."""
         torch.default_generator.manual_seed(seed)
         if self._device is not None:
             self._device.manual_seed(seed)
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Draw from a seed inside of the ``with``."""
         states = self.get()
         self.seed(seed)
         try:
@@ -183,24 +162,13 @@ def _draw() -> int:
 
 @dataclass(eq=False)
 class _SameDraws:
-    """The hooks of a model.
-
-    Args:
-        tp: the ranks that have the same activations.
-        cp_rank: this rank's index among those with different tokens.
-        sources: what draws.
-        states: the generators.
-        own: the states of this rank while forwards run.
-    """
-
     tp: DeviceMesh
     cp_rank: int
     sources: _Sources
     states: _States
-    own: list[list[Tensor] | None] = field(default_factory=list)
+    own: list[list[Tensor] | None] = field(default_factory=list)  # the states of this rank while forwards run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SameDraws:
-        """Return the hooks of a copy of the model."""
         return _SameDraws(self.tp, self.cp_rank, deepcopy(self.sources, memo), self.states)
 
     def before(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -277,7 +245,6 @@ class _DrawsForHeads(TorchFunctionMode):
         self.states, self.offset = states, offset
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
         if function not in _OF_HEADS or not args or args[0].dim() != _DIMS_OF_HEADS:
             return function(*args, **(kwargs or {}))
         with self.states.seeded(_draw() + self.offset):

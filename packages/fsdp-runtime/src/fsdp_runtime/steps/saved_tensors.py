@@ -34,11 +34,7 @@ def unrecorded() -> Iterator[None]:
 
 
 class SavedTensorWrittenError(Exception):
-    """An operator is about to write into the memory of a kept result.
-
-    Args:
-        operator: the operator whose result was kept.
-    """
+    """An operator is about to write into the memory of a kept result."""
 
     def __init__(self, operator: Any) -> None:
         super().__init__(str(operator))
@@ -46,11 +42,7 @@ class SavedTensorWrittenError(Exception):
 
 
 class SelectiveContexts:
-    """The ``context_fn`` of one module's selective checkpointing, with the operators that it must not keep.
-
-    Args:
-        saved: the operators whose results are kept.
-    """
+    """The ``context_fn`` of one module's selective checkpointing, with the operators that it must not keep."""
 
     def __init__(self, saved: Sequence[Any]) -> None:
         self.saved = list(saved)
@@ -89,10 +81,6 @@ class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are there
     already in the other.
-
-    Args:
-        saved: the operators whose results are kept.
-        mode: torch's mode of the forward or of its recomputation.
     """
 
     def __init__(self, saved: Iterable[Any], mode: Any) -> None:

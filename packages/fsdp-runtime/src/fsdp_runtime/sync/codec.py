@@ -16,12 +16,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encode_changes(old: Tensor | None, new: Tensor) -> Tensor:
-    """Return the record ``[bytes]``, uint8, that turns ``old`` into ``new``: at most 16 bytes more than the values.
-
-    Args:
-        old: the values that the receiver has, of the shape and dtype of ``new``; ``None`` for unknown ones.
-        new: the values.
-    """
+    """Return the record ``[bytes]``, uint8, that turns ``old`` into ``new``: at most 16 bytes more than the values."""
     values = _bits(new)
     if old is None:
         return _record(0, values.new_empty(0, dtype=torch.uint8), values)

@@ -60,12 +60,7 @@ class Changes:
                 self._sides.read(each, self._sent[key])
 
     def exchange(self, records: Records, transfers: Sequence[BlockTransfer]) -> ArrivedChanges:
-        """Send this rank's records and pass on those of others, one step of all chains at a time.
-
-        Args:
-            records: of the boxes that this rank sends.
-            transfers: those of an update that this rank has part in.
-        """
+        """Send this rank's records and pass on those of others, one step of all chains at a time."""
         rank, sent, received = self._sides.rank, 0, 0
         known, arrived = dict(records), dict[tuple[str, Box], Tensor]()
         for step in _steps(transfers):

@@ -21,11 +21,7 @@ from fsdp_runtime.weights.stream import WeightExport
 from tp_plans.transfer import Box, TransferLayout, TransferPlan, box_shape, plan_cover
 
 
-def digest(
-    model: nn.Module,
-    *,
-    export: WeightExport = WeightExport(),
-) -> dict[str, int]:
+def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[str, int]:
     """Return one number per exported weight, the same however the model is sharded.
 
     A 64-bit hash of every element's bits and position in the full tensor; each element is hashed by one rank that

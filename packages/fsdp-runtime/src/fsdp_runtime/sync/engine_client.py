@@ -19,22 +19,8 @@ class EngineClient:
     """A vLLM server started with ``VLLM_SERVER_DEV_MODE=1``, from which the routes for weights come.
 
     It has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines take it too, and reads
-    back the version and whether the server is paused.
-
-    Args:
-        url: the server, as ``"http://127.0.0.1:8000"``.
-        timeout_s: seconds to wait for any one answer.
-
-    Attributes:
-        version: what the next update is named where the caller names none, as vLLM's trainer engines.
-
-    Raises:
-        OptionError: the URL is none, or the time is not positive.
-
-    Example:
-        >>> from fsdp_runtime.sync.engine_client import EngineClient
-        >>> EngineClient("http://127.0.0.1:8000/").url
-        'http://127.0.0.1:8000'
+    back the version and whether the server is paused.  ``version`` names the next update where the caller names none,
+    as vLLM's trainer engines.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
@@ -51,16 +37,7 @@ class EngineClient:
         return self._url
 
     def request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
-        """POST a JSON body to a route, or GET it where there is none, and return the JSON of the answer.
-
-        Args:
-            path: the route, as ``"/weight_info"``.
-            body: what to send; ``None`` for a GET.
-            timeout_s: seconds to wait; ``None`` for the client's.
-
-        Raises:
-            WeightSyncError: no answer in time, or one that reports an error; the message has the answer's text.
-        """
+        """POST a JSON body to a route, or GET it where there is none, and return the JSON of the answer."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
         try:
@@ -106,11 +83,7 @@ class EngineClient:
         return int(self.request("/get_world_size")["world_size"])
 
     def pause(self, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
-        """Stop scheduling, and clear the caches of keys and values.
-
-        Args:
-            mode: abort running requests, wait for them, or keep them for later.
-        """
+        """Stop scheduling, and clear the caches of keys and values; the mode says what becomes of running requests."""
         self.request(f"/pause?mode={mode}", {})
 
     def resume(self) -> None:

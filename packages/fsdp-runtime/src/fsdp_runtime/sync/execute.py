@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
-from fsdp_runtime.sync.handshake import Handshake
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
-from fsdp_runtime.sync.point_to_point import ROUND, SHARED_BUCKETS, TAKEN, WINDOWS, PointToPoint
+from fsdp_runtime.sync.point_to_point import ROUND, SHARED_BUCKETS, TAKEN, WINDOWS, Handshake, PointToPoint
 from fsdp_runtime.sync.schedule import (
     Message,
     Round,
@@ -92,14 +91,7 @@ def execute_transfer(
 
 
 def agreed_windows(plan: TransferPlan, own: Sequence[BlockTransfer], bucket_bytes: int, handshake: Handshake) -> int:
-    """The windows of a plan's rounds, the same on every rank; collective, unless all ranks know that one will do.
-
-    Args:
-        plan: of all transfers.
-        own: those of this rank, as :func:`split_transfers` returns them.
-        bucket_bytes: the most bytes that a rank holds besides its tensors.
-        handshake: of the plan's ranks.
-    """
+    """Return the windows of a plan's rounds, the same on every rank; collective, unless all know that one will do."""
     if fits_in_one_round(plan, bucket_bytes):
         return 1
     return max(number for (number,) in handshake.gather([windows_of(plan, own, bucket_bytes)]).values())
@@ -128,15 +120,7 @@ def run_rounds(
 
 
 class RankRounds:
-    """This rank's buffer, as large as the plan's rounds need, and its exchanges.
-
-    Args:
-        rounds: those of this rank.
-        sides: this rank's tensors.
-        peers: the exchanges of rounds.
-        device: where the group takes tensors from.
-        shared: memory for messages that stay on this host; ``None`` to send all of them over the group.
-    """
+    """This rank's exchanges and its buffer, as large as the rounds need; ``shared`` for messages on this host."""
 
     def __init__(
         self,
@@ -185,7 +169,6 @@ class RankRounds:
         self._peers.exchange(taken, freed, TAKEN)
 
     def _number(self, value: int) -> Tensor:
-        """What the group carries for a message in shared memory."""
         return torch.tensor([value], device=self._device)
 
     def _over_group(self, messages: Round) -> list[Message]:

@@ -27,31 +27,21 @@ class _OwnBlock:
 
     @property
     def start(self) -> tuple[int, int]:
-        """The block's first row and column in the weight."""
         return self.block.box[0][0], self.block.box[1][0]
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """What several ranks have to know of a weight's magnitudes: where it lies in the numbers that are exchanged.
+    """What several ranks have to know of a weight's magnitudes: where it lies in the numbers that are exchanged."""
 
-    Args:
-        amax: the place of the largest magnitude of the full weight; ``None`` where it is not needed.
-        first: the place of the first cell.
-        rows: rows of cells that the borders of blocks cut, in order; all of their cells are exchanged.
-        columns: columns of cells that borders cut.
-        grid: rows and columns of cells.
-    """
-
-    amax: int | None
-    first: int
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    grid: tuple[int, int]
+    amax: int | None  # place of the largest magnitude, where it is needed
+    first: int  # place of the first cell
+    rows: tuple[int, ...]  # of cells that the borders of blocks cut; all are exchanged
+    columns: tuple[int, ...]  # of cells that borders cut
+    grid: tuple[int, int]  # rows and columns of cells
 
     @property
     def end(self) -> int:
-        """The place after the last number."""
         return self.first + len(self.rows) * self.grid[1] + len(self.columns) * self.grid[0]
 
     def strips(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,11 +56,7 @@ class QuantizedShards:
 
     A block whose borders cut no cell with one scale is quantized without communication.  The largest magnitudes of cut
     cells, and of full weights where the format needs them, are combined over the model's ranks.  The bits are those of
-    :meth:`Quantization.quantize` on the full weight.  The layout is that of the model in bfloat16, and ``groups``
-    together connect its ranks.
-
-    Raises:
-        OptionError: the rows of a weight cannot be cut into groups, or a block ends inside of a byte of ``nvfp4``.
+    :meth:`Quantization.quantize` on the full weight.
     """
 
     def __init__(
@@ -184,7 +170,6 @@ class QuantizedShards:
         return kept, all_reduce_over(self._groups, numbers, dist.ReduceOp.MAX)
 
     def _read_cells(self, own: _OwnBlock, shared: _Shared, numbers: Tensor, cells: Tensor) -> None:
-        """Put what all ranks found into the cells of a block."""
         if shared.rows or shared.columns:
             bits = cells.view(torch.int32)
             for strip, part in self._strips(own, shared, numbers, bits):

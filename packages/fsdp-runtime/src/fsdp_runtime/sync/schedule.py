@@ -15,10 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends to another in one round, as one run of bytes.
-
-    Wider elements come first, so that every one is aligned.
-    """
+    """What one rank sends to another in one round as one run of bytes, wider elements first to align all."""
 
     source: int
     destination: int
@@ -41,11 +38,6 @@ def windows_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], bucket_by
     """Return into how many equal windows a plan has to be cut for a rank to have at most a bucket in each.
 
     A power of two: a rank that needs fewer can do with more, so that ranks need to agree on the largest.
-
-    Args:
-        plan: of all transfers.
-        transfers: those of one rank, as :func:`split_transfers` returns them.
-        bucket_bytes: the most bytes of a rank's messages in a round.
     """
     remote = [(each, aligned(each.nbytes)) for each in transfers if not each.is_local]
     limit = bucket_bytes // ALIGNMENT * ALIGNMENT
@@ -67,11 +59,6 @@ def rounds_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], windows: i
     The plan's transfers follow one another on a line, which is cut into windows; a round is what ranks send themselves
     in a window, or what they pass on once, twice and so on.  All ranks have the same windows, and a rank the rounds of
     its own transfers, so that both ranks of a message make the same one, in the same order as their others.
-
-    Args:
-        plan: of all transfers.
-        transfers: those of one rank, as :func:`split_transfers` returns them.
-        windows: the same on every rank.
     """
     tensors = plan.destination.tensors
     remote = [(each, each) for each in transfers if not each.is_local]

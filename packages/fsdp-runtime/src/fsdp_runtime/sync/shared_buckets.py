@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.sync.handshake import Handshake
+from fsdp_runtime.sync.point_to_point import Handshake
 from fsdp_runtime.sync.schedule import Message, Round, aligned
 
 #: A file system in memory, as Linux has it.
@@ -29,13 +29,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class SharedBuckets:
     """This rank's bucket and those of the other ranks of its host; a context manager.
 
-    The rounds are this rank's, and say how large its bucket has to be.  What the group carries for a message is the
-    place of its bytes in the bucket of the sender.
-
-    Raises:
-        OptionError: the machine has no file system in memory.
-        OSError: it has not enough room, on this rank.
-        WeightSyncError: another rank failed, or did not take part in time.
+    What the group carries for a message is the place of its bytes in the bucket of the sender.
     """
 
     def __init__(self, rounds: Sequence[Round], rank: int, handshake: Handshake) -> None:

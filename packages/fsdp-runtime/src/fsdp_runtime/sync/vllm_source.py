@@ -89,12 +89,7 @@ class WeightSource(_Base):
     #: Whether the model's ranks iterate alike, or this one alone has all weights.
     is_collective = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        export: WeightExport = WeightExport(),
-    ) -> None:
+    def __init__(self, model: nn.Module, *, export: WeightExport = WeightExport()) -> None:
         self._export, self._shards = export.prepare(model), None
         if export.quantize is None:
             try:
@@ -183,15 +178,10 @@ def _placement_classes() -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class MeshPlacement:
-    """One placement per axis of a row-major mesh over ranks 0 to ``world_size - 1``.
-
-    Args:
-        mesh_shape: sizes of the mesh's axes.
-        dims: for each axis the dim that it shards in equal parts, or ``None`` where it replicates.
-    """
+    """One placement per axis of a row-major mesh over ranks 0 to ``world_size - 1``."""
 
     mesh_shape: tuple[int, ...]
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...]  # that each axis shards in equal parts, ``None`` where it replicates
 
     @property
     def world_size(self) -> int:

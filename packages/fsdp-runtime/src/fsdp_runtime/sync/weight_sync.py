@@ -16,9 +16,8 @@ from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sync.deltas import ArrivedChanges, Changes
 from fsdp_runtime.sync.execute import run_rounds
 from fsdp_runtime.sync.groups import DEFAULT_TIMEOUT, rank_in
-from fsdp_runtime.sync.handshake import Handshake
 from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.sync.point_to_point import PointToPoint
+from fsdp_runtime.sync.point_to_point import Handshake, PointToPoint
 from fsdp_runtime.sync.schedule import rounds_of, split_transfers, windows_of
 from fsdp_runtime.sync.tensor_views import Sides, box_views
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
@@ -147,7 +146,8 @@ class WeightSync:
         """
         states = self._states(self._version, {}, self._chain)
         chains = {state.chain for state in states.values() if state.is_source} - {0}
-        return {rank: s.version if s.chain in chains else NO_VERSION for rank, s in self._destinations(states).items()}
+        held = {rank: states[rank] for rank in self._plan.receivers}
+        return {rank: state.version if state.chain in chains else NO_VERSION for rank, state in held.items()}
 
     @torch.no_grad()
     def update(self, version: int) -> SyncReport:
@@ -227,7 +227,6 @@ class WeightSync:
         )
 
     def _receive(self, full: TransferPlan, target: Mapping[str, Tensor], windows: int, *, any_full: bool) -> None:
-        """Send full weights, and receive them in some tensors."""
         sides = Sides(full, self._rank, self._sides.source, target)
         sides.require_tensors()
         rounds = rounds_of(full, split_transfers(full, sides.transfers, self._bucket_bytes), windows)
@@ -261,9 +260,6 @@ class WeightSync:
                 "layouts on every rank"
             )
         return states
-
-    def _destinations(self, states: Mapping[int, _State]) -> dict[int, _State]:
-        return {rank: states[rank] for rank in self._plan.receivers}
 
     def _remote_receivers(self) -> list[int]:
         """The destination ranks that do not have all of their weights themselves."""

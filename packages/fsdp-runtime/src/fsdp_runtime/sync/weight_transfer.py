@@ -235,16 +235,7 @@ class WeightTransfer:
 
 
 def on_every_rank(part: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
-    """Run a part on every rank of a group, and return what each returned; raise on all what a rank raised.
-
-    Args:
-        part: without collectives over the group.
-        group: ``None`` for the world, or for this process alone where there is none.
-
-    Raises:
-        WeightSyncError: a rank raised, with the messages of all; or it did not answer within the group's time.  A rank
-            that raised another error raises that.
-    """
+    """Run a part without collectives on every rank of a group; return all results, or raise on all."""
     outcome, error = None, None
     try:
         outcome = part()
@@ -272,12 +263,10 @@ class _Source(WeightSource):
     under_way: Iterator[tuple[str, Tensor]] | None = None
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight in full."""
         self.under_way = super().iter_full()
         return self.under_way
 
     def iter_local(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of every weight."""
         self.under_way = super().iter_local()
         return self.under_way
 
@@ -297,10 +286,8 @@ class _HostWeights(_Source):
 
     @property
     def weights(self) -> list[WeightInfo]:
-        """Names, dtypes and shapes."""
         return [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor, _ in self.pairs]
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight."""
         self.under_way = ((name, tensor.to(device)) for name, tensor, device in self.pairs)
         return self.under_way

@@ -29,11 +29,7 @@ _removable: dict[str, set[str]] = {}
 
 
 def newest_state(directory: Path) -> Path:
-    """Return the directory of the state to resume from: ``directory`` itself, or the newest state in it.
-
-    Raises:
-        CheckpointError: there is no state.
-    """
+    """Return the directory of the state to resume from: ``directory`` itself, or the newest state in it."""
     if (directory / MANIFEST).is_file():
         with suppress(CheckpointError):  # an index that is not read here
             _removable_states(directory.absolute().parent)

@@ -26,19 +26,12 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk of a tensor in one rank's file, stored there under the tensor's name.
-
-    Args:
-        file: the file's name.
-        start: index of the chunk's first element in the full tensor.
-        shape: the chunk's shape.
-        checksum: CRC-32 of its bytes.
-    """
+    """A chunk of a tensor in one rank's file, stored there under the tensor's name."""
 
     file: str
-    start: tuple[int, ...]
+    start: tuple[int, ...]  # index of the first element in the full tensor
     shape: tuple[int, ...]
-    checksum: int
+    checksum: int  # CRC-32 of the bytes
 
 
 @dataclass(frozen=True)
@@ -52,21 +45,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a training state except the values.
+    """Everything about a training state except the values."""
 
-    Args:
-        step: the number that the user gave.
-        world_size: number of ranks that wrote it.
-        mesh: axes and sizes of the model's mesh; empty for a plain model.
-        tensors: by name: ``model/<name>`` and ``optimizer/<index>/<name>/<state>``.
-        files: size in bytes and checksum of every other file.
-    """
-
-    step: int
-    world_size: int
-    mesh: Mapping[str, int]
-    tensors: Mapping[str, StoredTensor]
-    files: Mapping[str, tuple[int, int]]
+    step: int  # the number that the user gave
+    world_size: int  # ranks that wrote it
+    mesh: Mapping[str, int]  # axes and sizes; empty for a plain model
+    tensors: Mapping[str, StoredTensor]  # ``model/<name>`` and ``optimizer/<index>/<name>/<state>``
+    files: Mapping[str, tuple[int, int]]  # size and checksum of every other file
 
     def write(self, directory: Path) -> None:
         """Write the manifest, preceded by its own checksum."""
@@ -75,11 +60,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a training state.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another version.
-    """
+    """Return the manifest of a training state."""
     path = directory / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")

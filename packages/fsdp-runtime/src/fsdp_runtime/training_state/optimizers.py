@@ -34,15 +34,7 @@ class OptimizerTensor:
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[OptimizerTensor]:
-    """Yield every tensor of an optimizer's state.
-
-    Args:
-        optimizer: the optimizer.
-        names: the parameters' names by ``id``, from :func:`parameter_names`.
-
-    Raises:
-        OptionError: the placement of a tensor is unknown.
-    """
+    """Yield every tensor of an optimizer's state; ``names`` are those of :func:`parameter_names`."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -66,11 +58,7 @@ def optimizer_metadata(optimizer: Optimizer, names: Mapping[int, str]) -> dict[s
 
 
 def parameter_names(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """Return the names of the model's parameters by ``id``.
-
-    Raises:
-        OptionError: an optimizer holds parameters that the model lacks.
-    """
+    """Return the names of the model's parameters by ``id``; optimizers may hold no others."""
     names = {id(entry.tensor): entry.names[0] for entry in entries}
     for index, optimizer in enumerate(optimizers):
         unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
@@ -83,10 +71,7 @@ def parameter_names(entries: Sequence[StateEntry], optimizers: Sequence[Optimize
 
 
 def require_same_class(index: int, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise :class:`MismatchError` if the state of an optimizer of another class was saved.
-
-    States that were saved without the class are accepted with a warning: refusing them would strand running jobs.
-    """
+    """Refuse the saved state of another class; one saved without its class is accepted with a warning."""
     if (name := saved.get("class")) is None:
         logger.warning(
             "optimizer %d is a %s; the training state does not name the saved class, so it is not compared",
@@ -119,14 +104,7 @@ def require_same_groups(index: int, optimizer: Optimizer, names: Mapping[int, st
 
 
 def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise :class:`CheckpointError` unless ``saved`` has the form of :func:`optimizer_metadata`.
-
-    Args:
-        path: the file that it was read from.
-        index: which optimizer it is of.
-        saved: what was read.
-        tensors: the tensors of the manifest.
-    """
+    """Check that ``saved``, read from ``path``, has the form of :func:`optimizer_metadata`."""
     try:
         if not all(isinstance(each, dict) for each in (*saved["groups"], *saved["values"].values())):
             raise TypeError("a group or the values of a parameter are no dict")
@@ -149,16 +127,9 @@ def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping
 def restore_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], saved: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Restore an optimizer's settings, and give it a state of empty tensors, which the caller fills.
+    """Restore an optimizer's settings, and give it a state of empty tensors in place of its own.
 
-    Args:
-        optimizer: the optimizer; its current state is dropped.
-        parameters: the model's parameters by name.
-        saved: from :func:`optimizer_metadata`.
-        tensors: shape and dtype of every saved tensor, by ``<parameter>/<key>``.
-
-    Yields:
-        ``<parameter>/<key>`` and the tensor to fill.
+    Yields ``<parameter>/<key>`` and the tensor to fill.
     """
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in settings.items():

@@ -16,11 +16,7 @@ from fsdp_runtime.sharded.fsync import write_and_fsync
 
 
 def serialize(content: dict[str, Any]) -> bytes:
-    """Return the content as bytes, after checking that it can be loaded with ``weights_only=True``.
-
-    Raises:
-        OptionError: loading a value would need code to run.
-    """
+    """Return the content as bytes, after checking that it can be loaded with ``weights_only=True``."""
     for name, value in content.items():
         buffer = io.BytesIO()
         try:
@@ -46,17 +42,7 @@ def write_object(directory: Path, name: str, content: bytes) -> dict[str, tuple[
 def read_object(
     directory: Path, name: str, files: Mapping[str, tuple[int, int]], kinds: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of a file, checked against its entry in the manifest; tensors are on the CPU.
-
-    Args:
-        directory: of the state.
-        name: of the file.
-        files: of the manifest.
-        kinds: the keys that the content must have, with the types of their values.
-
-    Raises:
-        CheckpointError: the file is missing, has another size or checksum, or is not a dict with these keys.
-    """
+    """Return a file's content, checked against the manifest; it must have the keys and types of ``kinds``."""
     path = directory / name
     if name not in files:
         raise CheckpointError(f"the manifest in {directory} lacks {name}: resume from an older state")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, overload, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTe
 from fsdp_runtime.training_state.optimizers import optimizer_metadata, parameter_names
 from fsdp_runtime.training_state.rng_state import rng_states
 from fsdp_runtime.training_state.safe_pickle import serialize, write_object
-from fsdp_runtime.training_state.snapshot import NamedTensor, as_list, chunks_to_write, named_tensors
+from fsdp_runtime.training_state.snapshot import as_list, chunks_to_write, named_tensors
 
 SHARED_FILE = "shared.pt"
 
@@ -48,18 +48,24 @@ class Stateful(Protocol):
         """Restore a state."""
 
 
+class _StateOptions(TypedDict, total=False):
+    """Keywords of :func:`save_training_state` that do not decide what it returns."""
+
+    step: Required[int]
+    scheduler: Stateful | None
+    extra: Mapping[str, Any] | None
+    keep: int | None
+    if_saving: IfSaving
+
+
 @overload
 def save_training_state(
     directory: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = ...,
     *,
-    step: int,
-    scheduler: Stateful | None = ...,
-    extra: Mapping[str, Any] | None = ...,
-    keep: int | None = ...,
     asynchronous: Literal[False] = ...,
-    if_saving: IfSaving = ...,
+    **options: Unpack[_StateOptions],
 ) -> Path: ...
 
 
@@ -69,12 +75,8 @@ def save_training_state(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = ...,
     *,
-    step: int,
-    scheduler: Stateful | None = ...,
-    extra: Mapping[str, Any] | None = ...,
-    keep: int | None = ...,
     asynchronous: Literal[True],
-    if_saving: IfSaving = ...,
+    **options: Unpack[_StateOptions],
 ) -> SaveFuture[Path]: ...
 
 
@@ -145,7 +147,7 @@ def save_training_state(
     with raise_on_all(ranks) as agreed:
         folder = require_path("directory", directory)
         tensors = named_tensors(entries, optimizers)
-        require_memory({each.name: each.tensor for each in tensors}, "tensors of the training state")
+        require_memory(tensors, "tensors of the training state")
         names = parameter_names(entries, optimizers)
         shared = serialize(
             {
@@ -181,31 +183,18 @@ class _Chunk:
 
 @dataclass
 class _Save:
-    """What remains to be done of a save once nothing refers to the model's tensors, or training waits.
+    """What remains to be done of a save once nothing refers to the model's tensors, or training waits."""
 
-    Args:
-        work: the directory of the unfinished state.
-        step: as of :func:`save_training_state`.
-        keep: likewise.
-        mesh: axes of the model's mesh and their sizes.
-        chunks: what this rank writes of tensors.
-        objects: this rank's other files.
-        described: the shape and the dtype of every tensor.
-    """
-
-    work: Path
+    work: Path  # directory of the unfinished state
     step: int
     keep: int | None
     mesh: Mapping[str, int]
-    chunks: list[_Chunk]
-    objects: Mapping[str, bytes]
-    described: Mapping[str, tuple[tuple[int, ...], str]]
+    chunks: list[_Chunk]  # what this rank writes of tensors
+    objects: Mapping[str, bytes]  # this rank's other files
+    described: Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of every tensor
 
     def finish(self, ranks: ModelRanks) -> Path:
-        """Write this rank's files, and let the state take effect once all ranks have; return its directory.
-
-        Collective.
-        """
+        """Write this rank's files; the state takes effect once all ranks have.  Return its directory.  Collective."""
         with raise_on_all(ranks) as written:
             chunks = _write_shards(self.work, rank_file(ranks.index), self.chunks)
             files: dict[str, tuple[int, int]] = {}
@@ -220,9 +209,7 @@ class _Save:
         return final
 
     def _manifest(
-        self,
-        written: Iterable[tuple[Mapping[str, StoredChunk], Mapping[str, tuple[int, int]]]],
-        ranks: ModelRanks,
+        self, written: Iterable[tuple[Mapping[str, StoredChunk], Mapping[str, tuple[int, int]]]], ranks: ModelRanks
     ) -> Manifest:
         chunks: dict[str, list[StoredChunk]] = {name: [] for name in self.described}
         files: dict[str, tuple[int, int]] = {}
@@ -255,19 +242,18 @@ def mesh_sizes(entries: Sequence[StateEntry]) -> dict[str, int]:
     return {name: size for name, size in zip(names, mesh.shape, strict=True) if size > 1}
 
 
-def _described(tensors: Sequence[NamedTensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {each.name: (tuple(each.tensor.shape), str(each.tensor.dtype).removeprefix("torch.")) for each in tensors}
+def _described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
 
 
 @torch.no_grad()
-def _staged_chunks(tensors: Sequence[NamedTensor], ranks: ModelRanks, staging: HostStaging | None) -> list[_Chunk]:
+def _staged_chunks(tensors: Mapping[str, Tensor], ranks: ModelRanks, staging: HostStaging | None) -> list[_Chunk]:
     """Return the chunks that this rank writes; they are copied to host memory now, or each when it is written."""
     chunks = []
-    for chunk in chunks_to_write(tensors, ranks):
-        local = chunk.local
-        header = TensorHeader(chunk.name, tuple(local.shape), local.dtype, local.nbytes)
+    for name, slices, local in chunks_to_write(tensors, ranks):
+        header = TensorHeader(name, tuple(local.shape), local.dtype, local.nbytes)
         pieces = _on_host(local) if staging is None else drained(staging.copy(local))
-        chunks.append(_Chunk(header, tuple(side.start for side in chunk.slices), pieces))
+        chunks.append(_Chunk(header, tuple(side.start for side in slices), pieces))
     if staging is not None:
         staging.synchronize()
     return chunks
@@ -278,7 +264,6 @@ def _on_host(local: Tensor) -> Iterator[Tensor]:
 
 
 def _write_shards(work: Path, file_name: str, chunks: Sequence[_Chunk]) -> dict[str, StoredChunk]:
-    """Write this rank's file; return its chunks by the tensor's name."""
     stored = {}
     with SafetensorsWriter(work / file_name, [chunk.header for chunk in chunks]) as file:
         for chunk in chunks:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,23 +16,6 @@ from fsdp_runtime.sharded.shard_offsets import shard_steps
 from fsdp_runtime.training_state.optimizers import optimizer_tensors, parameter_names
 
 
-@dataclass(frozen=True)
-class NamedTensor:
-    """A tensor of the training state under its name in the manifest."""
-
-    name: str
-    tensor: Tensor
-
-
-@dataclass(frozen=True)
-class LocalChunk:
-    """A chunk that this rank writes: its tensor's name, its slices of the full tensor, and the local data."""
-
-    name: str
-    slices: Slices
-    local: Tensor
-
-
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     """Return one optimizer, several or none as a list."""
     if optimizer is None:
@@ -41,38 +23,25 @@ def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
-def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> list[NamedTensor]:
-    """Return every tensor of the model and of the optimizers' state, in the same order on all ranks.
-
-    Raises:
-        OptionError: the model is on the meta device, or a tensor of an optimizer's state cannot be saved.
-    """
+def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return every tensor by its name in the manifest, in the same order on all ranks."""
     if on_meta := [entry.names[0] for entry in entries if entry.tensor.is_meta]:
         raise OptionError(f"{len(on_meta)} tensors are on the meta device, first {on_meta[0]}: load weights first")
     names = parameter_names(entries, optimizers)
-    return [
-        *(NamedTensor(f"model/{entry.names[0]}", entry.tensor) for entry in entries),
-        *(
-            NamedTensor(f"optimizer/{index}/{item.parameter}/{item.key}", item.tensor)
-            for index, optimizer in enumerate(optimizers)
-            for item in optimizer_tensors(optimizer, names)
-        ),
-    ]
+    tensors = {f"model/{entry.names[0]}": entry.tensor for entry in entries}
+    for index, optimizer in enumerate(optimizers):
+        for item in optimizer_tensors(optimizer, names):
+            tensors[f"optimizer/{index}/{item.parameter}/{item.key}"] = item.tensor
+    return tensors
 
 
-def chunks_to_write(tensors: Sequence[NamedTensor], ranks: ModelRanks) -> Iterator[LocalChunk]:
-    """Yield the chunks that this rank writes; over all ranks, every element is written once.
-
-    Args:
-        tensors: the same on every rank.
-        ranks: the ranks of the model.
-    """
-    for index, named in enumerate(tensors):
-        tensor = named.tensor.detach()
+def chunks_to_write(tensors: Mapping[str, Tensor], ranks: ModelRanks) -> Iterator[tuple[str, Slices, Tensor]]:
+    """Yield names, slices and data of what this rank writes; over all ranks, every element is written once."""
+    for index, (name, tensor) in enumerate(tensors.items()):
         if _writes(tensor, index, ranks):
-            local, slices = local_part(tensor)
+            local, slices = local_part(tensor.detach())
             if local.numel() or not tensor.numel():
-                yield LocalChunk(named.name, slices, local)
+                yield name, slices, local
 
 
 def _writes(tensor: Tensor, index: int, ranks: ModelRanks) -> bool:

@@ -21,29 +21,18 @@ from fsdp_runtime._peft_compat import (
 )
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.state import StateEntry, state_entries
-from fsdp_runtime.weights.stacked_adapters import by_expert
 
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """The factors of one adapter; it adds ``scaling * B @ A`` to a weight, transposed if the weight is.
-
-    Args:
-        a_name: a name for ``a``.
-        b_name: a name for ``b``.
-        a: ``[rank, in]``.
-        b: ``[out, rank]``.
-        scaling: the adapter's factor.
-        transposed: the weight is ``[in, out]``.
-        experts: of a stacked weight; ``a`` is then ``[experts * rank, in]`` and ``b`` ``[out, rank * experts]``.
-    """
+    """The factors of one adapter; it adds ``scaling * B @ A`` to a weight, transposed if the weight is."""
 
     a_name: str
     b_name: str
-    a: Tensor
-    b: Tensor
+    a: Tensor  # ``[rank, in]``, of stacked experts ``[experts * rank, in]``
+    b: Tensor  # ``[out, rank]``, of stacked experts ``[out, rank * experts]``
     scaling: float
-    transposed: bool
+    transposed: bool  # the weight is ``[in, out]``
     experts: int | None = None
 
 
@@ -52,12 +41,8 @@ def base_state_entries(
 ) -> list[StateEntry]:
     """Return the state entries of a model without its adapters, under the names of the base model.
 
-    Of a module that an adapter trains in full there are two copies: the base model's, and the adapter's.
-
-    Args:
-        model: any model, a ``PeftModel`` among them.
-        entries: ``state_entries(model)``, where they are known already.
-        exported: take the copy of the adapter in force alone; else the base model's, and an adapter's without data.
+    Of a module that an adapter trains in full there are two copies.  The base model's is returned, and the adapter's
+    without data; with ``exported`` the copy of the adapter in force alone.
     """
     if not is_peft_model(model):
         return state_entries(model) if entries is None else list(entries)
@@ -79,15 +64,7 @@ def _of_base(entries: Sequence[StateEntry], owners: Mapping[str, Place], *, expo
 
 
 def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, list[LoraFactors]]:
-    """Return the active adapters by the name of the weight that each belongs to.
-
-    Args:
-        model: any model, a ``PeftModel`` among them.
-        entries: from :func:`base_state_entries`.
-
-    Raises:
-        OptionError: an adapter is not plain LoRA on a linear layer, is merged already, or is on a tied weight.
-    """
+    """Return the active adapters, by the name of the weight that each belongs to, of :func:`base_state_entries`."""
     if not is_peft_model(model):
         return {}
     base = base_model(model)
@@ -132,13 +109,7 @@ def merge_lora(
     """Return a weight or a part of it plus its adapters, computed in float32 or a wider dtype, in the weight's dtype.
 
     The outer products of the ranks are added one by one: the order in which a matrix product adds depends on the shape
-    of the part, and so would the last bit.
-
-    Args:
-        weight: the weight, or a part of it.
-        factors: its adapters.
-        full: the full factors by name.
-        box: the rows and columns of the part, for stacked experts the experts first; ``None`` for the full weight.
+    of the part, and so would the last bit.  ``box`` has the rows and columns of a part, the experts first.
     """
     exact = torch.promote_types(weight.dtype, torch.float32)
     merged = weight.to(exact, copy=True)
@@ -146,7 +117,8 @@ def merge_lora(
     for each in factors:
         a, b = full[each.a_name].to(exact), full[each.b_name].to(exact)
         if each.experts is not None:
-            a, b = by_expert(a, b, each.experts)
+            a = a.view(each.experts, -1, a.shape[-1])
+            b = b.view(len(b), -1, each.experts).permute(2, 0, 1)  # peft has the experts innermost
         left, right = (a.mT, b.mT) if each.transposed else (b, a)  # [..., out, rank] and [..., rank, in] of the weight
         if box is not None:
             left, right = left[tuple(box[:-1])], right[(*box[:-2], slice(None), box[-1])]
@@ -172,17 +144,7 @@ def require_materialized_adapters(model: nn.Module) -> None:
 def saved_tensors(
     model: Any, entries: Sequence[StateEntry], adapter: str, *, embeddings: bool | Literal["auto"]
 ) -> dict[str, Tensor]:
-    """Return all that peft saves of an adapter, by the names in its file.
-
-    Args:
-        model: the ``PeftModel``.
-        entries: ``state_entries(model)``.
-        adapter: the adapter's name.
-        embeddings: as of :func:`fsdp_runtime._peft_compat.adapter_file`.
-
-    Raises:
-        OptionError: the model has no such adapter, or peft computes what it saves from several tensors.
-    """
+    """Return all that peft saves of an adapter, by the names in its file."""
     _require_adapter(model, adapter)
     tensors = {name: entry.tensor for entry in entries for name in entry.names}
     found = adapter_file(model, adapter, tensors, embeddings=embeddings)
@@ -194,11 +156,7 @@ def saved_tensors(
 
 
 def adapter_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:
-    """Return an adapter's low-rank factors by the names that peft gives them on disk.
-
-    Raises:
-        OptionError: the model has no such adapter.
-    """
+    """Return an adapter's low-rank factors by the names that peft gives them on disk."""
     _require_adapter(model, adapter)
     tensors = {}
     for entry in entries:

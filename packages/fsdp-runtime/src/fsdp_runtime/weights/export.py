@@ -14,25 +14,18 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_unquantized
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
 from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, lora_factors, merge_lora
-from fsdp_runtime.weights.conversion.convert import TensorSpec, trace_conversion
+from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.naming import Names, canonical_names, export_mapping
 
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor as it is exported.
-
-    Args:
-        name: its exported name.
-        shape: its full shape.
-        dtype: its exported dtype.
-        chunks: the chunks of the model's tensors that it consists of; ``None`` if only the conversion can produce it.
-    """
+    """A tensor as it is exported."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Sequence[Chunk] | None
+    chunks: Sequence[Chunk] | None  # of the model's tensors; ``None`` if only the conversion makes it
 
     @property
     def nbytes(self) -> int:
@@ -42,21 +35,13 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class ExportGroup:
-    """Tensors of the model that are gathered together, and the exported tensors built from them.
+    """Tensors of the model that are gathered together, and the exported tensors built from them."""
 
-    Args:
-        sources: the model's tensors by the model's names.
-        tensors: the exported tensors.
-        conversion: the conversion that produces those without chunks.
-        adapters: LoRA factors to merge into a source, by the source's name; the factors are sources too.
-        nbytes: bytes of the full sources.
-    """
-
-    sources: Mapping[str, Tensor]
+    sources: Mapping[str, Tensor]  # by the model's names
     tensors: Sequence[ExportedTensor]
-    conversion: Conversion | None
-    adapters: Mapping[str, Sequence[LoraFactors]]
-    nbytes: int
+    conversion: Conversion | None  # makes the tensors without chunks
+    adapters: Mapping[str, Sequence[LoraFactors]]  # to merge, by their source's name; the factors are sources too
+    nbytes: int  # of the full sources
 
     def produce(self, full: Mapping[str, Tensor]) -> Iterator[tuple[ExportedTensor, Tensor]]:
         """Yield the exported tensors, built from the full sources; views of them where possible."""
@@ -78,18 +63,7 @@ def export_groups(
     names: Names,
     entries: Sequence[StateEntry] | None = None,
 ) -> list[ExportGroup]:
-    """Return the export of a model in model order; equal on every rank, without communication.
-
-    Args:
-        model: plain or parallelized.
-        dtype: dtype of exported floating-point tensors; ``None`` keeps each tensor's own.
-        names: ``"checkpoint"`` or ``"model"``.
-        entries: ``state_entries(model)``, where they are known already.
-
-    Raises:
-        ConversionError: the model's tensors differ from those of its class, or are quantized.
-        OptionError: ``dtype`` is not a floating-point dtype.
-    """
+    """Return the export of a model in model order; equal on every rank, without communication."""
     given: object = dtype
     if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise OptionError(f"dtype={dtype!r}: weights are exported in a floating-point dtype, such as torch.bfloat16")

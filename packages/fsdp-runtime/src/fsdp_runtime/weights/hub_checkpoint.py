@@ -22,19 +22,12 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class HubTensor:
-    """Header of a checkpoint's tensor.
-
-    Args:
-        file: the file that has it.
-        shape: its shape.
-        dtype: its dtype in safetensors' notation (``"BF16"``).
-        start: the position of its first byte in the file.
-    """
+    """Header of a checkpoint's tensor."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str
-    start: int
+    dtype: str  # in safetensors' notation, as "BF16"
+    start: int  # position of its first byte in the file
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -45,14 +38,8 @@ class HubTensor:
 class HubCheckpoint:
     """The tensors of a Hugging Face checkpoint; opening it reads headers only.
 
-    Args:
-        path: a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or
-            a hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
-
-    Raises:
-        CheckpointError: the path holds no checkpoint, a file is missing, truncated or corrupt, or the index names a
-            file outside the directory.
-        OptionError: the path is empty.
+    The path is a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
+    hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -71,23 +58,13 @@ class HubCheckpoint:
         self._reader.close()
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        """Return slices of a tensor, on the CPU, in the checkpoint's dtype; no other bytes are read.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """Return slices of a tensor, on the CPU, in the checkpoint's dtype; no other bytes are read."""
         tensor = self._reader.read(self.tensors[name].file, name, slices)
         self.bytes_read += tensor.nbytes
         return tensor
 
     def read_into(self, stored: HubTensor, first: int, values: Tensor) -> None:
-        """Fill a contiguous tensor of one dim on the CPU with a run of a stored tensor's elements from ``first`` on.
-
-        The caller adds to ``bytes_read``.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """Fill a CPU tensor of one dim with a run of a stored tensor's elements from ``first`` on."""
         self._reader.read_into(stored.file, stored.start + first * values.itemsize, values)
 
     def identity(self) -> object:

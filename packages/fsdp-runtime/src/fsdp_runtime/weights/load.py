@@ -19,7 +19,7 @@ from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
-from fsdp_runtime.sharded.chunks import Chunk, ReadSlices, Slices, fill_local, identity_chunk, local_part
+from fsdp_runtime.sharded.chunks import Chunk, ReadSlices, Slices, fill_local, fill_slices, identity_chunk, local_part
 from fsdp_runtime.sharded.collectives import ModelRanks, mesh_ranks, own_rank, raise_on_all, required_device
 from fsdp_runtime.sharded.file_systems import FilePlace, file_place
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
@@ -275,6 +275,10 @@ def _match(
     return weights
 
 
+#: Dtypes of floating-point weights that are not quantized.
+_FLOATING = {"F64", "F32", "F16", "BF16"}
+
+
 def _problem(entry: StateEntry, weights: WeightMap, checkpoint: HubCheckpoint) -> str | None:
     name = next((name for name in entry.names if name in weights.by_model_name), None)
     shape = tuple(entry.tensor.shape)
@@ -289,7 +293,7 @@ def _problem(entry: StateEntry, weights: WeightMap, checkpoint: HubCheckpoint) -
     files = " and ".join(sorted({str(part.file) for part in stored}))
     if origin.shape != shape:
         return f"{label}: shape {origin.shape} in {files}, {shape} in the model"
-    if entry.tensor.is_floating_point() and (quantized := {part.dtype for part in stored if _is_quantized(part)}):
+    if entry.tensor.is_floating_point() and (quantized := {part.dtype for part in stored} - _FLOATING):
         return (
             f"{label}: {', '.join(sorted(quantized))} in {files} needs scales to be converted to {entry.tensor.dtype}: "
             "dequantize the checkpoint first"
@@ -312,10 +316,6 @@ def _drawn(entry: StateEntry, new: Mapping[str, float]) -> tuple[Sequence[Chunk]
     if len(shape) > 1:
         value.normal_(std=_deviation(entry, new) or 0.0, generator=generator)
     return [identity_chunk(name, shape)], lambda _, slices: value[slices]
-
-
-def _is_quantized(stored: HubTensor) -> bool:
-    return stored.dtype not in ("F64", "F32", "F16", "BF16")
 
 
 def _source(
@@ -346,15 +346,8 @@ def _differing_ties(
             for slices in _blocks(local_part(entry.tensor)[1]):
                 parts = []
                 for name in (first, other):
-                    chunks, read = _source(name, weights, checkpoint, converter)
                     part = torch.empty([side.stop - side.start for side in slices], dtype=entry.tensor.dtype)
-                    for chunk in chunks:
-                        if (needed := chunk.intersect(slices)) is not None:
-                            inside = tuple(
-                                slice(side.start - own.start, side.stop - own.start)
-                                for side, own in zip(needed.target, slices, strict=True)
-                            )
-                            part[inside] = needed.to_target(read(needed.source, needed.source_slices)).to(part.dtype)
+                    fill_slices(part, slices, *_source(name, weights, checkpoint, converter))
                     parts.append(part)
                 if not torch.equal(*(part.reshape(-1).view(torch.uint8) for part in parts)):
                     yield first, other, "other values"
@@ -392,7 +385,6 @@ class _Converter:
         self._outputs: dict[str, Tensor] = {}
 
     def reader(self, origin: TensorOrigin) -> ReadSlices:
-        """Return a function that reads slices of the conversion's outputs."""
         if self._last is not origin.conversion and origin.conversion is not None:
             self._outputs.clear()
             inputs = {name: self.checkpoint.read(name) for name in origin.conversion.sources}

@@ -3,54 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.sharded.chunks import local_part
 from fsdp_runtime.sharded.gather import full_tensors
-from fsdp_runtime.weights.adapters import LoraFactors, merge_lora
+from fsdp_runtime.weights.adapters import merge_lora
 from fsdp_runtime.weights.export import ExportGroup
 
 
-class _Adapted(NamedTuple):
-    """A weight, its adapters, and where its merged shard is kept."""
-
-    weight: Tensor
-    factors: Sequence[LoraFactors]
-    merged: Tensor
-
-
 class MergedShards:
-    """The merged shards of the weights that have active adapters.
+    """The merged shards of the weights that have active adapters; factors are gathered, a weight's at a time.
 
-    The factors are gathered, a weight's at a time; weights are not.  The bits are those that ``stream_weights`` merges
-    from full weights, as the products of the factors are added one by one.  They have the dtype in which weights are
-    sent, or each its own.
+    The bits are those of ``stream_weights``, as the products of the factors are added one by one.
     """
 
     def __init__(self, groups: Sequence[ExportGroup], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._adapted = {}
-        for group in groups:
-            for name, factors in group.adapters.items():
-                weight = group.sources[name]
-                local = weight.to_local() if isinstance(weight, DTensor) else weight
-                merged = torch.empty_like(local, dtype=dtype, requires_grad=False)
-                self._adapted[name] = _Adapted(weight, factors, merged)
-
-    @property
-    def local(self) -> dict[str, Tensor]:
-        """This rank's merged shards by the names of their weights."""
-        return {name: each.merged for name, each in self._adapted.items()}
+        self._adapted = [
+            (name, group.sources[name], factors) for group in groups for name, factors in group.adapters.items()
+        ]
+        self.local = {
+            name: torch.empty_like(local_part(weight)[0], dtype=dtype, requires_grad=False)
+            for name, weight, _ in self._adapted
+        }
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Merge the present adapters into the present weights.  Collective over the model's ranks."""
-        for each in self._adapted.values():
-            named = {name: tensor for f in each.factors for name, tensor in ((f.a_name, f.a), (f.b_name, f.b))}
+        for name, weight, factors in self._adapted:
+            named = {key: tensor for f in factors for key, tensor in ((f.a_name, f.a), (f.b_name, f.b))}
             full = dict(zip(named, full_tensors(list(named.values()), dtype=self._dtype), strict=True))
-            local, box = local_part(each.weight)
-            each.merged.copy_(merge_lora(local.detach().to(each.merged.dtype), each.factors, full, box))
+            local, box = local_part(weight)
+            merged = self.local[name]
+            merged.copy_(merge_lora(local.detach().to(merged.dtype), factors, full, box))

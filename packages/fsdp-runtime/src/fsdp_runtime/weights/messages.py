@@ -21,11 +21,7 @@ EXCHANGED_BYTES = 2**26
 
 
 class ReusedMemory:
-    """Memory that is allocated once, as the largest use needs it, for tensors that live one after another.
-
-    Args:
-        device: where it is.
-    """
+    """Memory that is allocated once, as the largest use needs it, for tensors that live one after another."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)

@@ -20,7 +20,7 @@ from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
-from fsdp_runtime.weights.conversion.convert import TensorSpec, trace_conversion
+from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.hub_checkpoint import HubTensor
 
 Names = Literal["checkpoint", "model"]
@@ -28,42 +28,25 @@ Names = Literal["checkpoint", "model"]
 
 @dataclass(frozen=True)
 class TensorOrigin:
-    """The stored tensors that a tensor of the model is built from.
+    """The stored tensors that a tensor of the model is built from."""
 
-    Args:
-        shape: the shape that the checkpoint gives it.
-        stored: names of the stored tensors.
-        chunks: the chunks of those tensors; ``None`` if only the conversion can produce it.
-        conversion: the conversion that produces it, if it is not stored as is.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # as in the checkpoint
     stored: tuple[str, ...]
-    chunks: Sequence[Chunk] | None
-    conversion: Conversion | None = None
+    chunks: Sequence[Chunk] | None  # of the stored tensors; ``None`` if only the conversion makes it
+    conversion: Conversion | None = None  # ``None`` for a tensor that is stored as is
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """A checkpoint's tensors matched with a model's.
-
-    Args:
-        by_model_name: the origin of each tensor, by the model's name.
-        unexpected: names in the checkpoint that the model lacks.
-        rules: the renamings and conversions that applied, in transformers' form.
-    """
+    """A checkpoint's tensors matched with a model's."""
 
     by_model_name: Mapping[str, TensorOrigin]
-    unexpected: Sequence[str]
-    rules: list[Any]
+    unexpected: Sequence[str]  # names in the checkpoint that the model lacks
+    rules: list[Any]  # renamings and conversions that applied, in transformers' form
 
 
 def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]) -> WeightMap:
-    """Match a checkpoint's tensors with the model's.
-
-    Raises:
-        ConversionError: tensors to be fused, merged or split do not fit together.
-    """
+    """Match a checkpoint's tensors with the model's."""
     known = {name for entry in entries for name in entry.names}
     mapping = checkpoint_to_model(model, stored, known)
     origins = {
@@ -75,17 +58,14 @@ def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping
     unexpected = {name: target for name, target in mapping.renamed.items() if target not in known}
     for conversion in mapping.conversions:
         for target, result in trace_conversion(conversion, specs).items():
-            used = _used(conversion, result.chunks)
-            origins[target] = TensorOrigin(result.shape, used, result.chunks, conversion)
+            chunks = result.chunks
+            used = conversion.sources if chunks is None else tuple(dict.fromkeys(chunk.source for chunk in chunks))
+            origins[target] = TensorOrigin(result.shape, used, chunks, conversion)
     return WeightMap(
         by_model_name=origins,
         unexpected=[name for name, target in unexpected.items() if not is_ignored_on_load(model, target)],
         rules=mapping.rules,
     )
-
-
-def _used(conversion: Conversion, chunks: Sequence[Chunk] | None) -> tuple[str, ...]:
-    return conversion.sources if chunks is None else tuple(dict.fromkeys(chunk.source for chunk in chunks))
 
 
 def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[tuple[str, ...]]:
@@ -104,11 +84,7 @@ def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[tup
 
 
 def export_mapping(model: nn.Module, canonical: Sequence[str], names: Names) -> Translation:
-    """Return the renamings and conversions of an export.
-
-    Raises:
-        OptionError: ``names`` is neither ``"checkpoint"`` nor ``"model"``.
-    """
+    """Return the renamings and conversions of an export."""
     if names not in get_args(Names):
         raise OptionError(f"names={names!r}: write 'checkpoint' or 'model'")
     if names == "model":

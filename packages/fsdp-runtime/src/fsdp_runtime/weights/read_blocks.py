@@ -35,14 +35,8 @@ def read_ahead(bucket_bytes: int) -> int:
 class BlockReader:
     """This rank's side of a load: what it reads, and what it gives to other ranks and takes from them.
 
-    A read error is kept, and the exchanges go on, so that no other rank waits for this one.
-
-    Args:
-        rank: this rank's global rank.
-        ranks: those of the model.
-        bucket_bytes: the most bytes that are read ahead for others.
-        device: where the process group takes tensors from.
-        checkpoint: the files.
+    A read error is kept, and the exchanges go on, so that no other rank waits for this one.  ``bucket_bytes`` bounds
+    what is read ahead for others.
     """
 
     def __init__(
@@ -182,7 +176,6 @@ class _Budget:
             self._changed.notify()
 
     def give_up(self) -> None:
-        """Let the thread go on, whatever it holds."""
         with self._changed:
             self._limit = 2**63
             self._changed.notify()

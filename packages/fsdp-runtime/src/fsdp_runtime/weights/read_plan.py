@@ -17,22 +17,13 @@ from tp_plans.transfer import Box, StoredBlock, split_box, volume
 
 @dataclass(frozen=True)
 class Read:
-    """An area of a stored tensor, and this rank's local tensors that its parts go to.
-
-    Args:
-        item: the stored tensor's name, shape and dtype.
-        stored: the stored tensor.
-        area: what is read at once, and by whom; each part goes to all owners of its piece.
-        local: this rank's local tensors by the number of the part's piece.
-        readers: the ranks that read it: the area's own, or all that need it, on one host, whose page cache serves all
-            but the first.
-    """
+    """An area of a stored tensor, and this rank's local tensors that its parts go to."""
 
     item: ExportedTensor
     stored: HubTensor
     area: Area
-    local: Mapping[int, Tensor]
-    readers: tuple[int, ...]
+    local: Mapping[int, Tensor]  # this rank's, by the number of the part's piece
+    readers: tuple[int, ...]  # the area's own, or all on one host, whose page cache serves all but the first
 
     @property
     def nbytes(self) -> int:
@@ -82,13 +73,6 @@ def plan_reads(
     Equal on all of ``readers``, without communication.  Each byte is read by one of them, if any of them needs it.
     On one host, ranks that need the same long run of bytes all read it, at about the same time: a copy from the page
     cache is several times faster than a message.
-
-    Args:
-        filled: the model's tensors, each with the chunks of stored tensors that fill it.
-        stored: the stored tensors by name, all of dtypes that torch has.
-        readers: the ranks that read for one another, in order.
-        bucket_bytes: the most bytes that a rank holds for a batch.
-        one_host: whether the ranks share a page cache.
     """
     planner, members = FilePlanner(readers, bucket_bytes // 4, partial=True), set(readers)
     known: dict[Hashable, list[Piece]] = {}

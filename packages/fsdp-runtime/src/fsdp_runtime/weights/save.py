@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -54,19 +54,25 @@ _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 _CHECKED_AFTER = 2**28
 
 
+class _WeightOptions(TypedDict, total=False):
+    """Keywords of :func:`save_weights` that do not decide what it returns."""
+
+    max_shard_bytes: int
+    bucket_bytes: int
+    dtype: torch.dtype | None
+    names: Names
+    quantize: Quantization | None
+    writers: Literal["all", "one"] | None
+    if_saving: IfSaving
+
+
 @overload
 def save_weights(
     model: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    max_shard_bytes: int = ...,
-    bucket_bytes: int = ...,
-    dtype: torch.dtype | None = ...,
-    names: Names = ...,
-    quantize: Quantization | None = ...,
-    writers: Literal["all", "one"] | None = ...,
     asynchronous: Literal[False] = ...,
-    if_saving: IfSaving = ...,
+    **options: Unpack[_WeightOptions],
 ) -> SaveReport: ...
 
 
@@ -75,14 +81,8 @@ def save_weights(
     model: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    max_shard_bytes: int = ...,
-    bucket_bytes: int = ...,
-    dtype: torch.dtype | None = ...,
-    names: Names = ...,
-    quantize: Quantization | None = ...,
-    writers: Literal["all", "one"] | None = ...,
     asynchronous: Literal[True],
-    if_saving: IfSaving = ...,
+    **options: Unpack[_WeightOptions],
 ) -> SaveFuture[SaveReport]: ...
 
 
@@ -185,7 +185,9 @@ def save_weights(
             if ranks.is_first and is_transformers_model(base_model(model)):
                 save_config(base_model(model), work, config_dtype)
                 if quantize is not None:
-                    _add_to_config(work / "config.json", quantize.config(export.kept_modules))
+                    config = json.loads((work / "config.json").read_text())
+                    config["quantization_config"] = quantize.config(export.kept_modules)
+                    _write_json(work / "config.json", config)
         report = blocks.report
         if staging is not None:
             staging.synchronize()
@@ -224,7 +226,16 @@ def _write_files(
 ) -> tuple[BlockWriter, list[Callable[[], None]]]:
     """Write this rank's parts of every file, or stage them; return calls that return once they are on the disk."""
     rank, first = everyone[ranks.index], everyone[0]
-    layouts = _create(files, work, ranks, rank, first)
+    with raise_on_all(ranks):
+        if not work.is_dir():
+            raise OptionError(
+                f"directory: rank {rank} does not see {work}, which rank {first} created: give a directory on a file "
+                "system that all hosts share"
+            )
+        layouts = [_layout(each) for each in files]
+        for each, layout in zip(files, layouts, strict=True):
+            if rank == (first if each.writer is None else each.writer):
+                SafetensorsWriter(work / each.name, layout).close()  # its header, and its full size
     blocks = BlockWriter(rank, ranks, bucket_bytes, required_device(ranks.groups) or torch.device("cpu"))
     tensors = _planned(export, everyone, bucket_bytes, files)
     unchecked = 0
@@ -249,23 +260,8 @@ def _write_files(
     return blocks, on_disk
 
 
-def _create(
-    files: Sequence[PlannedFile], work: Path, ranks: ModelRanks, rank: int, first: int
-) -> list[SafetensorsLayout]:
-    """Create every file with its header and its full size; return where the tensors lie."""
-    with raise_on_all(ranks):
-        if not work.is_dir():
-            raise OptionError(
-                f"directory: rank {rank} does not see {work}, which rank {first} created: give a directory on a file "
-                "system that all hosts share"
-            )
-        layouts = []
-        for each in files:
-            headers = [TensorHeader(item.name, item.shape, item.dtype, item.nbytes) for item in each.items]
-            layouts.append(SafetensorsLayout(headers))
-            if rank == (first if each.writer is None else each.writer):
-                SafetensorsWriter(work / each.name, layouts[-1]).close()
-    return layouts
+def _layout(file: PlannedFile) -> SafetensorsLayout:
+    return SafetensorsLayout([TensorHeader(item.name, item.shape, item.dtype, item.nbytes) for item in file.items])
 
 
 def _planned(
@@ -311,7 +307,8 @@ def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]
     decisive = INDEX_FILE if indexed else SINGLE_FILE
     if indexed:
         weight_map = _place_shards(work, target, shards)
-        _write_index(work / INDEX_FILE, weight_map, sum(item.nbytes for items in shards for item in items))
+        total_bytes = sum(item.nbytes for items in shards for item in items)
+        _write_json(work / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     else:
         (work / shard_name(1, 1)).rename(work / SINGLE_FILE)
     others = [file for file in work.iterdir() if file.name != decisive]
@@ -369,11 +366,5 @@ def _claims_usual_names(target: Path, first: str) -> bool:
     return True
 
 
-def _add_to_config(path: Path, quantization: dict[str, Any]) -> None:
-    config = {**json.loads(path.read_text()), "quantization_config": quantization}
-    write_and_fsync(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-
-
-def _write_index(path: Path, weight_map: dict[str, str], total_bytes: int) -> None:
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    write_and_fsync(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_and_fsync(path, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())

@@ -140,26 +140,12 @@ class WeightExport:
 class ExportedModel:
     """A model's weights with names and conversions resolved: metadata, a stream, buckets, each as often as wanted.
 
-    It refers to the model's parameters and buffers: prepare a new one after these were replaced (values may change, as
-    in training).
-
-    Args:
-        options: how the weights are exported.
-        groups: the tensors of the model that are exported together, in order.
+    It refers to the model's tensors: prepare a new one after these were replaced (values may change, as in training).
     """
 
     def __init__(self, options: WeightExport, groups: list[ExportGroup]) -> None:
-        self._options, self._groups, self._quantize = options, groups, options.quantize
-
-    @property
-    def groups(self) -> list[ExportGroup]:
-        """The tensors of the model that are exported together, in order."""
-        return self._groups
-
-    @property
-    def exported_dtype(self) -> torch.dtype | None:
-        """As of :class:`WeightExport`."""
-        return self._options.exported_dtype
+        self._options, self._quantize = options, options.quantize
+        self.groups, self.exported_dtype = groups, options.exported_dtype
 
     def is_rearranged(self, group: ExportGroup) -> bool:
         """Whether every tensor of a group consists of blocks of the model's tensors, as they are or with adapters."""
@@ -168,7 +154,7 @@ class ExportedModel:
     @property
     def tensors(self) -> list[ExportedTensor]:
         """Every exported tensor in order, with the chunks that it is built from."""
-        return self.parts(self._groups)
+        return self.parts(self.groups)
 
     def parts(self, groups: Sequence[ExportGroup]) -> list[ExportedTensor]:
         """The exported tensors of some of the groups, in order."""
@@ -177,7 +163,7 @@ class ExportedModel:
     @property
     def kept_modules(self) -> list[str]:
         """The modules of weights of two dims that are not quantized, for a quantized checkpoint's config."""
-        weights = [item.name for group in self._groups for item in group.tensors if len(item.shape) == 2]
+        weights = [item.name for group in self.groups for item in group.tensors if len(item.shape) == 2]
         stored = {item.name for item in self.tensors if not item.dtype.is_floating_point or item.dtype.itemsize < 2}
         return [name.removesuffix(".weight") for name in weights if name not in stored]
 
@@ -190,11 +176,7 @@ class ExportedModel:
         return without_inference_mode(self._stream())
 
     def buckets(self, to: int | None = None) -> Iterator[Bucket]:
-        """Yield lists of weights of one dtype, up to ``bucket_bytes``.  Collective.
-
-        Args:
-            to: the global rank that needs them; the others take part in the gathers that it needs, and get none.
-        """
+        """Yield lists of weights of one dtype, up to ``bucket_bytes``, on rank ``to`` or on all.  Collective."""
         return without_inference_mode(self._buckets(to))
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
@@ -206,7 +188,7 @@ class ExportedModel:
     def _ahead(self, to: int | None) -> Iterator[Iterator[tuple[ExportedTensor, Tensor]]]:
         """Yield the weights of one run of groups after another, while the next ones are being gathered."""
         started: deque[Iterator[tuple[ExportedTensor, Tensor]]] = deque()
-        for groups in split_by_bytes(self._groups, self._options.bucket_bytes):
+        for groups in split_by_bytes(self.groups, self._options.bucket_bytes):
             started.append(self.gather(groups, to))
             if len(started) > self._options.buckets_ahead:
                 yield started.popleft()
@@ -230,15 +212,9 @@ class ExportedModel:
                 yield open_buckets.pop(next(iter(open_buckets)))
 
     def gather(self, groups: Sequence[ExportGroup], to: int | None = None) -> Iterator[tuple[ExportedTensor, Tensor]]:
-        """Return an iterator over the weights of some of the groups, whose gathers have started.  Collective.
-
-        It has to be exhausted; with ``to``, it is empty on all ranks but that one.
-        """
-        full = full_tensors(
-            [tensor for group in groups for tensor in group.sources.values()],
-            dtype=self._options.exported_dtype,
-            to=to,
-        )
+        """Return an iterator, to be exhausted, over the weights of groups whose gathers have started.  Collective."""
+        sources = [tensor for group in groups for tensor in group.sources.values()]
+        full = full_tensors(sources, dtype=self.exported_dtype, to=to)
         return self._produced(groups, full) if to is None or to == own_rank() else self._dropped(full)
 
     def _dropped(self, full: Iterator[Tensor]) -> Iterator[tuple[ExportedTensor, Tensor]]:
@@ -261,10 +237,8 @@ class ExportedModel:
         """The tensors that a weight is exported as: itself, or its quantized values and scales."""
         if self._quantize is None or not self._quantize.applies(item.name, item.shape):
             return [item]
-        return [
-            ExportedTensor(part.name, part.shape, part.dtype, None)
-            for part in self._quantize.parts(item.name, item.shape)
-        ]
+        parts = self._quantize.parts(item.name, item.shape)
+        return [ExportedTensor(part.name, part.shape, part.dtype, None) for part in parts]
 
 
 def stream_weights(

@@ -26,25 +26,16 @@ Writer = SafetensorsWriter | StagedWriter
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one rank did in :func:`save_weights`, in bytes.
+    """What one rank did in :func:`save_weights`, in bytes."""
 
-    Args:
-        bytes_written: to the files, without their headers.
-        bytes_sent: to other ranks.
-        bytes_received: from other ranks.
-        peak_bytes: held at most besides the model's own tensors.
-    """
-
-    bytes_written: int = 0
+    bytes_written: int = 0  # without the files' headers
     bytes_sent: int = 0
     bytes_received: int = 0
-    peak_bytes: int = 0
+    peak_bytes: int = 0  # held at most besides the model's own tensors
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """An area that waits for the exchange, with the local tensors of its chunks' sources."""
-
     item: ExportedTensor
     area: Area
     local: Mapping[str, Tensor]
@@ -55,12 +46,6 @@ class BlockWriter:
     """This rank's side of a save: what it writes at once, and what it exchanges first.
 
     A write error is kept, and the exchanges go on, so that no other rank waits for this one.
-
-    Args:
-        rank: this rank's global rank.
-        ranks: those of the model.
-        bucket_bytes: the most bytes that a rank holds for exchanges.
-        device: where the process group takes tensors from.
     """
 
     def __init__(self, rank: int, ranks: ModelRanks, bucket_bytes: int, device: torch.device) -> None:
@@ -82,20 +67,9 @@ class BlockWriter:
             raise self.error
 
     def add(
-        self,
-        item: ExportedTensor,
-        steps: Sequence[WriteStep],
-        sources: Mapping[str, Tensor],
-        file: Writer | None,
+        self, item: ExportedTensor, steps: Sequence[WriteStep], sources: Mapping[str, Tensor], file: Writer | None
     ) -> None:
-        """Write what this rank has of a tensor, and take the rest into the next exchange.  Collective.
-
-        Args:
-            item: the tensor.
-            steps: its plan.
-            sources: this rank's local tensors by the names in the tensor's chunks.
-            file: the tensor's file; ``None`` where it could not be opened.
-        """
+        """Write what this rank has of a tensor, and take the rest into the next exchange.  Collective."""
         local = {str(number): sources[chunk.source] for number, chunk in enumerate(item.chunks or ())}
         for step in steps:
             if step.held and self._held + step.held > self._bucket_bytes:
@@ -142,13 +116,7 @@ class BlockWriter:
                     offsets[part.rank] += message_bytes(each.item, part.box)
             self._write_assembled(each, received)
 
-    def _write_local(
-        self,
-        item: ExportedTensor,
-        area: Area,
-        local: Mapping[str, Tensor],
-        file: Writer | None,
-    ) -> None:
+    def _write_local(self, item: ExportedTensor, area: Area, local: Mapping[str, Tensor], file: Writer | None) -> None:
         """Write a part of one of this rank's own tensors, staged only where it has to be converted or copied."""
         (part,) = area.parts
         full = _view(local, part)

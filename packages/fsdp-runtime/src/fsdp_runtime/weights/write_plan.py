@@ -27,30 +27,17 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class PlannedGroups:
-    """Groups of a model's tensors that are gathered together, or one whose blocks are written where they are.
-
-    Args:
-        groups: the groups.
-        gathered: whether every rank gets their full tensors.
-        tensors: what they are exported as, each with the steps in which it is written.
-    """
+    """Groups of a model's tensors that are gathered together, or one whose blocks are written where they are."""
 
     groups: Sequence[ExportGroup]
-    gathered: bool
+    gathered: bool  # every rank gets their full tensors
     tensors: Sequence[tuple[ExportedTensor, Sequence[WriteStep]]]
 
 
 def plan_files(
     export: ExportedModel, max_shard_bytes: int, places: Mapping[int, FilePlace], *, shared: bool
 ) -> list[PlannedFile]:
-    """Return the files, in order.
-
-    Args:
-        export: the weights.
-        max_shard_bytes: bytes of a file.
-        places: where each rank sees the directory.
-        shared: whether all ranks may write to one file.
-    """
+    """Return the files, in order; ``shared`` where all ranks may write to one."""
     shards = list(split_by_bytes(export.tensors, max_shard_bytes))
     return [
         PlannedFile(shard_name(number, len(shards)), items, None if shared else writer)
@@ -61,10 +48,7 @@ def plan_files(
 def plan_writes(
     export: ExportedModel, everyone: Sequence[int], bucket_bytes: int, files: Sequence[PlannedFile]
 ) -> Iterator[PlannedGroups]:
-    """Yield the groups in order, equal on every rank, without communication.
-
-    Only what a conversion computes, and what is quantized, is gathered.
-    """
+    """Yield the groups, equal on every rank; only what a conversion computes, and what is quantized, is gathered."""
     planner = FilePlanner(everyone, min(bucket_bytes, EXCHANGED_BYTES) // 4)
     pieces_of, writers = ExportedPieces(everyone), (each.writer for each in files for _ in each.items)
     for gathered, run in groupby(export.groups, lambda group: not export.is_rearranged(group)):

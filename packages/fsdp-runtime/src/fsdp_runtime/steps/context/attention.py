@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,13 @@ from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdp
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.steps.context.masks import SequenceMask
-from fsdp_runtime.steps.context.methods import Method, require_context_parallel, require_plain_attention
+from fsdp_runtime.steps.context.methods import Method, require_plain_attention
 from fsdp_runtime.steps.context.ring import attend_around, attend_to_prefixes
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout
 from fsdp_runtime.steps.context.ulysses import OwnHeads, attend_over_heads
 from fsdp_runtime.steps.documents.documents import Documents
 from fsdp_runtime.steps.documents.isolation import CurrentDocuments
+from fsdp_runtime.values import require_one_of
 
 
 @dataclass
@@ -82,8 +83,7 @@ class ContextAttention:
     _made_masks: bool = False  # in this forward
 
     def __post_init__(self) -> None:
-        """Raise :class:`OptionError` for an unknown way."""
-        require_context_parallel(self.context_parallel)
+        require_one_of("context_parallel", self.context_parallel, get_args(Method))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
         """Return itself: a copied model's attention is registered by this one's functions."""

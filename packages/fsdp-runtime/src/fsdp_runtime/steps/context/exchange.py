@@ -17,17 +17,9 @@ from fsdp_runtime.steps.context.sharding import SequenceLayout
 
 
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
-    """All-gather several tensors over ``cp`` in sequence order, by one collective.
+    """All-gather ``[batch, heads, seq / cp, *]`` that differ in the last dim over ``cp`` in sequence order, at once.
 
     Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
-
-    Args:
-        parts: tensors ``[batch, heads, seq / cp, *]`` that differ in the last dim only.
-        layout: the position of each token.
-        group: the ranks of ``cp``.
-
-    Returns:
-        The same tensors as ``[batch, heads, seq, *]``.
     """
     gathered: Tensor = _Gather.apply(torch.cat(parts, dim=-1), layout, group)  # type: ignore[no-untyped-call]
     return list(torch.split(gathered, [part.shape[-1] for part in parts], dim=-1))
@@ -44,20 +36,10 @@ def gather_tokens(local: Tensor, layout: SequenceLayout, group: ProcessGroup, *,
 def tokens_to_heads(
     parts: Sequence[Tensor], layout: SequenceLayout, group: ProcessGroup, *, heads_dim: int, tokens_dim: int
 ) -> tuple[Tensor, ...]:
-    """Give each rank its share of the heads on all tokens, by one all-to-all for each dtype.
+    """Give each rank its share of the heads on all tokens, in sequence order, by one all-to-all for each dtype.
 
-    Source of the method: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
-
-    Args:
-        parts: tensors ``[batch, heads, seq / cp, *]`` or ``[batch, seq / cp, heads, *]``, whose numbers of heads are
-            multiples of the ranks.
-        layout: the position of each token.
-        group: the ranks of ``cp``.
-        heads_dim: 1 or 2, the dim of the heads.
-        tokens_dim: the other one.
-
-    Returns:
-        The same tensors with ``seq`` tokens, in sequence order, and ``heads / cp`` heads.
+    Tensors are ``[batch, heads, seq / cp, *]`` or ``[batch, seq / cp, heads, *]``, by ``heads_dim`` and ``tokens_dim``;
+    the ranks divide the heads.  Source of the method: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
     """
     exchange = _HeadExchange(layout, group, heads_dim, tokens_dim)
     exchanged: tuple[Tensor, ...] = _ToHeads.apply(exchange, *parts)  # type: ignore[no-untyped-call]
@@ -75,16 +57,9 @@ def heads_to_tokens(
 
 
 def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
-    """Return the tokens before each chunk of this rank, zeros before the first token; by one all-gather of ends.
+    """Return the ``count`` tokens before each chunk of this rank, zeros before the first; by one all-gather of ends.
 
-    Args:
-        local: ``[batch, seq / cp, features]``.
-        count: how many tokens.
-        layout: the position of each token.
-        group: the ranks of ``cp``.
-
-    Returns:
-        ``[batch, chunks, count, features]``.
+    From ``[batch, seq / cp, features]`` to ``[batch, chunks, count, features]``.
     """
     chunks = torch.unflatten(local, 1, (layout.chunks_per_rank, -1))
     kept = min(count, chunks.shape[2])  # of shorter chunks the ends are the full sequence
@@ -111,14 +86,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _HeadExchange:
-    """The all-to-alls between tokens and heads, without gradients.
-
-    Args:
-        layout: the position of each token.
-        group: the ranks of ``cp``.
-        heads_dim: the dim of the heads.
-        tokens_dim: that of the tokens.
-    """
+    """The all-to-alls between tokens and heads, without gradients."""
 
     layout: SequenceLayout
     group: ProcessGroup

@@ -38,12 +38,7 @@ from fsdp_runtime.wrap import Wrapper, wrap
 
 
 def gathered_mixers(mixers: Sequence[TokenMixer], implementation: str) -> tuple[TokenMixer, ...]:
-    """Return the token mixers that run on the full sequence: all but attention that ``ContextAttention`` replaces.
-
-    Args:
-        mixers: the token mixers of the model.
-        implementation: the attention implementation of the model's config.
-    """
+    """Return the token mixers that run on the full sequence: all but attention that ``ContextAttention`` replaces."""
     # A layer without an indexer of its own may use the keys that another layer's has picked.
     indexed = {type(mixer.module) for mixer in mixers if has_inner_mixer(mixer.module)}
     return tuple(m for m in mixers if type(m.module) in indexed or not _is_replaced(m, implementation))
@@ -71,15 +66,10 @@ def eager_function(cls: type) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """What context parallelism keeps of a model between its steps.
-
-    Args:
-        attention: what the model's token mixers share.
-        modules: those that run on the full sequence, with all modules inside; they keep their own attention.
-    """
+    """What context parallelism keeps of a model between its steps."""
 
     attention: ContextAttention
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]  # those on the full sequence, and all inside, keep their attention
 
 
 def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> Gathered:
@@ -166,11 +156,7 @@ class _Full:
 def _masked(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], documents: Documents | None, length: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an attention, whose mask is of the full sequence and keeps documents apart.
-
-    Raises:
-        LayoutError: the model has made a mask of this rank's tokens.
-    """
+    """Return the arguments of an attention, whose mask is of the full sequence and keeps documents apart."""
     mask, _ = mask_argument(module, args, kwargs)
     of_pairs = isinstance(mask, Tensor) and mask.dim() == 4
     if of_pairs and mask.shape[2:] not in ((length, length), (1, length)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -51,11 +51,12 @@ class Inputs:
         shared_prefixes: bool,
         derived: DerivedPositions | None,
         cuts_padding: bool,
-        head: str | None = None,
-        name: str | None = None,
-        media: Media | None = None,
+        head: str | None,
+        name: str | None,
+        media: Media | None,
+        embedded: Set[str],
     ) -> None:
-        self.media = media
+        self.media, self.of_tokens = media, {*_OF_TOKENS, *embedded}
         self.attention, self.shared_prefixes = attention, shared_prefixes
         self.derived, self.cuts_padding, self.head, self.name = derived, cuts_padding, head, name
         self.rows: GlobalRows | None = None
@@ -78,7 +79,7 @@ class Inputs:
         subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
         asked = {name: kwargs.pop(name) for name in (*_LABELS, _KEPT) if _asks(kwargs.get(name))}
         media = self._media(kwargs)
-        _refuse_unshardable(module, {name: value for name, value in kwargs.items() if name not in media})
+        _refuse_unshardable({name: each for name, each in kwargs.items() if name not in self.of_tokens | media})
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
             raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
@@ -96,7 +97,10 @@ class Inputs:
         self.longest = layout.length - 1 if full is None else full.max()
         mask = self._full_mask(given, tokens, layout)
         packable = given is None and subtree_end is None
-        documents = _documents(in_text, self.rows) if packable and in_text is not None else None
+        documents = None
+        if packable and in_text is not None:
+            found = find_documents(in_text, None, None, (self.rows.batch, layout.length))
+            documents = found if found is not None and found.packed else None
         self._begin(mask if given is not None else None, documents, full, subtree_end)
         places = layout.positions.to(tokens.device)
         if self.derived is not None and subtree_end is None and self.derived.differ(positions, places, mask):
@@ -141,7 +145,6 @@ class Inputs:
     def _begin(
         self, padding: Tensor | None, documents: Documents | None, positions: Tensor | None, subtree_end: Tensor | None
     ) -> None:
-        """Set what all layers of this forward share."""
         attention = self.attention
         if documents is not None and attention.unmasked:
             raise LayoutError(
@@ -269,10 +272,14 @@ def refuse_attention_maps(module: nn.Module, _args: Any, kwargs: Mapping[str, An
         )
 
 
-def _refuse_unshardable(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def embedded_inputs(model: nn.Module) -> set[str]:
+    """Return the further inputs that a model embeds token by token."""
+    tables = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    return {name for name, table in _EMBEDDED.items() if table in tables}
+
+
+def _refuse_unshardable(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
-        if name in _OF_TOKENS or (name in _EMBEDDED and _embeds(module, _EMBEDDED[name])):
-            continue
         if (name in _CACHES and _asks(value)) or any(map(is_cache, _leaves(value))):
             raise LayoutError(f"{name}: a key/value cache would hold the keys of this rank only: pass use_cache=False")
         for leaf in _leaves(value):
@@ -298,12 +305,7 @@ def _asks(value: Any) -> bool:
     return value is not None if isinstance(value, Tensor) or is_cache(value) else bool(value)
 
 
-def _embeds(module: nn.Module, table: str) -> bool:
-    return any(path.rpartition(".")[2] == table for path, _ in module.named_modules())
-
-
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in nested containers."""
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else None
     if inside is None:
         yield value
@@ -312,20 +314,10 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(each)
 
 
-def _documents(positions: Tensor, rows: GlobalRows) -> Documents | None:
-    found = find_documents(positions, None, None, (rows.batch, rows.layout.length))
-    return found if found is not None and found.packed else None
-
-
 def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool | None = None) -> None:
-    """Check that a tensor has one entry for each of this rank's tokens, or of the full rows, on its last dim.
+    """Check that the last dim of a tensor has this rank's tokens, or where allowed those of the ``full`` rows.
 
-    Args:
-        name: of the input.
-        value: the input.
-        share: this rank's tokens.
-        full: those of the full rows, where the input may be that of these.
-        fits: it has the right other dims; by default one.
+    ``fits`` says that the other dims are right; by default it is one.
     """
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if not shape or shape[-1] not in (share, full) or not (len(shape) == 2 if fits is None else fits):
@@ -335,16 +327,9 @@ def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool 
 
 
 def _require_order(positions: Tensor, layout: SequenceLayout) -> None:
-    """Check that positions go on from chunk to chunk rather in a layout's order than in that of another load balancer.
+    """Check that positions ``[..., seq]`` go on from chunk to chunk in a layout's order rather than another's.
 
     Waits for the device.
-
-    Args:
-        positions: ``[..., seq]``, gathered in the layout's order.
-        layout: that of the model.
-
-    Raises:
-        LayoutError: more of them go on in another order.
     """
     chunks = 2 * layout.ranks
     others: LoadBalancer = None if layout.load_balancer else "headtail"

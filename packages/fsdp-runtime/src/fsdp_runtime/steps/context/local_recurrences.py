@@ -24,14 +24,12 @@ from fsdp_runtime.steps.context.exchange import (
 )
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, is_padding_mask, map_arguments
-from fsdp_runtime.steps.documents.recurrences import ByFunctions, unavailable
+from fsdp_runtime.steps.documents.recurrences import ByFunctions
 from fsdp_runtime.steps.documents.sequence_functions import (
     CONVOLUTION,
     RECURRENCES,
     Call,
-    CausalConvolution,
     convolve_documents,
-    functions_called,
     original_function,
     recur,
     with_functions,
@@ -40,13 +38,7 @@ from fsdp_runtime.steps.documents.sequence_functions import (
 
 def forward_on_own_tokens(cls: type, attention: ContextAttention) -> Callable[..., Any]:
     """Return a forward of a class of token mixers for the tokens of one rank."""
-    functions: dict[str, Callable[..., Any]] = {}
-    for name in functions_called(cls):
-        if name == CONVOLUTION:
-            functions[name] = _HaloConvolution(cls, attention)
-        else:
-            functions[name] = _ByHeads(cls, name, attention) if name in RECURRENCES else unavailable
-    return with_functions(cls, functions)
+    return with_functions(cls, _HaloConvolution(cls, attention), lambda name: _ByHeads(cls, name, attention))
 
 
 class OwnTokens(ByFunctions):
@@ -77,17 +69,19 @@ class OwnTokens(ByFunctions):
         return type(self).of_own_tokens(self, *args, **given)
 
 
-class _HaloConvolution(CausalConvolution):
+class _HaloConvolution:
     """``causal_conv1d_fn`` of this rank's tokens."""
 
     def __init__(self, cls: type, attention: ContextAttention) -> None:
         self.cls, self.attention = cls, attention
 
-    def convolve(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    def __call__(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    ) -> Tensor:
         attention, function = self.attention, original_function(self.cls, CONVOLUTION)
-        layout = attention.layout(tokens.shape[2])
-        batch, before = tokens.shape[0], weight.shape[1] - 1
-        tokens = tokens.transpose(1, 2)
+        layout = attention.layout(hidden_states.shape[2])
+        batch, before = hidden_states.shape[0], weight.shape[1] - 1
+        tokens = hidden_states.transpose(1, 2)
         halo = preceding_tokens(tokens, before, layout, attention.group)
         chunks = torch.cat([halo, torch.unflatten(tokens, 1, (*halo.shape[1:2], -1))], dim=2)
         rows = chunks.flatten(0, 1).transpose(1, 2)
@@ -150,7 +144,6 @@ class _ByHeads:
 
 
 def _padded(value: Tensor, dim: int, size: int) -> Tensor:
-    """Return a tensor with zeros up to a size on a dim."""
     missing = size - value.shape[dim]
     zeros = value.new_zeros(*value.shape[:dim], missing, *value.shape[dim + 1 :])
     return torch.cat([value, zeros], dim) if missing else value

@@ -26,11 +26,8 @@ SOME, NOTHING, EVERYTHING = 0, 1, 2
 class SequenceMask:
     """Who attends to whom in one kind of layer, for one forward.
 
-    Args:
-        between: returns ``[batch, 1, queries, keys]`` bool for two vectors of places in the full sequence.
-        layout: the tokens of this rank.
-        device: of the masks.
-        additive: the dtype of a mask that is added to scores, which eager attention takes; ``None`` for bool.
+    ``between`` returns ``[batch, 1, queries, keys]`` bool for two vectors of places in the full sequence.  ``additive``
+    is the dtype of a mask that is added to scores, as in eager attention, or ``None`` for bool.
     """
 
     between: Callable[[Tensor, Tensor], Tensor]
@@ -51,11 +48,7 @@ class SequenceMask:
         return as_additive(self.between(self.layout.positions.to(self.device), places), self.additive)
 
     def __getitem__(self, index: Any) -> SequenceMask:
-        """Return itself for an index of everything, with which Gemma 4 cuts masks to the last ``logits_to_keep``.
-
-        Raises:
-            LayoutError: the index leaves something out.
-        """
+        """Return itself for an index of everything, with which Gemma 4 cuts masks to the last ``logits_to_keep``."""
         if any(slice(part.start or None, part.stop, part.step) != slice(None) for part in index):
             raise LayoutError("attention over cp computes all tokens of a rank: leave logits_to_keep out, or pass 0")
         return self

@@ -26,9 +26,7 @@ _EMBEDDINGS, _MASK, _FEATURES = "inputs_embeds", "visual_pos_masks", "deepstack_
 class Media:
     """What a multimodal model is given for its towers, and a forward pre-hook of the language model inside.
 
-    Args:
-        names: the arguments that its towers read.
-        axes: whether positions count several axes, which follow from the media.
+    ``names`` are the arguments that its towers read; with ``axes`` positions count several axes, set by the media.
     """
 
     def __init__(self, names: frozenset[str], *, axes: bool) -> None:
@@ -36,11 +34,7 @@ class Media:
         self.rows: GlobalRows | None = None
 
     def require_positions(self, given: Mapping[str, Any]) -> None:
-        """Check the inputs beside media.
-
-        Raises:
-            LayoutError: they are embeddings, or positions do not follow from the media.
-        """
+        """Check that inputs beside media are no embeddings, and that positions follow from the media."""
         positions = given.get("position_ids")
         if given.get("input_ids") is None:
             raise LayoutError("media beside inputs_embeds: give input_ids, whose placeholder tokens the media replace")
@@ -52,11 +46,7 @@ class Media:
             )
 
     def cut(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the language model's inputs of this rank's tokens.
-
-        Raises:
-            LayoutError: the model gives it more than can be cut.
-        """
+        """Return the language model's inputs of this rank's tokens."""
         if (rows := self.rows) is None:
             return None
         cut = (_EMBEDDINGS, _MASK, _FEATURES, "position_ids", "attention_mask")

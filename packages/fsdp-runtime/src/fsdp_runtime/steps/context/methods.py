@@ -10,35 +10,15 @@ from torch import nn
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.documents.token_mixers import TokenMixer
-from fsdp_runtime.values import require_one_of
 from tp_plans import ColwiseParallel, Plan
 from tp_plans.runtime import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
 
 #: How queries meet the keys of other ranks: torch's word, DeepSpeed's, and that of Liu et al.
 Method = Literal["allgather", "ulysses", "ring"]
-WAYS = ("allgather", "ulysses", "ring")
-
-
-def require_context_parallel(name: object) -> None:
-    """Check the name of a way.
-
-    Raises:
-        OptionError: it is unknown.
-    """
-    require_one_of("context_parallel", name, WAYS)
 
 
 def check_attention(mixers: Sequence[TokenMixer], implementation: str, way: Method) -> None:
-    """Check that a way computes what the attention of a model needs.
-
-    Args:
-        mixers: the attention that is replaced.
-        implementation: the attention implementation of the model's config.
-        way: how queries meet keys.
-
-    Raises:
-        ModelError: a ring is asked for where scores are changed or weights are dropped.
-    """
+    """Check that a way computes what the attention of a model needs."""
     if way != "ring" or not mixers:
         return
     for mixer in mixers:
@@ -46,11 +26,7 @@ def check_attention(mixers: Sequence[TokenMixer], implementation: str, way: Meth
 
 
 def require_plain_attention(path: str, *, eager: bool, dropout: float) -> None:
-    """Check that a ring can compute an attention.
-
-    Raises:
-        ModelError: it changes scores, or drops weights, which no rank has.
-    """
+    """Check that a ring can compute an attention: it changes no scores, and drops no weights, which no rank has."""
     if eager or dropout > 0:
         own = "a function of its own (attention implementation 'eager', as for sinks and soft caps)"
         raise ModelError(
@@ -61,11 +37,7 @@ def require_plain_attention(path: str, *, eager: bool, dropout: float) -> None:
 
 
 def check_heads(structure: ModelStructure, mixers: Sequence[TokenMixer], plan: object, *, cp: int, tp: int) -> None:
-    """Check that the ranks of ``cp`` divide the query heads that each rank of ``tp`` has.
-
-    Raises:
-        ModelError: they do not.
-    """
+    """Check that the ranks of ``cp`` divide the query heads that each rank of ``tp`` has."""
     for mixer in mixers:
         heads = query_heads(structure, mixer)
         local = heads // tp if heads is not None and tp > 1 and is_sharded(mixer, plan) else heads
@@ -74,11 +46,7 @@ def check_heads(structure: ModelStructure, mixers: Sequence[TokenMixer], plan: o
 
 
 def require_heads(path: str, heads: int, cp: int, *, over_tp: str = "") -> None:
-    """Check that the ranks of ``cp`` divide the query heads of a rank.
-
-    Raises:
-        ModelError: they do not.
-    """
+    """Check that the ranks of ``cp`` divide the query heads of a rank."""
     if heads % cp:
         raise ModelError(
             f"context_parallel='ulysses' divides heads over cp={cp}, and {path} has {heads} query heads on a "

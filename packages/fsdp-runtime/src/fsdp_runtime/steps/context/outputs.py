@@ -24,13 +24,7 @@ from fsdp_runtime.steps.context.sharding import SequenceLayout
 
 @dataclass(frozen=True, eq=False)
 class GlobalRows:
-    """The rows of one forward.
-
-    Args:
-        batch: how many.
-        layout: the tokens of each rank.
-        group: the ranks of ``cp``.
-    """
+    """The rows of one forward."""
 
     batch: int
     layout: SequenceLayout
@@ -42,11 +36,7 @@ class GlobalRows:
         return gathered.index_copy(1, self.layout.positions.to(own.device), own)
 
     def router_logits(self, local: Tensor) -> Tensor:
-        """Return ``[batch * seq, experts]`` from ``[batch * seq / cp, experts]``; full ones as they are.
-
-        Raises:
-            LayoutError: they are of another shape.
-        """
+        """Return ``[batch * seq, experts]`` from ``[batch * seq / cp, experts]``; full ones as they are."""
         share = self.layout.length // self.layout.ranks
         if local.shape[0] == self.batch * self.layout.length:  # of a model inside, which has gathered them
             return local
@@ -65,12 +55,7 @@ class GlobalRows:
 
 
 class KeptLogits:
-    """``logits_to_keep`` of full rows: a rank computes those of its tokens.
-
-    Args:
-        kept: a number of tokens at the end, or places ``[kept]`` in the full row.
-        rows: those of the forward.
-    """
+    """``logits_to_keep`` of full rows, a number at the end or places ``[kept]``: a rank computes its own."""
 
     def __init__(self, kept: int | Tensor, rows: GlobalRows) -> None:
         every = torch.arange(rows.layout.length)
@@ -84,16 +69,13 @@ class KeptLogits:
         if isinstance(logits, DTensor):
             local = self(logits.to_local())
             shape = torch.Size((logits.shape[0], self.count, *logits.shape[2:]))
+            stride = torch.empty(shape, device="meta").stride()
             return DTensor.from_local(
-                local, logits.device_mesh, logits.placements, shape=shape, stride=_strides(shape), run_check=False
+                local, logits.device_mesh, logits.placements, shape=shape, stride=stride, run_check=False
             )
         own = self.own.to(logits.device)
         empty = logits.new_zeros(logits.shape[0], self.count, *logits.shape[2:])
         return self.rows.sum(empty.index_copy(1, own, logits))
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 class LossOfRows:
@@ -101,10 +83,6 @@ class LossOfRows:
 
     That of causal language models is computed of a rank's tokens, for each of which ``labels`` hold the next token
     of the full row.  Any other gets the full rows.
-
-    Args:
-        function: that of the model.
-        rows: those of the forward.
     """
 
     def __init__(self, function: Callable[..., Tensor], rows: GlobalRows) -> None:
@@ -113,11 +91,7 @@ class LossOfRows:
         self.takes_sharded_logits = bool(getattr(function, "takes_sharded_logits", False))
 
     def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss of the full rows.
-
-        Raises:
-            LayoutError: the model gives its loss function other logits than one for each token.
-        """
+        """Return the loss of the full rows."""
         share = self.rows.layout.length // self.rows.layout.ranks
         if tuple(logits.shape[:2]) != (self.rows.batch, share):
             raise LayoutError(

@@ -1,6 +1,6 @@
 """Ring attention: keys and values go from rank to rank over ``cp``, and queries stay.
 
-Each rank holds the keys of one other rank at a time, adds that part of attention to its own (see ``blocks``), and
+Each rank holds the keys of one other rank at a time, adds that part of attention to its own (see ``tiles``), and
 passes them on while it computes (Liu et al., arXiv:2310.01889).  In backward the keys go round again, and the gradients
 of keys and values follow them home.  Parts that no query sees (later tokens, tokens beyond a sliding window, other
 documents) are not computed.
@@ -35,20 +35,9 @@ def attend_around(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Compute attention of this rank's queries to the keys of all ranks.
+    """Compute attention of this rank's queries ``[batch, heads, seq / cp, dim]`` to the keys of all ranks.
 
-    Args:
-        query: ``[batch, heads, seq / cp, dim]``.
-        key: ``[batch, kv_heads, seq / cp, dim]``.
-        value: ``[batch, kv_heads, seq / cp, value_dim]``.
-        mask: who attends to whom, or ``None``.
-        layout: the tokens of each rank.
-        group: the ranks of ``cp``.
-        causal: without a mask, a query sees the tokens up to its own.
-        scale: factor of the scores, ``dim ** -0.5`` by default.
-
-    Returns:
-        ``[batch, heads, seq / cp, value_dim]``.
+    Without a mask and with ``causal``, a query sees the tokens up to its own.
     """
     parts = Parts(layout, mask, causal, has_flash_attention(query, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -61,15 +50,7 @@ def attend_to_prefixes(
 ) -> Tensor:
     """Compute causal attention to gathered keys without a mask, where no kernel takes fewer queries than keys.
 
-    Args:
-        query: ``[batch, heads, seq / cp, dim]``, of this rank.
-        key: ``[batch, kv_heads, seq, dim]``, of all ranks in sequence order.
-        value: ``[batch, kv_heads, seq, dim]``.
-        layout: the tokens of each rank.
-        scale: factor of the scores, ``dim ** -0.5`` by default.
-
-    Returns:
-        ``[batch, heads, seq / cp, dim]``.
+    Queries are ``[batch, heads, seq / cp, dim]``, keys and values ``[batch, kv_heads, seq, dim]`` in sequence order.
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _Ring.apply(query, key, value, _Prefixes(layout), None, factor)  # type: ignore[no-untyped-call]
@@ -208,7 +189,6 @@ class _Passed:
         )
 
     def wait(self) -> Tensor:
-        """Return what came."""
         for work in self.works:
             work.wait()
         return self.received

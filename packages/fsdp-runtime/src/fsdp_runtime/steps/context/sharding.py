@@ -17,6 +17,7 @@ from fsdp_runtime.values import require_one_of
 
 #: ``"headtail"``, torchtitan's default, or ``None``.
 LoadBalancer = Literal["headtail"] | None
+LOAD_BALANCERS: tuple[LoadBalancer, ...] = ("headtail", None)
 #: Attribute of the tensors that ``SequenceLayout.shard`` returns, not of those computed from them.
 _CUT_BY = "_cut_by_load_balancer"
 
@@ -51,7 +52,7 @@ class SequenceLayout:
     load_balancer: LoadBalancer = "headtail"
 
     def __post_init__(self) -> None:
-        require_load_balancer(self.load_balancer)
+        require_one_of("load_balancer", self.load_balancer, LOAD_BALANCERS)
         for name, least in (("length", 1), ("ranks", 1), ("rank", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least or (name == "rank" and value >= self.ranks):
@@ -181,17 +182,7 @@ def load_balancer_of(part: Tensor) -> str | None:
     return getattr(part, _CUT_BY, None)
 
 
-def require_load_balancer(load_balancer: object) -> None:
-    """Check the name of a load balancer.
-
-    Raises:
-        OptionError: it is neither ``"headtail"`` nor ``None``.
-    """
-    require_one_of("load_balancer", load_balancer, ("headtail", None))
-
-
 def _dims(value: object) -> int:
-    """Return the number of dims of a tensor, 0 for any other value."""
     return value.dim() if isinstance(value, Tensor) else 0
 
 

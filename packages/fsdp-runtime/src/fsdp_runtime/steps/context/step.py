@@ -10,10 +10,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._torch_compat import forward_pre_hooks
@@ -41,16 +40,17 @@ from fsdp_runtime.steps.context.full_sequence import (
     gathered_mixers,
     replaced_attention,
 )
-from fsdp_runtime.steps.context.inputs import Inputs, refuse_attention_maps
+from fsdp_runtime.steps.context.inputs import Inputs, embedded_inputs, refuse_attention_maps
 from fsdp_runtime.steps.context.media import media_of
-from fsdp_runtime.steps.context.methods import Method, check_attention, check_heads, require_context_parallel
-from fsdp_runtime.steps.context.sharding import LoadBalancer, require_load_balancer
+from fsdp_runtime.steps.context.methods import Method, check_attention, check_heads
+from fsdp_runtime.steps.context.sharding import LOAD_BALANCERS, LoadBalancer
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
 from fsdp_runtime.steps.documents.positions import DerivedPositions
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import keeps_documents_apart
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
+from fsdp_runtime.values import require_one_of
 from fsdp_runtime.wrap import hook_forward, hook_model
 
 logger = logging.getLogger(__name__)
@@ -60,13 +60,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None:
-    """Check that the modules that mix tokens are known, and that attention can be replaced.
-
-    Raises:
-        ModelError: the model is not a transformers model, scores one token of each row or pools rows, has an encoder
-            and a decoder, embeds tokens by more than their ids and positions, its token mixers cannot span the full
-            sequence, or this way cannot compute its attention.
-    """
+    """Check that the modules that mix tokens are known, and that attention can be replaced."""
     model, name = facts.inner, facts.name
     facts.require_transformers(
         "call ContextAttention(group, load_balancer).attend in your model and pass "
@@ -108,11 +102,7 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
 
 
 def check_heads_over_cp(facts: ModelFacts, plan: object, *, cp: int, tp: int) -> None:
-    """Check that the ranks of ``cp`` divide the query heads.
-
-    Raises:
-        ModelError: they do not.
-    """
+    """Check that the ranks of ``cp`` divide the query heads."""
     check_heads(facts.structure, replaced_attention(facts.token_mixers, facts.attention), plan, cp=cp, tp=tp)
 
 
@@ -139,25 +129,16 @@ class ContextParallel(Step):
     load_balancer: LoadBalancer = "headtail"
     attention: bool = True
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return cls("ulysses"), cls("ring"), cls(load_balancer=None)
-
     def __post_init__(self) -> None:
-        require_context_parallel(self.method)
-        require_load_balancer(self.load_balancer)
+        require_one_of("context_parallel", self.method, get_args(Method))
+        require_one_of("load_balancer", self.load_balancer, LOAD_BALANCERS)
 
     def resolve(self, setup: Setup) -> Setup:
         """Leave the axis out for a model with attention of its own."""
         return setup if self.attention else replace(setup, meshes=replace(setup.meshes, cp=None))
 
     def check(self, setup: Setup) -> None:
-        """Check that the modules that mix tokens are known, and that they can span the axis; collective over ``cp``.
-
-        Raises:
-            ModelError: they are not, or a run of a small copy computes something else.
-        """
+        """Check that the modules that mix tokens are known, and that they can span the axis; collective over ``cp``."""
         if setup.meshes.cp is None:
             return
         check_context_parallel(setup.facts, self.method)
@@ -166,9 +147,25 @@ class ContextParallel(Step):
         verify_context_parallelism(self.load_balancer, setup, self._apply_to_copy)
 
     def prepare(self, model: nn.Module, setup: Setup, found: None) -> None:
-        """Make the token mixers that are no plain attention run on full sequences."""
-        if setup.meshes.cp is not None:
-            gather_mixers(model, self, setup, setup.meshes.cp)
+        """Make the token mixers that are no plain attention run on full sequences; before layers are sharded."""
+        facts, mesh = setup.facts, setup.meshes.cp
+        if mesh is None:
+            return
+        # Without attention that it computes, a way would only build masks that no model code can change.
+        way = self.method if replaced_attention(facts.token_mixers, facts.attention) else "allgather"
+        attention = ContextAttention(mesh.get_group(), self.load_balancer, way)
+        attention.eager = eager_function if facts.attention == "eager" else None
+        attention.packed_sequences = keeps_documents_apart(setup)
+        unmasked = facts.bidirectional_without_mask
+        attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
+        mixers = gathered_mixers(facts.token_mixers, facts.attention)
+        runtime_state(model).gathered = gather_for(mixers, attention)
+        spread, full = (
+            dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
+            for by_functions in (True, False)
+        )
+        text = "context parallelism: %d ranks by %s; by halo and heads: %s; on full sequences: %s"
+        logger.info(text, mesh.size(), self.method, spread, full)
 
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Replace the attention, and complete the inputs of every forward."""
@@ -206,7 +203,8 @@ def replace_attention(
     base: Any = base_model(model)
     structure = inspect_model(model)
     head, media = structure.lm_head, media_of(model, structure)
-    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding, head, name, media)
+    embedded = embedded_inputs(model)
+    inputs = Inputs(attention, shared_prefixes, derived, cuts_padding, head, name, media, embedded)
     hook_model(model, "completes a rank's part of rows", inputs, inputs.end)
     if media is not None:
         hook_forward(model.get_submodule(structure.tree.root), "takes a rank's tokens", before=media.cut, first=True)
@@ -223,38 +221,8 @@ def replace_attention(
             hook_forward(module, "gathers router logits", after=inputs.gather_router_logits)
 
 
-def gather_mixers(model: Any, step: ContextParallel, setup: Setup, cp_mesh: DeviceMesh) -> None:
-    """Make the token mixers that are no plain attention run on full sequences, in place; before layers are sharded."""
-    facts = setup.facts
-    # Without attention that it computes, a way would only build masks that no model code can change.
-    replaced = replaced_attention(facts.token_mixers, facts.attention)
-    way = step.method if replaced else "allgather"
-    attention = ContextAttention(cp_mesh.get_group(), step.load_balancer, way)
-    attention.eager = eager_function if facts.attention == "eager" else None
-    attention.packed_sequences = keeps_documents_apart(setup)
-    mixers = gathered_mixers(facts.token_mixers, facts.attention)
-    unmasked = facts.bidirectional_without_mask
-    attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
-    runtime_state(model).gathered = gather_for(mixers, attention)
-    spread, full = (
-        dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
-        for by_functions in (True, False)
-    )
-    logger.info(
-        "context parallelism: %d ranks by %s; by halo and heads: %s; on full sequences: %s",
-        cp_mesh.size(),
-        step.method,
-        spread,
-        full,
-    )
-
-
 def attention_of(model: nn.Module) -> ContextAttention:
-    """Return the attention that :class:`ContextParallel` gave a model.
-
-    Raises:
-        ModelError: the model is not under context parallelism.
-    """
+    """Return the attention that :class:`ContextParallel` gave a model."""
     hook = next(_hooks(model), None)
     if hook is None:
         name = type(model).__name__

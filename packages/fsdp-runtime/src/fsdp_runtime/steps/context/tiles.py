@@ -17,21 +17,13 @@ from fsdp_runtime._torch_compat import flash_attention, flash_attention_backward
 
 @dataclass(frozen=True)
 class Block:
-    """A part of attention.
+    """A part of attention."""
 
-    Args:
-        queries: places among this rank's queries.
-        keys: places among the keys at hand.
-        causal: queries and keys are the same tokens, and each query sees those up to its own.
-        mask: ``[batch, 1, queries, keys]`` bool, or ``None`` where nothing else is hidden.
-        fused: a kernel computes it.
-    """
-
-    queries: slice
-    keys: slice
-    causal: bool = False
-    mask: Tensor | None = None
-    fused: bool = False
+    queries: slice  # places among this rank's queries
+    keys: slice  # places among the keys at hand
+    causal: bool = False  # of the same tokens, each query sees those up to its own
+    mask: Tensor | None = None  # ``[batch, 1, queries, keys]`` bool
+    fused: bool = False  # a kernel computes it
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,18 +32,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute one part.
-
-    Args:
-        query: ``[batch, heads, queries, dim]``.
-        key: ``[batch, kv_heads, keys, dim]``.
-        value: ``[batch, kv_heads, keys, value_dim]``.
-        block: what the queries see.
-        scale: factor of the scores.
-
-    Returns:
-        ``[batch, heads, queries, value_dim]``, and ``lse`` ``[batch, heads, queries]``: ``-inf`` where nothing is seen.
-    """
+    """Compute one part of attention: its output, and its ``lse`` ``[batch, heads, queries]``, ``-inf`` for no keys."""
     if block.fused:
         return flash_attention(query, key, value, causal=block.causal, scale=scale)
     scores = _scores(query, key, block, scale)
@@ -79,18 +60,7 @@ def attend_backward(
     block: Block,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute one part of the gradients of queries, keys and values.
-
-    Args:
-        grad_output: as ``output``.
-        query: ``[batch, heads, queries, dim]``.
-        key: ``[batch, kv_heads, keys, dim]``.
-        value: ``[batch, kv_heads, keys, value_dim]``.
-        output: ``[batch, heads, queries, value_dim]``, of all parts.
-        lse: ``[batch, heads, queries]``, of all parts.
-        block: what the queries see.
-        scale: factor of the scores.
-    """
+    """Compute a part's gradients of queries, keys and values from the output and the ``lse`` of all parts."""
     if block.fused:
         return flash_attention_backward(grad_output, query, key, value, output, lse, causal=block.causal, scale=scale)
     groups = (key.shape[1], query.shape[1] // key.shape[1])

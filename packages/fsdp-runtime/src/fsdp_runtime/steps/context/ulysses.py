@@ -30,20 +30,7 @@ def attend_over_heads(
 ) -> Tensor:
     """Compute attention with this rank's heads over the full sequence.
 
-    Args:
-        attend: takes queries, keys and values ``[batch, heads / cp, seq, *]`` and returns ``[batch, heads / cp, seq,
-            value_dim]``.
-        query: ``[batch, heads, seq / cp, dim]``.
-        key: ``[batch, kv_heads, seq / cp, dim]``.
-        value: ``[batch, kv_heads, seq / cp, value_dim]``.
-        layout: the tokens of each rank.
-        group: the ranks of ``cp``.
-
-    Returns:
-        ``[batch, heads, seq / cp, value_dim]``.
-
-    Raises:
-        ModelError: the ranks do not divide the query heads.
+    Tensors are ``[batch, heads, seq / cp, *]``, for ``attend`` ``[batch, heads / cp, seq, *]``.
     """
     require_heads("the attention", query.shape[1], layout.ranks)
     copies = kv_copies(key.shape[1], layout.ranks)
@@ -59,14 +46,7 @@ def kv_copies(heads: int, ranks: int) -> int:
 
 
 class OwnHeads:
-    """An attention module as its attention function sees it on a rank with some of the heads.
-
-    Args:
-        module: the module.
-        heads: its query heads.
-        own: this rank's.
-        kv_heads: number of this rank's key and value heads.
-    """
+    """An attention module as its attention function sees it on a rank with some of the heads."""
 
     def __init__(self, module: nn.Module, heads: int, own: slice, kv_heads: int) -> None:
         self._module, self._heads, self._own = module, heads, own

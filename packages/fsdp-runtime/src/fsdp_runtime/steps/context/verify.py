@@ -37,18 +37,10 @@ Outputs = dict[tuple[str, int], Tensor]
 def verify_context_parallelism(
     load_balancer: LoadBalancer, setup: Setup, apply: Callable[[nn.Module, Setup], None]
 ) -> None:
-    """Check that a model computes the same on parts of rows; collective over ``cp``.
+    """Check that a model computes the same on parts of rows; collective over ``cp``.  The model is not changed.
 
     Decoders of transformers are not run: their modules outside of token mixers are known to be token-wise.  What cannot
     be run small is accepted, with a warning; nothing is run on a simulated mesh.
-
-    Args:
-        load_balancer: the tokens that each rank holds.
-        setup: what the model, which is not changed, is checked with.
-        apply: applies context parallelism to a copy.
-
-    Raises:
-        ModelError: it computes something else; the message names the first module that does.
     """
     mesh, facts = setup.meshes.cp, setup.facts
     model = facts.inner
@@ -91,7 +83,6 @@ def _small(model: Any, length: int, *, ranks: int) -> Any:
 
 
 def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
-    """Run a model on a rank's part of the rows."""
     found: Outputs = {}
 
     def keep(path: str, output: Any) -> None:
@@ -113,7 +104,6 @@ def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
 
 
 def _rows(model: Any, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Return a rank's token ids and their padding mask."""
     vocabulary = len(model.get_input_embeddings().weight)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, layout.length), generator=generator)

@@ -17,11 +17,7 @@ _SHORT = 8
 
 @dataclass(eq=False)
 class Documents:
-    """The documents of one batch of rows.
-
-    Args:
-        begins: ``[batch, seq]`` bool, true at the first token of every document.
-    """
+    """The documents of one batch of rows; ``begins`` is ``[batch, seq]`` bool, true at the first token of each."""
 
     begins: Tensor
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -74,15 +70,7 @@ class Documents:
         return [DocumentBatch.of(starts[list(each)], lengths[list(each)], row, device) for each in members]
 
     def together(self, outputs: Sequence[Tensor], batches: Sequence[DocumentBatch]) -> Tensor:
-        """Put the outputs of all batches back into rows.
-
-        Args:
-            outputs: ``[documents, length, ...]`` of each batch.
-            batches: all of ``batches`` or of ``singles``.
-
-        Returns:
-            ``[batch, seq, ...]``.
-        """
+        """Put the outputs ``[documents, length, ...]`` of batches back into rows ``[batch, seq, ...]``."""
         tokens = torch.cat([output.flatten(0, 1) for output in outputs])
         order = self.begins.new_empty(self.begins.numel(), dtype=torch.int64)
         offset = 0
@@ -94,9 +82,7 @@ class Documents:
     def restrict(self, mask: Tensor, *, true_allows: bool = True) -> Tensor:
         """Return an attention mask under which no token attends to another document; computed once a mask.
 
-        Args:
-            mask: ``[batch or 1, heads or 1, seq or 1, seq]``: bool, or added to the scores.
-            true_allows: what true means in a bool mask.
+        It is ``[batch or 1, heads or 1, seq or 1, seq]``, bool or added to the scores.
         """
         if id(mask) not in self._masks:
             same = self.same
@@ -127,17 +113,11 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class DocumentBatch:
-    """Documents that run as one batch, padded at their ends with copies of their last tokens.
+    """Documents that run as one batch, padded at their ends with copies of their last tokens."""
 
-    Args:
-        tokens: ``[documents, length]`` int64: the token at each place, counted over all rows.
-        real: the places without padding, counted over the batch.
-        row: tokens of a row.
-    """
-
-    tokens: Tensor
-    real: Tensor
-    row: int
+    tokens: Tensor  # ``[documents, length]`` int64, counted over all rows
+    real: Tensor  # the places without padding, counted over the batch
+    row: int  # tokens of a row
 
     @classmethod
     def of(cls, starts: Tensor, lengths: Tensor, row: int, device: torch.device) -> DocumentBatch:
@@ -152,15 +132,7 @@ class DocumentBatch:
         return rows.flatten(0, 1).index_select(0, self.tokens.flatten()).view(*self.tokens.shape, *rows.shape[2:])
 
     def take_mask(self, mask: Tensor, *, true_allows: bool = True) -> Tensor:
-        """Return the causal part of an attention mask within each document.
-
-        Args:
-            mask: ``[batch, heads, seq, seq]``: bool, or added to the scores.
-            true_allows: what true means in a bool mask.
-
-        Returns:
-            ``[documents, heads, length, length]``.
-        """
+        """Return the causal part within each document of a mask ``[batch, heads, seq, seq]``."""
         row, token = self.tokens // self.row, self.tokens % self.row
         within = mask.movedim(1, -1)[row[:, :1, None], token[:, :, None], token[:, None, :]].movedim(-1, 1)
         places = torch.arange(self.tokens.shape[1], device=mask.device)
@@ -175,24 +147,9 @@ def find_documents(
 ) -> Documents | None:
     """Find the documents of a batch from what a model is given, without waiting for the device.
 
-    Args:
-        position_ids: ``[batch, seq]``, or ``[axes, batch, seq]`` for multimodal rotary embeddings, whose first axis
-            counts tokens of text; a document begins where a position is not its predecessor's plus one, as
-            transformers reads them.
-        seq_idx: ``[batch, seq]``: the number of each token's document.
-        cu_seq_lens: ``[documents + 1]``: the tokens before each document, counted over all rows.
-        shape: rows, and tokens of a row.
-
-    Returns:
-        The documents, or ``None`` where nothing is given.
-
-    Raises:
-        LayoutError: a tensor has another shape.
-
-    Example:
-        >>> import torch
-        >>> find_documents(torch.tensor([[0, 1, 0, 1, 2]]), None, None, (1, 5)).lengths
-        [2, 3]
+    A document begins where a position ``[batch, seq]`` is not its predecessor's plus one, as transformers reads them;
+    of ``[axes, batch, seq]`` for multimodal rotary embeddings, the first axis counts tokens of text.  ``seq_idx``
+    ``[batch, seq]`` numbers documents, and ``cu_seq_lens`` counts the tokens before each over all rows.
     """
     if cu_seq_lens is not None:
         if cu_seq_lens.dim() != 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, signature
@@ -17,7 +17,7 @@ from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.steps.documents.documents import DocumentBatch, Documents
 from fsdp_runtime.steps.documents.token_mixers import MASK, Way, is_bidirectional
-from fsdp_runtime.wrap import Wrapper, wrap
+from fsdp_runtime.wrap import Wrapper
 from tp_plans.runtime import referenced_names
 
 #: Inputs that tell kernels of boundaries, which rows of one document do not have.
@@ -26,16 +26,12 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 
 @dataclass(eq=False)
 class CurrentDocuments:
-    """What the token mixers of one model share.
-
-    Args:
-        documents: those of the current forward; ``None`` where each row is one document.
-    """
+    """The documents of the current forward, which a model's token mixers share; ``None`` where each row is one."""
 
     documents: Documents | None = None
 
     def bind(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that runs with the present documents, as ``fsdp_runtime.steps.recomputation`` asks."""
+        """Return a forward that runs with the present documents, whatever is in force when it is called."""
         documents = self.documents
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +48,7 @@ class CurrentDocuments:
         return self
 
 
-class _PackedMixer(Wrapper):
+class PackedMixer(Wrapper):
     """Keeps documents apart inside of tensor parallelism, whose rules then see rows and not documents."""
 
     effect = "packed rows"
@@ -60,6 +56,7 @@ class _PackedMixer(Wrapper):
     way: ClassVar[Way]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute rows in the mixer's way."""
         documents = self.packing.documents
         forward = super().forward  # type: ignore[misc]
         if documents is None:
@@ -72,29 +69,15 @@ class _PackedMixer(Wrapper):
         return run_per_document(forward, args, kwargs, documents, alone=self.way == "singles")
 
 
-def keep_documents_apart(modules: Iterable[nn.Module], packing: CurrentDocuments, way: Way) -> None:
-    """Make token mixers keep documents apart in one way."""
-    wrap(modules, _PackedMixer, packing=packing, way=way)
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from batch to batch
 def run_per_document(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], documents: Documents, *, alone: bool
 ) -> Any:
-    """Run a forward on documents as rows of a batch.
+    """Run a forward on documents as rows of a batch; its output is for the rows, ``None`` for attention weights.
 
     Documents of similar length run together, padded at their ends, which no causal module shows to earlier tokens.
-    So a module runs once for each power of two between the shortest and the longest document.
-
-    Args:
-        forward: takes and returns ``[batch, seq, ...]``, in nested containers or not.
-        args: its arguments.
-        kwargs: its keywords; those that tell of boundaries are left out.
-        documents: the documents of the rows.
-        alone: run each document by itself, for a module whose results depend on padding.
-
-    Returns:
-        The output for the rows; ``None`` in place of attention weights.
+    So a module runs once for each power of two between the shortest and the longest document; ``alone`` runs each by
+    itself, for a module whose results depend on padding.
     """
     batches = documents.singles if alone else documents.batches
     given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
@@ -142,8 +125,6 @@ def is_padding_mask(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Taken:
-    """The arguments of one batch."""
-
     batch: DocumentBatch
     documents: Documents
 
@@ -191,11 +172,7 @@ def mask_argument(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 def restricted(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], documents: Documents
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an attention's arguments with a mask that keeps documents apart.
-
-    Raises:
-        LayoutError: its mask has another shape than one of all pairs of tokens, or of all keys.
-    """
+    """Return an attention's arguments with a mask that keeps documents apart."""
     mask, implementation = mask_argument(module, args, kwargs)
     tokens = documents.begins.shape[1]
     if implementation.startswith(("flash", "flex")):  # transformers finds the documents in the position ids

@@ -31,26 +31,13 @@ _NEEDS_FULL_ROW = {
 
 @dataclass(frozen=True)
 class DerivedPositions:
-    """Missing positions that a module derives from the row, as RoBERTa's and OPT's do.
-
-    Args:
-        path: the module.
-        from_ids: from the token ids, counted from the padding id; else from the padding mask, counted from 0.
-    """
+    """Missing positions that a module derives from the row, as RoBERTa's and OPT's do."""
 
     path: str
-    from_ids: bool
+    from_ids: bool  # from the padding id on; else from the padding mask, from 0
 
     def differ(self, positions: Tensor | None, places: Tensor, mask: Tensor) -> bool:
-        """Return True if places in the row stand where the model would derive other positions.
-
-        Waits for the device.
-
-        Args:
-            positions: ``[batch, seq / cp]``, or ``None`` where they are missing.
-            places: ``[seq / cp]``, of this rank's tokens in the row.
-            mask: ``[batch, seq]``, false where a token is padding.
-        """
+        """Return True if places in the row stand where the model would derive others.  Waits for the device."""
         if positions is not None and not bool((positions == places).all()):
             return False
         if self.from_ids:

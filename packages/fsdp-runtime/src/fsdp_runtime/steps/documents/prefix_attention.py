@@ -29,19 +29,12 @@ _FURTHER = ("position_bias", "cache", "softcap", "s_aux")
 
 @dataclass(frozen=True)
 class QueryRun:
-    """Neighbouring queries, and the keys that they see some of.
-
-    Args:
-        start: the first query.
-        stop: the index after the last one.
-        keys: ranges of key indices: those of the ancestors of the first query, and the queries' own.
-        chain: each query is the parent of the next one.
-    """
+    """Neighbouring queries, and the keys that they see some of."""
 
     start: int
-    stop: int
-    keys: tuple[tuple[int, int], ...]
-    chain: bool
+    stop: int  # the index after the last one
+    keys: tuple[tuple[int, int], ...]  # ranges: ancestors of the first query, and the queries' own
+    chain: bool  # each query is the parent of the next one
 
     @property
     def is_root(self) -> bool:
@@ -59,16 +52,7 @@ class QueryRun:
 
 
 def query_runs(subtree_end: Tensor) -> tuple[QueryRun, ...]:
-    """Divide a row into runs; waits for the device, once a forward.
-
-    Args:
-        subtree_end: ``[seq]``, of ``TreeRow``.
-
-    Example:
-        >>> import torch
-        >>> query_runs(torch.tensor([4, 3, 3, 4]))  # too short for more than one call
-        (QueryRun(start=0, stop=4, keys=((0, 4),), chain=False),)
-    """
+    """Divide a row with a ``subtree_end`` ``[seq]`` into runs; waits for the device, once a forward."""
     ends = subtree_end.cpu()
     length = len(ends)
     index = torch.arange(length)
@@ -95,20 +79,13 @@ def query_runs(subtree_end: Tensor) -> tuple[QueryRun, ...]:
 
 
 def _ranges(indices: Tensor) -> tuple[tuple[int, int], ...]:
-    """The ranges of neighbours in sorted indices."""
     gaps = (indices.diff() != 1).nonzero().flatten() + 1
     bounds = [0, *gaps.tolist(), len(indices)]
     return tuple((int(indices[begin]), int(indices[end - 1]) + 1) for begin, end in pairwise(bounds))
 
 
 def remember_runs(mask: Any, runs: tuple[QueryRun, ...], *, causal: bool) -> None:
-    """Keep the runs of a mask with it.
-
-    Args:
-        mask: the mask of a layer, for all heads.
-        runs: of the row.
-        causal: positions on a path are compared causally, and nothing else.
-    """
+    """Keep the runs with the mask of a layer; ``causal`` if only positions on a path are compared, and causally."""
     if len(runs) > 1 and isinstance(mask, Tensor):
         setattr(mask, _RUNS, (runs, causal))
 
@@ -124,16 +101,8 @@ def attend_in_runs(
 ) -> tuple[Tensor, Any]:
     """Compute attention by the runs of its mask, or at once under a mask without any.
 
-    Backward gathers the keys of each run again, so that no copy of them is kept.
-
-    Args:
-        attend: a function of ``transformers.AttentionInterface``.
-        module: the layer.
-        query: ``[batch, heads, seq, head_dim]``; ``key`` and ``value`` may have fewer heads.
-        key: as ``query``.
-        value: as ``query``.
-        attention_mask: the layer's mask.
-        options: passed on.
+    ``attend`` is a function of ``transformers.AttentionInterface``.  Backward gathers the keys of each run again, so
+    that no copy of them is kept.
     """
     runs, causal = getattr(attention_mask, _RUNS, ((), False))
     plain = query.shape[2] == key.shape[2] and not any(options.get(name) is not None for name in _FURTHER)

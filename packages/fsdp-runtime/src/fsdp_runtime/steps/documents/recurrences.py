@@ -14,9 +14,9 @@ from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments
 from fsdp_runtime.steps.documents.sequence_functions import (
     CONVOLUTION,
+    FUSED,
     RECURRENCES,
     Call,
-    CausalConvolution,
     convolve_documents,
     functions_called,
     original_function,
@@ -83,51 +83,34 @@ def mixes_by_functions(mixer: TokenMixer) -> bool:
 def mix_in(
     mixers: Iterable[TokenMixer], mixin: type[ByFunctions], attributes: Callable[[type], dict[str, Any]]
 ) -> None:
-    """Mix a class in before those of all mixers that call known functions.
-
-    Args:
-        mixers: of one model, some of which have another class mixed in.
-        mixin: the class.
-        attributes: of a mixer's own class, further attributes of the class that is made.
-    """
+    """Mix a class in before those of all mixers that call known functions, with attributes of each class."""
     by_class: dict[type, list[nn.Module]] = {}
     for mixer in filter(mixes_by_functions, mixers):
         by_class.setdefault(mixer.cls, []).append(mixer.module)
     for cls, modules in by_class.items():
-        wrap(modules, mixin, of_single_tokens=forward_without_mixing(cls), **attributes(cls))
+        wrap(modules, mixin, of_single_tokens=_forward_without_mixing(cls), **attributes(cls))
 
 
 def compute_rows(mixers: Iterable[TokenMixer], packing: CurrentDocuments) -> None:
-    """Let the mixers that call known functions compute rows of several documents, after ``keep_documents_apart``."""
-    mix_in(mixers, PackedRows, lambda cls: {"packing": packing, "of_rows": forward_on_packed_rows(cls, packing)})
+    """Let the mixers that call known functions compute rows of several documents, before :class:`PackedMixer`."""
+    mix_in(mixers, PackedRows, lambda cls: {"packing": packing, "of_rows": _forward_on_packed_rows(cls, packing)})
 
 
-def forward_on_packed_rows(cls: type, packing: CurrentDocuments) -> Callable[..., Any]:
-    """Return a forward of a class of token mixers for rows of several documents."""
-    functions: dict[str, Callable[..., Any]] = {}
-    for name in functions_called(cls):
-        kind = _Convolution if name == CONVOLUTION else _Recurrence if name in RECURRENCES else _Fused
-        functions[name] = kind(cls, name, packing)
-    return with_functions(cls, functions)
+def _forward_on_packed_rows(cls: type, packing: CurrentDocuments) -> Callable[..., Any]:
+    convolution, fused = _Convolution(cls, CONVOLUTION, packing), _Fused(cls, FUSED, packing)
+    return with_functions(cls, convolution, lambda name: _Recurrence(cls, name, packing), fused)
 
 
-def forward_without_mixing(cls: type) -> Callable[..., Any]:
+def _forward_without_mixing(cls: type) -> Callable[..., Any]:
     """Return a forward in which convolution and recurrence are replaced by functions of single tokens."""
-    functions: dict[str, Callable[..., Any]] = {}
-    for name in functions_called(cls):
-        if name == CONVOLUTION:
-            functions[name] = _first_argument
-        else:
-            functions[name] = _TokenByToken(cls, name) if name in RECURRENCES else unavailable
-    return with_functions(cls, functions)
+    return with_functions(cls, lambda hidden_states, *_, **__: hidden_states, lambda name: _TokenByToken(cls, name))
 
 
 @torch.no_grad()
 def _is_token_wise(forward: Callable[[Tensor], Any], like: Tensor) -> bool | None:
-    """Return True if the output of a token depends neither on its place nor on the other tokens.
+    """Return True if the output of a token depends neither on its place nor on the others; ``None`` without data.
 
-    Half of the tokens are moved to other places among others, then the other half.  Waits for the device.  ``None`` for
-    tensors without data.
+    Half of the tokens are moved to other places among others, then the other half.  Waits for the device.
     """
     values = torch.arange(2 * len(_MOVED) * like.shape[2], device=like.device).view(2, 1, len(_MOVED), -1)
     if not has_values(values):  # also where ``like`` is a DTensor of fake ones
@@ -157,32 +140,34 @@ class _OfDocuments:
 
     @property
     def function(self) -> Any:
-        """What the class would call."""
         return original_function(self.cls, self.name)
 
     @property
-    def documents(self) -> Any:
-        """Those of the rows, of which some have several."""
-        return self.packing.documents
+    def numbers(self) -> Tensor:
+        documents: Any = self.packing.documents
+        numbers: Tensor = documents.numbers
+        return numbers
 
 
-class _Convolution(_OfDocuments, CausalConvolution):
-    def convolve(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        return convolve_documents(self.function, tokens, weight, bias, activation, self.documents.numbers)
+class _Convolution(_OfDocuments):
+    def __call__(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    ) -> Tensor:
+        return convolve_documents(self.function, hidden_states, weight, bias, activation, self.numbers)
 
 
 class _Recurrence(_OfDocuments):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recurrence = RECURRENCES[self.name]
         call = Call.of(self.function, recurrence, args, kwargs)
-        return recurrence.result(recur(self.function, recurrence, call, self.documents))
+        return recurrence.result(recur(self.function, recurrence, call, self.packing.documents))
 
 
 class _Fused(_OfDocuments):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not takes_boundaries(self.function, "seq_idx"):
             return None
-        return self.function(*args, **{**kwargs, "seq_idx": self.documents.numbers.to(torch.int32).contiguous()})
+        return self.function(*args, **{**kwargs, "seq_idx": self.numbers.to(torch.int32).contiguous()})
 
 
 class _TokenByToken:
@@ -199,11 +184,3 @@ class _TokenByToken:
             mean = value.flatten(2).mean(2)
             output = output + mean.view(*mean.shape, *(1,) * (output.dim() - 2)).to(output.dtype)
         return recurrence.result(output)
-
-
-def _first_argument(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden_states
-
-
-def unavailable(*args: Any, **kwargs: Any) -> None:
-    """In place of a fused kernel: the module then calls its steps one by one."""

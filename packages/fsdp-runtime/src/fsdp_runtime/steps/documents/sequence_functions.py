@@ -25,8 +25,8 @@ from fsdp_runtime.steps.documents.isolation import BOUNDARIES, run_tokens_per_do
 
 #: A causal convolution of ``[batch, features, seq]`` with few taps.
 CONVOLUTION = "causal_conv1d_fn"
-#: Fused kernels of several steps, in whose place a module calls the functions above one by one if they return ``None``.
-FUSED = ("mamba2_split_conv1d_scan_combined",)
+#: A fused kernel of several steps, in whose place a module calls the functions above one by one if it returns ``None``.
+FUSED = "mamba2_split_conv1d_scan_combined"
 #: The arguments of a recurrence that need a state.
 _STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state")
 #: The arguments of a forward that may be split by tokens.
@@ -35,25 +35,15 @@ _TAKEN = {"self", "hidden_states", "cache_params", "past_key_values", "attention
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The arguments of a recurrence that has no connection between heads.
+    """The arguments of a recurrence that has no connection between heads, by name."""
 
-    Args:
-        heads: names of tensors ``[batch, seq, heads, *]``, the one with the shape of the output first.
-        groups: names of tensors ``[batch, seq, groups, *]``, each of which neighbouring heads share.
-        common: names of tensors ``[batch, seq, *]`` that all heads share.
-        parameters: names of tensors ``[heads, *]``.
-        tokens_last: tensors of tokens are ``[batch, heads or features, seq]`` instead.
-        boundaries: the argument that kernels take for documents.
-        returns_state: it returns a tuple of the output and a final state.
-    """
-
-    heads: tuple[str, ...]
-    groups: tuple[str, ...] = ()
-    common: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    tokens_last: bool = False
-    boundaries: str = "seq_idx"
-    returns_state: bool = False
+    heads: tuple[str, ...]  # ``[batch, seq, heads, *]``, that with the output's shape first
+    groups: tuple[str, ...] = ()  # ``[batch, seq, groups, *]``: neighbouring heads share each
+    common: tuple[str, ...] = ()  # ``[batch, seq, *]`` for all heads
+    parameters: tuple[str, ...] = ()  # ``[heads, *]``
+    tokens_last: bool = False  # ``[batch, heads or features, seq]`` instead
+    boundaries: str = "seq_idx"  # the argument that kernels take for documents
+    returns_state: bool = False  # a tuple of the output and a final state
 
     @property
     def of_tokens(self) -> tuple[str, ...]:
@@ -93,16 +83,29 @@ def functions_called(cls: type) -> tuple[str, ...]:
     takes = signature(forward).parameters.values()
     if {each.name for each in takes if each.kind is not Parameter.VAR_KEYWORD} - _TAKEN:
         return ()
-    known = {CONVOLUTION, *RECURRENCES, *FUSED}
+    known = {CONVOLUTION, FUSED, *RECURRENCES}
     others = {name for value in vars(cls).values() if isfunction(value) for name in unwrap(value).__code__.co_names}
     found = known & set(forward.__code__.co_names) & forward.__globals__.keys()
-    if known & others - found or not found - set(FUSED):  # some are called by another method
+    if known & others - found or not found - {FUSED}:  # some are called by another method
         return ()
     return tuple(sorted(found))
 
 
-def with_functions(cls: type, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def unavailable(*args: Any, **kwargs: Any) -> None:
+    """In place of a fused kernel: the module then calls its steps one by one."""
+
+
+def with_functions(
+    cls: type,
+    convolution: Callable[..., Any],
+    recurrence: Callable[[str], Callable[..., Any]],
+    fused: Callable[..., Any] = unavailable,
+) -> Callable[..., Any]:
     """Return a copy of a class's forward that calls other functions by the same names."""
+    functions = {
+        name: convolution if name == CONVOLUTION else recurrence(name) if name in RECURRENCES else fused
+        for name in functions_called(cls)
+    }
     forward = unwrap(cls.forward)  # type: ignore[attr-defined]
     copied = FunctionType(
         forward.__code__, {**forward.__globals__, **functions}, forward.__name__, forward.__defaults__,
@@ -134,27 +137,17 @@ def takes_boundaries(function: Callable[..., Any], name: str) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a recurrence.
+    """A call of a recurrence."""
 
-    Args:
-        tokens: the tensors of tokens ``[batch, seq, *]`` by name.
-        further: the other arguments by name.
-        places: names of the arguments given by place, in order; a kernel has the same order, and other names.
-    """
-
-    tokens: dict[str, Tensor]
-    further: dict[str, Any]
-    places: tuple[str, ...]
+    tokens: dict[str, Tensor]  # ``[batch, seq, *]`` by name
+    further: dict[str, Any]  # the other arguments by name
+    places: tuple[str, ...]  # names of arguments by place; a kernel has its own names
 
     @classmethod
     def of(
         cls, function: Callable[..., Any], recurrence: Recurrence, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Call:
-        """Read the arguments of a call.
-
-        Raises:
-            LayoutError: it begins with a state, or asks for the last one.
-        """
+        """Read the arguments of a call, which has no state to begin with or to return."""
         places = tuple(signature(function).parameters)[: len(args)]
         named = {**dict(zip(places, args, strict=True)), **kwargs}
         for name in _STATES:
@@ -167,25 +160,6 @@ class Call:
         return cls(tokens, further, places)
 
 
-class CausalConvolution:
-    """In place of transformers' ``causal_conv1d_fn``: takes its arguments; those that it ignores are boundaries."""
-
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Convolve ``[batch, features, seq]`` with ``[features, taps]``."""
-        return self.convolve(hidden_states, weight, bias, activation)
-
-    def convolve(self, tokens: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Do what the class is for; arguments as of :func:`convolve_documents`."""
-        raise NotImplementedError
-
-
 def convolve_documents(
     function: Callable[..., Tensor],
     tokens: Tensor,
@@ -196,13 +170,7 @@ def convolve_documents(
 ) -> Tensor:
     """Convolve without reading another document: by a kernel that takes ``seq_idx``, or tap by tap.
 
-    Args:
-        function: transformers' ``causal_conv1d_fn``.
-        tokens: ``[batch, features, seq]``.
-        weight: ``[features, taps]``.
-        bias: ``[features]``.
-        activation: a name of ``transformers.activations.ACT2FN``.
-        numbers: ``[batch, seq]``, the number of each token's document.
+    Tokens are ``[batch, features, seq]``, the weight ``[features, taps]``, the documents' numbers ``[batch, seq]``.
     """
     if takes_boundaries(function, "seq_idx"):
         return function(tokens, weight, bias, activation=activation, seq_idx=numbers.to(torch.int32).contiguous())
@@ -222,17 +190,7 @@ def convolve_documents(
 
 
 def recur(function: Callable[..., Any], recurrence: Recurrence, call: Call, documents: Documents | None) -> Tensor:
-    """Call a recurrence, which begins anew in each document.
-
-    Args:
-        function: transformers' function.
-        recurrence: its arguments.
-        call: the arguments.
-        documents: those of the rows, or ``None``.
-
-    Returns:
-        ``[batch, seq, heads, *]``.
-    """
+    """Call a recurrence, which begins anew in each document; return ``[batch, seq, heads, *]``."""
     boundaries: dict[str, Tensor] = {}
 
     def run(**tokens: Tensor) -> Tensor:

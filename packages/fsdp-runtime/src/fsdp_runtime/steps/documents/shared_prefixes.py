@@ -36,13 +36,7 @@ _INDEX_DEPENDENT = {"DogeCDMoE": "its router mixes the scores of all tokens of a
 _current: ContextVar[PathMask | None] = ContextVar("path_mask", default=None)
 
 
-def check_shared_prefixes(setup: Setup) -> None:
-    """Check that a token of a model sees others by masked attention only.
-
-    Raises:
-        ModelError: the model is not a transformers model, or another operator mixes tokens.
-        OptionError: rows are to be packed too.
-    """
+def _check(setup: Setup) -> None:
     facts = setup.facts
     name, structure = facts.name, facts.structure
     if keeps_documents_apart(setup):
@@ -88,19 +82,9 @@ class SharedPrefixes(Step):
     Its forward then accepts ``subtree_end`` beside ``input_ids`` and ``position_ids``; without it nothing changes.
     """
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return (cls(),)
-
     def check(self, setup: Setup) -> None:
-        """Check that a token of the model sees others by masked attention only.
-
-        Raises:
-            ModelError: it does not.
-            OptionError: rows are to be packed too.
-        """
-        check_shared_prefixes(setup)
+        """Check that a token of the model sees others by masked attention only."""
+        _check(setup)
 
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Hand the model's masks its trees; attention over ``cp`` reads ``subtree_end`` itself."""
@@ -142,11 +126,9 @@ class _Hooks:
         return args, {**kwargs, "attention_mask": subtree_end.new_ones(subtree_end.shape), "use_cache": False}
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forget the trees, also after an error."""
         if self._tokens:
             _current.reset(self._tokens.pop())
 
 
 def _inside(path: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of a block by their paths in the model."""
     return [(f"{path}.{inner}" if inner else path, module) for inner, module in block.named_modules()]

@@ -17,22 +17,17 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.documents import find_documents
-from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, keep_documents_apart
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, PackedMixer
 from fsdp_runtime.steps.documents.recurrences import compute_rows
 from fsdp_runtime.steps.documents.token_mixers import Way
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
-from fsdp_runtime.wrap import hook_model
+from fsdp_runtime.wrap import hook_model, wrap
 
 logger = logging.getLogger(__name__)
 
 
 def check_packing(facts: ModelFacts) -> None:
-    """Check that the modules that mix tokens are known.
-
-    Raises:
-        ModelError: the model is not a transformers model, none of its blocks has such a module, it does not read
-            ``position_ids``, or it attends to later tokens in modules that are not kept apart by a mask.
-    """
+    """Check that the modules that mix tokens are known, and can be kept from mixing documents."""
     facts.require_transformers("keep documents apart in your own code and leave packed_sequences out")
     facts.require_known_positions("use one document a row")
     if (unmasked := facts.bidirectional_without_mask) is not None:
@@ -54,17 +49,8 @@ class PackedSequences(Step):
 
     apart: bool = True
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return (cls(),)
-
     def check(self, setup: Setup) -> None:
-        """Check that the modules that mix tokens are known.
-
-        Raises:
-            ModelError: they are not, or the model does not read ``position_ids``.
-        """
+        """Check that the modules that mix tokens are known."""
         if self.apart:
             check_packing(setup.facts)
 
@@ -78,7 +64,7 @@ class PackedSequences(Step):
         packing = CurrentDocuments()
         mixers = setup.facts.token_mixers
         for way in get_args(Way):
-            keep_documents_apart([mixer.module for mixer in mixers if mixer.way == way], packing, way)
+            wrap([mixer.module for mixer in mixers if mixer.way == way], PackedMixer, packing=packing, way=way)
         compute_rows(mixers, packing)
         inputs = _PackedInputs(packing, varlen=setup.facts.attention.startswith("flash"))
         hook_model(model, "finds the documents of rows", inputs, inputs.after)

@@ -33,19 +33,12 @@ _OWN_MASKS = {"CpmAntAttention"}
 
 @dataclass(frozen=True)
 class TokenMixer:
-    """A module that mixes tokens.
-
-    Args:
-        path: its path in the model.
-        module: the module.
-        way: how it is kept from mixing documents.
-        cls: its class before anything is mixed in.
-    """
+    """A module that mixes tokens."""
 
     path: str
     module: nn.Module
-    way: Way
-    cls: type
+    way: Way  # how it is kept from mixing documents
+    cls: type  # before anything is mixed in
 
     @property
     def kind(self) -> str:

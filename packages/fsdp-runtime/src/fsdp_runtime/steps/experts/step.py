@@ -13,7 +13,7 @@ from fsdp_runtime._peft_compat import BASE, base_model, lora_layers
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.plain_adapters import refuse_adapters
+from fsdp_runtime.steps.refused_adapters import refuse_adapters
 from tp_plans import Plan, with_expert_parallelism
 from tp_plans.runtime import TokenExchange, exchange_class, expert_styles_by_path
 
@@ -21,34 +21,6 @@ logger = logging.getLogger(__name__)
 
 #: How tokens travel: the name of an exchange, or a subclass of ``tp_plans.runtime.TokenExchange``.
 ExpertExchange = str | type[TokenExchange]
-
-
-def check_adapted_experts(model: nn.Module, plan: Plan, tp_plan: Plan | None, *, tp: int) -> None:
-    """Check adapters on stacked experts.
-
-    Args:
-        model: the model.
-        plan: the rules of the axis ``ep``.
-        tp_plan: the plan of the axis ``tp`` before experts were dispatched, if there is one.
-        tp: size of the axis ``tp``, whose ranks have the same tokens.
-
-    Raises:
-        OptionError: adapters of a dispatched module cannot be divided.
-    """
-    styles = {id(module): plan[plan.match(path)[0]] for path, module in expert_modules(model, plan).items()}
-    for layer in lora_layers(base_model(model)):
-        wrapper: Any = layer.module
-        if (style := styles.get(id(wrapper.get_base_layer()))) is None:
-            continue
-        if layer.experts is None or layer.odd:
-            refuse_adapters(layer.path, layer.odd or "on a layer")
-        factor = f"{BASE}.{layer.path}.lora_A.{next(iter(layer.scaling), 'default')}"
-        summed = tp == 1 or (tp_plan is not None and tp_plan.match(factor))
-        if not summed or getattr(style, "identity_indices", False):
-            raise OptionError(
-                f"{layer.path} adapts stacked experts. Over tp this needs a rule for the factors, and weights with one "
-                "row for each expert: use tp=1, or leave the experts out of target_parameters"
-            )
 
 
 def expert_modules(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
@@ -72,11 +44,7 @@ class ExpertParallel(Step):
     exchange: ExpertExchange = "all_to_all"
 
     def resolve(self, setup: Setup) -> Setup:
-        """Add the rules of the axis ``ep`` to the plan, where the mesh has that axis.
-
-        Raises:
-            tp_plans.TpPlansError: the exchange does not exist, or the model has no experts to divide.
-        """
+        """Add the rules of the axis ``ep`` to the plan, where the mesh has that axis."""
         if setup.meshes.ep is None:
             return setup
         exchange_class(self.exchange)
@@ -85,15 +53,24 @@ class ExpertParallel(Step):
         return replace(setup, tp_plan=before, plan=plan, expert_plan=plan.on_axis("ep"))
 
     def check(self, setup: Setup) -> None:
-        """Check adapters on stacked experts.
-
-        Raises:
-            OptionError: adapters of a dispatched module cannot be divided.
-        """
-        if setup.expert_plan is not None:
-            shared = setup.meshes.shared
-            tp = 1 if shared is None else shared.size()
-            check_adapted_experts(setup.facts.model, setup.expert_plan, setup.tp_plan, tp=tp)
+        """Check adapters on stacked experts, by the rules of ``ep`` and the plan of ``tp`` before dispatch."""
+        model, plan, tp_plan = setup.facts.model, setup.expert_plan, setup.tp_plan
+        if plan is None:
+            return
+        styles = {id(module): plan[plan.match(path)[0]] for path, module in expert_modules(model, plan).items()}
+        for layer in lora_layers(base_model(model)):
+            wrapper: Any = layer.module
+            if (style := styles.get(id(wrapper.get_base_layer()))) is None:
+                continue
+            if layer.experts is None or layer.odd:
+                refuse_adapters(layer.path, layer.odd or "on a layer")
+            factor = f"{BASE}.{layer.path}.lora_A.{next(iter(layer.scaling), 'default')}"
+            summed = setup.meshes.shared is None or (tp_plan is not None and tp_plan.match(factor))
+            if not summed or getattr(style, "identity_indices", False):
+                raise OptionError(
+                    f"{layer.path} adapts stacked experts. Over tp this needs a rule for the factors, and weights with "
+                    "one row for each expert: use tp=1, or leave the experts out of target_parameters"
+                )
 
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Divide the experts; nothing changes where none are dispatched."""

@@ -32,17 +32,13 @@ SHARDED_FROM = 2**20
 class FSDPDtypes:
     """How FSDP2 keeps the dtypes that the model computes in.
 
-    Args:
-        modules: paths of the modules that become FSDP modules of their own.
-        replicated: names of the parameters that stay replicated over the data-parallel ranks.
-        own_dtype: paths of the FSDP modules that compute in the dtype of their parameters whatever ``mp_policy`` says.
-        casts_block_inputs: blocks cast their inputs to the dtype of the policy.  A model that is in that dtype already
-            passes float32 to its blocks where its code wants float32 (rotary angles, residual streams).
+    A model that is in the dtype of the policy already passes float32 to its blocks where its code wants float32 (rotary
+    angles, residual streams): such inputs are not cast.
     """
 
-    modules: tuple[str, ...] = ()
-    replicated: tuple[str, ...] = ()
-    own_dtype: frozenset[str] = frozenset()
+    modules: tuple[str, ...] = ()  # paths of those that become FSDP modules of their own
+    replicated: tuple[str, ...] = ()  # parameters that no data-parallel rank shards
+    own_dtype: frozenset[str] = frozenset()  # FSDP modules in their parameters' dtype, whatever ``mp_policy``
     casts_block_inputs: bool = True
 
 
@@ -60,15 +56,7 @@ def resolve_fsdp_dtypes(
 ) -> FSDPDtypes:
     """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed.
 
-    Args:
-        model: the model, before its parameters are sharded.
-        structure: its embedding and head.
-        options: dtypes of computation and of master weights.
-        wrapped: paths of the blocks that become FSDP modules.
-        experts: paths of the modules of experts that become FSDP modules.
-
-    Raises:
-        OptionError: a module of experts has trainable parameters of several dtypes.
+    ``wrapped`` and ``experts`` are paths of blocks, and of modules of experts, that become FSDP modules.
     """
     dtypes = _dtypes(model, options)
     units: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)  # by path of the FSDP module
@@ -189,11 +177,6 @@ def reduce_gradients(parameter: nn.Parameter, mesh: DeviceMesh, divisor: float) 
 
     The hook gets the gradient of one backward before it is accumulated, so that accumulation over micro-batches is
     right with and without ``set_requires_gradient_sync``.
-
-    Args:
-        parameter: the parameter, replicated over all axes of the mesh.
-        mesh: one axis, or replicas and shards.
-        divisor: the divisor of the sum.
     """
 
     def reduce(gradient: Tensor) -> Tensor:

@@ -42,15 +42,9 @@ _INTERMEDIATE = {"hidden_states", "attentions"}
 class AbsentMedia:
     """Hooks of a model that run its towers where a rank has no media and another rank has.
 
-    One all-reduce of a few bytes, and one wait for its result, a forward and mesh axis.
-
-    Args:
-        model: the model.
-        owners: by medium, the modules with its method, as ``get_image_features``, outermost first; none where the model
-            has no such method.
-        groups: the process groups of the FSDP mesh.
-        projectors: the parameters of projectors, which some models call after the method.
-        is_dry_run: there are no other ranks, and tensors have no values.
+    One all-reduce of a few bytes, and one wait for its result, a forward and mesh axis.  ``owners`` has by medium the
+    modules with its method, as ``get_image_features``, outermost first; ``projectors`` the parameters that some models
+    call after the method.
     """
 
     model: nn.Module
@@ -123,13 +117,7 @@ class AbsentMedia:
 
 
 def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: DeviceMesh) -> None:
-    """Let ranks without media take part in the collectives of the towers, where FSDP2 shards towers over several ranks.
-
-    Args:
-        model: the model, wrapped by FSDP2.
-        structure: its parts.
-        mesh: the axis or axes of FSDP2.
-    """
+    """Let ranks without media take part in the collectives of towers that FSDP2 shards over several ranks."""
     tree = structure.tree
     owners = _media_owners(model, several_stacks=len(tree.stacks) > 1)
     if mesh.size() == 1 or tree.embedding is None or not owners:
@@ -159,7 +147,6 @@ def _may_be_media(name: str) -> bool:
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name."""
     names = list(signature(type(module).forward).parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -199,7 +186,6 @@ def _nothing(value: Tensor) -> Tensor:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors with gradients in nested containers."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value

@@ -60,12 +60,6 @@ class FSDPOptions:
     frozen_params: FrozenParams = "layer"
     gradient_divide_factor: float | None = None
 
-    @classmethod
-    def examples(cls) -> tuple[FSDPOptions, ...]:
-        """Return options for tests that combine them."""
-        offloaded, kept = cls(offload_policy=CPUOffloadPolicy()), cls(reshard_after_forward=False)
-        return offloaded, kept, cls(reshard_last_block=True), cls(prefetch_forward=1), cls(frozen_params="replicate")
-
     def __post_init__(self) -> None:
         require_one_of("frozen_params", self.frozen_params, get_args(FrozenParams))
         for name, minimum in (("prefetch_forward", 0), ("prefetch_backward", 1)):
@@ -81,11 +75,7 @@ class FSDPOptions:
 
 
 def check_fsdp_options(model: nn.Module, options: FSDPOptions) -> None:
-    """Check options against each other and against a model.
-
-    Raises:
-        OptionError: options contradict each other or the model's dtypes.
-    """
+    """Check options against each other and against a model's dtypes."""
     policy = options.mp_policy
     if options.master_dtype is not None and (policy is None or policy.param_dtype is None):
         raise OptionError(
@@ -96,11 +86,7 @@ def check_fsdp_options(model: nn.Module, options: FSDPOptions) -> None:
 
 
 def replicated_parameters(model: nn.Module, options: FSDPOptions) -> set[nn.Parameter]:
-    """Return the parameters that ``frozen_params="replicate"`` keeps out of FSDP2.
-
-    Raises:
-        OptionError: some are not in the compute dtype, to which FSDP2 does not convert them.
-    """
+    """Return the parameters that ``frozen_params="replicate"`` keeps out of FSDP2; it does not convert their dtype."""
     if options.frozen_params != "replicate":
         return set()
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}

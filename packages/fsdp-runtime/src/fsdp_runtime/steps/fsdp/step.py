@@ -49,22 +49,12 @@ class FSDP2(Step):
 
     options: FSDPOptions = field(default_factory=FSDPOptions)
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return tuple(map(cls, FSDPOptions.examples()))
-
     def __post_init__(self) -> None:
         if not isinstance(self.options, FSDPOptions):
             raise OptionError(f"fsdp is of type {type(self.options).__name__}, not FSDPOptions")
 
     def check(self, setup: Setup) -> FSDPDtypes:
-        """Check the options, and return how the dtypes that the model computes in are kept.
-
-        Raises:
-            OptionError: options contradict each other or the model's dtypes.
-            ModelError: a parameter has hooks that FSDP2 does not run.
-        """
+        """Check the options, and return how the dtypes that the model computes in are kept."""
         model = setup.facts.model
         check_fsdp_options(model, self.options)
         if setup.meshes.fsdp is None:
@@ -77,27 +67,25 @@ class FSDP2(Step):
         options = self.options
         if options.gradient_divide_factor is None and setup.meshes.batches is not None:
             options = replace(options, gradient_divide_factor=float(setup.meshes.batches))
-        _apply(model, setup, options, found)
+        if setup.meshes.fsdp is not None:
+            _apply(model, setup, setup.meshes.fsdp, options, found)
 
 
-def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDtypes) -> None:
+def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOptions, dtypes: FSDPDtypes) -> None:
     """Wrap every block and then the model with ``fully_shard``, in place.
 
     A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
     parameter; embedding and head belong to the root too, so a tied weight is gathered once.
     """
-    mesh, structure = setup.meshes.fsdp, setup.structure
-    if mesh is None:
-        return
+    structure = setup.structure
     if options.master_dtype is not None:
         _convert_trainable(model, options.master_dtype)
     reduced = {model.get_parameter(name) for name in dtypes.replicated}
     replicated = replicated_parameters(model, options) | reduced
     policy = options.mp_policy or MixedPrecisionPolicy()
     casts = policy.cast_forward_inputs and dtypes.casts_block_inputs
-    block_policy = replace(
-        policy, output_dtype=None, cast_forward_inputs=casts
-    )  # activations between blocks keep the compute dtype
+    # Activations between blocks keep the compute dtype.
+    block_policy = replace(policy, output_dtype=None, cast_forward_inputs=casts)
     offload_policy = options.offload_policy or OffloadPolicy()
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":  # memory is pinned for a device
         offload_policy = CPUOffloadPolicy(pin_memory=False)
@@ -180,10 +168,8 @@ def _divide_gradients(module: nn.Module, scale: float) -> None:
     """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``.
 
     The mean is over the ranks that the module is sharded over: those of ``efsdp`` for experts, to which the tokens of
-    ``ep`` ranks were sent.
-
-    FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice where replicas have no shards
-    (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
+    ``ep`` ranks were sent.  FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice where
+    replicas have no shards (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
     """
 
     def rescale(gradients: torch.Tensor) -> None:
@@ -210,11 +196,7 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
 def fsdp_dtypes(
     model: nn.Module, structure: ModelStructure, options: FSDPOptions, experts: Mapping[str, nn.Module] | None = None
 ) -> FSDPDtypes:
-    """Return how FSDP2 keeps the dtypes that the model computes in; the model is not changed.
-
-    Raises:
-        OptionError: a module of experts has trainable parameters of several dtypes.
-    """
+    """Return how FSDP2 keeps the dtypes that the model computes in; the model is not changed."""
     blocks = _blocks_to_wrap(model, structure, options)
     return resolve_fsdp_dtypes(model, structure, options, wrapped=blocks, experts=experts or ())
 

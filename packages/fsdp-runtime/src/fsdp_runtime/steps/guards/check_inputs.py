@@ -58,12 +58,7 @@ class InputCheck:
     """A forward pre-hook that compares digests of all inputs over process groups.
 
     One all-gather of two int64 a rank and a group, and one wait for its result, a forward.  A rank that was given other
-    inputs makes every rank of the group raise.
-
-    Args:
-        tp: the ranks that must get the same inputs, or ``None``.
-        cp: the ranks that must get inputs of the same names and shapes, their shards of one batch, and the same
-            full-length ``attention_mask`` where that is given; or ``None``.
+    inputs makes every rank of the group raise.  Ranks of ``cp`` must get the same names, shapes and ``attention_mask``.
     """
 
     def __init__(self, tp: ProcessGroup | None, cp: ProcessGroup | None) -> None:
@@ -88,11 +83,6 @@ class CheckInputs(Step):
 
     One all-gather of 16 bytes and one host synchronisation a forward.
     """
-
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return (cls(),)
 
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Register the check in front of all other hooks of the model."""

@@ -62,11 +62,7 @@ _FIXES = {
 
 
 def guard_methods(model: nn.Module) -> None:
-    """Put the rules in front of the methods of every sharded module.
-
-    Args:
-        model: a parallelized model; modules without DTensors do not change.
-    """
+    """Put the rules in front of the methods of every module with DTensors."""
     guards = [_Guarded(name, rule) for name, rule in RULES.items()]
     for module in model.modules():
         if not _has_dtensors(module.parameters()):

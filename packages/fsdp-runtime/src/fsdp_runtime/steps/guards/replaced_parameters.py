@@ -28,11 +28,7 @@ def carry_over_parameters(model: nn.Module) -> Iterator[None]:
     """Carry attributes and hooks over to the parameters that take the place of others inside the ``with``.
 
     Hooks of ``register_post_accumulate_grad_hook`` get the new parameter with its complete gradient, those of
-    ``register_hook`` the gradient as a DTensor; FSDP2, which runs none of the latter, refuses them before.  From then
-    on the step of an optimizer that holds a replaced parameter raises ``ModelError``.
-
-    Args:
-        model: the model whose parameters may be replaced.
+    ``register_hook`` the gradient as a DTensor; FSDP2, which runs none of the latter, refuses them before.
     """
     attached = {}
     for path, parameter in model.named_parameters():

@@ -31,10 +31,7 @@ _HEADS = 1  # the dim of a map [batch, heads, queries, keys]
 class _Noted:
     """What the attention layers below a model returned in this forward.
 
-    Args:
-        model: the model that was asked for maps.
-        maps: the candidates; other members of a layer's output, such as a bias of the scores, are among them.
-        hooks: those of the layers.
+    Other members of a layer's output, such as a bias of the scores, are among the maps.
     """
 
     model: nn.Module
@@ -72,9 +69,7 @@ def _noting(noted: _Noted, mesh: DeviceMesh) -> Any:
 def _layers_with_sharded_heads(model: nn.Module) -> Iterator[tuple[nn.Module, DeviceMesh]]:
     """Iterate over attention layers by their rule, and modules with local features of a column-wise layer (queries)."""
     for module in model.modules():
-        if is_transformers_model(
-            module
-        ):  # its children are a trunk and a head; hooks of its own would end in their loop
+        if is_transformers_model(module):  # its children are a trunk and a head; its own hooks would end in their loop
             continue
         if isinstance(_rule(module), ParallelAttention):
             yield module, cast(Any, module).tp_mesh
@@ -105,7 +100,6 @@ def _end(model: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _full(value: Any, noted: _Noted) -> Any:
-    """Return a tuple with its maps in full; other values unchanged."""
     if type(value) is not tuple:
         return value
     meshes = {id(each): mesh for each, mesh in noted.maps}

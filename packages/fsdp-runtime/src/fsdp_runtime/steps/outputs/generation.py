@@ -27,10 +27,7 @@ def gather_logits(model: nn.Module) -> Any:
 
 @contextmanager
 def full_logits(model: nn.Module) -> Iterator[nn.Module]:
-    """Let a model return plain logits inside the ``with``, for code such as ``generate``.
-
-    Generation asks for the logits of the last position only, so what is gathered is ``[batch, vocab]``.
-    """
+    """Let a model return plain logits inside the ``with``, for ``generate``, which asks for the last position only."""
     handle = gather_logits(model)
     try:
         yield model

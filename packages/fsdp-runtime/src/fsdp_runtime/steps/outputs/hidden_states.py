@@ -25,11 +25,8 @@ _indexes: ContextVar[nn.Module | None] = ContextVar("indexes", default=None)
 def return_full_hidden_states(model: nn.Module, *, over_cp: bool = False) -> None:
     """Let every transformers model in a model return full plain tensors in its tuples of hidden states.
 
-    In a forward with indices as ``logits_to_keep``, the last hidden states are full and plain too.
-
-    Args:
-        model: the model.
-        over_cp: context parallelism makes indices of a number of tokens.
+    In a forward with indices as ``logits_to_keep``, the last hidden states are full and plain too; context parallelism
+    makes indices of a number of tokens.
     """
     begin = partial(_begin, over_cp)
     for module in model.modules():
@@ -44,10 +41,7 @@ def _begin(over_cp: bool, module: nn.Module, args: Any, kwargs: Mapping[str, Any
 
 
 def _with_full_states(module: nn.Module, args: Any, output: Any) -> Any:
-    """Gather the members of an output's tuples: hidden states come with one entry a block.
-
-    Logits and the last hidden state, which have layouts of their own, are no members of tuples.
-    """
+    """Gather the members of an output's tuples, hidden states; logits and the last state are in none."""
     if _indexes.get() is module:
         _indexes.set(None)
     if isinstance(output, Mapping):  # a ModelOutput, which keeps attributes and entries in step

@@ -20,10 +20,6 @@ def gather_logits_for_labels(model: nn.Module, heads: Iterable[str]) -> None:
 
     Losses of transformers compare plain logits with the labels.  A ``loss_function`` whose ``takes_sharded_logits`` is
     true gets them sharded, as that of :class:`fsdp_runtime.trainers.MeshTrainer`.
-
-    Args:
-        model: the model.
-        heads: paths of the layers whose output is sharded on the vocabulary.
     """
     for path in heads:
         hook_forward(model.get_submodule(path), "gathers logits for labels", after=_gather)

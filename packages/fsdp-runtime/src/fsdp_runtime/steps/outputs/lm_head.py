@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._peft_compat import unwrapped
+from fsdp_runtime._peft_compat import HeadFactors, linear_in_force, unwrapped
 from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
-from fsdp_runtime.steps.outputs.head_weight import head_weight, require_linear
 from fsdp_runtime.wrap import effects_of, hook_forward
 
 #: The effect, as ``describe_parallelism`` names it, of gathering logits that are kept over ``cp``.
@@ -34,15 +34,10 @@ _PROBES = (-1e4, -64.0, -8.0, -1.0, -0.125, 0.0, 0.125, 1.0, 8.0, 64.0, 1e4)
 
 @dataclass(frozen=True)
 class LogitsMap:
-    """The map from the head's output to the logits: ``softcap * tanh(scale * x / softcap)``.
+    """The map from the head's output to the logits: ``softcap * tanh(scale * x / softcap)``."""
 
-    Args:
-        scale: factor on the head's output (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``).
-        softcap: positive bound of the logits (Gemma's ``final_logit_softcapping``), or ``None``.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
+    scale: float = 1.0  # Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``
+    softcap: float | None = None  # Gemma's ``final_logit_softcapping``
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +115,7 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
     head = siblings[name]
     if head is None:
         raise ModelError(f"{path} is None in {type(model).__name__}")
-    require_linear(head, path)
+    _require_linear(head, path)
     if kwargs.get("adapter_names") is not None:
         raise OptionError("adapter_names gives each row a head of its own: compute the loss from the logits")
     kept = kwargs.get("logits_to_keep")
@@ -153,12 +148,7 @@ _paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def assume_logits_map(model: nn.Module, logits_map: LogitsMap) -> None:
-    """Let :func:`forward_with_lm_head` use a map that is known, for a model whose tensors have no values.
-
-    Args:
-        model: the model, on fake tensors.
-        logits_map: what it does with its logits.
-    """
+    """Let :func:`forward_with_lm_head` use a known map, for a model whose tensors have no values."""
     _maps[model] = logits_map
 
 
@@ -186,13 +176,7 @@ class _StandIn(nn.Module):
 class _Run:
     """The forward hook that replaces the model's output by the function's result, before the hooks of FSDP2 run."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        stand_in: _StandIn,
-        function: HeadFunction,
-        known: LogitsMap | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, stand_in: _StandIn, function: HeadFunction, known: LogitsMap | None) -> None:
         self.model, self.stand_in, self.function, self.known = model, stand_in, function, known
         self.entered = False
         self.result: Any = None
@@ -209,9 +193,11 @@ class _Run:
                 raise _unknown_map(model, path)
             self.known = _maps[model] = measured
         self.entered = True
-        lm_head = LMHeadParameters(*head_weight(head), self.known.scale, self.known.softcap)
+        lm_head = LMHeadParameters(*_head_weight(head), self.known.scale, self.known.softcap)
         self.result = found = self.function(self.stand_in.hidden, lm_head)
-        return _fields(found) if dataclasses.is_dataclass(found) else found
+        if not dataclasses.is_dataclass(found):
+            return found
+        return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
 
 
 def _head_path(model: nn.Module) -> str:
@@ -271,10 +257,52 @@ def _unknown_map(model: nn.Module, path: str) -> ModelError:
     )
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
 def _restored(result: Any, output: Any) -> Any:
     """The output in the function's own type: a dataclass travels through the hooks as a dict."""
     return dataclasses.replace(result, **output) if dataclasses.is_dataclass(result) else output  # type: ignore[type-var]
+
+
+def _require_linear(head: nn.Module, path: str) -> None:
+    """Check that a head is one linear map, as which a loss without logits reads it."""
+    if reason := linear_in_force(head).not_linear:
+        raise ModelError(
+            f"{path} is not one linear map, which a loss without logits needs: {reason}; or compute the loss from the "
+            "logits"
+        )
+
+
+def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` that a head, or peft's wrapper, computes with.
+
+    Adapters in force are added in the weight's dtype, and get their gradients through the sum.  Of a weight that is
+    sharded over ``tp`` a rank adds its rows only.
+    """
+    found = linear_in_force(head)
+    weight: Tensor = found.layer.weight
+    bias: Tensor | None = getattr(found.layer, "bias", None)
+    for factors in found.factors:
+        weight = _adapted(weight, found.layer.weight, factors).to(found.layer.weight.dtype)
+        if factors.bias is not None:
+            added = factors.bias * factors.scaling
+            bias = added if bias is None else (bias + added).to(bias.dtype)
+    return weight, bias
+
+
+def _adapted(weight: Tensor, of_base: Tensor, factors: HeadFactors) -> Tensor:
+    """Return a weight with an adapter.
+
+    DoRA scales the rows of the sum, by norms that count as constants: Liu et al., arXiv:2402.09353, section 4.3.
+    """
+    product = factors.b @ _with_full_gradient(factors.a) * factors.scaling
+    if factors.magnitude is None:
+        return weight + product
+    norms = torch.linalg.norm(of_base.detach() + product.detach(), dim=1)
+    scales: Tensor = factors.magnitude / norms
+    return scales[:, None] * (weight + product)
+
+
+def _with_full_gradient(factor: Tensor) -> Tensor:
+    """Return a replicated factor whose gradient is summed over the ranks, each of which has some rows of the weight."""
+    if not isinstance(factor, DTensor):
+        return factor
+    return DTensor.from_local(factor.to_local(), factor.device_mesh, factor.placements, run_check=False)

@@ -32,7 +32,7 @@ from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.sharded.work_directory import work_directory
-from fsdp_runtime.steps.plain_adapters import refuse_adapters
+from fsdp_runtime.steps.refused_adapters import refuse_adapters
 from fsdp_runtime.weights.adapters import saved_tensors
 from tp_plans import (
     DispatchExperts,
@@ -62,17 +62,7 @@ def resolve_adapted_plan(
 ) -> Plan:
     """Resolve a plan as ``tp_plans.resolve_plan`` does; for a ``PeftModel``, add styles for its adapters.
 
-    Args:
-        plan: what the user gave as a plan; the paths of a plan for a ``PeftModel`` are its own, or those in the model
-            inside.
-        model: the model.
-        sequence_parallel: wanted of ``"auto"``.
-        mesh: the axis ``tp``, whose ranks verify an inferred plan.
-        towers_tp: the size of ``tp`` where vision and audio towers are to be sharded too, else ``None``.
-
-    Raises:
-        OptionError: a layer has adapters that cannot be sharded, or that no ``PeftModel`` is around.
-        tp_plans.TpPlansError: no plan is known, or a layer's style does not support adapters.
+    The paths of a plan for a ``PeftModel`` are its own, or those in the model inside.
     """
     base = base_model(model) if is_peft_model(model) else model
     if base is not model and isinstance(plan, Mapping):
@@ -81,7 +71,10 @@ def resolve_adapted_plan(
     resolved = resolve_plan(plan, bare, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     if base is not model:
         _require_prompts_fit(model, resolved)
-        return adapted_plan(resolved, base).with_prefix(_path_of(base, model))
+        # The path of the model inside differs between prompt learning and other kinds.
+        return adapted_plan(resolved, base).with_prefix(
+            next(path for path, module in model.named_modules() if module is base)
+        )
     if plan == "auto" and (layer := next(lora_layers(model), None)) is not None:
         raise OptionError(
             f"{layer.path} of {type(model).__name__} carries adapters, and the model is no PeftModel: give the "
@@ -91,18 +84,9 @@ def resolve_adapted_plan(
 
 
 def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
-    """Return a plan of the base model as one of the adapted model, with rules for low-rank factors.
+    """Return a plan of the base model as one of the unsharded adapted model, with rules for low-rank factors.
 
     The rule of a module holds for each of its copies that an adapter trains in full (``modules_to_save``, LN tuning).
-
-    Args:
-        plan: the plan of the base model.
-        model: the model inside the ``PeftModel``, before it is sharded.
-
-    Raises:
-        OptionError: a module of the plan has adapters other than these, or adapted experts are sharded otherwise than
-            by expert.
-        tp_plans.PlanError: a layer's style does not support adapters.
     """
     adapted = _AdaptedModel.of(model, plan)
     adapted.check_stacked()
@@ -188,12 +172,6 @@ def _require_prompts_fit(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def _path_of(base: nn.Module, model: nn.Module) -> str:
-    """Return the path of the model inside a ``PeftModel``, which differs between prompt learning and other kinds."""
-    paths: Iterator[str] = (path for path, module in model.named_modules() if module is base)
-    return next(paths)
-
-
 def _inside_wrapper(plan: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a plan that was made for a ``PeftModel`` by the paths in the model inside; any other plan itself."""
     if not all(pattern == BASE or pattern.startswith(f"{BASE}.") for pattern in plan):
@@ -204,17 +182,11 @@ def _inside_wrapper(plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class _AdaptedModel:
-    """A model with adapters, for which a plan of its base model is rewritten.
-
-    Args:
-        plan: the plan of the base model.
-        places: of each module of the base model, by its path there.
-        layers: the layers with low-rank adapters by path in the adapted model.
-    """
+    """A model with adapters, for which a plan of its base model is rewritten."""
 
     plan: Plan
-    places: Mapping[str, Sequence[Place]]
-    layers: Mapping[str, LoraLayer]
+    places: Mapping[str, Sequence[Place]]  # of each module, by its path in the base model
+    layers: Mapping[str, LoraLayer]  # with low-rank adapters, by path in the adapted model
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan) -> _AdaptedModel:
@@ -227,13 +199,7 @@ class _AdaptedModel:
         return cls(plan, by_base, {layer.path: layer for layer in lora_layers(model)})
 
     def rules_of(self, path: str, pattern: str, style: Style) -> dict[str, Style]:
-        """Return the rules that stand for that of one module or parameter of the base model.
-
-        Args:
-            path: its path in the base model.
-            pattern: the pattern to write the rules with.
-            style: the rule.
-        """
+        """Return the rules, written with a pattern, that stand for one rule of the base model."""
         if path not in self.places:
             return self._rules_of_parameter(path, pattern, style)
         rules: dict[str, Style] = {}
@@ -290,11 +256,7 @@ class _AdaptedModel:
         return next(each.module for each in self.places[parent(place.base)] if each.wrapper is None)
 
     def _factors(self, place: Place, style: Style) -> dict[str, Style]:
-        """Return the styles of the two factors of a layer, by their names in peft's wrapper.
-
-        Raises:
-            OptionError: the layer has adapters other than plain LoRA.
-        """
+        """Return the styles of the two factors of a layer, by their names in peft's wrapper."""
         layer = self.layers[place.path]
         if layer.experts is not None:
             return {f"{factor}.*": NoParallel(gradient="partial") for factor in ("lora_A", "lora_B")}

@@ -18,7 +18,7 @@ from fsdp_runtime.steps.outputs.attention_maps import return_full_attention_maps
 from fsdp_runtime.steps.outputs.generation import gather_logits_in_generate
 from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
 from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
-from fsdp_runtime.steps.tensor.later_adapters import refuse_later_adapters
+from fsdp_runtime.steps.refused_adapters import refuse_later_adapters
 from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
 from fsdp_runtime.values import require_one_of
 from tp_plans import ColwiseParallel, Plan, Replicate, Shard, Style, UnknownArchitectureError, check, styles_by_path
@@ -49,14 +49,7 @@ def _has_sharded_logits(style: Style | None) -> TypeGuard[ColwiseParallel]:
 
 
 def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tuple[str, ...]:
-    """Check a plan against a model and the sizes of ``tp`` and ``ep``; the model is not changed.
-
-    Returns:
-        The warnings, which are also logged.
-
-    Raises:
-        tp_plans.CheckFailedError: the plan does not fit; every finding is listed.
-    """
+    """Check a plan against a model and the sizes of ``tp`` and ``ep``; return the warnings, which are also logged."""
     report = check(plan, model, tp=tp, ep=ep)
     report.raise_on_error()
     findings = tuple(map(str, report.findings))
@@ -90,11 +83,6 @@ class TensorParallel(Step):
     towers: Towers = "sharded"
     logits: Logits = "sharded"
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return cls(sequence_parallel=True), cls(logits="full"), cls(towers="replicated")
-
     def __post_init__(self) -> None:
         require_one_of("logits", self.logits, get_args(Logits))
         require_one_of("towers", self.towers, get_args(Towers))
@@ -102,11 +90,7 @@ class TensorParallel(Step):
             raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
 
     def resolve(self, setup: Setup) -> Setup:
-        """Find the plan, where layers are sharded.
-
-        Raises:
-            tp_plans.TpPlansError: no plan is known.
-        """
+        """Find the plan, where layers are sharded."""
         tp_mesh = setup.meshes.tp
         if self.plan is None:
             if tp_mesh is not None:
@@ -134,11 +118,7 @@ class TensorParallel(Step):
         return with_logits(plan, self.logits)
 
     def check(self, setup: Setup) -> tuple[str, ...]:
-        """Check the plan against the model, with the rules of the axis ``ep``; return the warnings.
-
-        Raises:
-            tp_plans.CheckFailedError: the plan does not fit the model.
-        """
+        """Check the plan against the model, with the rules of the axis ``ep``; return the warnings."""
         plan, ep_mesh = setup.plan if setup.meshes.tp is not None else setup.expert_plan, setup.meshes.ep
         if not isinstance(plan, Plan):
             return ()

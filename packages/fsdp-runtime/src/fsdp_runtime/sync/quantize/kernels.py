@@ -52,10 +52,7 @@ def fp8_blocks(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[T
 
 
 def mxfp8(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Quantize with a power of two per group of 32 elements of a row, rounded down.
-
-    Returns the values in e4m3, and the groups' exponents, biased by 127, in uint8.
-    """
+    """Return e4m3 values, and per group of 32 elements of a row the exponent of its scale plus 127 in uint8."""
     exponents = ((cells.contiguous().view(torch.int32) >> 23) & 255) - 127 - 8  # 448 = 1.75 * 2**8
     biased = exponents.clamp(-127, 128) + 127
     biased = torch.where(cells.isnan(), biased.new_tensor(255), biased)
@@ -66,8 +63,7 @@ def mxfp8(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[Tensor
 def nvfp4(weight: Tensor, cells: Tensor, start: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a box of even columns with an e4m3 scale per group of 16 elements of a row, and one scale over all.
 
-    Returns two values in a byte ``[rows, columns / 2]`` in uint8, the first in the low half; the groups' scales in
-    e4m3; the scale over all, 0-d float32.
+    Returns two values in a byte ``[rows, columns / 2]``, the first in the low half; both scales, the last float32.
     """
     total = _nonzero(amax / (FP8_MAX * FP4_MAX))
     scales = (cells / FP4_MAX / total).clamp(_LEAST_GROUP_SCALE, FP8_MAX).to(FP8)

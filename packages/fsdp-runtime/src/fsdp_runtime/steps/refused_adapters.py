@@ -1,13 +1,10 @@
-"""Refuse adapters that are added to a model after it was sharded.
-
-peft would draw other values for them on every rank, and nothing would shard them or sum their gradients.
-"""
+"""Adapters that shards cannot compute, and those that are added to a model after it was sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -17,10 +14,19 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.wrap import hook_forward, hook_model
 
 
+def refuse_adapters(path: str, reason: str) -> NoReturn:
+    """Refuse the adapters of a layer or of stacked experts."""
+    raise OptionError(
+        f"{path} carries adapters that are merged, or not plain LoRA on a linear layer or on stacked experts "
+        f"({reason}): unmerge them, or leave it out of target_modules and target_parameters"
+    )
+
+
 def refuse_later_adapters(model: Any) -> None:
     """Let a model's forward refuse adapters that it does not have yet.
 
-    A ``PeftModel`` that is made later runs the model's forward without its hooks, but with those of the models inside.
+    peft would draw other values for them on every rank, and nothing would shard them or sum their gradients.  A
+    ``PeftModel`` that is made later runs the model's forward without its hooks, but with those of the models inside.
     """
     require = _RequireKnown(model, frozenset(_adapters(model)))
     if is_peft_model(model):

@@ -1,37 +1,70 @@
-"""Tensors without data that record where their elements come from.
+"""Shapes and chunks of tensors that are fused, merged or split between a checkpoint and a model.
 
-The conversion operations of transformers are ordinary tensor code.  Run on these tensors, stacking, concatenating,
-splitting and transposing become arithmetic on chunks.  A rank can then read only the slices that it needs of a merged
-tensor, and no conversion has to be known by name.
+The conversion operations of transformers are ordinary tensor code.  Run on tensors without data that record where their
+elements come from, stacking, concatenating, splitting and transposing become arithmetic on chunks.  A rank then reads
+only the slices that it needs of a merged tensor, and no conversion is known by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_runtime._torch_compat import wrapper_tensor
+from fsdp_runtime._transformers_compat.conversions import Conversion
+from fsdp_runtime.errors import ConversionError
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
 
 _aten = torch.ops.aten
 
 
-class NotAChunkError(Exception):
+@dataclass(frozen=True)
+class TensorSpec:
+    """Full shape and dtype of an input or an output of a conversion."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: Sequence[Chunk] | None = None  # of an output, unless the conversion has to run on full inputs
+
+
+def trace_conversion(conversion: Conversion, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Return the outputs of a conversion by name, without data."""
+    inputs = {name: specs[name] for name in conversion.sources}
+    try:
+        try:
+            outputs = conversion.run(
+                {name: traced_input(name, spec.shape, spec.dtype) for name, spec in inputs.items()}
+            )
+        except _NotAChunkError:
+            outputs = conversion.run({name: _on_meta(spec) for name, spec in inputs.items()})
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        listed = ", ".join(f"{name} {spec.shape}" for name, spec in list(inputs.items())[:8])
+        raise ConversionError(
+            f"{len(inputs)} tensors cannot be converted between checkpoint and model ({error}): {listed}. Tensors are "
+            "missing, or their shapes differ from the config's"
+        ) from error
+    return {name: _converted(tensor) for name, tensor in outputs.items()}
+
+
+def _converted(tensor: Tensor) -> TensorSpec:
+    chunks = tensor.chunks if isinstance(tensor, TracedTensor) else None
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, chunks)
+
+
+def _on_meta(spec: TensorSpec) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+
+class _NotAChunkError(Exception):
     """An operation does more than rearrange chunks: it interleaves elements, or computes."""
 
 
 class TracedTensor(Tensor):
-    """A tensor without data, made of chunks of stored tensors.
-
-    Args:
-        shape: the tensor's shape.
-        dtype: its dtype.
-        chunks: chunks that fill it and do not overlap.
-    """
+    """A tensor without data, filled by chunks of stored tensors that do not overlap."""
 
     chunks: list[Chunk]
 
@@ -49,7 +82,7 @@ class TracedTensor(Tensor):
         """Run an operation on chunks; operations without a handler below are refused."""
         handler = _HANDLERS.get(function)
         if handler is None:
-            raise NotAChunkError(f"{function} is not a rearrangement of chunks")
+            raise _NotAChunkError(f"{function} is not a rearrangement of chunks")
         return handler(*args, **(kwargs or {}))
 
 
@@ -139,7 +172,7 @@ def _slice(
     tensor: TracedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> TracedTensor:
     if step != 1:
-        raise NotAChunkError(f"a slice with step {step} is not one chunk")
+        raise _NotAChunkError(f"a slice with step {step} is not one chunk")
     dim %= tensor.ndim
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     slices = [slice(0, size) for size in tensor.shape]

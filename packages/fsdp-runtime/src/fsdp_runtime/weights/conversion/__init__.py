@@ -1,1 +1,0 @@
-"""Conversions between checkpoint tensors and model tensors."""
