@@ -33,11 +33,7 @@ def has_cpu_costs(device: torch.device) -> bool:
 
 
 def require_same_device(**tensors: torch.Tensor | None) -> None:
-    """Check that tensors are on the device of the first.
-
-    Args:
-        **tensors: the tensors by their names in messages; None is left out.
-    """
+    """Check that tensors, given by their names in messages, are on the device of the first; None is left out."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first, expected = next((name, tensor.device) for name, tensor in given.items())
     for name, tensor in given.items():

@@ -211,11 +211,7 @@ class HeadSource:
 
 
 def tokens_of(values: torch.Tensor, held: TokenSlice, wanted: TokenSlice) -> torch.Tensor:
-    """Return the teacher's values ``[..., columns]`` of the student's tokens: all of them, or a part of a full batch.
-
-    Raises:
-        ShapeError: it holds other tokens.
-    """
+    """Return the teacher's values ``[..., columns]`` of the student's tokens: all, or a part of a full batch."""
     same_batch = held.full == wanted.full and wanted.full != wanted.shape
     if held.shape == wanted.shape and not (same_batch and held.offset != wanted.offset):
         return values

@@ -45,19 +45,12 @@ def call_of(module_class: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Workaround:
-    """Code that only some supported versions of torch need.
+    """Code that only some supported versions of torch need."""
 
-    Args:
-        place: module and name under ``tp_plans.torch_styles``.
-        last: the last torch version that needs it; a test fails once no supported version does.
-        upstream: the issue or pull request, or that none was found.
-        reason: what goes wrong without it.
-    """
-
-    place: str
-    last: tuple[int, int]
-    upstream: str
-    reason: str
+    place: str  # module and name under ``tp_plans.torch_styles``
+    last: tuple[int, int]  # the last torch version that needs it; a test fails once no supported version does
+    upstream: str  # the issue or pull request, or that none was found
+    reason: str  # what goes wrong without it
 
 
 #: Every place in the torch styles whose form depends on a version of torch.

@@ -15,30 +15,20 @@ from fsdp_runtime._transformers_compat.release import require_known_release
 
 @dataclass(frozen=True)
 class Conversion:
-    """One use of a ``WeightConverter``: tensors that are fused, merged or cut into others.
+    """One use of a ``WeightConverter``: tensors that are fused, merged or cut into others."""
 
-    Args:
-        sources: names of the tensors that go in, in transformers' order.
-        run: does it, given them by name; the results by their final names.
-    """
-
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # names of the tensors that go in, in transformers' order
+    # does it, given them by name; the results by their final names
     run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Translation:
-    """How the tensors on one side become those of the other.
+    """How the tensors on one side become those of the other."""
 
-    Args:
-        renamed: names on the other side, for tensors that stay as they are.
-        conversions: of the other names.
-        rules: the rules that applied, for :func:`remember_rules`.
-    """
-
-    renamed: Mapping[str, str]
-    conversions: Sequence[Conversion]
-    rules: list[Any] = field(default_factory=list)
+    renamed: Mapping[str, str]  # names on the other side, for tensors that stay as they are
+    conversions: Sequence[Conversion]  # of the other names
+    rules: list[Any] = field(default_factory=list)  # the rules that applied, for :func:`remember_rules`
 
 
 def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:

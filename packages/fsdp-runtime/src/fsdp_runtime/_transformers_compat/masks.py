@@ -27,24 +27,12 @@ def sdpa_mask_between(
     batch_size: int,
     use_vmap: bool,
 ) -> Tensor:
-    """Build the boolean mask of ``scaled_dot_product_attention`` with transformers' own function.
+    """Build the boolean mask ``[batch, 1, queries, keys]`` of SDPA with transformers' own function.
 
     ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.6 to
-    5.23).
-
-    Args:
-        queries: places of the queries in the row.
-        keys: places of the keys.
-        mask_function: of batch, head, query and key index.
-        documents: ``[batch, seq]``, the number of each token's document in a packed batch, or ``None``.
-        positions: ``[batch, seq]``, each token's position in its document, or on its path in a prefix tree.
-        subtree_end: ``[batch, seq]``, of prefix trees, or ``None``; see :class:`PathMask`.
-        padding: ``[batch, seq]``, false where a token is padding, or ``None``.
-        batch_size: number of rows.
-        use_vmap: the mask function takes single indices.
-
-    Returns:
-        ``[batch, 1, queries, keys]``.
+    5.23). ``documents``, ``positions``, ``subtree_end`` and ``padding`` (false at padding) are ``[batch, seq]``, or
+    ``None``; positions are those in a document, or on a path of a prefix tree (:class:`PathMask`).  With ``use_vmap``
+    the mask function takes single indices.
     """
     from transformers.masking_utils import and_masks, padding_mask_function, sdpa_mask
 
@@ -81,15 +69,10 @@ def sdpa_mask_between(
 
 @dataclass(frozen=True, eq=False)
 class PathMask:
-    """The prefix trees in a batch, over which masks are built.
+    """The prefix trees in a batch, over which masks are built."""
 
-    Args:
-        positions: ``[batch, seq]``, the position of each token on its path.
-        subtree_end: ``[batch, seq]``, the index after the last descendant of each token in pre-order.
-    """
-
-    positions: Tensor
-    subtree_end: Tensor
+    positions: Tensor  # ``[batch, seq]``, the position of each token on its path
+    subtree_end: Tensor  # ``[batch, seq]``, the index after the last descendant of each token in pre-order
 
     @cached_property
     def runs(self) -> tuple[QueryRun, ...]:

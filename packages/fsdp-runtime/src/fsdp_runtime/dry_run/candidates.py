@@ -19,17 +19,9 @@ def candidate_meshes(
     dp_replicate: Sequence[int] | None = None,
     ep: Sequence[int] = (1,),
 ) -> list[MeshSpec]:
-    """Return the meshes of ``world_size`` ranks.
+    """Return the meshes of ``world_size`` ranks, for nodes of ``max_tp`` ranks.
 
-    Args:
-        world_size: number of ranks.
-        max_tp: number of ranks of a node, the largest size of ``tp``.
-        cp: sizes of the context-parallel axis.
-        dp_replicate: numbers of replicas; by default 1, and the number that gives each replica one node (HSDP).
-        ep: sizes of the axis that experts are divided over; meshes that one does not divide are left out.
-
-    Raises:
-        EstimateError: a size is not positive.
+    By default one replica, and the number that gives each replica one node (HSDP).
     """
     given = {"world_size": [world_size], "max_tp": [max_tp], "cp": cp, "dp_replicate": dp_replicate, "ep": ep}
     for name, sizes in given.items():

@@ -14,23 +14,14 @@ from fsdp_runtime.meters.peak_flops import PEAK_FLOPS
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Rates of one accelerator.
+    """Rates of one accelerator."""
 
-    Args:
-        flops: operations per second of dense matrix products in bfloat16.
-        memory_bandwidth: bytes per second of its memory.
-        node_bandwidth: bytes per second that a rank sends inside a node.
-        network_bandwidth: bytes per second that a rank sends to other nodes.
-        memory: bytes of its memory.
-        node: ranks of a node.
-    """
-
-    flops: float
-    memory_bandwidth: float
-    node_bandwidth: float
-    network_bandwidth: float = 50e9
-    memory: float = 80e9
-    node: int = 8
+    flops: float  # operations per second of dense matrix products in bfloat16
+    memory_bandwidth: float  # bytes per second of its memory
+    node_bandwidth: float  # bytes per second that a rank sends inside a node
+    network_bandwidth: float = 50e9  # bytes per second that a rank sends to other nodes
+    memory: float = 80e9  # bytes of its memory
+    node: int = 8  # ranks of a node
 
 
 HARDWARE: Mapping[str, Hardware] = {

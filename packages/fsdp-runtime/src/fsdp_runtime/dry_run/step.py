@@ -124,12 +124,8 @@ def trace_step(
 ) -> Summary:
     """Parallelize a model on the meta device, run the step on fake tensors, and summarize it.
 
-    Args:
-        traced: the model, which is changed, and its structure.
-        parallelism: resolved for the full model; its structure is replaced by the traced model's.
-        mesh: of the fake world.
-        step: the step to run.
-        without_grad: name patterns of trainable parameters known to get no gradient, and so no optimizer state.
+    The structure of ``parallelism``, resolved for the full model, is replaced by the traced model's.  Parameters that
+    match ``without_grad`` are known to get no gradient, and so no optimizer state.
     """
     model, structure = traced.model, traced.structure
     vocabulary = vocabulary_size(model, structure.embedding)

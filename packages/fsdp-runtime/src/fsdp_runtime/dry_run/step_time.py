@@ -30,37 +30,19 @@ _OVERLAPPED = ("dp_shard", "dp_shard_cp", "dp_replicate", "efsdp", "world")
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step.
+    """Seconds of a step."""
 
-    Args:
-        lower_bound: everything at published rates and overlapped.
-        expected: with the assumed fractions of the rates.
-        matmul: matrix products, at the assumed fraction.
-        attention: attention without its masked half, likewise.
-        memory: bytes that other operators read and write, likewise.
-        traffic: bytes sent by axis, likewise.
-        tokens_per_second: tokens of this rank's share of the batch by the expected time.
-    """
-
-    lower_bound: float
-    expected: float
-    matmul: float
-    attention: float
-    memory: float
-    traffic: Mapping[str, float]
-    tokens_per_second: float
+    lower_bound: float  # everything at published rates and overlapped
+    expected: float  # with the assumed fractions of the rates
+    matmul: float  # matrix products, at the assumed fraction
+    attention: float  # attention without its masked half, likewise
+    memory: float  # bytes that other operators read and write, likewise
+    traffic: Mapping[str, float]  # bytes sent by axis, likewise
+    tokens_per_second: float  # tokens of this rank's share of the batch by the expected time
 
 
 def step_time(estimate: Estimate, hardware: str | Hardware) -> StepTime:
-    """Return the time of an estimate's step, all its micro-batches included.
-
-    Args:
-        estimate: the dry run.
-        hardware: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, or other rates.
-
-    Raises:
-        EstimateError: the hardware is unknown.
-    """
+    """Return the time of an estimate's step on hardware given by name or rates, all its micro-batches included."""
     if isinstance(hardware, str):
         if hardware not in HARDWARE:
             raise EstimateError(

@@ -10,25 +10,15 @@ from fsdp_runtime.dry_run.types import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class AxisTotal:
-    """Collectives of one kind over one axis in a step.
+    """Collectives of one kind over one axis in a step."""
 
-    Args:
-        axis: the mesh axis.
-        ranks: number of ranks that take part.
-        kind: the kind of collective.
-        count: number of calls.
-        nbytes: bytes of this rank's inputs.
-        bytes_sent: bytes that this rank sends at least.
-        seconds: lower bound of the time, ``None`` without a bandwidth.
-    """
-
-    axis: str
-    ranks: int
-    kind: str
-    count: int
-    nbytes: int
-    bytes_sent: int
-    seconds: float | None
+    axis: str  # the mesh axis
+    ranks: int  # number of ranks that take part
+    kind: str  # the kind of collective
+    count: int  # number of calls
+    nbytes: int  # bytes of this rank's inputs
+    bytes_sent: int  # bytes that this rank sends at least
+    seconds: float | None  # lower bound of the time, ``None`` without a bandwidth
 
 
 def totals_by_axis(traffic: Iterable[Traffic]) -> list[AxisTotal]:

@@ -26,8 +26,7 @@ TOGETHER: list[list[Check]] = [[check_parity, check_transfer]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all checks that the machine allows and write the report.
 
-    Returns:
-        0 if nothing failed, also without an accelerator; 1 if a check failed; 2 for wrong arguments.
+    Returns 0 if nothing failed, also without an accelerator; 1 if a check failed; 2 for wrong arguments.
     """
     options = parser().parse_args(arguments)
     device = options.device or accelerator()

@@ -8,20 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found.
+    """What one check found."""
 
-    Args:
-        section: the heading that it stands under.
-        what: the setting, such as ``"LlamaForCausalLM, tp=2, float32"``.
-        figure: what was measured, with its unit.
-        bound: what it was compared with; empty if nothing is expected.
-        state: ``"failed"`` if the figure is out of its bound or the check raised; ``"not run"`` says why in ``figure``.
-    """
-
-    section: str
-    what: str
-    figure: str
-    bound: str = ""
+    section: str  # the heading that it stands under
+    what: str  # the setting, such as ``"LlamaForCausalLM, tp=2, float32"``
+    figure: str  # what was measured, with its unit
+    bound: str = ""  # what it was compared with; empty if nothing is expected
+    # ``"failed"`` if the figure is out of its bound or the check raised; ``"not run"`` says why in ``figure``
     state: Literal["passed", "failed", "measured", "not run"] = "measured"
 
 

@@ -34,11 +34,7 @@ _END_SECONDS = 0.1
 
 
 class DistributedMonitor(RankMonitor):
-    """A monitor of all ranks of the world.
-
-    Args:
-        timeout: seconds without a heartbeat after which a rank is lost.
-    """
+    """A monitor of all ranks of the world; a rank is lost after ``timeout`` seconds without a heartbeat."""
 
     def __init__(self, timeout: float) -> None:
         super().__init__(dist.get_rank())
@@ -88,11 +84,7 @@ class DistributedMonitor(RankMonitor):
             self._post(state="closed")  # the threads of ranks that finished after rank 0 wait for its next heartbeat
 
     def fail(self, error: BaseException) -> None:
-        """Report an exception of this rank, unless another rank's failure caused it.
-
-        Raises:
-            LostRankError: another rank is lost.
-        """
+        """Report an exception of this rank, unless another rank's failure caused it."""
         if not isinstance(error, LostRankError):
             if isinstance(error, RuntimeError) and not isinstance(error, FsdpRuntimeError):
                 self._lost_known.wait(self._timeout + 3 * self._interval)

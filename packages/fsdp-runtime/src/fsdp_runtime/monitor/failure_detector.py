@@ -10,12 +10,8 @@ from fsdp_runtime.monitor.heartbeat import Heartbeat, LostRank
 class FailureDetector:
     """Count for how many rounds each rank's heartbeat has not changed.
 
-    Rounds are counted instead of clock seconds, so that a process that was itself stopped for a while does not take
-    the others for dead when it continues.
-
-    Args:
-        interval: seconds between rounds.
-        timeout: seconds without a new heartbeat after which a rank is lost.
+    Rounds are counted instead of clock seconds, so that a process that was itself stopped for a while does not take the
+    others for dead when it continues.
     """
 
     def __init__(self, interval: float, timeout: float) -> None:

@@ -16,18 +16,12 @@ _KEPT_TICKS = 64
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's last message.
+    """A rank's last message."""
 
-    Args:
-        count: increases as long as the process runs.
-        phase: the rank's current phase, as named by the user.
-        state: ``"finished"`` after the monitored block, ``"failed"`` after an exception; rank 0 sends ``"closed"`` when
-            all ranks have finished, and nothing after it.
-        message: the exception.
-    """
-
-    count: int = 0
-    phase: str = "start"
+    count: int = 0  # increases as long as the process runs
+    phase: str = "start"  # the rank's current phase, as named by the user
+    # ``"finished"`` after the monitored block, ``"failed"`` after an exception; rank 0 sends ``"closed"`` when all
+    # ranks have finished, and nothing after it
     state: Literal["running", "finished", "failed", "closed"] = "running"
     message: str = ""
 
@@ -42,12 +36,9 @@ class LostRank:
 
 
 class HeartbeatStore:
-    """The keys of one monitor in a store.
+    """The keys of one monitor in a store; ``name`` is equal on every rank, and different for every monitor.
 
-    Args:
-        connect: opens a connection to the store.  A connection serves one call at a time, and some calls wait.
-        name: equal on every rank, different for every monitor.
-        timeout: seconds after which a call gives up.
+    A connection of ``connect`` serves one call at a time, and some calls wait.
     """
 
     def __init__(self, connect: Callable[[], Store], name: str, timeout: float) -> None:
@@ -68,9 +59,6 @@ class HeartbeatStore:
 
         The call returns as soon as the heartbeat is posted, so that rank 0's last message is known before its process
         ends, and the store with it.
-
-        Raises:
-            RuntimeError: there was no heartbeat, or the store is gone.
         """
         self._waiting_store.wait([_tick_key(count + 1)], timedelta(seconds=timeout))
         return Heartbeat(**json.loads(self._waiting_store.get(_rank_key(0))))

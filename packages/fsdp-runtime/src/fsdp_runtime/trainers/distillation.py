@@ -46,20 +46,11 @@ def divergence_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what ``_chunked_divergence_loss`` of TRL does, from heads that may be sharded on the vocabulary.
 
-    Args:
-        student_hidden_states: ``[batch, tokens, features]``, the same on every rank of ``tp``.
-        teacher_hidden_states: ``[batch, tokens, features of the teacher]``, likewise.
-        student_lm_head_weight: ``[vocab, features]``, plain or sharded.
-        teacher_lm_head_weight: ``[vocab, features of the teacher]``, plain or sharded.
-        completion_mask: ``[batch, tokens]``, 0 where a token does not count.
-        beta: 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.
-        chunk_size: not used; TRL before 1.15 gives it.
-        num_items_in_batch: what the sum is divided by; by default the tokens that count.
-        temperature: of both.
-        heads: bias, scale and soft cap of both heads, by TRL's names.
+    Hidden states are ``[batch, tokens, features]``, the same on every rank of ``tp``, and weights ``[vocab,
+    features]``. ``beta`` is 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.  ``chunk_size`` is of TRL
+    before 1.15 and is not used; ``heads`` are bias, scale and soft cap of both heads, by TRL's names.
 
-    Returns:
-        The loss, the sum of the student's entropy without gradient, and the number of tokens that count.
+    Returns the loss, the sum of the student's entropy without gradient, and the number of tokens that count.
     """
     student = _logits("student", student_hidden_states, student_lm_head_weight, heads)
     teacher = _logits("teacher", teacher_hidden_states, teacher_lm_head_weight, heads)
@@ -93,11 +84,7 @@ def _logits(model: str, hidden: Tensor, weight: Tensor, heads: Mapping[str, Any]
 
 
 def _over_tp(model: str, weight: Any) -> Any:
-    """Gather a weight that FSDP2 has sharded, as a teacher's is after its forward; others as they are.
-
-    Raises:
-        ModelError: it is trained, so that its gradient would not be reduced.
-    """
+    """Gather a weight that FSDP2 has sharded, as a teacher's is after its forward; others as they are."""
     if not isinstance(weight, DTensor):
         return weight
     names = weight.device_mesh.mesh_dim_names or ()

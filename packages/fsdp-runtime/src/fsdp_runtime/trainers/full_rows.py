@@ -32,19 +32,12 @@ from fsdp_runtime.wrap import effects_of, hook_model
 
 @dataclass(frozen=True, eq=False)
 class FullRows:
-    """The rows of one forward.
+    """The rows of one forward."""
 
-    Args:
-        layout: the tokens of each rank, of rows with padding.
-        length: tokens of a row without it.
-        group: the ranks of ``cp``.
-        given: what the model's own code cannot take of a part of a row: ``labels`` and how to count them.
-    """
-
-    layout: SequenceLayout
-    length: int
-    group: dist.ProcessGroup
-    given: dict[str, Any]
+    layout: SequenceLayout  # the tokens of each rank, of rows with padding
+    length: int  # tokens of a row without it
+    group: dist.ProcessGroup  # the ranks of ``cp``
+    given: dict[str, Any]  # what the model's own code cannot take of a part of a row: ``labels`` and how to count them
 
     def shard(self, values: Tensor, fill: int = 0) -> Tensor:
         """Return this rank's tokens of ``[batch, length, ...]``."""

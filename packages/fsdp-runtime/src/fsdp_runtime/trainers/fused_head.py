@@ -91,10 +91,7 @@ def _loss(config: Any, plain: Any, log_probs: Tensor, mask: Tensor, items: Any) 
 def add_chunked_head(model: Any, chunk_size: int, is_vlm: bool = False) -> None:
     """Patch ``model.forward`` as ``_patch_chunked_ce_lm_head`` of TRL before 1.15 does, with the head as it is sharded.
 
-    Args:
-        model: a causal language model of transformers, not a ``PeftModel`` around it.
-        chunk_size: not used: logits are not held longer than by the model itself.
-        is_vlm: not used.
+    ``chunk_size`` is not used: logits are not held longer than by the model itself.
     """
     forward = model.forward
 

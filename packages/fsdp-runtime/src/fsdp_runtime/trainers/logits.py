@@ -29,11 +29,7 @@ def full(values: Any) -> Any:
 
 
 def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a loss with the signature of transformers' losses that takes sharded logits too.
-
-    Args:
-        loss_function: transformers' ``ForCausalLMLoss``, for plain logits.
-    """
+    """Return a loss that takes sharded logits, and leaves plain ones to transformers' ``ForCausalLMLoss``."""
 
     def loss(
         logits: Tensor,
@@ -71,10 +67,6 @@ def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) 
 
     The trainer decides by the name of the model's class whether to shift labels, and FSDP2 gives the model a class of
     another name.  Logits that are sharded are refused with the fix.
-
-    Args:
-        label_smoother: transformers' ``LabelSmoother``.
-        model: the model, not a ``PeftModel`` around it.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -94,9 +86,6 @@ def take_sharded_logits(model: Any) -> None:
 
     Another loss than that of causal language models, and one that the model's code computes by itself, gets gathered
     logits (:func:`fsdp_runtime.steps.outputs.labels.gather_logits_for_labels`).
-
-    Args:
-        model: the model itself, not a ``PeftModel`` around it.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -124,14 +113,9 @@ def per_token(
 ) -> dict[str, Any]:
     """Return log-probabilities and what else is asked, all ``[batch, seq - 1]``, zero where there is no label.
 
-    Args:
-        logits: ``[batch, kept, vocab]``, those of the last positions; sharded on the vocabulary, or plain.  With
-            ``rows``, those of this rank's tokens.
-        labels: ``[batch, seq]``, not shifted; -100 where there is none.
-        temperature: the logits are divided by this.
-        fields: besides ``log_probs`` among ``entropy`` (nats), ``is_top1`` (the label is the most probable token), and
-            without gradient ``mean_logits`` (over the vocabulary) and ``log_sum_sq_probs``.
-        rows: the rows of full length, under context parallelism.
+    Logits are those of the last positions, ``[batch, kept, vocab]``, sharded or plain; with ``rows`` those of this
+    rank's tokens.  Labels are ``[batch, seq]``, not shifted.  ``fields`` beside ``log_probs``: ``entropy`` (nats),
+    ``is_top1`` (the label is the most probable token), and without gradient ``mean_logits`` and ``log_sum_sq_probs``.
     """
     if rows is not None:
         found = _statistics(logits, rows.targets(labels), temperature, fields)
@@ -149,15 +133,7 @@ def per_token(
 def per_position(
     logits: Tensor, targets: Tensor, *, temperature: float, fields: tuple[str, ...], rows: FullRows | None = None
 ) -> dict[str, Any]:
-    """Return what :func:`per_token` does, ``[batch, seq]``, of the token that each position is to predict.
-
-    Args:
-        logits: ``[batch, seq, vocab]``; see :func:`per_token`.
-        targets: ``[batch, seq]``; -100 where there is none.
-        temperature: see :func:`per_token`.
-        fields: see :func:`per_token`.
-        rows: see :func:`per_token`.
-    """
+    """Return what :func:`per_token` does, ``[batch, seq]``, of the token that each position is to predict."""
     if rows is None:
         return _statistics(logits, targets, temperature, fields)
     found = _statistics(logits, rows.shard(targets, -100), temperature, fields)

@@ -289,23 +289,14 @@ class MeshAccelerator(StateMixin, Accelerator):
 
 
 class DealtRows:
-    """Batches that the world's first rank reads, and of which each rank of ``dp`` gets its rows, on its device.
-
-    Args:
-        data_loader: the batches; rows of all ranks of ``dp``, in order.  Read on the first rank only.
-        accelerator: of the mesh.
-    """
+    """Batches that the world's first rank reads, and of which each rank of ``dp`` gets its rows, on its device."""
 
     def __init__(self, data_loader: Any, accelerator: MeshAccelerator) -> None:
         self.dataset = data_loader.dataset
         self._loader, self._accelerator = data_loader, accelerator
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate; an error of the first rank's reading is raised on every rank.
-
-        Raises:
-            OtherRankError: the first rank could not read a batch.
-        """
+        """Iterate; an error of the first rank's reading is raised on every rank."""
         batches = iter(self._loader) if dist.get_rank() == 0 else None
         index, ranks = self._accelerator.process_index, self._accelerator.num_processes
         while True:
@@ -340,11 +331,7 @@ def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:
 
 @contextmanager
 def replaced_globals(function: Callable[..., Any], **replacements: Any) -> Iterator[None]:
-    """Let a function of another package find these objects under global names of its module, inside the ``with``.
-
-    Raises:
-        BackendError: the module has no such name, so its version is another one.
-    """
+    """Let a function of another package find these objects under global names of its module, inside the ``with``."""
     namespace: dict[str, Any] = inspect.unwrap(function).__globals__
     if missing := [name for name in replacements if name not in namespace]:
         raise BackendError(f"{namespace['__name__']} has no {missing[0]}: install the version that the extra pins")

@@ -39,24 +39,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """How a trainer's models come onto its mesh.
+    """How a trainer's models come onto its mesh."""
 
-    Args:
-        mesh: the trainer's mesh.
-        options: keywords of ``parallelize``.
-        seed: of adapters that are drawn on the meta device.
-    """
-
-    mesh: DeviceMesh
-    options: Options
-    seed: int = 0
+    mesh: DeviceMesh  # the trainer's mesh
+    options: Options  # keywords of ``parallelize``
+    seed: int = 0  # of adapters that are drawn on the meta device
 
     def shard(self, model: nn.Module, adapter: Any = None) -> nn.Module:
-        """Parallelize a model with data or on the meta device, in a new adapter if a peft config is given.
-
-        Raises:
-            OptionError: an adapter is asked for on a model that is sharded already.
-        """
+        """Parallelize a model with data or on the meta device, in a new adapter if a peft config is given."""
         if is_sharded(model):
             if adapter is not None:
                 raise OptionError(
@@ -75,13 +65,7 @@ class ModelSource:
         """Build a model under ``meta_device``, shard it and load the checkpoint: every rank reads its own slices.
 
         A class that the checkpoint was not saved from, as one with a fresh score head, is loaded in full and then
-        sharded.
-
-        Args:
-            path: a folder or hub id.
-            architecture: the class, an auto class of transformers, or ``None`` for the checkpoint's own.
-            adapter: a peft config, or ``None``.
-            settings: keywords of ``from_pretrained``.
+        sharded.  Without an architecture the class is the checkpoint's own.
         """
         import transformers
 
@@ -117,11 +101,7 @@ def _take_generation_config(model: Any, path: str) -> None:
 
 
 def with_reference_adapter(model: Any) -> Any:
-    """Add a copy of a ``PeftModel``'s adapter as ``ref``, before it is sharded, where TRL would do so afterwards.
-
-    Raises:
-        OptionError: the model is sharded already, and has no such adapter.
-    """
+    """Add a copy of a ``PeftModel``'s adapter as ``ref``, before it is sharded, where TRL would do so afterwards."""
     if "ref" not in model.peft_config:
         if is_sharded(model):
             raise OptionError(

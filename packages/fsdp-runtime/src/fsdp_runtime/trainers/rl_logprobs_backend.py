@@ -11,11 +11,7 @@ from fsdp_runtime.errors import BackendError
 
 
 def rl_logprobs() -> Any:
-    """Return the package.
-
-    Raises:
-        BackendError: it is not installed.
-    """
+    """Return the package."""
     try:
         return import_module("rl_logprobs")
     except ModuleNotFoundError as error:

@@ -12,11 +12,7 @@ from fsdp_runtime.weights import stream_weights
 
 
 def server_generation(trainer_class: type) -> type:
-    """Return TRL's ``VLLMGeneration`` with the weights of :func:`fsdp_runtime.stream_weights`.
-
-    Args:
-        trainer_class: a trainer that generates by it.
-    """
+    """Return TRL's ``VLLMGeneration`` with the weights of :func:`fsdp_runtime.stream_weights`."""
     base: Any = global_of(trainer_class, "VLLMGeneration")
 
     class MeshGeneration(base):

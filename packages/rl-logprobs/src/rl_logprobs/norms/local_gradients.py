@@ -18,15 +18,11 @@ from rl_logprobs.norms.reduce_groups import MeshPlacements
 
 @dataclass(frozen=True)
 class LocalGradients:
-    """This rank's parts of the gradients.
+    """This rank's parts of the gradients."""
 
-    Attributes:
-        parts: local tensors, by the ``id`` of their parameters.
-        by_placement: ids of the parameters whose gradients have the same mesh and placements; None for plain tensors.
-            Reading these from a DTensor takes as long as adding up a small one, so each is read once.
-    """
-
-    parts: dict[int, torch.Tensor]
+    parts: dict[int, torch.Tensor]  # local tensors, by the ``id`` of their parameters
+    # ids of the parameters whose gradients have the same mesh and placements; None for plain tensors. Reading these
+    # from a DTensor takes as long as adding up a small one, so each is read once.
     by_placement: dict[MeshPlacements | None, list[int]]
 
 

@@ -35,17 +35,13 @@ def check_mask(mask: torch.Tensor, **values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequence of each token.
+    """The sequence of each token."""
 
-    Attributes:
-        segments: integers of the tokens' shape in ``[0, num_segments)``; None where each row (last dim) is a sequence.
-        num_segments: the number of segments; None without ``segments``.
-        cp_group: the ranks that hold other tokens of the same sequences, in rows of the same order or under the same
-            segment numbers; None where every sequence is on one rank.
-    """
-
+    # integers of the tokens' shape in ``[0, num_segments)``; None where each row (last dim) is a sequence
     segments: torch.Tensor | None = None
-    num_segments: int | None = None
+    num_segments: int | None = None  # the number of segments; None without ``segments``
+    # the ranks that hold other tokens of the same sequences, in rows of the same order or under the same segment
+    # numbers; None where every sequence is on one rank
     cp_group: dist.ProcessGroup | None = None
 
     def check(self, mask: torch.Tensor) -> Sequences:

@@ -71,16 +71,11 @@ class Side:
 
 
 def softmax_divergence(student: Side, teacher: Side, ignored: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the generalised Jensen-Shannon divergence of each token in nats, ``[tokens]``.
+    """Return the generalised Jensen-Shannon divergence of each token in nats, ``[tokens]``; 0 where ``ignored``.
 
     ``KL(teacher || student)`` for ``beta=0`` and ``KL(student || teacher)`` for ``beta=1``.  Between them, with ``m``
     the mixture ``(1 - beta) * student + beta * teacher``, ``(1 - beta) * KL(student || m) + beta * KL(teacher || m)``.
-
-    Args:
-        student: one side, with the group over which the vocabulary is sharded.
-        teacher: the other, with the same columns.
-        ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient, whatever their logits.
-        beta: from 0 to 1.
+    The ranks of the student's group call together.
     """
     sides = replace(student, tensors=()), replace(teacher, tensors=())
     found: torch.Tensor = apply_function(

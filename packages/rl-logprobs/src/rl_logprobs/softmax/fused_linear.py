@@ -66,14 +66,8 @@ def linear_softmax_statistics(
 ) -> SoftmaxStatistics:
     """Return statistics of ``softmax(head(hidden))`` over the full vocabulary, from this rank's shard of the head.
 
-    Args:
-        hidden: ``[tokens, features]``, the same on all ranks of the vocabulary's group.
-        weight: ``[columns, features]``, this rank's rows of the head.
-        bias: ``[columns]`` or None.
-        targets: as for ``softmax_statistics``.
-        ignored: likewise.
-        head: the vocabulary shard, logit scale and softcap.
-        options: the statistics to compute, ``entropy`` and ``argmax`` alone.
+    ``hidden`` is ``[tokens, features]``, the same on all ranks of the vocabulary's group, and ``weight`` ``[columns,
+    features]``.
     """
     found = apply_function(_LinearSoftmax, hidden, weight, bias, targets, ignored, head, options)
     return SoftmaxStatistics(*found)

@@ -28,12 +28,6 @@ def represent_tiles() -> Iterator[None]:
     shapes, so the second stands for them, and the results are wrong in value but not in shape.  The peak of live bytes
     is that of all tiles, and :func:`tile_multiplicity` has the factor for counts.  Applies to the current thread, which
     also runs the backward pass of CPU tensors.
-
-    Example:
-        >>> from rl_logprobs.softmax.row_blocks import represent_tiles, tile_indices, tile_multiplicity
-        >>> with represent_tiles():
-        ...     [(index, tile_multiplicity()) for index in tile_indices(10)]
-        [(0, 1), (1, 8), (9, 1)]
     """
     token = _multiplicity.set(1)
     try:

@@ -30,16 +30,10 @@ _Summands = Callable[[torch.Tensor, slice], torch.Tensor]
 
 @dataclass(frozen=True)
 class ThresholdSearch:
-    """Searches over each token's logits on all ranks of ``group``; results are ``[tokens]`` in the statistics dtype.
+    """Searches over each token's logits on all ranks of ``group``; results are ``[tokens]`` in the statistics dtype."""
 
-    Attributes:
-        logits: ``[..., width]``, this rank's columns without padding.
-        group: the ranks that share the vocabulary; None for one rank.
-        scale: the temperature.
-    """
-
-    logits: torch.Tensor
-    group: dist.ProcessGroup | None
+    logits: torch.Tensor  # ``[..., width]``, this rank's columns without padding
+    group: dist.ProcessGroup | None  # the ranks that share the vocabulary; None for one rank
     scale: TemperatureScale
 
     @property
@@ -73,12 +67,7 @@ class ThresholdSearch:
     def top_p(self, p: float, max_logit: torch.Tensor, min_logit: torch.Tensor) -> torch.Tensor:
         """Return the least logit of the top-p: greater logits hold less than ``p`` of the probability.
 
-        One collective per byte of a logit.
-
-        Args:
-            p: a part of the probability of the logits at or above ``min_logit``.
-            max_logit: ``[tokens]``, the largest logits.
-            min_logit: ``[tokens]``; lower logits have probability 0.
+        ``p`` is a part of the probability of the logits at or above ``min_logit``.  One collective per byte of a logit.
         """
 
         def weights(block: torch.Tensor, span: slice) -> torch.Tensor:
@@ -90,12 +79,9 @@ class ThresholdSearch:
         return self._radix_select(weights, lambda total: total * p)
 
     def top_p_among(self, largest: torch.Tensor, p: float, min_logit: torch.Tensor) -> torch.Tensor:
-        """Return the result of ``top_p`` where a top-k has left only ``largest``; one collective.
+        """Return the result of ``top_p`` where a top-k has left only ``largest``, ``[tokens, k]``; one collective.
 
-        Args:
-            largest: ``[tokens, k]`` from ``largest``; further logits that equal the last one count too.
-            p: a part of the probability of these logits.
-            min_logit: ``[tokens]``; lower logits have probability 0.
+        Further logits that equal the last of ``largest`` count too.
         """
         last = largest[:, -1:]
         ties = torch.zeros_like(last)
@@ -167,11 +153,7 @@ def _crossing_bin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the byte value in whose bin the sum from the greatest logits down reaches the goal, and the sum above it.
 
-    Args:
-        histogram: ``[tokens, BINS]`` sums by byte value.
-        bins: ``[tokens, BINS]`` byte values in ascending order of the logits.
-        above: ``[tokens]``, the sum over logits greater than all of these.
-        goal: ``[tokens]``.
+    ``histogram`` and ``bins`` are ``[tokens, BINS]``, ``above`` is the sum over logits greater than all of these.
     """
     at_or_above = histogram.gather(1, bins).flip(1).cumsum(1).flip(1) + above[:, None]
     greater = torch.cat([at_or_above[:, 1:], above[:, None]], 1)
@@ -182,12 +164,8 @@ def _crossing_bin(
 def _ascending_bins(negative: torch.Tensor | None, histogram: torch.Tensor) -> torch.Tensor:
     """Return the byte values ``[tokens, BINS]`` in ascending order of their logits.
 
-    Ordering the bins costs less than mapping the bits of every logit to ordered integers.
-
-    Args:
-        negative: ``[tokens]`` bool, logits with a negative sign, whose bytes descend where the logits ascend; None for
-            the leading byte, which holds the sign.
-        histogram: ``[tokens, BINS]``, for the shape and device.
+    Ordering the bins costs less than mapping the bits of every logit to ordered integers.  The bytes of ``negative``
+    logits descend where the logits ascend; None for the leading byte, which holds the sign.
     """
     bins = torch.arange(BINS, device=histogram.device)
     if negative is None:

@@ -17,12 +17,7 @@ _INTERMEDIATE, _OUTPUT = "intermediate", "output"
 
 
 def sublayers_apart(block: str, tree: ModelTree) -> Iterator[Sublayer]:
-    """Iterate over the sub-layers of a block whose output projection is in another module than their inputs.
-
-    Args:
-        block: the path of a block.
-        tree: the model.
-    """
+    """Iterate over the sub-layers of a block whose output projection is in another module than their inputs."""
     for path in (block, *tree.below(block)):
         for child in tree.children[path]:
             name = leaf(child)

@@ -33,10 +33,8 @@ STEPS = (
 def complete_plan(plan: Plan, model: Any, *, root: str = "") -> Plan:
     """Return the plan with attention sharded by heads and with rules for what it leaves replicated.
 
-    Args:
-        plan: the plan; its own rules stay, but for the head sizes that they lack.
-        model: the model that it is for, or its :class:`~tp_plans.model_tree.ModelTree`.
-        root: the path of the language model; nothing outside is added (a vision tower stays replicated).
+    Its own rules stay, but for the head sizes that they lack.  Nothing outside of ``root``, the language model, is
+    added (a vision tower stays replicated).
     """
     tree = ModelTree.of(model)
     for step in STEPS:

@@ -39,15 +39,7 @@ def is_tied(path: str, tree: ModelTree) -> bool:
 
 
 def with_full_output(plan: Plan, tree: ModelTree) -> Plan:
-    """Return a sequence-parallel plan whose hidden states are gathered after the last block.
-
-    Args:
-        plan: the plan of the model.
-        tree: the model.
-
-    Raises:
-        CapabilityError: the plan does not say where they can be gathered.
-    """
+    """Return a sequence-parallel plan whose hidden states are gathered after the last block."""
     planned = PlannedTree(tree, plan)
     norm, last = norm_after_blocks(tree), tree.decoder_blocks[-1]
     if norm is not None and isinstance(style := planned.style(norm), SequenceParallel):

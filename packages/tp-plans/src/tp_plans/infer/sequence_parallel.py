@@ -43,20 +43,10 @@ _WRAPPABLE_STYLES = (ParallelAttention, GatheredParameters, ExpertsParallel, All
 
 
 def with_sequence_parallelism(plan: Plan, model: Any, *, gather_blocks: bool = False) -> Plan:
-    """Return the sequence-parallel form of a plan.
+    """Return the sequence-parallel form of a plan: activations between sub-layers are sharded on the sequence.
 
-    Args:
-        plan: a tensor-parallel plan.
-        model: the model that it is for, or its :class:`~tp_plans.model_tree.ModelTree`.
-        gather_blocks: gather the sequence for each entire block, so that activations are sharded between blocks only.
-            Right for any code of a block; otherwise the form of one sub-layer at a time is given where it can be.
-
-    Returns:
-        The plan, with rules that shard the activations between sub-layers on the sequence.
-
-    Raises:
-        PlanError: the model has no decoder blocks or several decoders, or a rule has no sequence-parallel form.
-        CapabilityError: activations of such a model cannot be sharded on the sequence.
+    With ``gather_blocks`` the sequence is gathered for each entire block, so that activations are sharded between
+    blocks only: right for any code of a block.  Otherwise the form of one sub-layer at a time is given where it can be.
     """
     planned = PlannedTree(ModelTree.of(model), plan)
     tree = planned.tree
@@ -185,11 +175,7 @@ def takes_features_between_blocks(tree: ModelTree) -> bool:
 
 
 def _rules_between_blocks(tree: ModelTree, *, per_sublayer: bool) -> dict[str, Style]:
-    """Return the rules that give code between blocks the full hidden states, where it adds features to them.
-
-    Raises:
-        CapabilityError: the blocks gather the sequence themselves.
-    """
+    """Return the rules that give code between blocks the full hidden states, where it adds features to them."""
     if not per_sublayer:
         raise CapabilityError(
             f"{type(tree.model).__name__} adds vision features between blocks that need the full sequence: sequence "

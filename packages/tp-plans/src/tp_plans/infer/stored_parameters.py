@@ -37,12 +37,9 @@ def shard_storage(
 ) -> Mapping[str, Style]:
     """Return rules for the large parameters that the plan leaves replicated.
 
-    Args:
-        planned: the plan on the model.
-        root: the path of the language model.
-        read_code: look into the code of modules for parameters that it reads from modules below, which are gathered for
-            it; the weights of convolutions that nothing above reads are sharded too.
-        large: the patterns of the large parameters, where another model of the same modules says it.
+    ``read_code`` looks into the code of modules for parameters that it reads from modules below, which are gathered for
+    it; the weights of convolutions that nothing above reads are sharded too.  ``large`` has the patterns of the large
+    parameters, where another model of the same modules says it.
     """
     found = list(
         _shard_storage(planned, root, large_patterns(planned.tree) if large is None else large, read_code=read_code)

@@ -42,32 +42,21 @@ from tp_plans.styles import ColwiseParallel, MLAKVProjection, NoParallel, Rowwis
 
 @dataclass(frozen=True, kw_only=True)
 class Sublayer:
-    """A module whose linear layers read the residual stream and write to it: attention or an MLP.
+    """A module whose linear layers read the residual stream and write to it: attention or an MLP."""
 
-    Args:
-        path: its path.
-        input_projs: the layers that are split column-wise.
-        output_proj: the layer that writes to the residual stream, split row-wise.
-        inner_dim: features that the output projection reads.
-        head_norms: norms of one head each, inside.
-        mla_kv_down: the projection to the compressed keys and values of latent attention.
-        other_linears: its linear layers that are neither; unless it is latent attention, they neither read the residual
-            stream nor write to it.
-        fused_sizes: the matrices that the input projections consist of, as in ``ColwiseParallel``.
-        guessed_by_name: whether only its name distinguishes the output projection.
-        is_certain: whether all its parts have known names, and shapes that agree.
-    """
-
-    path: str
-    input_projs: tuple[str, ...]
-    output_proj: str
-    inner_dim: int
-    head_norms: tuple[str, ...] = ()
-    mla_kv_down: str | None = None
+    path: str  # its path
+    input_projs: tuple[str, ...]  # the layers that are split column-wise
+    output_proj: str  # the layer that writes to the residual stream, split row-wise
+    inner_dim: int  # features that the output projection reads
+    head_norms: tuple[str, ...] = ()  # norms of one head each, inside
+    mla_kv_down: str | None = None  # the projection to the compressed keys and values of latent attention
+    # its linear layers that are neither; unless it is latent attention, they neither read the residual stream nor write
+    # to it
     other_linears: tuple[str, ...] = ()
+    # the matrices that the input projections consist of, as in ``ColwiseParallel``
     fused_sizes: tuple[int | str, ...] = ()
-    guessed_by_name: bool = False
-    is_certain: bool = False
+    guessed_by_name: bool = False  # whether only its name distinguishes the output projection
+    is_certain: bool = False  # whether all its parts have known names, and shapes that agree
 
     @property
     def is_named_attention(self) -> bool:
@@ -90,9 +79,7 @@ class Sublayer:
 def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, Style]:
     """Return the rules that split a sub-layer as Megatron-LM does: column-wise in, row-wise out.
 
-    Args:
-        sublayer: the sub-layer; what it does between its projections must work on single features, or single heads.
-        multiple_of: features that stay together, as in ``ColwiseParallel``.
+    What it does between its projections must work on single features, or single heads (``multiple_of``).
     """
     colwise = ColwiseParallel(multiple_of=multiple_of, fused_sizes=sublayer.fused_sizes)
     latent: dict[str, Style] = {} if sublayer.mla_kv_down is None else {sublayer.mla_kv_down: MLAKVProjection()}

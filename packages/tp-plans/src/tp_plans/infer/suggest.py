@@ -173,11 +173,7 @@ def _of_block(block: str, tree: ModelTree, rules: Mapping[str, Style]) -> Iterat
 
 
 def _gathered(patterns: Sequence[str], tree: ModelTree) -> list[str]:
-    """Return the modules of the decoder's blocks that patterns name.
-
-    Raises:
-        PlanError: a pattern names none.
-    """
+    """Return the modules of the decoder's blocks that patterns name."""
     matched, _ = tree.match(patterns)
     if missing := [pattern for pattern in patterns if pattern not in matched]:
         raise PlanError(f"gathered={missing[0]!r} is no module of {type(tree.model).__name__}")

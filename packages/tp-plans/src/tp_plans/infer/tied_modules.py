@@ -12,11 +12,8 @@ from tp_plans.styles import Style
 def tied_modules(planned: PlannedTree, root: str) -> Mapping[str, Style]:
     """Return rules for the modules without any that share their parameters with modules that have rules.
 
-    An encoder and a decoder of the same weights (Diffusion Gemma) have one plan: a parameter has one layout.
-
-    Args:
-        planned: the plan on the model.
-        root: unused; the rules of modules inside and outside of the language model are alike.
+    An encoder and a decoder of the same weights (Diffusion Gemma) have one plan: a parameter has one layout, inside and
+    outside of the language model alike.
     """
     rules: dict[str, Style] = {}
     for source, target in _tied_pairs(planned):

@@ -102,12 +102,8 @@ def with_towers(
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return a plan with rules for towers, and the parts of them that are split inside, as patterns.
 
-    Args:
-        plan: as in :func:`split_towers`.
-        tree: the model.
-        tp: the size of the axis.
-        among: the parts that may be split inside; the layers of others are stored sharded.  ``None`` for all.
-        large: the patterns of the large parameters, where another model of the same modules says it.
+    Parts that are not in ``among`` are stored sharded.  ``large`` has the patterns of the large parameters, where
+    another model of the same modules says it.
     """
     planned = PlannedTree(tree, plan)
     paths = [path for path in _outside(tree) if planned.style(path) is None and not _is_gathered(path, planned)]

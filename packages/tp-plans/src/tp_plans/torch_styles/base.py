@@ -64,11 +64,8 @@ class ForwardContext:
 class LocalTensorStyle(ParallelStyle):
     """Base of the styles: distributes a module's parameters and runs its forward on local tensors.
 
-    A subclass says how each parameter is viewed locally and how activations enter and leave.
-
-    Args:
-        style: the module's rule, or ``None`` where only parameters or children of it have one.
-        parameter_rules: rules for single parameters of the module, by name or pattern of it.
+    A subclass says how each parameter is viewed locally and how activations enter and leave.  ``style`` is ``None``
+    where only parameters of a module have rules: ``parameter_rules``, by name or pattern.
     """
 
     #: Further attributes of the classes that modules get.

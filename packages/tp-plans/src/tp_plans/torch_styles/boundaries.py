@@ -23,12 +23,9 @@ _ENTERED, _SHARED, _PART = "_tp_plans_entered", "_tp_plans_shared", "_tp_plans_p
 
 
 def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
-    """Return this rank's part as a plain tensor.
+    """Return this rank's part of a DTensor over one axis as a plain tensor.
 
-    Args:
-        tensor: a DTensor over a one-axis mesh.
-        gradient: how the gradient of the part lies across the ranks; as ``tensor`` if it is not given, but replicated
-            for partial sums.
+    The gradient lies across the ranks as the tensor by default, but replicated for partial sums.
     """
     if torch.compiler.is_compiling() or not tensor.is_contiguous():
         return tensor.to_local(grad_placements=None if gradient is None else [gradient])
@@ -51,11 +48,7 @@ def local_parameter(parameter: DTensor) -> Tensor:
 def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
     """Make what :func:`local_parameter` returns for parameters by one autograd function, until they are dropped.
 
-    Args:
-        parameters: some that modules called next are likely to read; one may come twice.
-
-    Returns:
-        The parameters for :func:`drop_parts`.
+    One may come twice.  Returns the parameters for :func:`drop_parts`.
     """
     if torch.compiler.is_compiling():  # asked here too: code in Python around may call this in a graph of its own
         return []
@@ -96,11 +89,7 @@ def enter(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
     It is made with the plain tensor that :func:`entered` gives for it, by one autograd function: modules with one input
     (the projections of queries, keys and values) share that, so that their gradients are added as plain tensors and
-    none becomes a DTensor.
-
-    Args:
-        tensor: contiguous; plain, the same on every rank, or a DTensor over the mesh.
-        mesh: the ranks, one axis.
+    none becomes a DTensor.  The tensor is contiguous: plain and the same on every rank, or a DTensor.
     """
     if torch.compiler.is_compiling():  # in a graph of its own, as above
         if isinstance(tensor, DTensor):

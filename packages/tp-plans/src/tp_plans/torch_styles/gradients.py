@@ -25,9 +25,7 @@ def local_view(parameter: DTensor) -> Tensor:
 def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
     """Return the full tensor of a sharded parameter as a plain tensor; each rank keeps its part of the gradient.
 
-    Args:
-        parameter: split over a one-axis mesh.
-        partial: whether what a rank computes is a part of the gradient, and the ranks' are to be summed.
+    ``partial``: what a rank computes is a part of the gradient, and the ranks' are summed.
     """
     source = parameter if torch.is_grad_enabled() else _detach(parameter)
     full = source.redistribute(placements=[Replicate()])

@@ -88,18 +88,9 @@ def inferred_plan(
 ) -> Plan:
     """Return a plan that is inferred from a model's modules and certain: without doubts, or verified by running it.
 
-    Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again.
-
-    Args:
-        model: the model, or its tree.
-        sequence_parallel: whether the plan is to be a sequence-parallel one, which is always run.
-        mesh: the axis whose ranks run the copy, all of which have to call this; ``None`` for new processes.
-        towers_tp: the size of the axis where the plan is to have rules for towers too: what of them is verified to be
-            right is split inside, the other layers are stored sharded.
-
-    Raises:
-        UnknownArchitectureError: no plan is certain; the message lists the doubts.
-        CapabilityError: the model has no sequence-parallel form that is right.
+    Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again.  A
+    sequence-parallel plan is always run.  All ranks of ``mesh`` call this; ``None`` starts new processes.  With
+    ``towers_tp`` what is verified of towers is split inside, and their other layers are stored sharded.
     """
     tree = ModelTree.of(model)
     attempt = _Attempt(tree, sequence_parallel, towers_tp, large_patterns(tree))

@@ -19,21 +19,13 @@ Key = tuple[str, str, int, int]
 
 
 class TapeStep(NamedTuple):
-    """One allocation or free of the extended tape.
+    """One allocation or free of the extended tape."""
 
-    Args:
-        storage: a storage's name.
-        delta: bytes.
-        phase: the phase, ``""`` before the step.
-        stream: the stream that allocates.
-        category: the storage's category.
-    """
-
-    storage: object
-    delta: int
-    phase: str
-    stream: str
-    category: str
+    storage: object  # a storage's name
+    delta: int  # bytes
+    phase: str  # the phase, ``""`` before the step
+    stream: str  # the stream that allocates
+    category: str  # the storage's category
 
 
 class TapeMismatchError(Exception):
@@ -41,15 +33,7 @@ class TapeMismatchError(Exception):
 
 
 def expand(tape: Tape, repeated: RepeatedBlocks | None) -> list[TapeStep]:
-    """Return the tape of the full model.
-
-    Args:
-        tape: of the larger of two traces.
-        repeated: the repeated blocks of the full model, ``None`` if the trace ran all blocks.
-
-    Raises:
-        TapeMismatchError: the groups of the trace do not allocate alike.
-    """
+    """Return the tape of the full model from that of the larger of two traces; the same if the trace ran all blocks."""
     if repeated is None:
         return [_step(tape, entry, entry.storage) for entry in tape.entries]
     return _Expansion(tape, repeated).steps()

@@ -12,11 +12,7 @@ _SHORT = 90.0
 
 
 class ProgressLine:
-    """Show finished steps on a stream; called as ``progress(name, done, steps)``.
-
-    Args:
-        stream: standard error by default, which keeps standard output clean.
-    """
+    """Show finished steps on a stream (standard error); called as ``progress(name, done, steps)``."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr

@@ -29,23 +29,14 @@ _NONE = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading with a table, lines, or both below it.
-
-    Args:
-        heading: the heading.
-        rows: a table, its header first.
-        left: number of leading columns that are left-aligned; the others hold numbers.
-        lines: sentences below the table.
-        status: ``"good"`` or ``"bad"`` if the heading is a verdict.
-        code: whether the lines are code.
-    """
+    """A heading with a table, lines, or both below it."""
 
     heading: str
-    rows: Sequence[Sequence[str]] = ()
-    left: int = 1
-    lines: Sequence[str] = ()
-    status: str = ""
-    code: bool = False
+    rows: Sequence[Sequence[str]] = ()  # a table, its header first
+    left: int = 1  # number of leading columns that are left-aligned; the others hold numbers
+    lines: Sequence[str] = ()  # sentences below the table
+    status: str = ""  # ``"good"`` or ``"bad"`` if the heading is a verdict
+    code: bool = False  # whether the lines are code
 
 
 def estimate_sections(estimate: Estimate) -> list[Section]:

@@ -15,13 +15,7 @@ def summarize_traffic(
     mesh: DeviceMesh,
     bandwidths: Mapping[str, float],
 ) -> tuple[Traffic, ...]:
-    """Return counts and bytes by axis, phase and kind, in that order.
-
-    Args:
-        totals: by phase, kind and ranks: the number of calls, bytes of this rank's inputs, and bytes that it sends.
-        mesh: the mesh whose axes connect the ranks.
-        bandwidths: bytes per second by axis; under ``""`` for all others.
-    """
+    """Return counts and bytes by axis, phase and kind, in that order; a bandwidth under ``""`` is for other axes."""
     axes = axis_names(mesh)
     found = []
     for (phase, kind, ranks), (count, nbytes, sent) in totals.items():

@@ -27,11 +27,6 @@ def attention_workspace(function: Any, args: Any, kernels: AttentionKernels) -> 
     Both kernels add up the gradient of queries in float32, with one number a row for the softmax.  Where several query
     heads share a key head, FlashAttention 2 computes gradients of keys and values for every query head, and
     FlashAttention 3 adds them up in float32 (``flash_api.cpp`` of each).
-
-    Args:
-        function: the operator.
-        args: gradient, query ``[batch, heads, tokens, dim]``, key and value ``[batch, key heads, tokens, dim]``, …
-        kernels: the kernels that run.
     """
     if kernels == "none" or function not in _BACKWARD:
         return 0

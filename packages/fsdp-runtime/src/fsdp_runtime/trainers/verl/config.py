@@ -207,11 +207,7 @@ class FsdpRuntimeCriticConfig(CriticConfig):
 
 
 def _join(role: Any, theirs: str) -> None:
-    """Hand what verl's commands set on the role, or on its own engine, to this engine and the optimizer.
-
-    Raises:
-        OptionError: a field of verl's engine does not exist here, or has another value here.
-    """
+    """Hand what verl's commands set on the role, or on its own engine, to this engine and the optimizer."""
     if role.grad_clip is not None:
         role.optim.clip_grad = role.grad_clip
     if (size := role.ulysses_sequence_parallel_size) > 1:
@@ -227,11 +223,7 @@ def _join(role: Any, theirs: str) -> None:
 
 
 def engine_config(**given: Any) -> FsdpRuntimeEngineConfig:
-    """Return the config of fields by name; the ``_target_`` of the config group.
-
-    Raises:
-        OptionError: a field does not exist; the message has the one of the same meaning.
-    """
+    """Return the config of fields by name; the ``_target_`` of the config group."""
     known = {each.name for each in fields(FsdpRuntimeEngineConfig)}
     unknown = [
         f"{name} (here: {ELSEWHERE[name]})" if name in ELSEWHERE else name for name in given if name not in known
@@ -242,11 +234,7 @@ def engine_config(**given: Any) -> FsdpRuntimeEngineConfig:
 
 
 def to_dtype(name: str, value: Any) -> torch.dtype:
-    """Return a dtype of verl's names.
-
-    Raises:
-        OptionError: it is not float32 or bfloat16.
-    """
+    """Return a dtype of verl's names."""
     try:
         dtype: torch.dtype = PrecisionType.to_dtype(value)
     except RuntimeError:
@@ -257,11 +245,7 @@ def to_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def check_flags(config: FsdpRuntimeEngineConfig) -> None:
-    """Refuse the flags of verl's FSDP engine that have no counterpart.
-
-    Raises:
-        OptionError: one is set; the message has the way out.
-    """
+    """Refuse the flags of verl's FSDP engine that have no counterpart."""
     refuse("", "EngineConfig", config)
     refuse("", "FSDPEngineConfig", config)
     refuse("router_replay.", "EngineRouterReplayConfig", config.router_replay)

@@ -61,10 +61,6 @@ class Shards:
 
     Blocks that several ranks hold are sent by the first of these.  The gathering group of verl's checkpoint engine is
     the world in every entry, so that all ranks pass the same entries in the same order.
-
-    Args:
-        model: the parallelized model.
-        dtype: the dtype of the rollout's weights.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -113,11 +109,7 @@ class Shards:
                 self._keep(name, number, values)
 
     def changes(self) -> Iterator[tuple[Any, ...]]:
-        """Yield ``(slots, dtype, counts, indices, values, group)``: what changed, in the flat tensors' coordinates.
-
-        Raises:
-            OptionError: nothing was remembered yet.
-        """
+        """Yield ``(slots, dtype, counts, indices, values, group)``: what changed, in the flat tensors' coordinates."""
         for name, number, values, place, sends in self.blocks():
             index = torch.empty(0, dtype=torch.int64, device=values.device)
             if sends:

@@ -12,11 +12,7 @@ _CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 def require_own_config(config: object) -> None:
-    """Check that a config is this engine's.
-
-    Raises:
-        OptionError: it is that of another engine of verl.
-    """
+    """Check that a config is this engine's."""
     if not isinstance(config, FsdpRuntimeEngineConfig):
         names = ", ".join(f"{theirs} is {ours}" for theirs, ours in ELSEWHERE.items())
         raise OptionError(
@@ -26,11 +22,7 @@ def require_own_config(config: object) -> None:
 
 
 def check_checkpoint_flags(config: Any) -> None:
-    """Refuse contents of checkpoints that cannot be written.
-
-    Raises:
-        OptionError: an entry is unknown, or needs another.
-    """
+    """Refuse contents of checkpoints that cannot be written."""
     if config is None:
         return
     for name in ("save_contents", "load_contents"):
