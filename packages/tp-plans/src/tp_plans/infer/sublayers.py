@@ -11,31 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from tp_plans import naming
 from tp_plans._validate import is_integer
 from tp_plans.layouts import Shard
 from tp_plans.model_tree import ModelTree, join, parent
-from tp_plans.naming import (
-    ATTENTION_GATES,
-    ATTENTION_MODULE,
-    ATTENTION_OUTPUTS,
-    HEAD_DIM,
-    HEAD_NORMS,
-    INTERLEAVED_QKV,
-    MLA_HEADS,
-    MLA_KV_DOWN,
-    MLA_KV_UP,
-    MLA_LAYERS,
-    MLA_OUTPUT,
-    MLA_QUERIES,
-    MLA_QUERIES_DOWN,
-    MLA_ROPE_DIM,
-    MLPS,
-    OUTPUT_PROJECTION,
-    QKV,
-    QUERY,
-    QUERY_PROJECTION,
-    leaf,
-)
 from tp_plans.planned_tree import PlannedTree, merge_per_block
 from tp_plans.styles import ColwiseParallel, MLAKVProjection, NoParallel, RowwiseParallel, Style
 
@@ -61,9 +40,9 @@ class Sublayer:
     @property
     def is_named_attention(self) -> bool:
         """Whether it mixes tokens, judged by its name and its layers' names."""
-        names = [leaf(each) for each in self.input_projs]
-        queries = any(QUERY_PROJECTION.fullmatch(name) or "qkv" in name.lower() for name in names)
-        return bool(ATTENTION_MODULE.search(leaf(self.path).lower())) or queries
+        names = [naming.leaf(each) for each in self.input_projs]
+        queries = any(naming.QUERY_PROJECTION.fullmatch(name) or "qkv" in name.lower() for name in names)
+        return bool(naming.ATTENTION_MODULE.search(naming.leaf(self.path).lower())) or queries
 
     @property
     def is_apart(self) -> bool:
@@ -73,7 +52,7 @@ class Sublayer:
     @property
     def is_interleaved(self) -> bool:
         """Whether a fused projection keeps each head's query, key and value together."""
-        return any(INTERLEAVED_QKV.search(leaf(each)) for each in self.input_projs)
+        return any(naming.INTERLEAVED_QKV.search(naming.leaf(each)) for each in self.input_projs)
 
 
 def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, Style]:
@@ -126,23 +105,23 @@ def recognize(path: str, tree: ModelTree) -> Sublayer | None:
 
 def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
     """Query, key and value in heads, norms over one head each, a gate as wide as the queries."""
-    output = next((name for name in ATTENTION_OUTPUTS if name in names), "")
-    head_dim = getattr(tree.modules[path], HEAD_DIM, None)
-    if not output or not set(QKV) <= names or not is_integer(head_dim, least=1):
+    output = next((name for name in naming.ATTENTION_OUTPUTS if name in names), "")
+    head_dim = getattr(tree.modules[path], naming.HEAD_DIM, None)
+    if not output or not set(naming.QKV) <= names or not is_integer(head_dim, least=1):
         return None
     width = {name: tree.size(join(path, name), 0) for name in names}
-    gates = {name for name in ATTENTION_GATES if width.get(name) == width[QUERY]}
-    inputs = {*QKV, *(gates & names)}
-    norms = {name for name in names & set(HEAD_NORMS) if _vector_length(join(path, name), tree) == head_dim}
+    gates = {name for name in naming.ATTENTION_GATES if width.get(name) == width[naming.QUERY]}
+    inputs = {*naming.QKV, *(gates & names)}
+    norms = {name for name in names & set(naming.HEAD_NORMS) if _vector_length(join(path, name), tree) == head_dim}
     whole_heads = all((width[name] or 1) % head_dim == 0 for name in inputs)
-    fits = tree.size(join(path, output), 1) == width[QUERY]
+    fits = tree.size(join(path, output), 1) == width[naming.QUERY]
     if not (whole_heads and fits) or names != inputs | norms | {output}:
         return None
     return Sublayer(
         path=path,
         input_projs=tuple(join(path, name) for name in sorted(inputs)),
         output_proj=join(path, output),
-        inner_dim=width[QUERY] or 0,
+        inner_dim=width[naming.QUERY] or 0,
         head_norms=tuple(join(path, name) for name in sorted(norms)),
         is_certain=True,
     )
@@ -150,25 +129,27 @@ def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
 
 def _latent_attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
     """Multi-head latent attention with DeepSeek's names."""
-    module, queries = tree.modules[path], set(MLA_QUERIES) & names
-    counted = all(is_integer(getattr(module, name, None), least=1) for name in (MLA_HEADS, MLA_ROPE_DIM))
-    required = {MLA_KV_DOWN, MLA_KV_UP, MLA_OUTPUT}
-    if not (required <= names <= set(MLA_LAYERS) and len(queries) == 1 and counted):
+    module, queries = tree.modules[path], set(naming.MLA_QUERIES) & names
+    counted = all(is_integer(getattr(module, name, None), least=1) for name in (naming.MLA_HEADS, naming.MLA_ROPE_DIM))
+    required = {naming.MLA_KV_DOWN, naming.MLA_KV_UP, naming.MLA_OUTPUT}
+    if not (required <= names <= set(naming.MLA_LAYERS) and len(queries) == 1 and counted):
         return None
     return Sublayer(
         path=path,
-        input_projs=(join(path, queries.pop()), join(path, MLA_KV_UP)),
-        output_proj=join(path, MLA_OUTPUT),
-        inner_dim=tree.size(join(path, MLA_OUTPUT), 1) or 0,
-        mla_kv_down=join(path, MLA_KV_DOWN),
-        other_linears=tuple(join(path, name) for name in (MLA_QUERIES_DOWN, MLA_KV_DOWN) if name in names),
+        input_projs=(join(path, queries.pop()), join(path, naming.MLA_KV_UP)),
+        output_proj=join(path, naming.MLA_OUTPUT),
+        inner_dim=tree.size(join(path, naming.MLA_OUTPUT), 1) or 0,
+        mla_kv_down=join(path, naming.MLA_KV_DOWN),
+        other_linears=tuple(
+            join(path, name) for name in (naming.MLA_QUERIES_DOWN, naming.MLA_KV_DOWN) if name in names
+        ),
         is_certain=True,
     )
 
 
 def _mlp(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
     """A gated, fused or plain MLP: everything else in it works on single features."""
-    for *inputs, output in MLPS:
+    for *inputs, output in naming.MLPS:
         if names != {*inputs, output}:
             continue
         widths = {tree.size(join(path, name), 0) for name in inputs}
@@ -205,7 +186,7 @@ def _shaped(path: str, tree: ModelTree) -> Sublayer | None:
     if len(linear) < 2 or not writing:
         return None
     certain = [layer for layer in writing if shapes[layer][1] != width]
-    named = [layer for layer in writing if OUTPUT_PROJECTION.fullmatch(leaf(layer).lower())]
+    named = [layer for layer in writing if naming.OUTPUT_PROJECTION.fullmatch(naming.leaf(layer).lower())]
     output = (certain or named or writing)[-1]
     inputs = tuple(layer for layer in linear if layer != output and shapes[layer][1] == width)
     if not inputs:
