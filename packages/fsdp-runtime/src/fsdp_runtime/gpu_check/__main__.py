@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.gpu_check.check_result import CheckResult
+from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, verdict
 from fsdp_runtime.gpu_check.kernels import check_kernels
 from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
 from fsdp_runtime.gpu_check.memory import check_memory
 from fsdp_runtime.gpu_check.parity import check_parity
 from fsdp_runtime.gpu_check.ranks import Check, run_checks
-from fsdp_runtime.gpu_check.report import markdown, verdict
 from fsdp_runtime.gpu_check.speed import check_speed
 from fsdp_runtime.gpu_check.transfer import check_transfer
 

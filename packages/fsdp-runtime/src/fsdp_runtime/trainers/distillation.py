@@ -1,4 +1,4 @@
-"""TRL's distillation trainer on a mesh: its loss reads the weights of two heads, which are sharded."""
+"""TRL's distillation trainers on a mesh: their losses read heads or logits that are sharded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.errors import ModelError
+from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.memory.unshard import unsharded
+from fsdp_runtime.steps.outputs.generation import full_logits
 from fsdp_runtime.trainers._trl_compat import DIVERGENCE, replaced
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
-from fsdp_runtime.trainers.trl_trainers import GeneratingMixin
+from fsdp_runtime.trainers.trl_trainers import GeneratingMixin, TrlMixin, refuse_cp
 from tp_plans.runtime import plain_full_tensor
 
 
@@ -97,3 +101,46 @@ def _over_tp(model: str, weight: Any) -> Any:
             "model around it, not as a module of its own"
         )
     return weight.detach().full_tensor()  # type: ignore[attr-defined]
+
+
+class GKDMixin(TrlMixin):
+    """Let TRL's GKD trainer train on a mesh; see :class:`TrlMixin`.
+
+    Student and teacher keep their logits sharded on the vocabulary, and the ranks of one ``tp`` group sample the same
+    tokens.  The teacher may be a path too, of which every rank reads its own shards.
+    """
+
+    def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
+        refuse_cp(mesh)
+        if getattr(args, "teacher_model_init_kwargs", None):
+            raise OptionError("teacher_model_init_kwargs: pass teacher_model as a model, sharded or not")
+        super().__init__(model, mesh=mesh, args=args, **kwargs)
+
+    def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        model, kwargs = super()._shard_models(model, kwargs)
+        if isinstance(teacher := kwargs.get("teacher_model"), str):
+            kwargs = {**kwargs, "teacher_model": self._source.load(teacher, dtype="auto")}
+        return model, kwargs
+
+    def generate_on_policy_outputs(self, model: Any, inputs: Any, generation_config: Any) -> tuple[Tensor, ...]:
+        """Sample from student or teacher with FSDP2's parameters gathered, the same tokens on all ranks of ``tp``."""
+        self.accelerator.share_random_state()
+        with torch.no_grad(), unsharded(model), full_logits(base_model(model)):
+            found = super().generate_on_policy_outputs(model, inputs, generation_config)
+        return tuple(self._from_first(list(found)))
+
+    def generalized_jsd_loss(
+        self,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        labels: Tensor,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Return what TRL's does, from logits ``[batch, tokens, vocab]`` that may be sharded on the vocabulary."""
+        valid = labels != -100
+        total: Tensor = rl_logprobs().token_divergence(
+            student_logits, teacher_logits, beta=beta, temperature=temperature, mask=valid
+        )
+        return total.sum() / (valid.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)

@@ -26,7 +26,7 @@ from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES
-from fsdp_runtime.trainers.rl_logprobs_backend import gather_sequence
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.wrap import effects_of, hook_model
 
 
@@ -46,7 +46,8 @@ class FullRows:
     def gather(self, values: Tensor) -> Tensor:
         """Return ``[batch, length, ...]`` from this rank's tokens; each rank keeps its own part of the gradient."""
         permutation = self.layout.permutation.to(values.device)
-        return gather_sequence(values, permutation, self.group, dim=1)[:, : self.length]
+        full: Tensor = rl_logprobs().gather_sequence(values, permutation, self.group, dim=1)
+        return full[:, : self.length]
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return, of labels that are not shifted, those that this rank's tokens predict."""

@@ -14,7 +14,7 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.models import calls_loss_function
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.full_rows import FullRows, rows_in_force, take_full_rows
-from fsdp_runtime.trainers.rl_logprobs_backend import token_statistics
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 
 
 def full(values: Any) -> Any:
@@ -53,9 +53,13 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
         count = (scored != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         if rows is not None:
             own = rows.shard(targets, ignore_index) if shift_labels is not None else rows.targets(targets)
-            logprobs = rows.gather(token_statistics(logits, own, ignore_index=ignore_index).logprobs)
+            logprobs = rows.gather(rl_logprobs().token_statistics(logits, own, ignore_index=ignore_index).logprobs)
         else:
-            logprobs = token_statistics(logits, targets, shift=shift_labels is None, ignore_index=ignore_index).logprobs
+            logprobs = (
+                rl_logprobs()
+                .token_statistics(logits, targets, shift=shift_labels is None, ignore_index=ignore_index)
+                .logprobs
+            )
         total: Tensor = -logprobs.sum()
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
@@ -141,7 +145,7 @@ def per_position(
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, fields: tuple[str, ...]) -> dict[str, Tensor]:
-    found = token_statistics(
+    found = rl_logprobs().token_statistics(
         logits, targets, temperature=temperature, entropy="entropy" in fields, argmax="is_top1" in fields
     )
     scored = targets != -100
@@ -152,7 +156,7 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, fields: tup
         values["is_top1"] = (found.argmax == targets) & scored
     with torch.no_grad():
         if "log_sum_sq_probs" in fields:  # log of the sum of squared probabilities, from two partition sums
-            twice = token_statistics(logits.detach(), targets, temperature=temperature / 2)
+            twice = rl_logprobs().token_statistics(logits.detach(), targets, temperature=temperature / 2)
             values["log_sum_sq_probs"] = twice.logsumexp - 2 * found.logsumexp.detach()
         if "mean_logits" in fields:
             total = logits.detach().sum(-1, dtype=torch.float32)

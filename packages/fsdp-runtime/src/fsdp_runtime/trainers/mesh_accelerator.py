@@ -34,7 +34,7 @@ from fsdp_runtime.trainers.accelerator_state import StateMixin
 from fsdp_runtime.trainers.logits import compute_losses_on
 from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
 from fsdp_runtime.trainers.prepared_optimizers import check_parameters, follow_parameters
-from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, require_rl_logprobs
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.training_arguments import check_on_mesh
 
 
@@ -66,7 +66,7 @@ class MeshAccelerator(StateMixin, Accelerator):
 
     def __init__(self, mesh: DeviceMesh, *, parallelize_kwargs: Options | None = None, **settings: Any) -> None:
         require_axes(mesh)
-        require_rl_logprobs()
+        rl_logprobs()  # raises where it is missing
         self.mesh = mesh
         self._source = ModelSource(mesh, {**(parallelize_kwargs or {})})
         super().__init__(**accelerator_settings(mesh, settings))
@@ -179,7 +179,8 @@ class MeshAccelerator(StateMixin, Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm of all gradients, each shard counted once; return the norm before clipping."""
-        return clip_grad_norm_(parameters, max_norm, norm_type)
+        norm: Tensor = rl_logprobs().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every element of the gradients."""

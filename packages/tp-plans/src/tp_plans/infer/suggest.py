@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_plans.errors import PlanError
-from tp_plans.infer.bert_sublayers import sublayers_apart
 from tp_plans.infer.bytecode import reads_below
 from tp_plans.infer.encoder_decoder import token_blocks, token_streams, token_tables
 from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose, stored_rules
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.stored_parameters import shard_storage
-from tp_plans.infer.sublayers import Sublayer, recognize
+from tp_plans.infer.sublayers import Sublayer, recognize, sublayers_apart
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.lora import require_no_adapters
 from tp_plans.model_tree import ModelTree, ancestors, join, parent

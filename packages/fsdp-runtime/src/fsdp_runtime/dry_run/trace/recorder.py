@@ -28,9 +28,15 @@ from fsdp_runtime.dry_run.trace.data_dependent_ops import (
     grouped_mm,
     remember_origin,
 )
-from fsdp_runtime.dry_run.trace.flops import bytes_moved, flops_of, kind_of
 from fsdp_runtime.dry_run.trace.fusion import FusedStorage, Fusion
-from fsdp_runtime.dry_run.trace.kernels import AttentionKernels, attention_workspace, storages_on_streams
+from fsdp_runtime.dry_run.trace.kernels import (
+    AttentionKernels,
+    attention_workspace,
+    bytes_moved,
+    flops_of,
+    kind_of,
+    storages_on_streams,
+)
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.types import Phase
 from fsdp_runtime.errors import EstimateError

@@ -254,3 +254,29 @@ def check_flags(config: FsdpRuntimeEngineConfig) -> None:
         raise OptionError(f"mixed_precision.buffer_dtype={buffer_dtype!r}: buffers keep their dtype; leave it out")
     if config.pad_to_length and config.pad_to_length_bucket < 1:
         raise OptionError(f"pad_to_length_bucket={config.pad_to_length_bucket}: give a positive number of tokens")
+
+
+_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+def require_own_config(config: object) -> None:
+    """Check that a config is this engine's."""
+    if not isinstance(config, FsdpRuntimeEngineConfig):
+        names = ", ".join(f"{theirs} is {ours}" for theirs, ours in ELSEWHERE.items())
+        raise OptionError(
+            f"the engine's config is a {type(config).__name__}: choose engine=fsdp_runtime (SFT) or "
+            f"model_engine=fsdp_runtime (PPO), whose fields have other names: {names}"
+        )
+
+
+def check_checkpoint_flags(config: Any) -> None:
+    """Refuse contents of checkpoints that cannot be written."""
+    if config is None:
+        return
+    for name in ("save_contents", "load_contents"):
+        contents = list(config.get(name, None) or ())
+        if unknown := [each for each in contents if each not in _CONTENTS]:
+            raise OptionError(f"checkpoint.{name} has {unknown[0]!r}: write some of {', '.join(_CONTENTS)}")
+        if {"optimizer", "extra"} & {*contents} and "model" not in contents:
+            raise OptionError(f"checkpoint.{name}={contents} has states of training without 'model': add it")
+    refuse("checkpoint.", "CheckpointConfig", config)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.mesh.spec import submesh
-from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, grad_norm
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl import export
 from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
-from fsdp_runtime.trainers.verl.config import check_flags, to_dtype
+from fsdp_runtime.trainers.verl.config import check_checkpoint_flags, check_flags, require_own_config, to_dtype
 from fsdp_runtime.trainers.verl.flags import refuse
 from fsdp_runtime.trainers.verl.micro_batches import cut
 from fsdp_runtime.trainers.verl.model import (
@@ -27,7 +27,6 @@ from fsdp_runtime.trainers.verl.model import (
     scheduler_of,
     trained_parameters,
 )
-from fsdp_runtime.trainers.verl.model_flags import check_checkpoint_flags, require_own_config
 from fsdp_runtime.trainers.verl.replay import nested_routes, recorded_or_replayed, way_of
 from fsdp_runtime.trainers.verl.residency import Residency, parts_of
 from fsdp_runtime.trainers.verl.rows import Rows, idle_rows, rows_of
@@ -155,7 +154,8 @@ class FsdpRuntimeEngine(BaseEngine):
             The norm before clipping, the same on every rank.
         """
         limit, parameters = self.optimizer_config.clip_grad, trained_parameters(self.module)
-        norm = grad_norm(parameters) if limit is None else clip_grad_norm_(parameters, limit)
+        norms = rl_logprobs()
+        norm = norms.grad_norm(parameters) if limit is None else norms.clip_grad_norm_(parameters, limit)
         found = float(norm)
         if torch.isfinite(norm):
             self.optimizer.step()
