@@ -15,11 +15,9 @@ _accelerator_assumed: ContextVar[bool] = ContextVar("accelerator_assumed", defau
 
 @contextmanager
 def assume_accelerator() -> Iterator[None]:
-    """Compute on CPU tensors within the context as on an accelerator's.
-
-    For a dry run, whose CPU or fake tensors stand for tensors on an accelerator.  Applies to the current thread,
-    which also runs the backward pass of CPU tensors.
-    """
+    """Compute on CPU tensors within the context as on an accelerator's."""
+    # For a dry run, whose CPU or fake tensors stand for tensors on an accelerator. Applies to the current thread, which
+    # also runs the backward pass of CPU tensors.
     token = _accelerator_assumed.set(True)
     try:
         yield

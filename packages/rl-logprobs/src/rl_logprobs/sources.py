@@ -185,10 +185,8 @@ class HeadSource:
         return Side(operands, self.vocab, temperature, head)
 
     def reference_side(self, tokens: TokenSlice, vocab: VocabColumns, temperature: float | torch.Tensor) -> Side:
-        """Return the logits of other tokens and columns, without gradient, as the other side of a divergence.
-
-        A head that is sharded otherwise sends its rows to the ranks that need them.
-        """
+        """Return the logits of other tokens and columns, without gradient, as the other side of a divergence."""
+        # A head that is sharded otherwise sends its rows to the ranks that need them.
         states, _ = _gather_tokens(self.logits.hidden.detach(), self.vocab.group)
         states = tokens_of(states, self.tokens, tokens)
         parts = [part.detach() for part in self._local_head() if part is not None]
@@ -305,10 +303,9 @@ def _tokens_after_gather(hidden: torch.Tensor, group: dist.ProcessGroup | None) 
 
 
 def _gather_tokens(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, bool]:
-    """Return hidden states of all tokens of the vocabulary's group, and whether their gradient needs an all-reduce.
-
-    The gradient of gathered tokens is returned as a partial sum, which the backward pass of the gather reduce-scatters.
-    """
+    """Return hidden states of all tokens of the vocabulary's group, and whether their gradient needs an all-reduce."""
+    # The gradient of gathered tokens is returned as a partial sum, which the backward pass of the gather
+    # reduce-scatters.
     if not isinstance(hidden, DTensor):
         return hidden, True
     vocab_dim = _vocab_mesh_dim(hidden, group)

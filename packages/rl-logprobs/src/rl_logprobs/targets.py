@@ -102,10 +102,8 @@ def require_ascending(offsets: torch.Tensor, name: str, last: int, counted: str)
 def local_targets(
     targets: torch.Tensor, tokens: TokenSlice, *, shift: bool = False, ignore_index: int = -100, name: str = "targets"
 ) -> torch.Tensor:
-    """Return the targets of the tokens that this rank holds, as a plain int64 tensor.
-
-    They are given for the full batch (``tokens.full``) or for this rank's tokens (``tokens.shape``).
-    """
+    """Return the targets of the tokens that this rank holds, as a plain int64 tensor."""
+    # They are given for the full batch (``tokens.full``) or for this rank's tokens (``tokens.shape``).
     require_ids(targets, name)
     is_full = tuple(targets.shape) == tokens.full
     if isinstance(targets, DTensor):

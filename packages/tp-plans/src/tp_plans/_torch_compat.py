@@ -10,11 +10,9 @@ from typing import Any
 
 
 def own_parameters(module: Any) -> dict[str, Any]:
-    """A module's dict of its own parameters, absent ones (``None``) and views in their place included.
-
-    ``named_parameters`` hides both, and assigning an attribute refuses a plain tensor where a parameter was; torch's
-    own parametrisation and FSDP2 work on the same dict.
-    """
+    """A module's dict of its own parameters, absent ones (``None``) and views in their place included."""
+    # ``named_parameters`` hides both, and assigning an attribute refuses a plain tensor where a parameter was; torch's
+    # own parametrisation and FSDP2 work on the same dict.
     found: dict[str, Any] = getattr(module, "_parameters", {})
     return found
 
@@ -36,10 +34,8 @@ CALL = "_call_impl"
 
 
 def call_of(module_class: Any) -> Any:
-    """A module class's call of hooks and forward, in which the compiler can be told to leave both to Python.
-
-    Hooks that are added later, as FSDP2's, then run outside of compiled code, which would skip them.
-    """
+    """A module class's call of hooks and forward, in which the compiler can be told to leave both to Python."""
+    # Hooks that are added later, as FSDP2's, then run outside of compiled code, which would skip them.
     return module_class._call_impl
 
 

@@ -16,11 +16,9 @@ def shard_ranges(size: int, tp: int) -> list[range]:
 def compute_ranges(
     size: int, tp: int, *, unit: int = 1, pieces: Sequence[int] = (), shared: bool = False
 ) -> list[list[range]]:
-    """Return the rows that each rank computes with: its units of every piece, in ascending order.
-
-    A unit (a head) stays together; pieces are the matrices of a fused weight.  With ``shared`` a piece with fewer units
-    than ranks gives each unit to ``tp / units`` neighbouring ranks.
-    """
+    """Return the rows that each rank computes with: its units of every piece, in ascending order."""
+    # A unit (a head) stays together; pieces are the matrices of a fused weight. With ``shared`` a piece with fewer
+    # units than ranks gives each unit to ``tp / units`` neighbouring ranks.
     pieces = tuple(pieces) or (1,)
     scale, rest = divmod(size, sum(pieces))
     if rest:

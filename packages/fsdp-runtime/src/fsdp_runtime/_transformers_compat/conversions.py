@@ -32,11 +32,9 @@ class Translation:
 
 
 def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:
-    """How a checkpoint's tensors, by their names in the files, become the model's, whose names are ``known``.
-
-    ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
-    reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
-    """
+    """How a checkpoint's tensors, by their names in the files, become the model's, whose names are ``known``."""
+    # ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
+    # reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
     if not is_transformers_model(model):
         return Translation({name: name for name in checkpoint_names}, ())
     require_known_release()

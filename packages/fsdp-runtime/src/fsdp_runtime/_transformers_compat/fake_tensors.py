@@ -9,10 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def fake_tensors_are_data() -> Iterator[None]:
-    """Let transformers treat fake tensors as tensors with data, as it does in training.
-
-    It takes them for a graph being traced, and then builds attention masks that a real run finds it can do without.
-    """
+    """Let transformers treat fake tensors as tensors with data, as it does in training."""
+    # It takes them for a graph being traced, and then builds attention masks that a real run finds it can do without.
     if (utilities := sys.modules.get("transformers.utils.import_utils")) is None:
         yield
         return

@@ -27,13 +27,11 @@ def sdpa_mask_between(
     batch_size: int,
     use_vmap: bool,
 ) -> Tensor:
-    """Build the boolean mask ``[batch, 1, queries, keys]`` of SDPA with transformers' own function.
-
-    ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.6 to
-    5.23). ``documents``, ``positions``, ``subtree_end`` and ``padding`` (false at padding) are ``[batch, seq]``, or
-    ``None``; positions are those in a document, or on a path of a prefix tree (:class:`PathMask`).  With ``use_vmap``
-    the mask function takes single indices.
-    """
+    """Build the boolean mask ``[batch, 1, queries, keys]`` of SDPA with transformers' own function."""
+    # ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.6 to
+    # 5.23). ``documents``, ``positions``, ``subtree_end`` and ``padding`` (false at padding) are ``[batch, seq]``, or
+    # ``None``; positions are those in a document, or on a path of a prefix tree (``PathMask``). With ``use_vmap`` the
+    # mask function takes single indices.
     from transformers.masking_utils import and_masks, padding_mask_function, sdpa_mask
 
     if subtree_end is not None and positions is not None:
@@ -91,11 +89,9 @@ class PathMask:
 
 
 def build_masks_along_paths(current: ContextVar[PathMask | None], implementations: Iterable[str]) -> None:
-    """Let transformers' own mask functions build masks along the paths of prefix trees, while there are any.
-
-    The registered functions are replaced by ones that call them, once a process; without trees nothing changes.  The
-    model's implementation of attention keeps its name, which some models compare with the names that they know.
-    """
+    """Let transformers' own mask functions build masks along the paths of prefix trees, while there are any."""
+    # The registered functions are replaced by ones that call them, once a process; without trees nothing changes. The
+    # model's implementation of attention keeps its name, which some models compare with the names that they know.
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

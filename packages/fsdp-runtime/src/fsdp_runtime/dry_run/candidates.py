@@ -19,10 +19,8 @@ def candidate_meshes(
     dp_replicate: Sequence[int] | None = None,
     ep: Sequence[int] = (1,),
 ) -> list[MeshSpec]:
-    """Return the meshes of ``world_size`` ranks, for nodes of ``max_tp`` ranks.
-
-    By default one replica, and the number that gives each replica one node (HSDP).
-    """
+    """Return the meshes of ``world_size`` ranks, for nodes of ``max_tp`` ranks."""
+    # By default one replica, and the number that gives each replica one node (HSDP).
     given = {"world_size": [world_size], "max_tp": [max_tp], "cp": cp, "dp_replicate": dp_replicate, "ep": ep}
     for name, sizes in given.items():
         if wrong := [size for size in sizes or () if size < 1]:
@@ -61,12 +59,10 @@ def make_candidates(
 
 
 def rank_candidates(world_size: int, found: Iterable[Candidate]) -> Sweep:
-    """Order candidates: fitting ones first, then the fastest; without speeds, least memory, then least bytes sent.
-
-    Times are lower bounds (no overlap, no waiting) per token, because meshes differ in the tokens of a step; they order
-    candidates and do not predict a step.  Axes without a bandwidth would count as free, so candidates that use one come
-    after those that do not.
-    """
+    """Order candidates: fitting ones first, then the fastest; without speeds, least memory, then least bytes sent."""
+    # Times are lower bounds (no overlap, no waiting) per token, because meshes differ in the tokens of a step; they
+    # order candidates and do not predict a step. Axes without a bandwidth would count as free, so candidates that use
+    # one come after those that do not.
     everything = list(found)
     timed = any(candidate.seconds is not None for candidate in everything)
 

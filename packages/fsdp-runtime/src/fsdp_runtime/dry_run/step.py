@@ -122,11 +122,9 @@ def trace_step(
     step: StepConfig,
     without_grad: frozenset[str] = frozenset(),
 ) -> Summary:
-    """Parallelize a model on the meta device, run the step on fake tensors, and summarize it.
-
-    The structure of ``parallelism``, resolved for the full model, is replaced by the traced model's.  Parameters that
-    match ``without_grad`` are known to get no gradient, and so no optimizer state.
-    """
+    """Parallelize a model on the meta device, run the step on fake tensors, and summarize it."""
+    # The structure of ``parallelism``, resolved for the full model, is replaced by the traced model's. Parameters that
+    # match ``without_grad`` are known to get no gradient, and so no optimizer state.
     model, structure = traced.model, traced.structure
     vocabulary = vocabulary_size(model, structure.embedding)
     parallelism.on(model, structure).apply(model)
@@ -183,10 +181,8 @@ def _accumulated_gradients(model: nn.Module, without_grad: frozenset[str]) -> li
 
 
 def _untrained(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return number and local bytes of trainable parameters without gradients, by name patterns that all lack one.
-
-    A vision tower is such a part: the step has no images.
-    """
+    """Return number and local bytes of trainable parameters without gradients, by name patterns that all lack one."""
+    # A vision tower is such a part: the step has no images.
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     trained = {wildcard(name) for name, parameter in trainable.items() if parameter.grad is not None}
     return _sizes({name: parameter for name, parameter in trainable.items() if wildcard(name) not in trained})
@@ -278,10 +274,8 @@ _MIN_BYTES = 1024
 
 @contextmanager
 def host_activations() -> Iterator[None]:
-    """Let forward save no activations on the device: backward allocates them again when it needs them.
-
-    Inside of recomputed blocks these are the blocks' inputs.  Parameters and views of them stay.
-    """
+    """Let forward save no activations on the device: backward allocates them again when it needs them."""
+    # Inside of recomputed blocks these are the blocks' inputs. Parameters and views of them stay.
     with saved_tensors_hooks(_to_host, _from_host):
         yield
 

@@ -83,11 +83,9 @@ def _sent(estimate: Estimate) -> dict[str, int]:
 
 
 def _bandwidth(estimate: Estimate, axis: str, hardware: Hardware) -> float:
-    """Return the rate of an axis: that of a node if the axis and those inside of it fit into one.
-
-    A ring over several nodes crosses the network with one of the node's ranks for each of its own; the ranks of a node
-    share the traffic, so that each sends at the network's rate times the ranks of the axis in a node.
-    """
+    """Return the rate of an axis: that of a node if the axis and those inside of it fit into one."""
+    # A ring over several nodes crosses the network with one of the node's ranks for each of its own; the ranks of a
+    # node share the traffic, so that each sends at the network's rate times the ranks of the axis in a node.
     mesh = estimate.settings.mesh
     inner = 1
     for name in reversed([name for name in mesh if name != "ep"]):

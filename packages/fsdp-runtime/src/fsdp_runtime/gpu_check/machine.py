@@ -57,10 +57,8 @@ def accelerator() -> str | None:
 
 
 def worlds(device_type: str, largest: int = 8) -> list[World]:
-    """Return the worlds that a device type allows: one rank, then doubled as far as there are devices.
-
-    Two ranks are tried on a single accelerator too, since gloo takes some collectives of tensors on a device.
-    """
+    """Return the worlds that a device type allows: one rank, then doubled as far as there are devices."""
+    # Two ranks are tried on a single accelerator too, since gloo takes some collectives of tensors on a device.
     if device_type == "cpu":
         return [World("cpu", size, size) for size in (1, 2, 4) if size <= largest]
     if accelerator() != device_type:

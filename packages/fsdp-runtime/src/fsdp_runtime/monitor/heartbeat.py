@@ -55,11 +55,9 @@ class HeartbeatStore:
                 self._store.delete_key(_tick_key(heartbeat.count - _KEPT_TICKS))
 
     def wait_for_rank0(self, count: int, timeout: float) -> Heartbeat:
-        """Wait for rank 0's first heartbeat after ``count`` and return its latest.
-
-        The call returns as soon as the heartbeat is posted, so that rank 0's last message is known before its process
-        ends, and the store with it.
-        """
+        """Wait for rank 0's first heartbeat after ``count`` and return its latest."""
+        # The call returns as soon as the heartbeat is posted, so that rank 0's last message is known before its process
+        # ends, and the store with it.
         self._waiting_store.wait([_tick_key(count + 1)], timedelta(seconds=timeout))
         return Heartbeat(**json.loads(self._waiting_store.get(_rank_key(0))))
 

@@ -67,11 +67,9 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
-    """Return transformers' label smoother, right for a sharded model.
-
-    The trainer decides by the name of the model's class whether to shift labels, and FSDP2 gives the model a class of
-    another name.  Logits that are sharded are refused with the fix.
-    """
+    """Return transformers' label smoother, right for a sharded model."""
+    # The trainer decides by the name of the model's class whether to shift labels, and FSDP2 gives the model a class of
+    # another name. Logits that are sharded are refused with the fix.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -86,11 +84,9 @@ def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) 
 
 
 def take_sharded_logits(model: Any) -> None:
-    """Give a Hugging Face model a loss that takes sharded logits, in place of its own; once a model.
-
-    Another loss than that of causal language models, and one that the model's code computes by itself, gets gathered
-    logits (:func:`fsdp_runtime.steps.outputs.labels.gather_logits_for_labels`).
-    """
+    """Give a Hugging Face model a loss that takes sharded logits, in place of its own; once a model."""
+    # Another loss than that of causal language models, and one that the model's code computes by itself, gets gathered
+    # logits (``fsdp_runtime.steps.outputs.labels.gather_logits_for_labels``).
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if calls_loss_function(model) and (own := model.loss_function) is ForCausalLMLoss:
@@ -115,12 +111,10 @@ def scored_positions(labels: Tensor) -> int:
 def per_token(
     logits: Tensor, labels: Tensor, *, temperature: float, fields: tuple[str, ...], rows: FullRows | None = None
 ) -> dict[str, Any]:
-    """Return log-probabilities and what else is asked, all ``[batch, seq - 1]``, zero where there is no label.
-
-    Logits are those of the last positions, ``[batch, kept, vocab]``, sharded or plain; with ``rows`` those of this
-    rank's tokens.  Labels are ``[batch, seq]``, not shifted.  ``fields`` beside ``log_probs``: ``entropy`` (nats),
-    ``is_top1`` (the label is the most probable token), and without gradient ``mean_logits`` and ``log_sum_sq_probs``.
-    """
+    """Return log-probabilities and what else is asked, all ``[batch, seq - 1]``, zero where there is no label."""
+    # Logits are those of the last positions, ``[batch, kept, vocab]``, sharded or plain; with ``rows`` those of this
+    # rank's tokens. Labels are ``[batch, seq]``, not shifted. ``fields`` beside ``log_probs``: ``entropy`` (nats),
+    # ``is_top1`` (the label is the most probable token), and without gradient ``mean_logits`` and ``log_sum_sq_probs``.
     if rows is not None:
         found = _statistics(logits, rows.targets(labels), temperature, fields)
         return {name: rows.gather(value)[:, :-1] for name, value in found.items()}

@@ -62,11 +62,9 @@ class ModelSource:
         return model
 
     def load(self, path: str, architecture: Any = None, adapter: Any = None, **settings: Any) -> nn.Module:
-        """Build a model under ``meta_device``, shard it and load the checkpoint: every rank reads its own slices.
-
-        A class that the checkpoint was not saved from, as one with a fresh score head, is loaded in full and then
-        sharded.  Without an architecture the class is the checkpoint's own.
-        """
+        """Build a model under ``meta_device``, shard it and load the checkpoint: every rank reads its own slices."""
+        # A class that the checkpoint was not saved from, as one with a fresh score head, is loaded in full and then
+        # sharded. Without an architecture the class is the checkpoint's own.
         import transformers
 
         settings = {name: value for name, value in settings.items() if name not in _DROPPED}

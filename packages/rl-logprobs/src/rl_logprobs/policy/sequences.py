@@ -45,10 +45,8 @@ class Sequences:
     cp_group: dist.ProcessGroup | None = None
 
     def check(self, mask: torch.Tensor) -> Sequences:
-        """Return the sequences with segment 0 at masked tokens, after a check of shapes and numbers.
-
-        On an accelerator the range of the segments is checked there.
-        """
+        """Return the sequences with segment 0 at masked tokens, after a check of shapes and numbers."""
+        # On an accelerator the range of the segments is checked there.
         if mask.dim() == 0:
             raise ShapeError("the mask must be [..., tokens], got shape ()")
         if (self.segments is None) != (self.num_segments is None):
@@ -71,10 +69,8 @@ class Sequences:
 
     @torch.no_grad()
     def totals(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sums of ``[quantities, *tokens]`` by sequence: ``[quantities, *rows]``, or by segment.
-
-        In the widest dtype of the device; one all-reduce over ``cp_group``.
-        """
+        """Return the sums of ``[quantities, *tokens]`` by sequence: ``[quantities, *rows]``, or by segment."""
+        # In the widest dtype of the device; one all-reduce over ``cp_group``.
         wide = values.to(wide_dtype(values.device))
         if self.segments is None or self.num_segments is None:
             sums = wide.sum(-1)

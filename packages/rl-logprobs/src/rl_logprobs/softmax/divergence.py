@@ -71,12 +71,10 @@ class Side:
 
 
 def softmax_divergence(student: Side, teacher: Side, ignored: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the generalised Jensen-Shannon divergence of each token in nats, ``[tokens]``; 0 where ``ignored``.
-
-    ``KL(teacher || student)`` for ``beta=0`` and ``KL(student || teacher)`` for ``beta=1``.  Between them, with ``m``
-    the mixture ``(1 - beta) * student + beta * teacher``, ``(1 - beta) * KL(student || m) + beta * KL(teacher || m)``.
-    The ranks of the student's group call together.
-    """
+    """Return the generalised Jensen-Shannon divergence of each token in nats, ``[tokens]``; 0 where ``ignored``."""
+    # ``KL(teacher || student)`` for ``beta=0`` and ``KL(student || teacher)`` for ``beta=1``. Between them, with ``m``
+    # the mixture ``(1 - beta) * student + beta * teacher``, ``(1 - beta) * KL(student || m) + beta * KL(teacher ||
+    # m)``. The ranks of the student's group call together.
     sides = replace(student, tensors=()), replace(teacher, tensors=())
     found: torch.Tensor = apply_function(
         _Divergence, sides, len(student.tensors), ignored, beta, *student.tensors, *teacher.tensors
@@ -284,10 +282,8 @@ def _mixture(
 def _writer(
     pair: _Pair, totals: _Totals, values: Callable[[slice, slice, torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> TileGradient:
-    """Return the function that writes the gradient of a tile of ``p``'s logits.
-
-    ``values(span, part, y, v)`` is that of the tokens ``part`` of ``span``.
-    """
+    """Return the function that writes the gradient of a tile of ``p``'s logits."""
+    # ``values(span, part, y, v)`` is that of the tokens ``part`` of ``span``.
 
     def write(tile: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
         for part, y, v in pair.exponents(tile, pair.q.tile(span, cols), span, totals):

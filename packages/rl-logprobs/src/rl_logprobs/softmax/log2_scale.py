@@ -68,10 +68,8 @@ def check_temperature(temperature: float | torch.Tensor, like: torch.Tensor) -> 
 def log2_weights(
     logits: torch.Tensor, max_logit: torch.Tensor, scale: TemperatureScale, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the exponents ``y`` of logits ``[tokens, width]`` relative to ``max_logit`` ``[tokens]``.
-
-    All ``-inf`` for a token whose ``max_logit`` is ``-inf``.
-    """
+    """Return the exponents ``y`` of logits ``[tokens, width]`` relative to ``max_logit`` ``[tokens]``."""
+    # All ``-inf`` for a token whose ``max_logit`` is ``-inf``.
     factor = scale.log2_factor if isinstance(scale.log2_factor, float) else scale.log2_factor[:, None]
     return torch.sub(logits, _finite(max_logit)[:, None], out=out).mul_(factor)
 

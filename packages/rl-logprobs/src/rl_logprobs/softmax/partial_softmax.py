@@ -67,10 +67,8 @@ class PartialSoftmax(NamedTuple):
     num_greater: torch.Tensor | None = None  # the number of logits greater than a given one
 
     def stack(self) -> torch.Tensor:
-        """Return the fields that are not None as ``[fields, tokens]``, in the dtype of ``max_logit``.
-
-        Exact for ids and counts below 2**24.
-        """
+        """Return the fields that are not None as ``[fields, tokens]``, in the dtype of ``max_logit``."""
+        # Exact for ids and counts below 2**24.
         return torch.stack([value.to(self.max_logit.dtype) for value in self if value is not None])
 
     def to(self, dtype: torch.dtype) -> PartialSoftmax:

@@ -65,10 +65,9 @@ class ThresholdSearch:
         return self._radix_select(ones, lambda total: torch.full_like(total, k))
 
     def top_p(self, p: float, max_logit: torch.Tensor, min_logit: torch.Tensor) -> torch.Tensor:
-        """Return the least logit of the top-p: greater logits hold less than ``p`` of the probability.
-
-        ``p`` is a part of the probability of the logits at or above ``min_logit``.  One collective per byte of a logit.
-        """
+        """Return the least logit of the top-p: greater logits hold less than ``p`` of the probability."""
+        # ``p`` is a part of the probability of the logits at or above ``min_logit``. One collective per byte of a
+        # logit.
 
         def weights(block: torch.Tensor, span: slice) -> torch.Tensor:
             values = block.to(max_logit.dtype)
@@ -79,10 +78,8 @@ class ThresholdSearch:
         return self._radix_select(weights, lambda total: total * p)
 
     def top_p_among(self, largest: torch.Tensor, p: float, min_logit: torch.Tensor) -> torch.Tensor:
-        """Return the result of ``top_p`` where a top-k has left only ``largest``, ``[tokens, k]``; one collective.
-
-        Further logits that equal the last of ``largest`` count too.
-        """
+        """Return the result of ``top_p`` where a top-k has left only ``largest``, ``[tokens, k]``; one collective."""
+        # Further logits that equal the last of ``largest`` count too.
         last = largest[:, -1:]
         ties = torch.zeros_like(last)
         for span, (block,) in self._blocks():
@@ -107,12 +104,10 @@ class ThresholdSearch:
         return values
 
     def _radix_select(self, summands: _Summands, goal_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return the largest logit at which the summands of it and of all greater logits reach the goal.
-
-        Works from the most significant byte to the least.  ``prefix`` holds the bytes found so far as an integer, and
-        ``above`` the summands of all logits greater than those with this prefix.  ``goal_of`` gives each token's goal
-        from the sum of all its summands.
-        """
+        """Return the largest logit at which the summands of it and of all greater logits reach the goal."""
+        # Works from the most significant byte to the least. ``prefix`` holds the bytes found so far as an integer, and
+        # ``above`` the summands of all logits greater than those with this prefix. ``goal_of`` gives each token's goal
+        # from the sum of all its summands.
         dtype = self.logits.dtype
         leading_byte = dtype.itemsize - 1
         above = torch.zeros(self._tokens, dtype=wide_dtype(self.logits.device), device=self.logits.device)
@@ -132,10 +127,8 @@ class ThresholdSearch:
         return prefix.to(_INTEGERS[dtype.itemsize]).view(dtype).to(statistics_dtype(dtype))
 
     def _histogram(self, byte: int, prefix: torch.Tensor | None, summands: _Summands) -> torch.Tensor:
-        """Return the sums of the summands for each value of a byte, ``[tokens, BINS]``, over all ranks.
-
-        Counts logits whose more significant bytes are ``prefix``; all of them without ``prefix``.
-        """
+        """Return the sums of the summands for each value of a byte, ``[tokens, BINS]``, over all ranks."""
+        # Counts logits whose more significant bytes are ``prefix``; all of them without ``prefix``.
         integers = _INTEGERS[self.logits.dtype.itemsize]
         histogram = torch.zeros(self._tokens, BINS, dtype=wide_dtype(self.logits.device), device=self.logits.device)
         for span, (block,) in self._blocks():
@@ -162,11 +155,9 @@ def _crossing_bin(
 
 
 def _ascending_bins(negative: torch.Tensor | None, histogram: torch.Tensor) -> torch.Tensor:
-    """Return the byte values ``[tokens, BINS]`` in ascending order of their logits.
-
-    Ordering the bins costs less than mapping the bits of every logit to ordered integers.  The bytes of ``negative``
-    logits descend where the logits ascend; None for the leading byte, which holds the sign.
-    """
+    """Return the byte values ``[tokens, BINS]`` in ascending order of their logits."""
+    # Ordering the bins costs less than mapping the bits of every logit to ordered integers. The bytes of ``negative``
+    # logits descend where the logits ascend; None for the leading byte, which holds the sign.
     bins = torch.arange(BINS, device=histogram.device)
     if negative is None:
         return torch.cat([bins[BINS // 2 :].flip(0), bins[: BINS // 2]]).expand_as(histogram)

@@ -46,10 +46,8 @@ class KeptEntries:
 def kept_entries(
     support: Support, tokens: TokenSlice, ignored: torch.Tensor, vocab_size: int, *, shift: bool = False
 ) -> KeptEntries:
-    """Return the entries for this rank's tokens, of a support for the full batch or for these tokens.
-
-    Rows of ignored tokens do not count; ``shift`` shifts the rows as the targets.
-    """
+    """Return the entries for this rank's tokens, of a support for the full batch or for these tokens."""
+    # Rows of ignored tokens do not count; ``shift`` shifts the rows as the targets.
     if support.ids.device != ignored.device:
         raise OptionError(f"the support is on {support.ids.device} and the tokens on {ignored.device}; move it")
     is_full = support.num_tokens == math.prod(tokens.full)

@@ -95,10 +95,8 @@ def with_replicated_kv_heads(planned: PlannedTree, root: str) -> Mapping[str, St
 
 
 def _attention_in_heads(planned: PlannedTree, root: str) -> Iterator[tuple[str, str]]:
-    """Yield the layers whose queries, keys and values are split, and the attribute that counts their key heads.
-
-    Layers of their classes without keys and values read those of another layer, which ranks may share.
-    """
+    """Yield the layers whose queries, keys and values are split, and the attribute that counts their key heads."""
+    # Layers of their classes without keys and values read those of another layer, which ranks may share.
     without: list[tuple[str, str]] = []
     classes: set[type] = set()
     for path, module in planned.within(root):

@@ -21,11 +21,9 @@ from tp_plans.styles import ExpertsParallel, NoParallel, Style
 
 
 def tied_modules(planned: PlannedTree, root: str) -> Mapping[str, Style]:
-    """Return rules for the modules without any that share their parameters with modules that have rules.
-
-    An encoder and a decoder of the same weights (Diffusion Gemma) have one plan: a parameter has one layout, inside and
-    outside of the language model alike.
-    """
+    """Return rules for the modules without any that share their parameters with modules that have rules."""
+    # An encoder and a decoder of the same weights (Diffusion Gemma) have one plan: a parameter has one layout, inside
+    # and outside of the language model alike.
     rules: dict[str, Style] = {}
     for source, target in _tied_pairs(planned):
         for path, style in planned.styles.items():
@@ -93,11 +91,9 @@ STEPS = (
 
 
 def complete_plan(plan: Plan, model: Any, *, root: str = "") -> Plan:
-    """Return the plan with attention sharded by heads and with rules for what it leaves replicated.
-
-    Its own rules stay, but for the head sizes that they lack.  Nothing outside of ``root``, the language model, is
-    added (a vision tower stays replicated).
-    """
+    """Return the plan with attention sharded by heads and with rules for what it leaves replicated."""
+    # Its own rules stay, but for the head sizes that they lack. Nothing outside of ``root``, the language model, is
+    # added (a vision tower stays replicated).
     tree = ModelTree.of(model)
     for step in STEPS:
         plan = plan.override(step(PlannedTree(tree, plan), root))

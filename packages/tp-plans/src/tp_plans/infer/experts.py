@@ -83,11 +83,9 @@ def _style(path: str, tree: ModelTree) -> DispatchExperts:
 
 
 def _shipped(tree: ModelTree) -> Iterator[str]:
-    """Yield the stacked experts that the plans of transformers name, those of inner models included.
-
-    The words differ from release to release (``moe_tp_experts`` up to 5.19, ``ep_dispatch_experts`` from 5.20 on), and
-    what they say of other layers holds where ``ep`` is ``tp``: here those keep the rules of the axis ``tp``.
-    """
+    """Yield the stacked experts that the plans of transformers name, those of inner models included."""
+    # The words differ from release to release (``moe_tp_experts`` up to 5.19, ``ep_dispatch_experts`` from 5.20 on),
+    # and what they say of other layers holds where ``ep`` is ``tp``: here those keep the rules of the axis ``tp``.
     for path, module in tree.modules.items():
         if patterns := own_expert_plan(module):
             matched, _ = tree.match(join(path, pattern) for pattern in patterns)

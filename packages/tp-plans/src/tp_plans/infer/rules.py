@@ -82,10 +82,8 @@ def gathered_rules(sub: Sublayer) -> dict[str, styles.Style]:
 
 
 def stored_rules(path: str, tree: ModelTree, *, deep: bool = False) -> dict[str, styles.Style]:
-    """Return a rule that stores the matrices of a module sharded and gathers them for its code.
-
-    ``deep`` takes those of all modules below, rather than its own and its children's.
-    """
+    """Return a rule that stores the matrices of a module sharded and gathers them for its code."""
+    # ``deep`` takes those of all modules below, rather than its own and its children's.
     below = tree.below(path) if deep else tree.children[path]
     owners = [path, *(each for each in below if deep or not tree.is_expert_stack(each))]
     names = tuple(

@@ -43,11 +43,10 @@ _WRAPPABLE_STYLES = (ParallelAttention, GatheredParameters, ExpertsParallel, All
 
 
 def with_sequence_parallelism(plan: Plan, model: Any, *, gather_blocks: bool = False) -> Plan:
-    """Return the sequence-parallel form of a plan: activations between sub-layers are sharded on the sequence.
-
-    With ``gather_blocks`` the sequence is gathered for each entire block, so that activations are sharded between
-    blocks only: right for any code of a block.  Otherwise the form of one sub-layer at a time is given where it can be.
-    """
+    """Return the sequence-parallel form of a plan: activations between sub-layers are sharded on the sequence."""
+    # With ``gather_blocks`` the sequence is gathered for each entire block, so that activations are sharded between
+    # blocks only: right for any code of a block. Otherwise the form of one sub-layer at a time is given where it can
+    # be.
     planned = PlannedTree(ModelTree.of(model), plan)
     tree = planned.tree
     _require_sequence_parallel_form(tree)

@@ -27,12 +27,10 @@ MIN_ROWS = 16
 def shard_storage(
     planned: PlannedTree, root: str, *, read_code: bool = False, large: Collection[str] | None = None
 ) -> Mapping[str, styles.Style]:
-    """Return rules for the large parameters that the plan leaves replicated.
-
-    ``read_code`` looks into the code of modules for parameters that it reads from modules below, which are gathered for
-    it; the weights of convolutions that nothing above reads are sharded too.  ``large`` has the patterns of the large
-    parameters, where another model of the same modules says it.
-    """
+    """Return rules for the large parameters that the plan leaves replicated."""
+    # ``read_code`` looks into the code of modules for parameters that it reads from modules below, which are gathered
+    # for it; the weights of convolutions that nothing above reads are sharded too. ``large`` has the patterns of the
+    # large parameters, where another model of the same modules says it.
     found = list(
         _shard_storage(planned, root, large_patterns(planned.tree) if large is None else large, read_code=read_code)
     )

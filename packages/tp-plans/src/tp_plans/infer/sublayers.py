@@ -57,10 +57,8 @@ class Sublayer:
 
 
 def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, Style]:
-    """Return the rules that split a sub-layer as Megatron-LM does: column-wise in, row-wise out.
-
-    What it does between its projections must work on single features, or single heads (``multiple_of``).
-    """
+    """Return the rules that split a sub-layer as Megatron-LM does: column-wise in, row-wise out."""
+    # What it does between its projections must work on single features, or single heads (``multiple_of``).
     colwise = ColwiseParallel(multiple_of=multiple_of, fused_sizes=sublayer.fused_sizes)
     latent: dict[str, Style] = {} if sublayer.mla_kv_down is None else {sublayer.mla_kv_down: MLAKVProjection()}
     return {
@@ -72,11 +70,9 @@ def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, St
 
 
 def split_sublayers(planned: PlannedTree, root: str) -> Mapping[str, Style]:
-    """Return rules for the sub-layers whose parts are all known by name.
-
-    Where the plan splits the output projection, it may lack a rule for an input projection that some configs have in
-    place of another (the queries of latent attention without a low rank).
-    """
+    """Return rules for the sub-layers whose parts are all known by name."""
+    # Where the plan splits the output projection, it may lack a rule for an input projection that some configs have in
+    # place of another (the queries of latent attention without a low rank).
     return merge_per_block(_split(planned, root), planned.tree)
 
 
@@ -176,10 +172,8 @@ def _vector_length(norm: str, tree: ModelTree) -> int | None:
 
 
 def _shaped(path: str, tree: ModelTree) -> Sublayer | None:
-    """Return the sub-layer of a module whose layers directly below read the residual stream, one writing to it.
-
-    Names decide only where shapes are ambiguous.
-    """
+    """Return the sub-layer of a module whose layers directly below read the residual stream, one writing to it."""
+    # Names decide only where shapes are ambiguous.
     width = tree.size(tree.embedding or "", 1)
     linear = [child for child in tree.children[path] if tree.is_linear(child)]
     shapes = {layer: tree.shape(layer) for layer in linear}

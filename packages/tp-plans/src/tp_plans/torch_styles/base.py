@@ -192,10 +192,8 @@ class _TensorParallelMixin:
 
 
 def _parts_read_below(children: Mapping[str, Any]) -> list[DTensor]:
-    """Return the parameters of which the modules below one read this rank's parts, as projections do.
-
-    Of a list, such as one of experts, some may not run.  A parameter that FSDP2 has yet to gather has two axes.
-    """
+    """Return the parameters of which the modules below one read this rank's parts, as projections do."""
+    # Of a list, such as one of experts, some may not run. A parameter that FSDP2 has yet to gather has two axes.
     found: list[DTensor] = []
     waiting = [*children.values()]
     for module in waiting:

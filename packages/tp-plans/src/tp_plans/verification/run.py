@@ -86,12 +86,10 @@ class _Copy(_Attempt):
 def inferred_plan(
     model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None = None
 ) -> Plan:
-    """Return a plan that is inferred from a model's modules and certain: without doubts, or verified by running it.
-
-    Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again.  A
-    sequence-parallel plan is always run.  All ranks of ``mesh`` call this; ``None`` starts new processes.  With
-    ``towers_tp`` what is verified of towers is split inside, and their other layers are stored sharded.
-    """
+    """Return a plan that is inferred from a model's modules and certain: without doubts, or verified by running it."""
+    # Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again. A
+    # sequence-parallel plan is always run. All ranks of ``mesh`` call this; ``None`` starts new processes. With
+    # ``towers_tp`` what is verified of towers is split inside, and their other layers are stored sharded.
     tree = ModelTree.of(model)
     attempt = _Attempt(tree, sequence_parallel, towers_tp, large_patterns(tree))
     name = type(attempt.tree.model).__name__
@@ -185,10 +183,8 @@ def _unreached(plan: Plan, tree: ModelTree, gathered: Collection[str], report: V
 
 
 def _right_towers(small: _Copy, gathered: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the parts of towers that are right when they are split inside; what no input reaches is not among them.
-
-    The layers of the others are right when they are stored sharded; ``None`` where they are not.
-    """
+    """Return the parts of towers that are right when they are split inside; what no input reaches is not among them."""
+    # The layers of the others are right when they are stored sharded; ``None`` where they are not.
     plan = small.plan(gathered)
     towers = small.tower_parts(plan)
     while True:

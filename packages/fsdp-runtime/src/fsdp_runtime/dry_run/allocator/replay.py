@@ -45,11 +45,9 @@ def replay(
     workspaces: int = 0,
     on_host: Sequence[str] = (),
 ) -> Reserved | None:
-    """Return what the allocator reserves for the steps of a tape; ``None`` if its blocks do not allocate alike.
-
-    ``smaller`` is the tape of a trace with one group of blocks less.  ``workspaces`` are bytes that libraries allocate
-    for good, ``on_host`` categories that are not on the device.
-    """
+    """Return what the allocator reserves for the steps of a tape; ``None`` if its blocks do not allocate alike."""
+    # ``smaller`` is the tape of a trace with one group of blocks less. ``workspaces`` are bytes that libraries allocate
+    # for good, ``on_host`` categories that are not on the device.
     try:
         steps = [step for step in expand(tape, repeated) if step.category not in on_host]
     except TapeMismatchError:

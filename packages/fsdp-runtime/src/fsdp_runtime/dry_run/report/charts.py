@@ -44,10 +44,8 @@ class Chart:
 
 
 def chart_picture(found: Estimate | Sweep, kind: str) -> bytes:
-    """Return an image (``"png"`` or ``"svg"``) of memory by category and traffic by axis.
-
-    Per point of a step, or per candidate of a sweep, the best ones.
-    """
+    """Return an image (``"png"`` or ``"svg"``) of memory by category and traffic by axis."""
+    # Per point of a step, or per candidate of a sweep, the best ones.
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

@@ -89,10 +89,8 @@ class Summary:
 
 
 def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int]) -> Summary:
-    """Return the summary of a recording.
-
-    ``vocabulary`` has its full and local size: tensors outside blocks with such a last dim are logits.
-    """
+    """Return the summary of a recording."""
+    # ``vocabulary`` has its full and local size: tensors outside blocks with such a last dim are logits.
     recording = with_fused_storages(recording)
     categories = [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
     regions = regions_of(recording.events, blocks)

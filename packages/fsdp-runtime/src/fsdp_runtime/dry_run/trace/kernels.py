@@ -28,12 +28,10 @@ _ROWS = 128  # rows of a tile, to which both kernels round lengths up
 
 
 def attention_workspace(function: Any, args: Any, kernels: AttentionKernels) -> int:
-    """Return the bytes that attention's backward allocates besides its results; 0 for other operators.
-
-    Both kernels add up the gradient of queries in float32, with one number a row for the softmax.  Where several query
-    heads share a key head, FlashAttention 2 computes gradients of keys and values for every query head, and
-    FlashAttention 3 adds them up in float32 (``flash_api.cpp`` of each).
-    """
+    """Return the bytes that attention's backward allocates besides its results; 0 for other operators."""
+    # Both kernels add up the gradient of queries in float32, with one number a row for the softmax. Where several query
+    # heads share a key head, FlashAttention 2 computes gradients of keys and values for every query head, and
+    # FlashAttention 3 adds them up in float32 (``flash_api.cpp`` of each).
     if kernels == "none" or function not in _BACKWARD:
         return 0
     _, query, key, value = args[:4]
@@ -59,10 +57,8 @@ def storages_on_streams(function: Any, args: Any) -> Iterator[tuple[Tensor, Lite
 
 
 def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the operations of one call, a multiply-add counted as two; 0 for operators that only copy or add.
-
-    Causal attention counts as full attention, as in ``torch.utils.flop_counter``.
-    """
+    """Return the operations of one call, a multiply-add counted as two; 0 for operators that only copy or add."""
+    # Causal attention counts as full attention, as in ``torch.utils.flop_counter``.
     packet = function.overloadpacket
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return int(sdpa_flop_count(*_of_query_heads(*args[:3])))  # type: ignore[no-untyped-call]

@@ -72,10 +72,9 @@ class Checkpoints:
             shutil.rmtree(self._saved.pop(0), ignore_errors=True)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint of this engine, saved on any mesh, or the Hugging Face weights of one of verl's own.
-
-        verl's state of the data of SFT follows: where it is of another number of ranks of dp, its files are rewritten.
-        """
+        """Load a checkpoint of this engine, saved on any mesh, or the Hugging Face weights of one of verl's own."""
+        # verl's state of the data of SFT follows: where it is of another number of ranks of dp, its files are
+        # rewritten.
         contents = contents_of(self._config, "load_contents")
         if not (folder / _STATE).is_dir() or "model" not in contents:
             self._load_foreign(folder, contents)

@@ -46,10 +46,8 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under an adapter, by the names that a rollout with adapters has for them.  Collective.
-
-    A rollout with adapters wraps the layers that have one: vLLM's loader takes ``….base_layer.weight`` for these.
-    """
+    """Yield the weights under an adapter, by the names that a rollout with adapters has for them.  Collective."""
+    # A rollout with adapters wraps the layers that have one: vLLM's loader takes ``….base_layer.weight`` for these.
     config = model.peft_config[_ADAPTER]
     with model.disable_adapter():
         for name, tensor in stream_weights(model, dtype=dtype):
@@ -69,10 +67,8 @@ class Shards:
         self._sent: dict[tuple[str, int], Tensor] = {}
 
     def blocks(self) -> Iterator[tuple[str, int, Tensor, BlockPlacement, bool]]:
-        """Yield name, number, values, place and whether this rank sends them, in one order on all ranks.
-
-        A tensor has as many entries as a rank has blocks of it; a rank with fewer yields empty ones.
-        """
+        """Yield name, number, values, place and whether this rank sends them, in one order on all ranks."""
+        # A tensor has as many entries as a rank has blocks of it; a rank with fewer yields empty ones.
         self._shards.refresh()
         layout, local = self._shards.layout, self._shards.local
         for name, tensor in layout.tensors.items():

@@ -33,10 +33,8 @@ class CutBatch:
 
 
 def cut(data: Any, group: Any, *, cp: int) -> CutBatch:
-    """Cut a batch, and write what verl's losses read of all ranks into it; one small collective.
-
-    The ``cp`` ranks that share each row share the limit of tokens too.
-    """
+    """Cut a batch, and write what verl's losses read of all ranks into it; one small collective."""
+    # The ``cp`` ranks that share each row share the limit of tokens too.
     if tensordict_utils.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
         raise OptionError("data.pad_mode must be no_padding: this engine reads nested batches")
     rules = _rules_of(data, cp)

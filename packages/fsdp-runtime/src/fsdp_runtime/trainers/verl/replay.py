@@ -17,11 +17,9 @@ Way = Literal["none", "record", "replay"]
 
 
 def way_of(mode: str, *, forward_only: bool, has_loss: bool, asked: bool | None) -> Way:
-    """Return what a forward does with routes.
-
-    verl's worker says so in the batch (``asked``) for its own names of engines only; for others the call tells:
-    ``compute_log_prob`` runs forward without a loss.
-    """
+    """Return what a forward does with routes."""
+    # verl's worker says so in the batch (``asked``) for its own names of engines only; for others the call tells:
+    # ``compute_log_prob`` runs forward without a loss.
     if mode == "disabled" or asked is False:
         return "none"
     if mode == "R2" and forward_only:

@@ -93,12 +93,10 @@ def _scores(statistics: Any, rows: Rows, *, entropy: bool, squares: bool) -> dic
 
 
 def topk_divergence(logits: Tensor, rows: Rows, micro_batch: Any, loss_function: Any) -> dict[str, Tensor]:
-    """Return verl's per-token values of the forward divergence on a teacher's most probable tokens.
-
-    The formula is ``compute_forward_kl_topk`` of verl, on logits that may be sharded on the vocabulary.  The
-    micro-batch holds ``teacher_logprobs`` and ``teacher_ids``, nested ``[samples, length, k]``, and the keyword
-    ``distillation_config`` of verl's loss bounds log-probabilities.
-    """
+    """Return verl's per-token values of the forward divergence on a teacher's most probable tokens."""
+    # The formula is ``compute_forward_kl_topk`` of verl, on logits that may be sharded on the vocabulary. The
+    # micro-batch holds ``teacher_logprobs`` and ``teacher_ids``, nested ``[samples, length, k]``, and the keyword
+    # ``distillation_config`` of verl's loss bounds log-probabilities.
     config = getattr(loss_function, "keywords", {}).get("distillation_config")
     if config is None:
         raise OptionError("distillation_use_topk needs verl's distillation_ppo_loss with its distillation_config")

@@ -166,10 +166,8 @@ class _Dispatch(torch.autograd.Function):
 
 
 def to_experts(exchange: TokenExchange, tokens: Tensor) -> tuple[Tensor, list[int]]:
-    """Send every expert's tokens ``[experts, tokens, hidden]``, of any number of tokens on each rank, to its rank.
-
-    Returns ``[own experts, tokens of all ranks, hidden]``, and the number of tokens of each rank.
-    """
+    """Send every expert's tokens ``[experts, tokens, hidden]``, of any number of tokens on each rank, to its rank."""
+    # Returns ``[own experts, tokens of all ranks, hidden]``, and the number of tokens of each rank.
     mesh, (experts, number, hidden) = exchange.mesh, tokens.shape
     ranks = mesh.size()
     own = experts // ranks
