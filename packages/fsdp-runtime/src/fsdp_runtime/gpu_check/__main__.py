@@ -12,10 +12,9 @@ from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, verdict
 from fsdp_runtime.gpu_check.kernels import check_kernels
 from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
 from fsdp_runtime.gpu_check.memory import check_memory
-from fsdp_runtime.gpu_check.parity import check_parity
+from fsdp_runtime.gpu_check.parity import check_parity, check_transfer
 from fsdp_runtime.gpu_check.ranks import Check, run_checks
 from fsdp_runtime.gpu_check.speed import check_speed
-from fsdp_runtime.gpu_check.transfer import check_transfer
 
 #: What a world of one rank is asked, and what every larger one is; each list has processes of its own.
 ALONE: list[list[Check]] = [[check_memory], [check_kernels, check_speed, check_parity]]

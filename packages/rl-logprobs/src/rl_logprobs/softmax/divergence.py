@@ -21,9 +21,8 @@ from rl_logprobs._torch_compat import apply_function
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.softmax.fused_linear import Gradients, HeadTiles, LMHead, TileGradient, tile_size
 from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights, rescale_exponent
-from rl_logprobs.softmax.logit_tiles import LogitTiles
 from rl_logprobs.softmax.partial_softmax import PartialSoftmax, merge
-from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace, tile_spans
+from rl_logprobs.softmax.row_blocks import leading_dims_merge, row_blocks, rows_per_workspace, tile_spans
 from rl_logprobs.softmax.torch_kernels import zero_tokens_
 from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.softmax.vocab_shard import VocabColumns
@@ -328,3 +327,35 @@ def _write_mixed(pair: _Pair, totals: _Totals, d_divergence: torch.Tensor, share
         return _weighted(log2_p.exp2(), excess).mul_(coef[span][part, None])
 
     return _writer(pair, totals, values)
+
+
+@dataclass(frozen=True)
+class LogitTiles:
+    """The first ``width`` columns of logits ``[..., columns]``, of any strides, in tiles of ``size``."""
+
+    values: torch.Tensor
+    width: int
+    size: tuple[int, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        return self.values.dtype
+
+    def tile(self, span: slice, cols: slice) -> torch.Tensor:
+        """Return the logits of some tokens and columns: a view, or a copy where the leading dims do not merge."""
+        leading, columns = self.values.shape[:-1], self.values.shape[-1]
+        if leading_dims_merge(self.values):
+            return self.values.view(leading.numel(), columns)[span, cols]
+        rows = torch.arange(span.start, span.stop, device=self.values.device)
+        return self.values[..., cols][torch.unravel_index(rows, leading)]
+
+    def gradients(self, needed: Sequence[bool], write: TileGradient) -> Gradients:
+        """Return the gradient of the logits; 0 in the columns beyond ``width``."""
+        if not needed[0]:
+            return (None,)
+        out = torch.zeros_like(self.values, memory_format=torch.contiguous_format)
+        flat = out.view(out.shape[:-1].numel(), out.shape[-1])
+        for span, cols in tile_spans(flat.shape[0], self.width, self.size):
+            write(self.tile(span, cols), span, cols, flat[span, cols])
+        return (out,)

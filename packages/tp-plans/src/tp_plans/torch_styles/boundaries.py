@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from tp_plans.torch_styles._dtensor_compat import local_of, make_dtensor, make_spec, spec_of, with_spec
-from tp_plans.torch_styles._function_compat import direct
+from tp_plans.torch_styles._host_time_compat import direct, local_of, make_dtensor, make_spec, spec_of, with_spec
 from tp_plans.torch_styles.collectives import all_reduce, gather, own_part, reduce_scatter
 
 _REPLICATE, _PARTIAL = Replicate(), Partial()
