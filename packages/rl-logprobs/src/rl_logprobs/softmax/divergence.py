@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -28,22 +28,40 @@ from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 
-class Tiles(Protocol):
-    """The logits of one side, computed a tile at a time."""
+@dataclass(frozen=True)
+class LogitTiles:
+    """The first ``width`` columns of logits ``[..., columns]``, of any strides, in tiles of ``size``."""
+
+    values: torch.Tensor
+    width: int
+    size: tuple[int, int]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the logits."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Tokens and columns of one tile."""
+        return self.values.dtype
 
     def tile(self, span: slice, cols: slice) -> torch.Tensor:
-        """Return the logits of some tokens and columns."""
+        """Return the logits of some tokens and columns: a view, or a copy where the leading dims do not merge."""
+        leading, columns = self.values.shape[:-1], self.values.shape[-1]
+        if leading_dims_merge(self.values):
+            return self.values.view(leading.numel(), columns)[span, cols]
+        rows = torch.arange(span.start, span.stop, device=self.values.device)
+        return self.values[..., cols][torch.unravel_index(rows, leading)]
 
     def gradients(self, needed: Sequence[bool], write: TileGradient) -> Gradients:
-        """Return the gradients of this side's tensors, from the gradient of each tile's logits."""
+        """Return the gradient of the logits; 0 in the columns beyond ``width``."""
+        if not needed[0]:
+            return (None,)
+        out = torch.zeros_like(self.values, memory_format=torch.contiguous_format)
+        flat = out.view(out.shape[:-1].numel(), out.shape[-1])
+        for span, cols in tile_spans(flat.shape[0], self.width, self.size):
+            write(self.tile(span, cols), span, cols, flat[span, cols])
+        return (out,)
+
+
+#: The logits of one side, computed a tile at a time.
+Tiles = LogitTiles | HeadTiles
 
 
 @dataclass(frozen=True)
@@ -327,35 +345,3 @@ def _write_mixed(pair: _Pair, totals: _Totals, d_divergence: torch.Tensor, share
         return _weighted(log2_p.exp2(), excess).mul_(coef[span][part, None])
 
     return _writer(pair, totals, values)
-
-
-@dataclass(frozen=True)
-class LogitTiles:
-    """The first ``width`` columns of logits ``[..., columns]``, of any strides, in tiles of ``size``."""
-
-    values: torch.Tensor
-    width: int
-    size: tuple[int, int]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
-        return self.values.dtype
-
-    def tile(self, span: slice, cols: slice) -> torch.Tensor:
-        """Return the logits of some tokens and columns: a view, or a copy where the leading dims do not merge."""
-        leading, columns = self.values.shape[:-1], self.values.shape[-1]
-        if leading_dims_merge(self.values):
-            return self.values.view(leading.numel(), columns)[span, cols]
-        rows = torch.arange(span.start, span.stop, device=self.values.device)
-        return self.values[..., cols][torch.unravel_index(rows, leading)]
-
-    def gradients(self, needed: Sequence[bool], write: TileGradient) -> Gradients:
-        """Return the gradient of the logits; 0 in the columns beyond ``width``."""
-        if not needed[0]:
-            return (None,)
-        out = torch.zeros_like(self.values, memory_format=torch.contiguous_format)
-        flat = out.view(out.shape[:-1].numel(), out.shape[-1])
-        for span, cols in tile_spans(flat.shape[0], self.width, self.size):
-            write(self.tile(span, cols), span, cols, flat[span, cols])
-        return (out,)
