@@ -41,7 +41,8 @@ class StateMixin(_AnyAccelerator):
         if not self.sync_gradients:
             raise OptionError("save_state between micro-batches would lose their gradients: call it after a step")
         optimizers = self._optimizers_of_models()
-        self._check_loaders()
+        if any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders):
+            raise OptionError("use_stateful_dataloader is not saved on a mesh: resume with skip_first_batches")
         settings = self.project_configuration
         if settings.automatic_checkpoint_naming:
             folder = self._next_folder()
@@ -120,10 +121,6 @@ class StateMixin(_AnyAccelerator):
                 )
             found[models.pop()].append(optimizer.optimizer)
         return found
-
-    def _check_loaders(self) -> None:
-        if any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders):
-            raise OptionError("use_stateful_dataloader is not saved on a mesh: resume with skip_first_batches")
 
     def _next_folder(self) -> Path:
         """The next folder by ``automatic_checkpoint_naming``; removes the oldest above ``total_limit``."""

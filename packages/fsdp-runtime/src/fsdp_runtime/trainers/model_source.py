@@ -76,7 +76,7 @@ class ModelSource:
         config = transformers.AutoConfig.from_pretrained(path, **_for_config(settings))
         saved = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0], None)
         cls = architecture or saved or transformers.AutoModelForCausalLM
-        if saved is None or not _builds(cls, config, saved):
+        if saved is None or (cls is not saved and auto_class_builds(cls, config) is not saved):
             return self.shard(cls.from_pretrained(path, **settings), adapter)
         with meta_device():
             model = model_from_config(saved, config, None if settings["dtype"] == "auto" else settings["dtype"])
@@ -126,8 +126,3 @@ def _dtype(name: Any) -> Any:
 def _for_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     names = ("revision", "trust_remote_code", "num_labels", "attn_implementation")
     return {name: settings[name] for name in names if settings.get(name) is not None}
-
-
-def _builds(cls: Any, config: Any, saved: type) -> bool:
-    """Return True if a class, or what an auto class stands for, is the one that the checkpoint was saved from."""
-    return cls is saved or auto_class_builds(cls, config) is saved

@@ -49,7 +49,10 @@ def with_expert_parallelism(plan: Plan | None, model: Any) -> Plan:
     base = Plan({}, name=f"{name}'s experts") if plan is None else plan
     if base.on_axis("ep"):
         return base
-    experts = {path: _style(path, tree) for path in expert_stacks(tree)}
+    experts = {
+        path: DispatchExperts(identity_indices=type(tree.modules[path]).__name__ in EXPERTS_WITH_IDENTITIES)
+        for path in expert_stacks(tree)
+    }
     if not experts:
         raise CapabilityError(
             f"{name} has no module with stacked experts, parameters [experts, ...]: leave ep at 1, or write rules "
@@ -76,10 +79,6 @@ def expert_stacks(tree: ModelTree) -> tuple[str, ...]:
 def _takes_routes(module: Any) -> bool:
     """Return whether a forward takes routes, or tokens alone."""
     return takes_argument(module, "top_k_index") or first_argument(module) == "hidden_states"
-
-
-def _style(path: str, tree: ModelTree) -> DispatchExperts:
-    return DispatchExperts(identity_indices=type(tree.modules[path]).__name__ in EXPERTS_WITH_IDENTITIES)
 
 
 def _shipped(tree: ModelTree) -> Iterator[str]:

@@ -116,10 +116,6 @@ class LocalTensorStyle(ParallelStyle):
         module.__class__ = self._class_for(type(module), device_mesh)
         return module
 
-    def parameter_rule(self, name: str) -> ParameterStyle | None:
-        """The rule for one parameter of the modules that the style was applied to, if it has one of its own."""
-        return self._matched_rules.get(name)
-
     def view(self, name: str, parameter: DTensor) -> Tensor:
         """The plain tensor that stands for a parameter during forward, by its own rule or the module's."""
         rule = self._matched_rules.get(name)
@@ -133,7 +129,7 @@ class LocalTensorStyle(ParallelStyle):
                 self._matched_rules[name] = rule
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            layout = parameter_layout(self.parameter_rule(name) or self.style, parameter.ndim)
+            layout = parameter_layout(self._matched_rules.get(name) or self.style, parameter.ndim)
             if layout is not None:
                 module.register_parameter(name, distribute_tied(parameter, mesh, layout, self.src_data_rank))
 

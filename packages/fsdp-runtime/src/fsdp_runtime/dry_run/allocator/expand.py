@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
@@ -127,19 +128,12 @@ def _runs(
     entries: Sequence[TapeEntry], group_of: Callable[[StepRegion | None], int | None]
 ) -> Iterable[tuple[int | None, list[TapeEntry]]]:
     """Yield entries that follow one another in one phase and group."""
-    current: list[TapeEntry] = []
-    label: object = None
-    group: int | None = None
-    for entry in entries:
-        own = group_of(entry.region)
-        found = (own, entry.region.phase if entry.region is not None else "")
-        if current and found != label:
-            yield group, current
-            current = []
-        current.append(entry)
-        label, group = found, own
-    if current:
-        yield group, current
+
+    def group_and_phase(entry: TapeEntry) -> tuple[int | None, str]:
+        return group_of(entry.region), entry.region.phase if entry.region is not None else ""
+
+    for (group, _), entries_of_run in groupby(entries, group_and_phase):
+        yield group, list(entries_of_run)
 
 
 def sizes_by_category(tape: Tape) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fsdp_runtime.dry_run.report.format import format_bytes, format_count, format_seconds
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep, format_mesh
 from fsdp_runtime.dry_run.traffic_totals import axes_without_bandwidth, total_bytes_sent, totals_by_axis
-from fsdp_runtime.dry_run.types import Advice, Assumption, Estimate, Memory, Peak, Settings
+from fsdp_runtime.dry_run.types import Assumption, Estimate, Memory, Peak, Settings
 from tp_plans.runtime import colorize
 
 #: Labels of the categories of memory.
@@ -102,7 +102,10 @@ def settings_section(settings: Settings) -> Section:
 def verdict_section(estimate: Estimate) -> Section:
     """Return the verdict on the device memory, and the changes that would lower the peak."""
     peak, device = estimate.memory.device, estimate.device_memory
-    advice = [advice_line(item) for item in estimate.advice]
+    advice = [
+        each.change if each.saves is None else f"{each.change}: up to {format_bytes(each.saves)} less"
+        for each in estimate.advice
+    ]
     if device is None:
         return Section(heading=f"Peak: {format_bytes(estimate.memory.peak.total)}", lines=advice)
     sizes = f"{format_bytes(peak)} of {format_bytes(device)}"
@@ -154,11 +157,6 @@ def traffic_section(estimate: Estimate) -> Section:
     sent = format_bytes(total_bytes_sent(estimate.traffic))
     rows.append(["all", "", "", "", "", sent, _duration(estimate.communication_seconds)])
     return Section(heading="Traffic per step", rows=rows, left=2)
-
-
-def advice_line(advice: Advice) -> str:
-    """Return a change and its savings, if known."""
-    return advice.change if advice.saves is None else f"{advice.change}: up to {format_bytes(advice.saves)} less"
 
 
 def peak_line(peak: Peak) -> str:
