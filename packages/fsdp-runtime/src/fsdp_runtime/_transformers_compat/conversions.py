@@ -18,8 +18,7 @@ class Conversion:
     """One use of a ``WeightConverter``: tensors that are fused, merged or cut into others."""
 
     sources: tuple[str, ...]  # names of the tensors that go in, in transformers' order
-    # does it, given them by name; the results by their final names
-    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # by name; the results by their final names
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ def check_mask(mask: torch.Tensor, **values: torch.Tensor) -> torch.Tensor:
 class Sequences:
     """The sequence of each token."""
 
-    # integers of the tokens' shape in ``[0, num_segments)``; None where each row (last dim) is a sequence
-    segments: torch.Tensor | None = None
+    segments: torch.Tensor | None = None  # integers in ``[0, num_segments)``; None where each row is a sequence
     num_segments: int | None = None  # the number of segments; None without ``segments``
     # the ranks that hold other tokens of the same sequences, in rows of the same order or under the same segment
     # numbers; None where every sequence is on one rank

@@ -30,8 +30,7 @@ class SoftmaxOptions:
     target_rank: bool = False  # count the logits greater than the target's
     min_logit: torch.Tensor | None = None  # ``[tokens]``; lower logits have probability 0
     inplace_backward: bool = False  # write the gradient over the logits
-    # overwrite the logits by their weights in the forward pass; not together with ``entropy``
-    inplace_forward: bool = False
+    inplace_forward: bool = False  # overwrite the logits by their weights in the forward pass; not with ``entropy``
 
 
 #: Log-probabilities and log-sum-exp alone.

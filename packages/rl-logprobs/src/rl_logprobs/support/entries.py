@@ -96,8 +96,7 @@ class KeptTargets(NamedTuple):
     """Targets with the kept entries of their tokens."""
 
     entries: KeptEntries  # the kept entries of this rank's tokens
-    # ``[tokens]``, the entry of each target; the number of entries for ignored and missing targets
-    positions: torch.Tensor
+    positions: torch.Tensor  # ``[tokens]``, the entry of each target; the number of entries where there is none
     ignored: torch.Tensor  # ``[tokens]`` bool, true at tokens that are not scored
 
 

@@ -21,8 +21,7 @@ from rl_logprobs.support.entries import KeptEntries, KeptTargets
 class KeptSoftmax(NamedTuple):
     """A softmax over kept sets."""
 
-    # ``[entries]``, scaled logits relative to the largest of their token; 0 where ``possible`` is false
-    exponents: torch.Tensor
+    exponents: torch.Tensor  # ``[entries]``, scaled logits relative to their token's largest; 0 if not ``possible``
     weights: torch.Tensor  # ``[entries]``, ``exp(exponents)``; 0 where ``possible`` is false
     possible: torch.Tensor  # ``[entries]`` bool, false at entries that do not count and at logits of ``-inf``
     largest: torch.Tensor  # ``[tokens]``, the largest scaled logit

@@ -24,7 +24,7 @@ from tp_plans.styles import ColwiseParallel, MLAKVProjection, NoParallel, Rowwis
 class Sublayer:
     """A module whose linear layers read the residual stream and write to it: attention or an MLP."""
 
-    path: str  # its path
+    path: str
     input_projs: tuple[str, ...]  # the layers that are split column-wise
     output_proj: str  # the layer that writes to the residual stream, split row-wise
     inner_dim: int  # features that the output projection reads
@@ -33,8 +33,7 @@ class Sublayer:
     # its linear layers that are neither; unless it is latent attention, they neither read the residual stream nor write
     # to it
     other_linears: tuple[str, ...] = ()
-    # the matrices that the input projections consist of, as in ``ColwiseParallel``
-    fused_sizes: tuple[int | str, ...] = ()
+    fused_sizes: tuple[int | str, ...] = ()  # the matrices of the input projections, as in ``ColwiseParallel``
     guessed_by_name: bool = False  # whether only its name distinguishes the output projection
     is_certain: bool = False  # whether all its parts have known names, and shapes that agree
 

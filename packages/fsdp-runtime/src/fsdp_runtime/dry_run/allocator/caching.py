@@ -32,10 +32,8 @@ class AllocatorSettings:
 
     expandable_segments: bool = False  # whether segments grow
     max_split_size: int | None = None  # bytes from which a block is not split, ``None`` for any
-    # part of ``device_memory`` above which unused segments are released before another one is reserved; 0 for never
-    garbage_collection_threshold: float = 0.0
-    # number of sizes between two powers of two to which sizes are rounded up; 0 for multiples of 512 bytes
-    roundup_power2_divisions: int = 0
+    garbage_collection_threshold: float = 0.0  # share of ``device_memory`` at which unused segments go; 0 for never
+    roundup_power2_divisions: int = 0  # sizes between two powers of two to round up to; 0: multiples of 512 bytes
     device_memory: int | None = None  # bytes that can be reserved, ``None`` for any number
 
 

@@ -27,8 +27,7 @@ class Chart:
     """Stacked bars of bytes."""
 
     title: str
-    # label of each bar, and its bytes by the name of the part; the names are in stacking order
-    bars: tuple[tuple[str, Mapping[str, int]], ...]
+    bars: tuple[tuple[str, Mapping[str, int]], ...]  # label, and bytes by the name of the part in stacking order
     colours: str  # name of matplotlib's colour map of the parts
     limit: int | None = None  # bytes of the device memory, at which a line is drawn
 

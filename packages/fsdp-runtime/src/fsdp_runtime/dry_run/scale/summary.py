@@ -70,16 +70,12 @@ class Summary:
     regions: dict[StepRegion, PeakSample]  # peak of each region
     before: MemoryBreakdown  # live bytes before the step
     ends: dict[Phase, MemoryBreakdown]  # live bytes at the end of each phase
-    # number of collectives, bytes of this rank's inputs, and bytes that it sends at least
-    traffic: Mapping[CallKey, tuple[int, ...]]
+    traffic: Mapping[CallKey, tuple[int, ...]]  # number of collectives, bytes of inputs, and bytes sent at least
     flops: Mapping[str, int]  # floating-point operations by kind
     bytes_moved: int  # bytes that operators without any read and write in forward and backward
-    # number and bytes of parameters that are replicated over all axes, by name pattern
-    replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # ``(operator, module, assumption)`` for results that depend on data, block indices as ``*``
-    assumptions: tuple[tuple[str, str, str], ...] = ()
-    # number and bytes (this rank's shards) of trainable parameters that got no gradient, by name pattern
-    untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # number and bytes by name pattern
+    assumptions: tuple[tuple[str, str, str], ...] = ()  # (operator, module, assumption), block indices as ``*``
+    untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the same of what got no gradient
     tape: Tape | None = None  # every allocation and free, to replay them on an allocator; ``None`` in a sum of traces
 
     @property

@@ -30,8 +30,7 @@ class FusedStorage:
     read_by_kernel: bool = False  # whether a kernel of the same part read it
     read_after: int = 0  # readers after the next kernel of the part
     readers: int = 0  # fused operators of the same part that read it
-    # readers in other parts: the next module, or backward
-    read_elsewhere: set[tuple[Any, str]] = field(default_factory=set)
+    read_elsewhere: set[tuple[Any, str]] = field(default_factory=set)  # readers in the next module, or backward
     last_read: int = 0  # number of allocations when its own part read it last
 
     @property

@@ -96,8 +96,7 @@ class Recording:
     collectives: list[tuple[Phase, CollectiveCall]] = field(default_factory=list)  # calls with their phases
     flops: Counter[str] = field(default_factory=Counter)  # floating-point operations by kind
     bytes_moved: int = 0  # bytes that operators without any read and write in forward and backward
-    # ``(operator, module, assumption)`` for results that depend on data, without repetitions
-    assumptions: dict[tuple[str, str, str], None] = field(default_factory=dict)
+    assumptions: dict[tuple[str, str, str], None] = field(default_factory=dict)  # of results that depend on data, once
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -29,8 +29,7 @@ class _KernelCosts:
     chunk: int  # tokens of one state
     key: str  # the argument whose features are a state's rows
     state_dtype: torch.dtype | None = torch.float32  # of states; ``None`` for that of the output
-    # it solves a triangular system of each chunk, and keeps the result and normalized queries and keys
-    transforms: bool = False
+    transforms: bool = False  # solves a triangular system of each chunk, and keeps it and normalized queries and keys
 
 
 #: flash-linear-attention 0.4 (``chunk_gated_delta_rule``, ``chunk_kda``) and mamba-ssm 2.2 (``ssd_combined``,
