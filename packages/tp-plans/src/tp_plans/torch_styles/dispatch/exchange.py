@@ -30,20 +30,13 @@ class DispatchedTokens:
     """The tokens that came to a rank, and which of its experts they are for.
 
     A *pair* is a token with one of its experts.
-
-    Args:
-        rows: ``[rows, hidden]``, one for every token and rank that it came from.
-        pair_row: ``[pairs]``, the row of each pair.
-        pair_expert: ``[pairs]``, its expert, counted from this rank's first.
-        pair_weight: ``[pairs]``, its routing weight.
-        state: what :meth:`TokenExchange.combine` needs to send the results back.
     """
 
-    rows: Tensor
-    pair_row: Tensor
-    pair_expert: Tensor
-    pair_weight: Tensor
-    state: Any
+    rows: Tensor  # ``[rows, hidden]``, one for every token and rank that it came from
+    pair_row: Tensor  # ``[pairs]``, the row of each pair
+    pair_expert: Tensor  # ``[pairs]``, its expert, counted from this rank's first
+    pair_weight: Tensor  # ``[pairs]``, its routing weight
+    state: Any  # what :meth:`TokenExchange.combine` needs to send the results back
 
 
 class TokenExchange(ABC):
