@@ -28,10 +28,8 @@ def has_model_for(auto: Any, config: Any) -> bool:
 
 
 def model_from_config(cls: Any, config: Any, dtype: Any) -> Any:
-    """Build a model of a class with fresh weights, in ``dtype`` or the config's, as auto classes' ``from_config`` do.
-
-    ``_from_config`` since transformers 4.20; the public form wants an auto class, of which a checkpoint names none.
-    """
+    """Build a model with fresh weights, in ``dtype`` or the config's, as auto classes' ``from_config`` do."""
+    # ``_from_config`` since transformers 4.20; the public form wants an auto class, of which a checkpoint names none.
     return cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
@@ -122,21 +120,18 @@ def _is_pooler(path: str, module: nn.Module) -> bool:
 
 
 def recorded_outputs(module: nn.Module) -> frozenset[str]:
-    """Return what a transformers model collects from modules inside where it is asked to, such as ``"router_logits"``.
-
-    ``_can_record_outputs`` names what ``capture_outputs`` collects (5.6 to 5.23).
-    """
+    """Return what a transformers model can be asked to collect from modules inside, as ``"router_logits"``."""
+    # ``_can_record_outputs`` names what ``capture_outputs`` collects (5.6 to 5.23).
     return (
         frozenset(getattr(module, "_can_record_outputs", None) or ()) if is_transformers_model(module) else frozenset()
     )
 
 
 def keep_recording(model: nn.Module) -> None:
-    """Let the transformers models in a model collect outputs under the names that ``fully_shard`` gives their classes.
-
-    ``capture_outputs`` finds what a class can collect by the class's name, which the model's constructor has registered
-    (``_CAN_RECORD_REGISTRY``, 5.6 to 5.23); of another name it collects nothing, and the output is ``None``.
-    """
+    """Let transformers models collect outputs under the names that ``fully_shard`` gives their classes."""
+    # ``capture_outputs`` finds what a class can collect by the class's name, which the model's constructor has
+    # registered (``_CAN_RECORD_REGISTRY``, 5.6 to 5.23); of another name it collects nothing, and the output is
+    # ``None``.
     for module in model.modules():
         if recorded_outputs(module):
             capturing = sys.modules["transformers.utils.output_capturing"]

@@ -235,11 +235,9 @@ def _trace_traceable(
     step: StepConfig,
     without_grad: frozenset[str] = frozenset(),
 ) -> Summary:
-    """Return the summary of copies of a model; parts of blocks that cannot be traced return their input and are listed.
-
-    A model with parameters without gradients is traced again once these are known, because they have no optimizer
-    state.
-    """
+    """Return the summary of copies of a model, in which untraceable parts of blocks return their input."""
+    # A model with parameters without gradients is traced again once these are known, because they have no optimizer
+    # state.
     left_out: dict[str, str] = {}
     while True:
         traced = template.copy()

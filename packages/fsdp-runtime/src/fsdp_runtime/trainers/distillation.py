@@ -21,10 +21,7 @@ from tp_plans.runtime import plain_full_tensor
 
 
 class DistillationMixin(GeneratingMixin):
-    """Let TRL's distillation trainer train on a mesh; see :class:`GeneratingMixin`.
-
-    The divergence is that of the full vocabulary, from hidden states and both heads as they are sharded.
-    """
+    """Let TRL's distillation trainer train on a mesh, with the divergence of the full vocabulary as it is sharded."""
 
     def _get_last_hidden_state(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden = super()._get_last_hidden_state(*args, **kwargs)

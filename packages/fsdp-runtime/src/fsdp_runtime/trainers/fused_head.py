@@ -81,10 +81,8 @@ def _loss(config: Any, plain: Any, log_probs: Tensor, mask: Tensor, items: Any) 
 
 
 def add_chunked_head(model: Any, chunk_size: int, is_vlm: bool = False) -> None:
-    """Patch ``model.forward`` as ``_patch_chunked_ce_lm_head`` of TRL before 1.15 does, with the head as it is sharded.
-
-    ``chunk_size`` is not used: logits are not held longer than by the model itself.
-    """
+    """Patch ``model.forward`` as TRL before 1.15 does (``_patch_chunked_ce_lm_head``), with a sharded head."""
+    # ``chunk_size`` is not used: logits are not held longer than by the model itself.
     forward = model.forward
 
     @functools.wraps(type(model).forward)

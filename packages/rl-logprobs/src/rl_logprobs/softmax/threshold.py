@@ -144,10 +144,8 @@ class ThresholdSearch:
 def _crossing_bin(
     histogram: torch.Tensor, bins: torch.Tensor, above: torch.Tensor, goal: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the byte value in whose bin the sum from the greatest logits down reaches the goal, and the sum above it.
-
-    ``histogram`` and ``bins`` are ``[tokens, BINS]``, ``above`` is the sum over logits greater than all of these.
-    """
+    """Return the byte value at which the sum from the greatest logits down reaches the goal, and the sum above."""
+    # ``histogram`` and ``bins`` are ``[tokens, BINS]``, ``above`` is the sum over logits greater than all of these.
     at_or_above = histogram.gather(1, bins).flip(1).cumsum(1).flip(1) + above[:, None]
     greater = torch.cat([at_or_above[:, 1:], above[:, None]], 1)
     position = (greater >= goal[:, None]).sum(1, keepdim=True).clamp(max=BINS - 1)

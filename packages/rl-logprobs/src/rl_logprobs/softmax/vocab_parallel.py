@@ -51,10 +51,8 @@ def softmax_statistics(
     options: SoftmaxOptions,
     kernels: Kernels = TORCH,
 ) -> SoftmaxStatistics:
-    """Return statistics of the softmax over the full vocabulary, ``[tokens]``, from this rank's columns of any strides.
-
-    Ignored tokens get 0 and have no gradient, whatever their logits.  The ranks of the shard's group call together.
-    """
+    """Return statistics of the full softmax, ``[tokens]``, from this rank's columns of any strides."""
+    # Ignored tokens get 0 and have no gradient, whatever their logits. The ranks of the shard's group call together.
     return SoftmaxStatistics(*apply_function(_VocabParallelSoftmax, logits, targets, ignored, shard, options, kernels))
 
 

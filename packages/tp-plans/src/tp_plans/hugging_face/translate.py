@@ -85,10 +85,8 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
 
 
 def ships_plan_of_blocks(model: Any) -> bool:
-    """Return whether the plan that transformers ships has rules for the decoder's blocks, or the model has no blocks.
-
-    Many classes declare a rule for the head alone, which says nothing of the layers.
-    """
+    """Return whether the plan that transformers ships has rules for the blocks, or the model has none."""
+    # Many classes declare a rule for the head alone, which says nothing of the layers.
     tree = ModelTree.of(model)
     matched = [paths for by_pattern in tree.match(shipped_plan(tree)) for paths in by_pattern.values()]
     inside = (is_at_or_below(path, block) for paths in matched for path in paths for block in tree.decoder_blocks[:1])

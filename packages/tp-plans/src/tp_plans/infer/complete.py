@@ -60,10 +60,8 @@ _ACTIVATION = "XIELUActivation"
 
 
 def with_learned_activations(plan: Plan, tree: ModelTree) -> Plan:
-    """Return a plan with rules for activations that have parameters: each rank sees its own features, or tokens, only.
-
-    Not where the features are gathered before: there its gradient is full on every rank.
-    """
+    """Return a plan with rules for activations with parameters, of which each rank sees a part of the input."""
+    # Not where the features are gathered before: there its gradient is full on every rank.
     planned = PlannedTree(tree, plan)
     partial = (
         (path, NoParallel(gradient="partial"))

@@ -22,10 +22,8 @@ from tp_plans.styles import GatherSequence, PrepareModuleInput, SequenceParallel
 
 
 def is_read_in_full(tree: ModelTree) -> bool:
-    """Return whether more than a language-model head reads the hidden states after the last block, or the caller does.
-
-    The classifiers that models of transformers share apply their one layer to every token before they pick any.
-    """
+    """Return whether more than a language-model head reads the last hidden states, or the caller does."""
+    # The classifiers that models of transformers share apply their one layer to every token before they pick any.
     if tree.lm_head is None and not any(base.__name__.startswith("GenericFor") for base in type(tree.model).__mro__):
         return True
     holders = (path for path in ancestors(tree.lm_head or "") if not is_at_or_below(tree.decoder or "", path))

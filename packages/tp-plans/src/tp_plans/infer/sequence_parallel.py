@@ -221,10 +221,8 @@ def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
 
 
 def _rules_apart(path: str, planned: PlannedTree) -> dict[str, Style] | None:
-    """Return the rules of a module with a part of a sub-layer whose layers sit in modules apart; ``None`` for others.
-
-    One that outputs local features gathers the tokens, one that reads them scatters its sums, and ends in a norm.
-    """
+    """Return the rules of a part of a sub-layer whose layers sit in modules apart; ``None`` for others."""
+    # One that outputs local features gathers the tokens, one that reads them scatters its sums, and ends in a norm.
     tree, own = planned.tree, planned.style(path)
     owners = [join(path, name) for name in sorted(tree.children_with_parameters(path))]
     if tree.own_parameters(path) or not owners or not (own is None or isinstance(own, PrepareModuleInput)):

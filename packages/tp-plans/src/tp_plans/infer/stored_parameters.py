@@ -172,10 +172,8 @@ def embedding_submodules(planned: PlannedTree, root: str) -> Mapping[str, styles
 
 
 def _reads_full_activations(path: str, planned: PlannedTree) -> bool:
-    """Return whether a layer surely reads full activations: none of its siblings is split, or it feeds those that are.
-
-    A column-wise layer sums the gradient of its input, so that of a layer before it is full again.
-    """
+    """Return whether a layer surely reads full activations: no sibling is split, or it feeds those that are."""
+    # A column-wise layer sums the gradient of its input, so that of a layer before it is full again.
     above = parent(path)
     if split := planned.split_children(above):
         return planned.tree.size(path, 0) in {planned.tree.size(join(above, name), 1) for name in split}

@@ -140,10 +140,8 @@ def _add_embedding(rules: dict[str, Style], embedding: str, tree: ModelTree) -> 
 
 
 def _sublayers(tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Proposal]:
-    """Return rules for every sub-layer of every block; layers of one name are sharded inside in all blocks or in none.
-
-    Blocks may pass results to each other (keys and values that several attention layers share).
-    """
+    """Return rules for all sub-layers of all blocks; those of one name are sharded inside in all or in none."""
+    # Blocks may pass results to each other (keys and values that several attention layers share).
     found = [sub for block in token_blocks(tree) for sub in _of_block(block, tree, rules)]
     proposals = {sub.path: propose(sub, tree) for sub in found}
     split = {sub.path: not _is_gathered(sub, proposals[sub.path][0]) for sub in found}

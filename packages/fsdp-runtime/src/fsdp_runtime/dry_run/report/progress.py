@@ -20,10 +20,8 @@ class ProgressLine:
         self._started = time.monotonic()
 
     def __call__(self, name: str, done: int, steps: int) -> None:
-        """Show that ``done`` of ``steps`` are finished, the last one being ``name``, and the expected time of a rest.
-
-        The time is that of the finished steps, so it is shown from the first one on, for more than a minute.
-        """
+        """Show that ``done`` of ``steps`` are finished, ``name`` as the last, and the expected time of the rest."""
+        # The time is that of the finished steps, so it is shown from the first one on, for more than a minute.
         rest = (time.monotonic() - self._started) / done * (steps - done) if done else 0.0
         left = f" (about {round(rest / 60)} min left)" if rest >= _SHORT else ""
         line = f"{done}/{steps} {name}{left}"

@@ -100,15 +100,12 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records operators on local tensors; DTensor operators arrive as the local ones they call.
-
-    ``multiplicity`` returns the number of equal calls for which the running operator stands.
-    """
+    """A dispatch mode that records operators on local tensors; DTensor operators arrive as the local ones they call."""
 
     def __init__(
         self,
         modules: ModuleTracker,
-        multiplicity: Callable[[], int] = lambda: 1,
+        multiplicity: Callable[[], int] = lambda: 1,  # equal calls for which the running operator stands
         *,
         compiled: Sequence[str] = (),
         attention: AttentionKernels = "flash2",

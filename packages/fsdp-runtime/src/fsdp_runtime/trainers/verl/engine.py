@@ -158,10 +158,7 @@ class FsdpRuntimeEngine(BaseEngine):
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """Run verl's nested batch of this rank's samples by micro-batches; without a loss function for outputs alone.
-
-        Returns verl's dict of ``model_output``, ``loss`` and ``metrics``, by sample and by micro-batch.
-        """
+        """Run verl's nested batch by micro-batches; return its dict of ``model_output``, ``loss`` and ``metrics``."""
         if loss_function is None and not forward_only:
             raise OptionError("a backward needs a loss_function")
         found = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp)

@@ -27,10 +27,7 @@ _Splits = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """The tokens that came to a rank, and which of its experts they are for.
-
-    A *pair* is a token with one of its experts.
-    """
+    """The tokens that came to a rank, and which of its experts they are for; a *pair* is a token with one expert."""
 
     rows: Tensor  # ``[rows, hidden]``, one for every token and rank that it came from
     pair_row: Tensor  # ``[pairs]``, the row of each pair
