@@ -24,9 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, estimate
 from fsdp_runtime.dry_run.adapters import WithAdapters
-from fsdp_runtime.dry_run.hardware import HARDWARE
 from fsdp_runtime.dry_run.several_adapters import with_several
-from fsdp_runtime.dry_run.step_time import step_time
+from fsdp_runtime.dry_run.step_time import HARDWARE, step_time
 
 ROWS = Path(__file__).parents[1] / "published-setups.json"
 PAGE = ROWS.with_suffix(".md")

@@ -149,7 +149,7 @@ def test_another_engines_config_is_refused_with_the_names_here() -> None:
     from verl.workers.config import FSDPEngineConfig
 
     from fsdp_runtime import OptionError
-    from fsdp_runtime.trainers.verl.model_flags import require_own_config
+    from fsdp_runtime.trainers.verl.config import require_own_config
 
     with pytest.raises(OptionError, match=r"FSDPEngineConfig: choose engine=fsdp_runtime.*tensor_parallel_size is tp"):
         require_own_config(FSDPEngineConfig())

@@ -200,7 +200,7 @@ COUNTED = {
     ("tensor/_api.py", "redistribute"): "redistribute",
     ("tensor/_dtensor_spec.py", "__post_init__"): "specs",
     ("autograd/function.py", "apply"): "functions",
-    ("torch_styles/_function_compat.py", "applied"): "functions",
+    ("torch_styles/_host_time_compat.py", "applied"): "functions",
 }
 NAMES = {name for _, name in COUNTED}
 

@@ -20,8 +20,7 @@ from fsdp_runtime.dry_run.report.charts import chart_picture
 from fsdp_runtime.dry_run.report.html import html_report
 from fsdp_runtime.dry_run.report.progress import ProgressLine
 from fsdp_runtime.dry_run.report.recipe import markdown_lines, recipe_sections
-from fsdp_runtime.dry_run.report.sections import Section, estimate_sections, sweep_sections
-from fsdp_runtime.dry_run.report.text import text_lines
+from fsdp_runtime.dry_run.report.sections import Section, estimate_sections, sweep_sections, text_lines
 from fsdp_runtime.dry_run.step_time import step_time
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
 from tp_plans import Plan, TpPlansError

@@ -22,8 +22,7 @@ from fsdp_runtime.dry_run.report import progress as progress_module
 from fsdp_runtime.dry_run.report.charts import chart_picture, charts_of
 from fsdp_runtime.dry_run.report.html import html_report
 from fsdp_runtime.dry_run.report.progress import ProgressLine
-from fsdp_runtime.dry_run.report.sections import CATEGORY_NAMES, estimate_sections, sweep_sections
-from fsdp_runtime.dry_run.report.text import text_lines
+from fsdp_runtime.dry_run.report.sections import CATEGORY_NAMES, estimate_sections, sweep_sections, text_lines
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep
 from fsdp_runtime.mesh.spec import FLATTENED
 from harness.estimates import GIB, made_estimate, made_settings, made_traffic

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_runtime.dry_run.hardware import ATTENTION_EFFICIENCY, LINK_EFFICIENCY, MATMUL_EFFICIENCY, Hardware
-from fsdp_runtime.dry_run.step_time import step_time
+from fsdp_runtime.dry_run.step_time import ATTENTION_EFFICIENCY, LINK_EFFICIENCY, MATMUL_EFFICIENCY, Hardware, step_time
 from fsdp_runtime.dry_run.types import Estimate, Memory, MemoryBreakdown, Settings, Traffic
 from fsdp_runtime.errors import EstimateError
 

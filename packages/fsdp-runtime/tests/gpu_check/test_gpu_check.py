@@ -9,10 +9,9 @@ import torch
 
 from fsdp_runtime.gpu_check import parity, ranks
 from fsdp_runtime.gpu_check.__main__ import main
-from fsdp_runtime.gpu_check.check_result import CheckResult, within
+from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, within
 from fsdp_runtime.gpu_check.machine import World, accelerator
 from fsdp_runtime.gpu_check.memory import compared
-from fsdp_runtime.gpu_check.report import markdown
 from harness.processes import preloaded_context
 from harness.ranks import RankPool
 

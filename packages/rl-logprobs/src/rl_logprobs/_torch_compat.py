@@ -37,52 +37,41 @@ def local_shape_and_offset(
 
 
 def same_root(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Return whether two meshes are slices of one mesh.
-
-    torch 2.10 to 2.15 have no public access to the root mesh; no upstream issue found.
-    """
+    """Return whether two meshes are slices of one mesh."""
+    # torch 2.10 to 2.15 have no public access to the root mesh; no upstream issue found.
     return bool(mesh._get_root_mesh() == other._get_root_mesh())
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Fail on the device if ``condition`` is false, without making the host wait.
-
-    torch 2.10 to 2.15 have the function under a private name only (pytorch/pytorch#53284).
-    """
+    """Fail on the device if ``condition`` is false, without making the host wait."""
+    # torch 2.10 to 2.15 have the function under a private name only (pytorch/pytorch#53284).
     torch._assert_async(condition, message)
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Return ``function.apply(*arguments)``, which torch 2.10 to 2.15 leave without types.
-
-    No upstream issue found.  mypy reports the ignored error once it is gone.
-    """
+    """Return ``function.apply(*arguments)``, which torch 2.10 to 2.15 leave without types."""
+    # No upstream issue found. mypy reports the ignored error once it is gone.
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the norm of each tensor in few kernel launches, accumulated and returned in ``dtype``.
-
-    torch 2.10 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds ``torch.foreach``);
-    ``torch.nn.utils.get_total_norm`` uses the same one but returns the total only.
-    """
+    """Return the norm of each tensor in few kernel launches, accumulated and returned in ``dtype``."""
+    # torch 2.10 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds
+    # ``torch.foreach``); ``torch.nn.utils.get_total_norm`` uses the same one but returns the total only.
     return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype))
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Scale every tensor in place by a 0-d tensor, in few kernel launches.
-
-    torch 2.10 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds ``torch.foreach``).
-    """
+    """Scale every tensor in place by a 0-d tensor, in few kernel launches."""
+    # torch 2.10 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds
+    # ``torch.foreach``).
     torch._foreach_mul_(list(tensors), factor)
 
 
 def all_gather_single(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``gathered`` with the ranks' parts.
-
-    torch 2.13 renamed ``all_gather_into_tensor`` to ``all_gather_single`` and warns of the old name
-    (pytorch/pytorch#186123); torch 2.10 to 2.12 have the old name only.
-    """
+    """Fill ``gathered`` with the ranks' parts."""
+    # torch 2.13 renamed ``all_gather_into_tensor`` to ``all_gather_single`` and warns of the old name
+    # (pytorch/pytorch#186123); torch 2.10 to 2.12 have the old name only.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, part, group=group)
 
@@ -93,14 +82,12 @@ _joint_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.P
 
 
 def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the process group of all ranks of a mesh, which they create at their first call; None if they cannot.
-
-    torch 2.10 to 2.15 have no public group over several dims of a mesh (pytorch/pytorch#132632 added a private one,
-    which all ranks of the world must create together).  A world bound to a device (``device_id`` of
-    ``init_process_group``) splits its communicator for a new group, which needs every rank.  Otherwise the ranks
-    rendezvous under a name that contains the number of groups that each belongs to.  Ranks in different numbers of
-    groups (pipeline stages with a group of their own, say) would wait for each other under different names.
-    """
+    """Return the process group of all ranks of a mesh, which they create at their first call; None if they cannot."""
+    # torch 2.10 to 2.15 have no public group over several dims of a mesh (pytorch/pytorch#132632 added a private one,
+    # which all ranks of the world must create together). A world bound to a device (``device_id`` of
+    # ``init_process_group``) splits its communicator for a new group, which needs every rank. Otherwise the ranks
+    # rendezvous under a name that contains the number of groups that each belongs to. Ranks in different numbers of
+    # groups (pipeline stages with a group of their own, say) would wait for each other under different names.
     world = dist.group.WORLD
     if world is None or getattr(world, "bound_device_id", None) is not None:
         return None
@@ -117,11 +104,9 @@ _ranks_cache: WeakKeyDictionary[DeviceMesh, frozenset[int]] = WeakKeyDictionary(
 
 
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
-    """Return the mesh's ranks, from a cache: torch computes them anew each time, as slowly as ten small norms.
-
-    Computed outside any mode: under fake tensors, torch 2.10 to 2.15 compute a mesh's ranks as tensors without values
-    (pytorch/pytorch#142275).
-    """
+    """Return the mesh's ranks, from a cache: torch computes them anew each time, as slowly as ten small norms."""
+    # Computed outside any mode: under fake tensors, torch 2.10 to 2.15 compute a mesh's ranks as tensors without values
+    # (pytorch/pytorch#142275).
     if mesh not in _ranks_cache:
         with _disable_current_modes():
             _ranks_cache[mesh] = frozenset(mesh.mesh.flatten().tolist())
@@ -138,10 +123,8 @@ def _all_ranks_equal(number: int, mesh: DeviceMesh) -> bool:
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``left @ right`` in ``dtype``; half precision operands on CUDA only.
-
-    torch 2.10 to 2.15 implement ``out_dtype`` for accelerators, not for a CPU (pytorch/pytorch#150812).
-    """
+    """Return ``left @ right`` in ``dtype``; half precision operands on CUDA only."""
+    # torch 2.10 to 2.15 implement ``out_dtype`` for accelerators, not for a CPU (pytorch/pytorch#150812).
     if left.dtype == dtype:
         return left @ right
     return torch.mm(left, right, out_dtype=dtype)

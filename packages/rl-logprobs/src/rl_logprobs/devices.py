@@ -15,11 +15,9 @@ _accelerator_assumed: ContextVar[bool] = ContextVar("accelerator_assumed", defau
 
 @contextmanager
 def assume_accelerator() -> Iterator[None]:
-    """Compute on CPU tensors within the context as on an accelerator's.
-
-    For a dry run, whose CPU or fake tensors stand for tensors on an accelerator.  Applies to the current thread,
-    which also runs the backward pass of CPU tensors.
-    """
+    """Compute on CPU tensors within the context as on an accelerator's."""
+    # For a dry run, whose CPU or fake tensors stand for tensors on an accelerator. Applies to the current thread, which
+    # also runs the backward pass of CPU tensors.
     token = _accelerator_assumed.set(True)
     try:
         yield
@@ -33,11 +31,7 @@ def has_cpu_costs(device: torch.device) -> bool:
 
 
 def require_same_device(**tensors: torch.Tensor | None) -> None:
-    """Check that tensors are on the device of the first.
-
-    Args:
-        **tensors: the tensors by their names in messages; None is left out.
-    """
+    """Check that tensors, given by their names in messages, are on the device of the first; None is left out."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first, expected = next((name, tensor.device) for name, tensor in given.items())
     for name, tensor in given.items():

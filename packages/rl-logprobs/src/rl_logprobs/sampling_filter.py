@@ -70,17 +70,9 @@ class SamplingFilter:
 def min_kept_logit(
     logits: torch.Tensor, shard: VocabColumns, temperature: float | torch.Tensor, sampling: SamplingFilter | None
 ) -> torch.Tensor | None:
-    """Return the least logit that the filter keeps, ``[tokens]`` in the statistics dtype; None if it keeps all.
-
-    With a ``top_k`` up to ``MAX_EXCHANGED_K``: one collective, and another one for top-p.  Otherwise: one for the
-    largest logit, and for each of top-k and top-p one per byte of a logit.
-
-    Args:
-        logits: ``[..., columns]``, this rank's columns.
-        shard: the position of the columns; the ranks of its group call together.
-        temperature: positive number, or one number per token (flat).
-        sampling: the filter; None keeps all.
-    """
+    """Return the least logit that the filter keeps, ``[tokens]`` in the statistics dtype; None if it keeps all."""
+    # With a ``top_k`` up to ``MAX_EXCHANGED_K``: one collective, and another one for top-p. Otherwise: one for the
+    # largest logit, and for each of top-k and top-p one per byte of a logit.
     if sampling is None or (sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0):
         return None
     scale = TemperatureScale.of(temperature, statistics_dtype(logits.dtype))

@@ -185,10 +185,8 @@ class HeadSource:
         return Side(operands, self.vocab, temperature, head)
 
     def reference_side(self, tokens: TokenSlice, vocab: VocabColumns, temperature: float | torch.Tensor) -> Side:
-        """Return the logits of other tokens and columns, without gradient, as the other side of a divergence.
-
-        A head that is sharded otherwise sends its rows to the ranks that need them.
-        """
+        """Return the logits of other tokens and columns, without gradient, as the other side of a divergence."""
+        # A head that is sharded otherwise sends its rows to the ranks that need them.
         states, _ = _gather_tokens(self.logits.hidden.detach(), self.vocab.group)
         states = tokens_of(states, self.tokens, tokens)
         parts = [part.detach() for part in self._local_head() if part is not None]
@@ -211,11 +209,7 @@ class HeadSource:
 
 
 def tokens_of(values: torch.Tensor, held: TokenSlice, wanted: TokenSlice) -> torch.Tensor:
-    """Return the teacher's values ``[..., columns]`` of the student's tokens: all of them, or a part of a full batch.
-
-    Raises:
-        ShapeError: it holds other tokens.
-    """
+    """Return the teacher's values ``[..., columns]`` of the student's tokens: all, or a part of a full batch."""
     same_batch = held.full == wanted.full and wanted.full != wanted.shape
     if held.shape == wanted.shape and not (same_batch and held.offset != wanted.offset):
         return values
@@ -309,10 +303,9 @@ def _tokens_after_gather(hidden: torch.Tensor, group: dist.ProcessGroup | None) 
 
 
 def _gather_tokens(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, bool]:
-    """Return hidden states of all tokens of the vocabulary's group, and whether their gradient needs an all-reduce.
-
-    The gradient of gathered tokens is returned as a partial sum, which the backward pass of the gather reduce-scatters.
-    """
+    """Return hidden states of all tokens of the vocabulary's group, and whether their gradient needs an all-reduce."""
+    # The gradient of gathered tokens is returned as a partial sum, which the backward pass of the gather
+    # reduce-scatters.
     if not isinstance(hidden, DTensor):
         return hidden, True
     vocab_dim = _vocab_mesh_dim(hidden, group)

@@ -102,21 +102,8 @@ def require_ascending(offsets: torch.Tensor, name: str, last: int, counted: str)
 def local_targets(
     targets: torch.Tensor, tokens: TokenSlice, *, shift: bool = False, ignore_index: int = -100, name: str = "targets"
 ) -> torch.Tensor:
-    """Return the targets of the tokens that this rank holds, as a plain int64 tensor.
-
-    Args:
-        targets: integers for the full batch (``tokens.full``) or for this rank's tokens (``tokens.shape``).
-        tokens: the position of this rank's logits in the batch.
-        shift: shift ``targets`` by one position first.
-        ignore_index: target of positions that are not scored.
-        name: the name of the tensor in error messages.
-
-    Raises:
-        DtypeError: the targets are not integers.
-        ShapeError: their shape is neither that of the full batch nor that of this rank's part, or a shift needs
-            the first token of the next rank.
-        PlacementError: a DTensor that is neither replicated nor placed like the logits' tokens.
-    """
+    """Return the targets of the tokens that this rank holds, as a plain int64 tensor."""
+    # They are given for the full batch (``tokens.full``) or for this rank's tokens (``tokens.shape``).
     require_ids(targets, name)
     is_full = tuple(targets.shape) == tokens.full
     if isinstance(targets, DTensor):
@@ -145,17 +132,11 @@ def local_targets(
 
 
 class Targets(NamedTuple):
-    """The targets of a rank's tokens.
+    """The targets of a rank's tokens."""
 
-    Attributes:
-        ids: int64, of the shape of its tokens.
-        ignored: bool of that shape, true at tokens that are not scored.
-        shifted: the ids were shifted by one position.
-    """
-
-    ids: torch.Tensor
-    ignored: torch.Tensor
-    shifted: bool = False
+    ids: torch.Tensor  # int64, of the shape of its tokens
+    ignored: torch.Tensor  # bool of that shape, true at tokens that are not scored
+    shifted: bool = False  # the ids were shifted by one position
 
     @property
     def flat_ids(self) -> torch.Tensor:
@@ -171,27 +152,13 @@ class Targets(NamedTuple):
 def scored_targets(
     targets: torch.Tensor, tokens: TokenSlice, vocab_size: int, *, shift: bool = False, ignore_index: int = -100
 ) -> Targets:
-    """Return the targets of the tokens that this rank holds, checked against the vocabulary.
-
-    Args:
-        targets: as ``local_targets`` takes them.
-        tokens: the position of this rank's logits in the batch.
-        vocab_size: number of tokens in the vocabulary.
-        shift: shift ``targets`` by one position first.
-        ignore_index: target of positions that are not scored.
-    """
+    """Return the targets of the tokens that this rank holds, checked against the vocabulary."""
     ids = local_targets(targets, tokens, shift=shift, ignore_index=ignore_index)
     return Targets(ids, _ignored_targets(ids, vocab_size=vocab_size, ignore_index=ignore_index), shift)
 
 
 def _ignored_targets(targets: torch.Tensor, *, vocab_size: int, ignore_index: int) -> torch.Tensor:
-    """Return a bool tensor of the targets' shape, true at ``ignore_index``, and check the other targets.
-
-    Raises:
-        TargetError: a target outside ``[0, vocab_size)`` that is not ``ignore_index``.  On an accelerator the
-            check runs there and fails as a device-side assertion, so that the host does not wait.
-        OptionError: ``ignore_index`` is beyond 64 bits.
-    """
+    """Return a bool tensor of the targets' shape, true at ``ignore_index``, and check the other targets."""
     _check_ignore_index(ignore_index)
     ignored = targets == ignore_index
     valid = ignored | ((targets >= 0) & (targets < vocab_size))

@@ -32,18 +32,9 @@ def topk_divergence(
     *,
     tail: bool,
 ) -> torch.Tensor:
-    """Return the divergence over the teacher's ids, and with ``tail`` the rest of the vocabulary as one outcome.
-
-    One collective forward for the logits of the ids, and with ``tail`` a second one for the student's partition sum.
-
-    Args:
-        source: the student's logits.
-        teacher: ids and log-probabilities, ``[..., k]``, of this rank's tokens or of the full batch.
-        temperature: the student's, a number or flat.
-        ignored: bool of this rank's tokens.
-        beta: from 0 to 1.
-        tail: whether the rest of the vocabulary counts.
-    """
+    """Return the divergence over the teacher's ids, and with ``tail`` the rest of the vocabulary as one outcome."""
+    # ``teacher`` has ids and log-probabilities, ``[..., k]``, of this rank's tokens or of the full batch. One
+    # collective forward for the logits of the ids, and with ``tail`` a second one for the student's partition sum.
     ids, logprobs = (tokens_of(part, _tokens(part, source.tokens), source.tokens) for part in _checked(teacher))
     k = ids.shape[-1]
     possible = (logprobs != -math.inf) & ~ignored[..., None]

@@ -10,11 +10,9 @@ from typing import Any
 
 
 def own_parameters(module: Any) -> dict[str, Any]:
-    """A module's dict of its own parameters, absent ones (``None``) and views in their place included.
-
-    ``named_parameters`` hides both, and assigning an attribute refuses a plain tensor where a parameter was; torch's
-    own parametrisation and FSDP2 work on the same dict.
-    """
+    """A module's dict of its own parameters, absent ones (``None``) and views in their place included."""
+    # ``named_parameters`` hides both, and assigning an attribute refuses a plain tensor where a parameter was; torch's
+    # own parametrisation and FSDP2 work on the same dict.
     found: dict[str, Any] = getattr(module, "_parameters", {})
     return found
 
@@ -36,28 +34,19 @@ CALL = "_call_impl"
 
 
 def call_of(module_class: Any) -> Any:
-    """A module class's call of hooks and forward, in which the compiler can be told to leave both to Python.
-
-    Hooks that are added later, as FSDP2's, then run outside of compiled code, which would skip them.
-    """
+    """A module class's call of hooks and forward, in which the compiler can be told to leave both to Python."""
+    # Hooks that are added later, as FSDP2's, then run outside of compiled code, which would skip them.
     return module_class._call_impl
 
 
 @dataclass(frozen=True, slots=True)
 class Workaround:
-    """Code that only some supported versions of torch need.
+    """Code that only some supported versions of torch need."""
 
-    Args:
-        place: module and name under ``tp_plans.torch_styles``.
-        last: the last torch version that needs it; a test fails once no supported version does.
-        upstream: the issue or pull request, or that none was found.
-        reason: what goes wrong without it.
-    """
-
-    place: str
-    last: tuple[int, int]
-    upstream: str
-    reason: str
+    place: str  # module and name under ``tp_plans.torch_styles``
+    last: tuple[int, int]  # the last torch version that needs it; a test fails once no supported version does
+    upstream: str  # the issue or pull request, or that none was found
+    reason: str  # what goes wrong without it
 
 
 #: Every place in the torch styles whose form depends on a version of torch.

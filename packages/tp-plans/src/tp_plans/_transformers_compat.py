@@ -12,10 +12,8 @@ from typing import Any
 
 
 def own_plan(owner: Any) -> Mapping[str, str] | None:
-    """The plan that a model class or an instance carries, in transformers' words.
-
-    The public ``tp_plan`` property, where there is one, has those of inner models merged in under other names.
-    """
+    """The plan that a model class or an instance carries, in transformers' words."""
+    # The public ``tp_plan`` property, where there is one, has those of inner models merged in under other names.
     plan: Mapping[str, str] | None = getattr(owner, "_tp_plan", None)
     return plan
 
@@ -29,19 +27,15 @@ def own_expert_plan(module: Any) -> Mapping[str, str]:
 
 
 def mark_expert_parallel(experts: Any) -> None:
-    """Tell transformers' batched and grouped experts to look for the index that stands for no expert of this rank.
-
-    Without the mark their kernels (5.23) leave the rows of such routes uninitialised.  No upstream issue found.
-    """
+    """Tell transformers' batched and grouped experts to look for the index that stands for no expert of this rank."""
+    # Without the mark their kernels (5.23) leave the rows of such routes uninitialised. No upstream issue found.
     if hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True
 
 
 def skips_sentinel_index(experts: Any) -> bool:
-    """Return whether a module of experts passes over the index that stands for no expert of this rank.
-
-    The eager code of transformers' own raises for it before 5.18: the one-hot mask that it makes has no place for it.
-    """
+    """Return whether a module of experts passes over the index that stands for no expert of this rank."""
+    # The eager code of transformers' own raises for it before 5.18: the one-hot mask that it makes has no place for it.
     if not type(experts).__module__.startswith("transformers."):
         return True
     release = tuple(map(int, re.findall(r"\d+", sys.modules["transformers"].__version__)[:2]))
@@ -50,10 +44,8 @@ def skips_sentinel_index(experts: Any) -> bool:
 
 
 def kept_in_float32(model: Any, names: Iterable[str]) -> frozenset[str]:
-    """Return the names of those parameters that transformers loads in float32 where the model is in bfloat16.
-
-    ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.23).
-    """
+    """Return the names of those parameters that transformers loads in float32 where the model is in bfloat16."""
+    # ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.23).
     found = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     patterns = [re.compile(each.replace("*", ".*")) for each in found]
     return frozenset(name for name in names if any(pattern.search(name) for pattern in patterns))

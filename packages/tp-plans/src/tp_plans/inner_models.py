@@ -19,11 +19,7 @@ from tp_plans.styles import ColwiseParallel, Style, VocabParallelEmbedding
 
 
 def inner_models(tree: ModelTree) -> tuple[str, ...]:
-    """Return the paths of the outermost language models of transformers inside a module that is none itself.
-
-    Raises:
-        UnknownArchitectureError: one of them is wrapped for adapters by itself, so that its layers have other names.
-    """
+    """Return the paths of the outermost language models of transformers inside a module that is none itself."""
     if _is_language_model("", tree):
         return ()
     found = [path for path in tree.modules if path and _is_language_model(path, tree)]
@@ -41,16 +37,7 @@ def inner_models(tree: ModelTree) -> tuple[str, ...]:
 
 
 def plan_around(plans: Mapping[str, Plan], tree: ModelTree) -> Plan:
-    """Return the plans of inner models as one plan of the module around them.
-
-    Args:
-        plans: the plan of each inner model, by its path.
-        tree: the module around them.
-
-    Raises:
-        CapabilityError: a plan is a sequence-parallel one, and does not say where hidden states can be gathered for
-            what stands around the model.
-    """
+    """Return the plans of inner models, by their paths, as one plan of the module around them."""
     has_heads = any(
         tree.own_parameters(path) for path in tree.modules if not any(is_at_or_below(path, inner) for inner in plans)
     )

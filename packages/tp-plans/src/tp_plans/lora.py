@@ -10,18 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tp_plans import styles
 from tp_plans.errors import PlanError
 from tp_plans.layouts import Partial, Replicate, Shard
 from tp_plans.model_tree import ModelTree, join, parent
-from tp_plans.styles import (
-    ColwiseParallel,
-    GatheredParameters,
-    MLAKVProjection,
-    NoParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    Style,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +25,11 @@ class AdapterStyles:
         b: of ``lora_B``, from the rank to the layer's output.
     """
 
-    a: Style
-    b: Style
+    a: styles.Style
+    b: styles.Style
 
 
-def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterStyles:
+def adapter_styles(style: styles.Style, *, sequence_dim: int | None = None) -> AdapterStyles:
     """Return the styles of the factors of an adapter on a layer of this style.
 
     Args:
@@ -57,20 +49,20 @@ def adapter_styles(style: Style, *, sequence_dim: int | None = None) -> AdapterS
         NoParallel(gradient='full')
     """
     match style:
-        case ColwiseParallel() | MLAKVProjection():
-            a = NoParallel() if sequence_dim is None else SequenceParallel(sequence_dim=sequence_dim)
+        case styles.ColwiseParallel() | styles.MLAKVProjection():
+            a = styles.NoParallel() if sequence_dim is None else styles.SequenceParallel(sequence_dim=sequence_dim)
             return AdapterStyles(a=a, b=style)
-        case RowwiseParallel(output_layouts=Shard(dim=-1)):  # each rank keeps its features of the sum
+        case styles.RowwiseParallel(output_layouts=Shard(dim=-1)):  # each rank keeps its features of the sum
             return AdapterStyles(
-                a=replace(style, output_layouts=Replicate(), use_local_output=True), b=ColwiseParallel()
+                a=replace(style, output_layouts=Replicate(), use_local_output=True), b=styles.ColwiseParallel()
             )
-        case RowwiseParallel(output_layouts=output) if output != Partial():
+        case styles.RowwiseParallel(output_layouts=output) if output != Partial():
             is_full = output == Replicate()
-            return AdapterStyles(a=style, b=NoParallel(gradient="full" if is_full else "partial"))
-        case NoParallel():
+            return AdapterStyles(a=style, b=styles.NoParallel(gradient="full" if is_full else "partial"))
+        case styles.NoParallel():
             return AdapterStyles(a=style, b=style)
-        case GatheredParameters() if sequence_dim is None:  # every rank computes the full layer
-            return AdapterStyles(a=NoParallel(), b=NoParallel())
+        case styles.GatheredParameters() if sequence_dim is None:  # every rank computes the full layer
+            return AdapterStyles(a=styles.NoParallel(), b=styles.NoParallel())
     raise PlanError(
         f"a layer that is {style} cannot carry a low-rank adapter: leave it out of the adapter's target modules, or "
         "give it a rule ColwiseParallel, RowwiseParallel, MLAKVProjection or NoParallel"

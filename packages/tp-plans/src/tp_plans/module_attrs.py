@@ -23,11 +23,9 @@ def getattr_path(owner: Any, path: str) -> object:
 
 
 def key_value_heads(attention: Any, style: ParallelAttention) -> int | None:
-    """The number of an attention layer's key/value heads, or ``None`` where the layer does not tell it.
-
-    The size of the layer's own key projection comes first: layers of one config may have different numbers (MiMo-V2).
-    Without one, layers whose config has no single number tell it by the number of their groups.
-    """
+    """The number of an attention layer's key/value heads, or ``None`` where the layer does not tell it."""
+    # The size of the layer's own key projection comes first: layers of one config may have different numbers (MiMo-V2).
+    # Without one, layers whose config has no single number tell it by the number of their groups.
     features, size = getattr_path(attention, f"{KEY}.out_features"), getattr_path(attention, HEAD_DIM)
     if is_integer(features, least=1) and is_integer(size, least=1) and features % size == 0:
         return features // size

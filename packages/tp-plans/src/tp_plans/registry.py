@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_plans.errors import PlanError, UnknownArchitectureError, type_name
+from tp_plans.infer.complete import with_learned_activations
 from tp_plans.infer.full_output import is_read_in_full, with_full_output
-from tp_plans.infer.learned_activations import with_learned_activations
 from tp_plans.model_tree import ModelTree
 from tp_plans.models import ARCHITECTURES, Architecture
 from tp_plans.plan import Plan

@@ -16,18 +16,9 @@ def shard_ranges(size: int, tp: int) -> list[range]:
 def compute_ranges(
     size: int, tp: int, *, unit: int = 1, pieces: Sequence[int] = (), shared: bool = False
 ) -> list[list[range]]:
-    """The rows that each rank computes with: its units of every piece, in ascending order.
-
-    Args:
-        size: rows of the full weight.
-        tp: number of ranks.
-        unit: rows that stay together (a head).
-        pieces: sizes of the concatenated matrices of a fused weight; ``()`` for one matrix.
-        shared: a piece with fewer units than ranks gives each unit to ``tp / units`` neighbouring ranks.
-
-    Raises:
-        PlanError: the rows cannot be split this way; the message has the numbers and valid sizes of ``tp``.
-    """
+    """Return the rows that each rank computes with: its units of every piece, in ascending order."""
+    # A unit (a head) stays together; pieces are the matrices of a fused weight. With ``shared`` a piece with fewer
+    # units than ranks gives each unit to ``tp / units`` neighbouring ranks.
     pieces = tuple(pieces) or (1,)
     scale, rest = divmod(size, sum(pieces))
     if rest:

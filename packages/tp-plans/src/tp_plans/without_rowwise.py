@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tp_plans import styles
 from tp_plans.errors import PlanError
 from tp_plans.layouts import Partial
 from tp_plans.plan import Plan, require_plan
-from tp_plans.styles import (
-    AllReduceOutput,
-    ColwiseParallel,
-    ExpertsParallel,
-    GatherSequence,
-    NoParallel,
-    RowwiseParallel,
-    ScaleInput,
-    Style,
-)
 
 
 def rowwise_free(plan: Plan) -> Plan:
@@ -54,32 +45,32 @@ def rowwise_free(plan: Plan) -> Plan:
     return Plan(changed, name=f"{plan.name}, rowwise-free", sequence_parallel=plan.sequence_parallel)
 
 
-def _without_sum(pattern: str, style: Style) -> Style:
+def _without_sum(pattern: str, style: styles.Style) -> styles.Style:
     match style:
         case (
-            RowwiseParallel(output_layouts=Partial())
-            | AllReduceOutput()
-            | ScaleInput()
-            | GatherSequence(inner=AllReduceOutput())
+            styles.RowwiseParallel(output_layouts=Partial())
+            | styles.AllReduceOutput()
+            | styles.ScaleInput()
+            | styles.GatherSequence(inner=styles.AllReduceOutput())
         ):
             raise PlanError(
                 f"the rule for {pattern!r} is {style}, whose output is a partial sum: to do without it, "
                 "override the rules of the module that sums, so that it is replicated"
             )
-        case RowwiseParallel(fused_sizes=pieces) if pieces:
+        case styles.RowwiseParallel(fused_sizes=pieces) if pieces:
             raise PlanError(
                 f"the rule for {pattern!r} reads {len(pieces)} pieces, which no gather puts in order: override it "
                 "and the layer before it with NoParallel()"
             )
-        case RowwiseParallel():
-            return ColwiseParallel(
+        case styles.RowwiseParallel():
+            return styles.ColwiseParallel(
                 input_layouts=style.input_layouts,
                 output_layouts=style.output_layouts,
                 use_local_output=style.use_local_output,
             )
-        case ExpertsParallel():
-            return NoParallel()
-        case GatherSequence(inner=ExpertsParallel()):
+        case styles.ExpertsParallel():
+            return styles.NoParallel()
+        case styles.GatherSequence(inner=styles.ExpertsParallel()):
             return replace(style, inner=None)
         case _:
             return style

@@ -145,7 +145,7 @@ def host_operations(sequence_parallel):
         norm.requires_grad_(True)
     stream = model.model.embed_tokens(torch.arange(6).view(1, 6)).detach().requires_grad_()
     files = {"from_local": "tensor/_api.py", "redistribute": "tensor/_api.py", "to_local": "tensor/_api.py"}
-    files |= {"apply": "autograd/function.py", "applied": "_function_compat.py", "with_spec": "_dtensor_compat.py"}
+    files |= {"apply": "autograd/function.py", "applied": "_host_time_compat.py", "with_spec": "_host_time_compat.py"}
     files |= {"autograd_impl": "_library/autograd.py", "get_group": "distributed/device_mesh.py"}
     counts = Counter()
 

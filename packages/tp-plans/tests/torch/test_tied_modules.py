@@ -3,7 +3,7 @@
 from torch import nn
 
 from tp_plans import ColwiseParallel, Plan, RowwiseParallel, check
-from tp_plans.infer.tied_modules import tied_modules
+from tp_plans.infer.complete import tied_modules
 from tp_plans.model_tree import ModelTree
 from tp_plans.planned_tree import PlannedTree
 

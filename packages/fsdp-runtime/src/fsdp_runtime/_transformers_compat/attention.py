@@ -18,17 +18,9 @@ def attention_in_force(config: Any) -> str | None:
 def use_attention(
     model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any], *, keep: Iterable[nn.Module] = ()
 ) -> None:
-    """Replace attention and its masks in the text part of a model, through transformers' public interfaces.
-
-    The model gets a copy of its config first: another model built from the same config keeps its attention.
-
-    Args:
-        model: a ``PreTrainedModel``.
-        name: the name to register the functions under.
-        attend: a function for ``AttentionInterface``.
-        mask: a function for ``AttentionMaskInterface``.
-        keep: modules that keep their config, and with it their attention; they get the new masks.
-    """
+    """Replace attention and its masks in the text part of a model, through transformers' public interfaces."""
+    # The model gets a copy of its config first: another model built from the same config keeps its attention. The
+    # modules of ``keep`` keep their config, and with it their attention; they get the new masks.
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attend)

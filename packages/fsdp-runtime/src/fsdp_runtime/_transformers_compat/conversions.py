@@ -15,38 +15,25 @@ from fsdp_runtime._transformers_compat.release import require_known_release
 
 @dataclass(frozen=True)
 class Conversion:
-    """One use of a ``WeightConverter``: tensors that are fused, merged or cut into others.
+    """One use of a ``WeightConverter``: tensors that are fused, merged or cut into others."""
 
-    Args:
-        sources: names of the tensors that go in, in transformers' order.
-        run: does it, given them by name; the results by their final names.
-    """
-
-    sources: tuple[str, ...]
-    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    sources: tuple[str, ...]  # names of the tensors that go in, in transformers' order
+    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # by name; the results by their final names
 
 
 @dataclass(frozen=True)
 class Translation:
-    """How the tensors on one side become those of the other.
+    """How the tensors on one side become those of the other."""
 
-    Args:
-        renamed: names on the other side, for tensors that stay as they are.
-        conversions: of the other names.
-        rules: the rules that applied, for :func:`remember_rules`.
-    """
-
-    renamed: Mapping[str, str]
-    conversions: Sequence[Conversion]
-    rules: list[Any] = field(default_factory=list)
+    renamed: Mapping[str, str]  # names on the other side, for tensors that stay as they are
+    conversions: Sequence[Conversion]  # of the other names
+    rules: list[Any] = field(default_factory=list)  # the rules that applied, for :func:`remember_rules`
 
 
 def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:
-    """How a checkpoint's tensors, by their names in the files, become the model's, whose names are ``known``.
-
-    ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
-    reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
-    """
+    """How a checkpoint's tensors, by their names in the files, become the model's, whose names are ``known``."""
+    # ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
+    # reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
     if not is_transformers_model(model):
         return Translation({name: name for name in checkpoint_names}, ())
     require_known_release()

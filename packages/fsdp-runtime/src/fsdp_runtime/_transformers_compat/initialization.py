@@ -15,11 +15,9 @@ _INITIALIZED = "_is_hf_initialized"
 
 
 def initialize_module(owner: Any, module: nn.Module) -> None:
-    """Let a ``PreTrainedModel`` compute the buffers of one of its modules, leaving every parameter as it is.
-
-    ``from_pretrained`` builds on the meta device itself and relies on ``_init_weights`` for non-persistent buffers,
-    so every architecture of transformers 5 has it right.
-    """
+    """Let a ``PreTrainedModel`` compute the buffers of one of its modules, leaving every parameter as it is."""
+    # ``from_pretrained`` builds on the meta device itself and relies on ``_init_weights`` for non-persistent buffers,
+    # so every architecture of transformers 5 has it right.
     require_known_release()
     from transformers.initialization import guard_torch_init_functions
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,25 +29,11 @@ def sdpa_mask_between(
     batch_size: int,
     use_vmap: bool,
 ) -> Tensor:
-    """Build the boolean mask of ``scaled_dot_product_attention`` with transformers' own function.
-
-    ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.6 to
-    5.23).
-
-    Args:
-        queries: places of the queries in the row.
-        keys: places of the keys.
-        mask_function: of batch, head, query and key index.
-        documents: ``[batch, seq]``, the number of each token's document in a packed batch, or ``None``.
-        positions: ``[batch, seq]``, each token's position in its document, or on its path in a prefix tree.
-        subtree_end: ``[batch, seq]``, of prefix trees, or ``None``; see :class:`PathMask`.
-        padding: ``[batch, seq]``, false where a token is padding, or ``None``.
-        batch_size: number of rows.
-        use_vmap: the mask function takes single indices.
-
-    Returns:
-        ``[batch, 1, queries, keys]``.
-    """
+    """Build the boolean mask ``[batch, 1, queries, keys]`` of SDPA with transformers' own function."""
+    # ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.6 to
+    # 5.23). ``documents``, ``positions``, ``subtree_end`` and ``padding`` (false at padding) are ``[batch, seq]``, or
+    # ``None``; positions are those in a document, or on a path of a prefix tree (``PathMask``). With ``use_vmap`` the
+    # mask function takes single indices.
     from transformers.masking_utils import and_masks, padding_mask_function, sdpa_mask
 
     if subtree_end is not None and positions is not None:
@@ -81,15 +69,10 @@ def sdpa_mask_between(
 
 @dataclass(frozen=True, eq=False)
 class PathMask:
-    """The prefix trees in a batch, over which masks are built.
+    """The prefix trees in a batch, over which masks are built."""
 
-    Args:
-        positions: ``[batch, seq]``, the position of each token on its path.
-        subtree_end: ``[batch, seq]``, the index after the last descendant of each token in pre-order.
-    """
-
-    positions: Tensor
-    subtree_end: Tensor
+    positions: Tensor  # ``[batch, seq]``, the position of each token on its path
+    subtree_end: Tensor  # ``[batch, seq]``, the index after the last descendant of each token in pre-order
 
     @cached_property
     def runs(self) -> tuple[QueryRun, ...]:
@@ -108,11 +91,9 @@ class PathMask:
 
 
 def build_masks_along_paths(current: ContextVar[PathMask | None], implementations: Iterable[str]) -> None:
-    """Let transformers' own mask functions build masks along the paths of prefix trees, while there are any.
-
-    The registered functions are replaced by ones that call them, once a process; without trees nothing changes.  The
-    model's implementation of attention keeps its name, which some models compare with the names that they know.
-    """
+    """Let transformers' own mask functions build masks along the paths of prefix trees, while there are any."""
+    # The registered functions are replaced by ones that call them, once a process; without trees nothing changes. The
+    # model's implementation of attention keeps its name, which some models compare with the names that they know.
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -162,3 +143,18 @@ def is_causal_mask_function(mask_function: Any) -> bool:
     from transformers.masking_utils import causal_mask_function
 
     return mask_function is causal_mask_function
+
+
+@contextmanager
+def fake_tensors_are_data() -> Iterator[None]:
+    """Let transformers treat fake tensors as tensors with data, as it does in training."""
+    # It takes them for a graph being traced, and then builds attention masks that a real run finds it can do without.
+    if (utilities := sys.modules.get("transformers.utils.import_utils")) is None:
+        yield
+        return
+    asks = getattr(utilities, "is_fake_tensor", None)
+    setattr(utilities, "is_fake_tensor", lambda _tensor: False)  # noqa: B010  # a module has no such attribute to mypy
+    try:
+        yield
+    finally:
+        setattr(utilities, "is_fake_tensor", asks)  # noqa: B010

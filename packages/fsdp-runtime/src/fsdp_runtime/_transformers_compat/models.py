@@ -28,10 +28,8 @@ def has_model_for(auto: Any, config: Any) -> bool:
 
 
 def model_from_config(cls: Any, config: Any, dtype: Any) -> Any:
-    """Build a model of a class with fresh weights, in ``dtype`` or the config's, as auto classes' ``from_config`` do.
-
-    ``_from_config`` since transformers 4.20; the public form wants an auto class, of which a checkpoint names none.
-    """
+    """Build a model with fresh weights, in ``dtype`` or the config's, as auto classes' ``from_config`` do."""
+    # ``_from_config`` since transformers 4.20; the public form wants an auto class, of which a checkpoint names none.
     return cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
@@ -43,19 +41,15 @@ def auto_class_builds(auto: Any, config: Any) -> Any:
 
 
 def picks_one_token(model: Any) -> bool:
-    """Return True if the model's class scores one token of each row: the last that is no padding, or the first.
-
-    Classes say so by their names alone.
-    """
+    """Return True if the model's class scores one token of each row: the last that is no padding, or the first."""
+    # Classes say so by their names alone.
     endings = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
     return any(base.__name__.endswith(endings) for base in type(model).__mro__)
 
 
 def scores_rows(model: Any) -> bool:
-    """Return True if the model's class applies ``score`` to all tokens, and then picks one that is no padding.
-
-    So do ``GenericForSequenceClassification`` and the decoders with code of their own (4.57 to 5.23).
-    """
+    """Return True if the model's class applies ``score`` to all tokens, and then picks one that is no padding."""
+    # So do ``GenericForSequenceClassification`` and the decoders with code of their own (4.57 to 5.23).
     named = {"score", "pad_token_id"} <= _names_in_forward(model)
     return named and picks_one_token(model) and isinstance(getattr(model, "score", None), nn.Module)
 
@@ -66,10 +60,8 @@ def calls_loss_function(model: Any) -> bool:
 
 
 def takes_places_of_logits(model: Any) -> bool:
-    """Return True if the model's forward takes the places of tokens as ``logits_to_keep``, or their number.
-
-    By ``slice_logits_to_keep`` (5.23), or a choice between a slice and indices (4.57 on).
-    """
+    """Return True if the model's forward takes the places of tokens as ``logits_to_keep``, or their number."""
+    # By ``slice_logits_to_keep`` (5.23), or a choice between a slice and indices (4.57 on).
     names = _names_in_forward(model)
     return "slice_logits_to_keep" in names or {"logits_to_keep", "isinstance", "slice"} <= names
 
@@ -115,10 +107,8 @@ def is_masked_language_model(config: Any) -> bool:
 
 
 def pooler(model: Any) -> str | None:
-    """Return the path of a module that gives one vector a row, in a class that may output it or score it.
-
-    Modules are called so by their names or those of their classes.
-    """
+    """Return the path of a module that gives one vector a row, in a class that may output it or score it."""
+    # Modules are called so by their names or those of their classes.
     endings = ("ForMaskedLM", "ForCausalLM", "ForTokenClassification", "ForQuestionAnswering")
     if type(model).__name__.endswith(endings):
         return None
@@ -130,21 +120,18 @@ def _is_pooler(path: str, module: nn.Module) -> bool:
 
 
 def recorded_outputs(module: nn.Module) -> frozenset[str]:
-    """Return what a transformers model collects from modules inside where it is asked to, such as ``"router_logits"``.
-
-    ``_can_record_outputs`` names what ``capture_outputs`` collects (5.6 to 5.23).
-    """
+    """Return what a transformers model can be asked to collect from modules inside, as ``"router_logits"``."""
+    # ``_can_record_outputs`` names what ``capture_outputs`` collects (5.6 to 5.23).
     return (
         frozenset(getattr(module, "_can_record_outputs", None) or ()) if is_transformers_model(module) else frozenset()
     )
 
 
 def keep_recording(model: nn.Module) -> None:
-    """Let the transformers models in a model collect outputs under the names that ``fully_shard`` gives their classes.
-
-    ``capture_outputs`` finds what a class can collect by the class's name, which the model's constructor has registered
-    (``_CAN_RECORD_REGISTRY``, 5.6 to 5.23); of another name it collects nothing, and the output is ``None``.
-    """
+    """Let transformers models collect outputs under the names that ``fully_shard`` gives their classes."""
+    # ``capture_outputs`` finds what a class can collect by the class's name, which the model's constructor has
+    # registered (``_CAN_RECORD_REGISTRY``, 5.6 to 5.23); of another name it collects nothing, and the output is
+    # ``None``.
     for module in model.modules():
         if recorded_outputs(module):
             capturing = sys.modules["transformers.utils.output_capturing"]
@@ -164,11 +151,9 @@ def is_stateful(model: Any) -> bool:
 
 
 def kept_in_float32(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that transformers loads in float32 where the model is in bfloat16.
-
-    ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.23).
-    A model of transformers may be inside another module, such as a ``PeftModel``.
-    """
+    """Return the names of the parameters that transformers loads in float32 where the model is in bfloat16."""
+    # ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.23). A
+    # model of transformers may be inside another module, such as a ``PeftModel``.
     found: set[str] = set()
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
@@ -190,10 +175,8 @@ def rope_types(config: Any) -> set[str]:
 
 
 def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
-    """Return the rotary embeddings whose frequencies depend on the longest position that they are called with.
-
-    ``dynamic_rope_update`` reads their ``rope_type``, a word or one for each kind of layer (4.57 to 5.23).
-    """
+    """Return the rotary embeddings whose frequencies depend on the longest position that they are called with."""
+    # ``dynamic_rope_update`` reads their ``rope_type``, a word or one for each kind of layer (4.57 to 5.23).
     found = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -225,11 +208,9 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """The model with its classes as they were before ``fully_shard``.
-
-    FSDP2 gives a module a class of another name and Python module; transformers' table goes by the name, and
-    takes such a class for code from elsewhere, to which no renaming applies.
-    """
+    """The model with its classes as they were before ``fully_shard``."""
+    # FSDP2 gives a module a class of another name and Python module; transformers' table goes by the name, and takes
+    # such a class for code from elsewhere, to which no renaming applies.
     changed = [(module, type(module)) for module in model.modules() if type(module) is not original_class(module)]
     try:
         for module, _ in changed:

@@ -14,17 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WithAdapters:
-    """Builds a model with low-rank adapters, all else frozen.
+    """Builds a model with low-rank adapters, all else frozen."""
 
-    Args:
-        source: what ``estimate`` takes as its model.
-        rank: of the adapters.
-        adapters: number of adapters of a layer.  One is PEFT's LoRA of every linear layer but the head, and stacked
-            experts get none; several are added to attention, MLPs and stacked experts.
-    """
-
-    source: Any
-    rank: int = 16
+    source: Any  # what ``estimate`` takes as its model
+    rank: int = 16  # of the adapters
+    # number of adapters of a layer.  One is PEFT's LoRA of every linear layer but the head, and stacked experts get
+    # none; several are added to attention, MLPs and stacked experts.
     adapters: int = 1
 
     def __post_init__(self) -> None:

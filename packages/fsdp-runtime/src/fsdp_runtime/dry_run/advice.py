@@ -7,43 +7,37 @@ from fsdp_runtime.dry_run.types import Advice, Memory, Settings
 
 def advice_for(settings: Settings, memory: Memory, device_memory: int | None) -> tuple[Advice, ...]:
     """Return changes that lower the peak, largest savings first; none if the process leaves 10 % of the device free."""
-    peak = memory.peak.nbytes
     if device_memory is None or memory.device <= 0.9 * device_memory:
         return ()
-    mesh = settings.mesh
-    found: list[Advice] = []
+    found = _known(settings, memory)
+    found[f"tp={2 * settings.mesh['tp']}, or twice the ranks in dp_shard"] = None
+    return tuple(Advice(change=change, saves=saves) for change, saves in sorted(found.items(), key=_by_savings))
+
+
+def _known(settings: Settings, memory: Memory) -> dict[str, int | None]:
+    peak, batch = memory.peak.nbytes, settings.micro_batch
+    tp, shards, replicas = (settings.mesh[axis] for axis in ("tp", "dp_shard", "dp_replicate"))
+    states = peak.parameters + peak.gradients + peak.optimizer_state
+    found: dict[str, int | None] = {}
     if settings.activation_checkpointing == "none" and peak.activations:
         saved = peak.activations - peak.activations // max(1, settings.blocks)
-        found.append(Advice(change="activation_checkpointing='block': keep one hidden state per block", saves=saved))
+        found["activation_checkpointing='block': keep one hidden state per block"] = saved
     if settings.logprobs == "logits" and peak.logits:
-        found.append(
-            Advice(change="logprobs='linear': compute the loss from hidden states, without logits", saves=peak.logits)
-        )
-    if not settings.sequence_parallel and mesh["tp"] > 1 and peak.activations:
-        found.append(
-            Advice(
-                change="sequence_parallel=True: shard activations between layers over tp",
-                saves=peak.activations * (mesh["tp"] - 1) // mesh["tp"],
-            )
-        )
-    states = peak.parameters + peak.gradients + peak.optimizer_state
-    if mesh["dp_replicate"] > 1:
-        shards, replicas = mesh["dp_shard"], mesh["dp_replicate"]
-        found.append(
-            Advice(
-                change=f"dp_shard={shards * replicas}, dp_replicate=1: shard over all data-parallel ranks",
-                saves=states * (replicas - 1) // replicas,
-            )
-        )
+        found["logprobs='linear': compute the loss from hidden states, without logits"] = peak.logits
+    if not settings.sequence_parallel and tp > 1 and peak.activations:
+        found["sequence_parallel=True: shard activations between layers over tp"] = peak.activations * (tp - 1) // tp
+    if replicas > 1:
+        change = f"dp_shard={shards * replicas}, dp_replicate=1: shard over all data-parallel ranks"
+        found[change] = states * (replicas - 1) // replicas
     if memory.peak.phase == "optimizer" and settings.optimizer == "adamw" and peak.temporaries:
-        change = "optimizer='adamw_fused': AdamW(fused=True), without the temporaries of foreach"
-        found.append(Advice(change=change, saves=peak.temporaries))
+        found["optimizer='adamw_fused': AdamW(fused=True), without the temporaries of foreach"] = peak.temporaries
     if not settings.offload and states:
-        found.append(
-            Advice(change="offload=True: keep parameters, gradients and optimizer state on the host", saves=states)
-        )
-    if settings.micro_batch > 1:
-        saved = (peak.activations + peak.logits + peak.temporaries) * (settings.micro_batch - 1) // settings.micro_batch
-        found.append(Advice(change="micro_batch=1, with gradient accumulation for the rest of the batch", saves=saved))
-    found.append(Advice(change=f"tp={2 * mesh['tp']}, or twice the ranks in dp_shard"))
-    return tuple(sorted(found, key=lambda item: -(item.saves or 0)))
+        found["offload=True: keep parameters, gradients and optimizer state on the host"] = states
+    if batch > 1:
+        saved = (peak.activations + peak.logits + peak.temporaries) * (batch - 1) // batch
+        found["micro_batch=1, with gradient accumulation for the rest of the batch"] = saved
+    return found
+
+
+def _by_savings(item: tuple[str, int | None]) -> int:
+    return -(item[1] or 0)

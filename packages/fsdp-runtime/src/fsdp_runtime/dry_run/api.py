@@ -108,23 +108,14 @@ def estimate(
         OptionError: an option is not allowed, or needs an axis that the mesh lacks.
 
     Example:
-        >>> import torch
         >>> from torch import nn
         >>> from fsdp_runtime.dry_run import estimate
-        >>> class Model(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embedding = nn.Embedding(32, 16)
-        ...         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16)) for _ in range(2)])
-        ...
-        ...     def forward(self, input_ids):
-        ...         hidden = self.embedding(input_ids)
-        ...         for block in self.blocks:
-        ...             hidden = block(hidden)
-        ...         return hidden
+        >>> def build():
+        ...     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(2)))
+        ...     return nn.Sequential(nn.Embedding(32, 16), blocks)
         >>> def loss(model, inputs):
-        ...     return model(**inputs).square().mean()
-        >>> found = estimate(Model, {"dp_shard": 4}, seq_len=8, plan=None, logprobs=loss, clip=False)
+        ...     return model(inputs["input_ids"]).square().mean()
+        >>> found = estimate(build, {"dp_shard": 4}, seq_len=8, plan=None, logprobs=loss, clip=False)
         >>> found.memory.resident.parameters  # bytes of this rank's shards: (32 * 16 + 2 * 16 * 17) / 4 in bf16
         528
     """

@@ -19,13 +19,7 @@ _STATE_PER_PARAMETER = {"adamw": 2, "adamw_fused": 2, "adamw_single": 2, "sgd": 
 def untrained_assumptions(
     model: nn.Module, untrained: Mapping[str, tuple[int, ...]], step: StepConfig
 ) -> list[Assumption]:
-    """Return what the numbers lack for each part of the model that the step does not reach.
-
-    Args:
-        model: the model.
-        untrained: number and local bytes of trainable parameters without gradients, by name pattern.
-        step: the step.
-    """
+    """Return what the numbers lack for each part of the model that the step does not reach."""
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for pattern, (parameters, size) in untrained.items():

@@ -17,16 +17,8 @@ from fsdp_runtime.model.buffers import meta_device
 
 
 def build_model(source: str | Path | Any, dtype: torch.dtype, frozen_dtype: torch.dtype | None = None) -> nn.Module:
-    """Return the model on the meta device, in training mode, its floating-point parameters in ``dtype``.
-
-    Args:
-        source: a ``config.json`` or a directory with one, a Hugging Face config, or a function that builds a model.
-        dtype: dtype of parameters.
-        frozen_dtype: dtype of those without gradients, if it differs.
-
-    Raises:
-        EstimateError: the file does not exist, its class is unknown, or transformers is not installed.
-    """
+    """Return the model on the meta device, in training mode, its floating-point parameters in ``dtype``."""
+    # ``frozen_dtype`` is that of parameters without gradients.
     require_model_source(source)
     build = model_builder(source)
     with meta_device():
@@ -42,11 +34,7 @@ def build_model(source: str | Path | Any, dtype: torch.dtype, frozen_dtype: torc
 
 
 def vocabulary_size(model: nn.Module, embedding: str | None) -> int:
-    """Return the number of rows of a model's token embedding.
-
-    Raises:
-        EstimateError: no token embedding was found.
-    """
+    """Return the number of rows of a model's token embedding."""
     weight = getattr(model.get_submodule(embedding), "weight", None) if embedding is not None else None
     if not isinstance(weight, torch.Tensor):
         raise EstimateError(f"no token embedding was found in {type(model).__name__}: pass logprobs=function(model)")
@@ -54,11 +42,7 @@ def vocabulary_size(model: nn.Module, embedding: str | None) -> int:
 
 
 def model_builder(source: Any) -> Callable[[], nn.Module]:
-    """Return the function that builds the model: the source itself, or one that a config gives.
-
-    Raises:
-        EstimateError: as :func:`build_model`.
-    """
+    """Return the function that builds the model: the source itself, or one that a config gives."""
     if callable(source):
         return cast("Callable[[], nn.Module]", source)
     try:

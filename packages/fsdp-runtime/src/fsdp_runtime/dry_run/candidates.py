@@ -19,18 +19,8 @@ def candidate_meshes(
     dp_replicate: Sequence[int] | None = None,
     ep: Sequence[int] = (1,),
 ) -> list[MeshSpec]:
-    """Return the meshes of ``world_size`` ranks.
-
-    Args:
-        world_size: number of ranks.
-        max_tp: number of ranks of a node, the largest size of ``tp``.
-        cp: sizes of the context-parallel axis.
-        dp_replicate: numbers of replicas; by default 1, and the number that gives each replica one node (HSDP).
-        ep: sizes of the axis that experts are divided over; meshes that one does not divide are left out.
-
-    Raises:
-        EstimateError: a size is not positive.
-    """
+    """Return the meshes of ``world_size`` ranks, for nodes of ``max_tp`` ranks."""
+    # By default one replica, and the number that gives each replica one node (HSDP).
     given = {"world_size": [world_size], "max_tp": [max_tp], "cp": cp, "dp_replicate": dp_replicate, "ep": ep}
     for name, sizes in given.items():
         if wrong := [size for size in sizes or () if size < 1]:
@@ -69,12 +59,10 @@ def make_candidates(
 
 
 def rank_candidates(world_size: int, found: Iterable[Candidate]) -> Sweep:
-    """Order candidates: fitting ones first, then the fastest; without speeds, least memory, then least bytes sent.
-
-    Times are lower bounds (no overlap, no waiting) per token, because meshes differ in the tokens of a step; they order
-    candidates and do not predict a step.  Axes without a bandwidth would count as free, so candidates that use one come
-    after those that do not.
-    """
+    """Order candidates: fitting ones first, then the fastest; without speeds, least memory, then least bytes sent."""
+    # Times are lower bounds (no overlap, no waiting) per token, because meshes differ in the tokens of a step; they
+    # order candidates and do not predict a step. Axes without a bandwidth would count as free, so candidates that use
+    # one come after those that do not.
     everything = list(found)
     timed = any(candidate.seconds is not None for candidate in everything)
 

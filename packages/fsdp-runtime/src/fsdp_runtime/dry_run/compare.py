@@ -13,8 +13,8 @@ from typing import Any
 
 from fsdp_runtime.dry_run.api import estimate
 from fsdp_runtime.dry_run.candidates import candidate_meshes, make_candidates, rank_candidates
-from fsdp_runtime.dry_run.hardware import HARDWARE
 from fsdp_runtime.dry_run.parse_args import parse_flops, require_model_source
+from fsdp_runtime.dry_run.step_time import HARDWARE
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep
 from fsdp_runtime.dry_run.types import Estimate
 from fsdp_runtime.errors import EstimateError, FsdpRuntimeError
@@ -76,24 +76,15 @@ def sweep(
         EstimateError: no mesh has this number of ranks, or a value is not valid.
 
     Example:
-        >>> import torch
         >>> from torch import nn
         >>> from fsdp_runtime.dry_run import sweep
-        >>> class Model(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embedding = nn.Embedding(32, 16)
-        ...         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16)) for _ in range(2)])
-        ...
-        ...     def forward(self, input_ids):
-        ...         hidden = self.embedding(input_ids)
-        ...         for block in self.blocks:
-        ...             hidden = block(hidden)
-        ...         return hidden
+        >>> def build():
+        ...     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16)) for _ in range(2)))
+        ...     return nn.Sequential(nn.Embedding(32, 16), blocks)
         >>> def loss(model, inputs):
-        ...     return model(**inputs).square().mean()
+        ...     return model(inputs["input_ids"]).square().mean()
         >>> options = {"seq_len": 8, "plan": None, "logprobs": loss, "clip": False}
-        >>> found = sweep(Model, 2, max_tp=1, activation_checkpointing=("none",), workers=0, **options)
+        >>> found = sweep(build, 2, max_tp=1, activation_checkpointing=("none",), workers=0, **options)
         >>> found.best.label
         'dp_shard=2'
     """

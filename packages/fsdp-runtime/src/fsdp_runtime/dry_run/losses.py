@@ -27,15 +27,7 @@ Forward = Callable[[nn.Module, Mapping[str, Tensor], Callable[[], None]], Tensor
 
 
 def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward:
-    """Return the forward and the loss for a name, a dotted path or a function.
-
-    Args:
-        loss: ``"logits"``, ``"linear"``, the dotted path of a function of model and inputs, or the function.
-        lm_head: path of the layer that computes logits, which ``"linear"`` needs.
-
-    Raises:
-        EstimateError: the package or the function does not exist, or ``"linear"`` finds no LM head.
-    """
+    """Return the forward and the loss for ``"logits"``, ``"linear"``, or a function or its dotted path."""
     if isinstance(loss, str) and (on_logits := _logits_loss(loss)) is not None:
         return _on_logits(on_logits)
     if isinstance(loss, str) and (on_hidden := _hidden_loss(loss)) is not None:
@@ -55,14 +47,10 @@ def clip_function() -> Callable[[Any, float], Any] | None:
 
 @contextmanager
 def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
-    """Let rl-logprobs compute as on an accelerator, and run only those tiles of a loss that the others repeat.
-
-    Otherwise a loss of ``T`` tokens would trace a number of operators in proportion to ``T``, and the gradient norm
-    one in proportion to the parameters.
-
-    Yields:
-        A function that returns the number of tiles for which the running operator stands.
-    """
+    """Let rl-logprobs compute as on an accelerator, and run only those tiles of a loss that the others repeat."""
+    # Otherwise a loss of ``T`` tokens would trace a number of operators in proportion to ``T``, and the gradient norm
+    # one in proportion to the parameters. Yields a function that returns the number of tiles for which an operator
+    # stands.
     try:
         traced_on_accelerator = import_module("rl_logprobs.dry_run").traced_on_accelerator
     except ImportError:

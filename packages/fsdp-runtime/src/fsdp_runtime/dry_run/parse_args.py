@@ -24,11 +24,7 @@ _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
 
 
 def parse_bytes(value: int | str) -> int:
-    """Return bytes from a number, or from text such as ``"80GiB"`` (powers of 1024) or ``"80GB"`` (powers of 1000).
-
-    Raises:
-        EstimateError: the value is not a size, or not positive.
-    """
+    """Return bytes from a number, or from text such as ``"80GiB"`` (powers of 1024) or ``"80GB"`` (powers of 1000)."""
     if isinstance(value, str):
         found = re.fullmatch(_NUMBER + r"([kmgtpe]?)(i?)B", value.strip(), re.IGNORECASE)
         if found is None and re.fullmatch(r"\d+", value.strip()) is None:
@@ -40,11 +36,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def parse_bandwidth(value: float | str) -> float:
-    """Return bytes per second from a number, or from text: ``"450GB/s"``; ``"400Gb/s"`` and ``"400Gbit/s"`` are bits.
-
-    Raises:
-        EstimateError: the value is not a rate, or not positive.
-    """
+    """Return bytes per second from a number, or from text: ``"450GB/s"``, or bits as ``"400Gb/s"``, ``"400Gbit/s"``."""
     if isinstance(value, str):
         # The case of B and b separates bytes from bits; the case of prefixes has no meaning.
         found = re.fullmatch(_NUMBER + r"([kmgtpeKMGTPE]?)(i?)(B|b|bit)(?:/s|ps)", value.strip())
@@ -59,11 +51,7 @@ def parse_bandwidth(value: float | str) -> float:
 
 
 def parse_flops(value: float | str) -> float:
-    """Return floating-point operations per second from a number, or from text: ``"400TFLOP/s"``, ``"400TFLOPS"``.
-
-    Raises:
-        EstimateError: the value is not a rate, or not positive.
-    """
+    """Return floating-point operations per second from a number, or from text: ``"400TFLOP/s"``, ``"400TFLOPS"``."""
     if isinstance(value, str):
         found = re.fullmatch(_NUMBER + r"([kmgtpe]?)(?:FLOPS?(?:/s)?)?", value.strip(), re.IGNORECASE)
         if found is None:
@@ -75,11 +63,7 @@ def parse_flops(value: float | str) -> float:
 
 
 def parse_mesh(text: str) -> MeshSpec:
-    """Return a mesh from text such as ``"dp_replicate=4,dp_shard=32,tp=8"``; axes that are not named have size 1.
-
-    Raises:
-        MeshError: an axis is unknown or named twice, or a size is not an integer.
-    """
+    """Return a mesh from text such as ``"dp_replicate=4,dp_shard=32,tp=8"``; axes that are not named have size 1."""
     sizes: dict[str, int] = {}
     for axis, size in _pairs(text, MeshError, "dp_shard=32,tp=8"):
         known = [field.name for field in fields(MeshSpec)]
@@ -92,11 +76,7 @@ def parse_mesh(text: str) -> MeshSpec:
 
 
 def require_model_source(source: Any) -> None:
-    """Check that a model can be built from a value.
-
-    Raises:
-        EstimateError: it is a model itself, or nothing that describes one.
-    """
+    """Check that a model can be built from a value."""
     name = type(source).__name__
     if not isinstance(source, type) and hasattr(source, "named_parameters"):
         raise EstimateError(
@@ -109,11 +89,7 @@ def require_model_source(source: Any) -> None:
 
 
 def parse_mesh_spec(mesh: MeshSpec | Mapping[str, int]) -> MeshSpec:
-    """Return a mesh whose sizes are all known.
-
-    Raises:
-        MeshError: an axis is unknown, or its size is -1.
-    """
+    """Return a mesh whose sizes are all known."""
     if not isinstance(mesh, MeshSpec):
         known = [field.name for field in fields(MeshSpec)]
         if unknown := [axis for axis in mesh if axis not in known]:
@@ -125,11 +101,7 @@ def parse_mesh_spec(mesh: MeshSpec | Mapping[str, int]) -> MeshSpec:
 
 
 def parse_bandwidths(value: Mapping[str, float | str] | float | str | None) -> dict[str, float]:
-    """Return bytes per second by axis; one number applies to all axes, under ``""``.
-
-    Raises:
-        EstimateError: an axis is unknown, or a value is not a rate.
-    """
+    """Return bytes per second by axis; one number applies to all axes, under ``""``."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -141,20 +113,12 @@ def parse_bandwidths(value: Mapping[str, float | str] | float | str | None) -> d
 
 
 def split_bandwidths(text: str) -> Mapping[str, str] | str:
-    """Return bandwidths by axis from ``"tp=450GB/s,dp_shard=50GB/s"``; text without an axis, ``"50GB/s"``, as is.
-
-    Raises:
-        EstimateError: an axis has no value, or is named twice.
-    """
+    """Return bandwidths by axis from ``"tp=450GB/s,dp_shard=50GB/s"``; text without an axis, ``"50GB/s"``, as is."""
     return dict(_pairs(text, EstimateError, "tp=450GB/s,dp_shard=50GB/s")) if "=" in text else text
 
 
 def parse_allocator(text: str, *, device_memory: int | None = None) -> AllocatorSettings:
-    """Return the settings of the caching allocator from text such as ``"expandable_segments:True"``.
-
-    Raises:
-        EstimateError: an option is unknown or its value is not valid.
-    """
+    """Return the settings of the caching allocator from text such as ``"expandable_segments:True"``."""
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition(":")
@@ -178,11 +142,7 @@ def parse_allocator(text: str, *, device_memory: int | None = None) -> Allocator
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """Return the dtype of a short name (``"bf16"``) or of torch's own (``"bfloat16"``).
-
-    Raises:
-        EstimateError: the name is not a floating-point dtype.
-    """
+    """Return the dtype of a short name (``"bf16"``) or of torch's own (``"bfloat16"``)."""
     import torch
 
     if isinstance(name, torch.dtype):

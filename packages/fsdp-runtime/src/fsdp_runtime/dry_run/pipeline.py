@@ -24,20 +24,23 @@ from fsdp_runtime.dry_run.scale.scaling import peaks, scale_up
 from fsdp_runtime.dry_run.scale.summary import Summary, Tape, wildcard
 from fsdp_runtime.dry_run.step import StepConfig, trace_step
 from fsdp_runtime.dry_run.trace.assumed_routes import assumed_exchange, routing_assumptions
-from fsdp_runtime.dry_run.trace.collectives import summarize_traffic
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.dry_run.trace.recorder import UntraceableError
 from fsdp_runtime.dry_run.trace.recurrences import kernels_of_recurrences, recurrence_assumptions
 from fsdp_runtime.dry_run.types import (
+    PHASES,
     Assumption,
     Estimate,
     Memory,
     MemoryBreakdown,
     Peak,
+    Phase,
     ReplicatedParameters,
     Settings,
+    Traffic,
 )
 from fsdp_runtime.keywords import Options
+from fsdp_runtime.mesh.collectives import axis_names
 from fsdp_runtime.mesh.spec import MeshSpec
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.setup import Setup
@@ -232,11 +235,9 @@ def _trace_traceable(
     step: StepConfig,
     without_grad: frozenset[str] = frozenset(),
 ) -> Summary:
-    """Return the summary of copies of a model; parts of blocks that cannot be traced return their input and are listed.
-
-    A model with parameters without gradients is traced again once these are known, because they have no optimizer
-    state.
-    """
+    """Return the summary of copies of a model, in which untraceable parts of blocks return their input."""
+    # A model with parameters without gradients is traced again once these are known, because they have no optimizer
+    # state.
     left_out: dict[str, str] = {}
     while True:
         traced = template.copy()
@@ -323,3 +324,31 @@ def _used_axes(summary: Summary) -> int:
 
 def _without(nbytes: MemoryBreakdown, categories: Collection[str]) -> MemoryBreakdown:
     return MemoryBreakdown(**{name: size for name, size in nbytes.by_category().items() if name not in categories})
+
+
+def summarize_traffic(
+    totals: Mapping[tuple[Phase, str, tuple[int, ...]], tuple[int, ...]],
+    mesh: DeviceMesh,
+    bandwidths: Mapping[str, float],
+) -> tuple[Traffic, ...]:
+    """Return counts and bytes by axis, phase and kind, in that order; a bandwidth under ``""`` is for other axes."""
+    axes = axis_names(mesh)
+    found = []
+    for (phase, kind, ranks), (count, nbytes, sent) in totals.items():
+        axis = axes.get(ranks, "ranks " + ",".join(map(str, ranks[:4])) + (",…" if len(ranks) > 4 else ""))
+        speed = bandwidths.get(axis, bandwidths.get(""))
+        found.append(
+            Traffic(
+                axis=axis,
+                ranks=len(ranks),
+                phase=phase,
+                kind=kind,
+                count=count,
+                nbytes=nbytes,
+                bytes_sent=sent,
+                seconds=None if speed is None else sent / speed,
+            )
+        )
+    order = list(dict.fromkeys(axes.values()))
+    position = {axis: index for index, axis in enumerate(order)}
+    return tuple(sorted(found, key=lambda t: (position.get(t.axis, len(order)), t.axis, PHASES.index(t.phase), t.kind)))

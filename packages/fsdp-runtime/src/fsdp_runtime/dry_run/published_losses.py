@@ -44,10 +44,8 @@ def own_dtype_logits(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def compiled_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """A compiled cross-entropy: float32 copies of the logits exist inside of kernels only, their gradient in bfloat16.
-
-    Of logits that are sharded over ``tp`` each rank reads its columns.
-    """
+    """A compiled cross-entropy: float32 copies of logits exist inside of kernels only, gradients in bfloat16."""
+    # Of logits that are sharded over ``tp`` each rank reads its columns.
     local = logits.to_local() if isinstance(logits, DTensor) else logits
     return _Compiled.apply(local.flatten(0, 1))  # type: ignore[no-untyped-call,no-any-return]
 

@@ -32,28 +32,11 @@ def recipes(
     workers: int = 2,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Recipe]:
-    """Find the meshes of some GPUs for each kind of training and length.
-
-    The least divided meshes are tried first, up to one that fits; ``every`` sweeps them all.
-
-    Blocks recompute, activations are sharded over ``tp`` where it has several ranks, the loss holds no logits, and the
-    optimizer is the fused AdamW.
-
-    Args:
-        model: as in ``sweep``.
-        gpus: number of ranks.
-        device_memory: bytes of a GPU, or ``"80GiB"``.
-        lengths: tokens per sequence; long ones are also tried on several ranks of ``cp``.
-        trainings: ``"full"`` (float32 shards, gradients and moments), ``"lora"`` (bfloat16).
-        ep: sizes of the axis that a mixture's experts are divided over.
-        hardware: whose expected time orders meshes that fit.
-        every: try every mesh, to compare those that fit.
-        workers: as in ``sweep``.
-        progress: as in ``sweep``, for one length and kind of training after the other.
-
-    Raises:
-        EstimateError: a kind of training is unknown, or what ``sweep`` raises.
-    """
+    """Find the meshes of some GPUs for each kind of training and length."""
+    # The least divided meshes are tried first, up to one that fits; ``every`` sweeps them all. Blocks recompute,
+    # activations are sharded over ``tp`` where it has several ranks, the loss holds no logits, and the optimizer is the
+    # fused AdamW. ``"full"`` training has float32 shards, gradients and moments, ``"lora"`` bfloat16. Long sequences
+    # are also tried on several ranks of ``cp``.
     require_model_source(model)
     if unknown := [name for name in trainings if name not in _TRAININGS]:
         raise EstimateError(f"training {unknown[0]!r}: write one of {', '.join(_TRAININGS)}")

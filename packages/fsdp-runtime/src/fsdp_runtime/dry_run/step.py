@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import local_tensor
+from fsdp_runtime._torch_compat import local_tensor, viewed_tensor
 from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
 from fsdp_runtime.dry_run.allocator.constants import CONSTANTS
@@ -25,7 +26,6 @@ from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
 from fsdp_runtime.dry_run.scale.summary import Summary, summarize, wildcard
 from fsdp_runtime.dry_run.trace.assumed_routes import Routing
 from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data
-from fsdp_runtime.dry_run.trace.host_activations import host_activations
 from fsdp_runtime.dry_run.trace.kernels import AttentionKernels
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.trace.recorder import Recorder
@@ -122,15 +122,9 @@ def trace_step(
     step: StepConfig,
     without_grad: frozenset[str] = frozenset(),
 ) -> Summary:
-    """Parallelize a model on the meta device, run the step on fake tensors, and summarize it.
-
-    Args:
-        traced: the model, which is changed, and its structure.
-        parallelism: resolved for the full model; its structure is replaced by the traced model's.
-        mesh: of the fake world.
-        step: the step to run.
-        without_grad: name patterns of trainable parameters known to get no gradient, and so no optimizer state.
-    """
+    """Parallelize a model on the meta device, run the step on fake tensors, and summarize it."""
+    # The structure of ``parallelism``, resolved for the full model, is replaced by the traced model's. Parameters that
+    # match ``without_grad`` are known to get no gradient, and so no optimizer state.
     model, structure = traced.model, traced.structure
     vocabulary = vocabulary_size(model, structure.embedding)
     parallelism.on(model, structure).apply(model)
@@ -187,10 +181,8 @@ def _accumulated_gradients(model: nn.Module, without_grad: frozenset[str]) -> li
 
 
 def _untrained(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return number and local bytes of trainable parameters without gradients, by name patterns that all lack one.
-
-    A vision tower is such a part: the step has no images.
-    """
+    """Return number and local bytes of trainable parameters without gradients, by name patterns that all lack one."""
+    # A vision tower is such a part: the step has no images.
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     trained = {wildcard(name) for name, parameter in trainable.items() if parameter.grad is not None}
     return _sizes({name: parameter for name, parameter in trainable.items() if wildcard(name) not in trained})
@@ -274,3 +266,29 @@ def _optimizer(model: nn.Module, step: StepConfig, without_grad: frozenset[str])
         if parameter.requires_grad and wildcard(name) not in without_grad
     )
     return optimizer
+
+
+#: Smaller tensors stay on the device (torchtune's and TRL's ``OffloadActivations``).
+_MIN_BYTES = 1024
+
+
+@contextmanager
+def host_activations() -> Iterator[None]:
+    """Let forward save no activations on the device: backward allocates them again when it needs them."""
+    # Inside of recomputed blocks these are the blocks' inputs. Parameters and views of them stay.
+    with saved_tensors_hooks(_to_host, _from_host):
+        yield
+
+
+def _to_host(tensor: Tensor) -> Any:
+    kept = isinstance(tensor, nn.Parameter) or isinstance(viewed_tensor(tensor), nn.Parameter)
+    if kept or not tensor.is_floating_point() or tensor.nbytes < _MIN_BYTES:
+        return tensor
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _from_host(saved: Any) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    shape, stride, dtype = saved
+    return torch.empty_strided(shape, stride, dtype=dtype)

@@ -2,8 +2,8 @@
 
 The lower bound has every operation at the published rate, attention's masked half left out, and everything overlapped:
 the largest of computing, the memory's bytes and each axis's traffic.  The expected time has the fractions of the rates
-in ``hardware``, adds what follows one another (products, attention, the memory's bytes, and the traffic of all axes but
-those of FSDP2), and hides FSDP2's traffic behind them as far as it is shorter.  Neither knows launches, stragglers,
+that kernels reach, adds what follows one another (products, attention, the memory's bytes, and the traffic of all axes
+but those of FSDP2), and hides FSDP2's traffic behind them as far as it is shorter.  Neither knows launches, stragglers,
 input or the host.
 """
 
@@ -12,17 +12,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fsdp_runtime.dry_run.hardware import (
-    ATTENTION_EFFICIENCY,
-    HARDWARE,
-    LINK_EFFICIENCY,
-    MATMUL_EFFICIENCY,
-    MEMORY_EFFICIENCY,
-    Hardware,
-)
 from fsdp_runtime.dry_run.traffic_totals import bytes_sent_by_axis
 from fsdp_runtime.dry_run.types import Estimate
 from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.meters.peak_flops import PEAK_FLOPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Rates of one accelerator."""
+
+    flops: float  # operations per second of dense matrix products in bfloat16
+    memory_bandwidth: float  # bytes per second of its memory
+    node_bandwidth: float  # bytes per second that a rank sends inside a node
+    network_bandwidth: float = 50e9  # bytes per second that a rank sends to other nodes
+    memory: float = 80e9  # bytes of its memory
+    node: int = 8  # ranks of a node
+
+
+#: Dense rates and bytes per second of the memory as in the vendors' data sheets; links are one direction of NVLink, and
+#: 400 Gb/s a rank between nodes.
+HARDWARE: Mapping[str, Hardware] = {
+    "A100": Hardware(flops=PEAK_FLOPS["A100"], memory_bandwidth=2.04e12, node_bandwidth=300e9, network_bandwidth=25e9),
+    "H100": Hardware(flops=PEAK_FLOPS["H100"], memory_bandwidth=3.35e12, node_bandwidth=450e9),
+    "H200": Hardware(flops=PEAK_FLOPS["H200"], memory_bandwidth=4.8e12, node_bandwidth=450e9, memory=141e9),
+    "B200": Hardware(flops=PEAK_FLOPS["B200"], memory_bandwidth=8e12, node_bandwidth=900e9, memory=192e9),
+}
+
+#: Parts of the rates that kernels reach: matrix products of the sizes of training; attention by its kernels
+#: (FlashAttention 3 reports 740 TFLOP/s of 989 in forward and less in backward; FlashAttention 2 about half of that on
+#: the same device); copies and pointwise operators; links in large collectives.
+MATMUL_EFFICIENCY = 0.7
+ATTENTION_EFFICIENCY: Mapping[str, float] = {"flash2": 0.35, "flash3": 0.6, "none": 0.35}
+MEMORY_EFFICIENCY = 0.8
+LINK_EFFICIENCY = 0.8
+
 
 #: Axes whose traffic FSDP2 overlaps with computing.
 _OVERLAPPED = ("dp_shard", "dp_shard_cp", "dp_replicate", "efsdp", "world")
@@ -30,37 +54,19 @@ _OVERLAPPED = ("dp_shard", "dp_shard_cp", "dp_replicate", "efsdp", "world")
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step.
+    """Seconds of a step."""
 
-    Args:
-        lower_bound: everything at published rates and overlapped.
-        expected: with the assumed fractions of the rates.
-        matmul: matrix products, at the assumed fraction.
-        attention: attention without its masked half, likewise.
-        memory: bytes that other operators read and write, likewise.
-        traffic: bytes sent by axis, likewise.
-        tokens_per_second: tokens of this rank's share of the batch by the expected time.
-    """
-
-    lower_bound: float
-    expected: float
-    matmul: float
-    attention: float
-    memory: float
-    traffic: Mapping[str, float]
-    tokens_per_second: float
+    lower_bound: float  # everything at published rates and overlapped
+    expected: float  # with the assumed fractions of the rates
+    matmul: float  # matrix products, at the assumed fraction
+    attention: float  # attention without its masked half, likewise
+    memory: float  # bytes that other operators read and write, likewise
+    traffic: Mapping[str, float]  # bytes sent by axis, likewise
+    tokens_per_second: float  # tokens of this rank's share of the batch by the expected time
 
 
 def step_time(estimate: Estimate, hardware: str | Hardware) -> StepTime:
-    """Return the time of an estimate's step, all its micro-batches included.
-
-    Args:
-        estimate: the dry run.
-        hardware: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, or other rates.
-
-    Raises:
-        EstimateError: the hardware is unknown.
-    """
+    """Return the time of an estimate's step on hardware given by name or rates, all its micro-batches included."""
     if isinstance(hardware, str):
         if hardware not in HARDWARE:
             raise EstimateError(
@@ -101,11 +107,9 @@ def _sent(estimate: Estimate) -> dict[str, int]:
 
 
 def _bandwidth(estimate: Estimate, axis: str, hardware: Hardware) -> float:
-    """Return the rate of an axis: that of a node if the axis and those inside of it fit into one.
-
-    A ring over several nodes crosses the network with one of the node's ranks for each of its own; the ranks of a node
-    share the traffic, so that each sends at the network's rate times the ranks of the axis in a node.
-    """
+    """Return the rate of an axis: that of a node if the axis and those inside of it fit into one."""
+    # A ring over several nodes crosses the network with one of the node's ranks for each of its own; the ranks of a
+    # node share the traffic, so that each sends at the network's rate times the ranks of the axis in a node.
     mesh = estimate.settings.mesh
     inner = 1
     for name in reversed([name for name in mesh if name != "ep"]):

@@ -131,17 +131,11 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The meshes of a number of GPUs for one kind of training and length.
+    """The meshes of a number of GPUs for one kind of training and length."""
 
-    Args:
-        training: ``"full"`` or ``"lora"``.
-        seq_len: tokens per sequence.
-        found: the meshes, best first.
-    """
-
-    training: str
-    seq_len: int
-    found: Sweep
+    training: str  # ``"full"`` or ``"lora"``
+    seq_len: int  # tokens per sequence
+    found: Sweep  # the meshes, best first
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:

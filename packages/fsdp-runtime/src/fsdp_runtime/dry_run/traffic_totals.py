@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 from fsdp_runtime.dry_run.types import Traffic
 
 
-@dataclass(frozen=True, kw_only=True)
-class AxisTotal:
-    """Collectives of one kind over one axis in a step.
-
-    Args:
-        axis: the mesh axis.
-        ranks: number of ranks that take part.
-        kind: the kind of collective.
-        count: number of calls.
-        nbytes: bytes of this rank's inputs.
-        bytes_sent: bytes that this rank sends at least.
-        seconds: lower bound of the time, ``None`` without a bandwidth.
-    """
-
-    axis: str
-    ranks: int
-    kind: str
-    count: int
-    nbytes: int
-    bytes_sent: int
-    seconds: float | None
-
-
-def totals_by_axis(traffic: Iterable[Traffic]) -> list[AxisTotal]:
-    """Return the traffic of all phases by axis and kind, in the order in which these first occur."""
+def totals_by_axis(traffic: Iterable[Traffic]) -> list[Traffic]:
+    """Return the traffic of all phases by axis and kind, in the order and under the phase of its first occurrence."""
     grouped: dict[tuple[str, str], list[Traffic]] = {}
     for item in traffic:
         grouped.setdefault((item.axis, item.kind), []).append(item)
@@ -60,14 +37,12 @@ def axes_without_bandwidth(traffic: Iterable[Traffic]) -> tuple[str, ...]:
     return tuple(axis for axis, sent in unknown.items() if sent > total_bytes_sent(items) / 1000)
 
 
-def _sum(items: list[Traffic]) -> AxisTotal:
+def _sum(items: list[Traffic]) -> Traffic:
     known = [item.seconds for item in items if item.seconds is not None]
-    return AxisTotal(
-        axis=items[0].axis,
-        ranks=items[0].ranks,
-        kind=items[0].kind,
+    return replace(
+        items[0],
         count=sum(item.count for item in items),
         nbytes=sum(item.nbytes for item in items),
-        bytes_sent=sum(item.bytes_sent for item in items),
+        bytes_sent=total_bytes_sent(items),
         seconds=sum(known) if known else None,
     )

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.gpu_check.check_result import CheckResult
+from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, verdict
 from fsdp_runtime.gpu_check.kernels import check_kernels
 from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
 from fsdp_runtime.gpu_check.memory import check_memory
-from fsdp_runtime.gpu_check.parity import check_parity
+from fsdp_runtime.gpu_check.parity import check_parity, check_transfer
 from fsdp_runtime.gpu_check.ranks import Check, run_checks
-from fsdp_runtime.gpu_check.report import markdown, verdict
 from fsdp_runtime.gpu_check.speed import check_speed
-from fsdp_runtime.gpu_check.transfer import check_transfer
 
 #: What a world of one rank is asked, and what every larger one is; each list has processes of its own.
 ALONE: list[list[Check]] = [[check_memory], [check_kernels, check_speed, check_parity]]
@@ -26,8 +24,7 @@ TOGETHER: list[list[Check]] = [[check_parity, check_transfer]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all checks that the machine allows and write the report.
 
-    Returns:
-        0 if nothing failed, also without an accelerator; 1 if a check failed; 2 for wrong arguments.
+    Returns 0 if nothing failed, also without an accelerator; 1 if a check failed; 2 for wrong arguments.
     """
     options = parser().parse_args(arguments)
     device = options.device or accelerator()

@@ -1,27 +1,21 @@
-"""One line of the report."""
+"""What checks found, and one Markdown page of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found.
+    """What one check found."""
 
-    Args:
-        section: the heading that it stands under.
-        what: the setting, such as ``"LlamaForCausalLM, tp=2, float32"``.
-        figure: what was measured, with its unit.
-        bound: what it was compared with; empty if nothing is expected.
-        state: ``"failed"`` if the figure is out of its bound or the check raised; ``"not run"`` says why in ``figure``.
-    """
-
-    section: str
-    what: str
-    figure: str
-    bound: str = ""
+    section: str  # the heading that it stands under
+    what: str  # the setting, such as ``"LlamaForCausalLM, tp=2, float32"``
+    figure: str  # what was measured, with its unit
+    bound: str = ""  # what it was compared with; empty if nothing is expected
+    # ``"failed"`` if the figure is out of its bound or the check raised; ``"not run"`` says why in ``figure``
     state: Literal["passed", "failed", "measured", "not run"] = "measured"
 
 
@@ -29,3 +23,23 @@ def within(section: str, what: str, value: float, bound: float, unit: str = "") 
     """Return a finding that passes if ``value`` is at most ``bound``."""
     state: Literal["passed", "failed"] = "passed" if value <= bound else "failed"  # NaN fails
     return CheckResult(section, what, f"{value:.2g}{unit}", f"at most {bound:.2g}{unit}", state)
+
+
+def markdown(findings: Sequence[CheckResult]) -> str:
+    """Return the page: a verdict, then a table for each section in the order of the findings."""
+    lines = ["# fsdp-runtime on this machine", "", verdict(findings), ""]
+    for section in dict.fromkeys(finding.section for finding in findings):
+        lines += [f"## {section}", "", "| what | found | bound | |", "|---|---|---|---|"]
+        for finding in findings:
+            if finding.section == section:
+                state = "" if finding.state == "measured" else finding.state
+                cells = (finding.what, finding.figure, finding.bound, state)
+                lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def verdict(findings: Sequence[CheckResult]) -> str:
+    """Return the counts of findings by state."""
+    count = {state: sum(f.state == state for f in findings) for state in ("passed", "failed", "not run")}
+    return f"{count['passed']} checks passed, {count['failed']} failed, {count['not run']} were not run."

@@ -20,17 +20,11 @@ _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 @dataclass(frozen=True)
 class World:
-    """The processes of one run of checks.
+    """The processes of one run of checks."""
 
-    Args:
-        device_type: ``"cuda"`` (ROCm too), another accelerator's, or ``"cpu"``.
-        size: number of ranks.
-        devices: number of devices; ranks share them in turn if there are fewer.
-    """
-
-    device_type: str
-    size: int
-    devices: int
+    device_type: str  # ``"cuda"`` (ROCm too), another accelerator's, or ``"cpu"``
+    size: int  # number of ranks
+    devices: int  # number of devices; ranks share them in turn if there are fewer
 
     @property
     def backend(self) -> str:
@@ -63,13 +57,8 @@ def accelerator() -> str | None:
 
 
 def worlds(device_type: str, largest: int = 8) -> list[World]:
-    """Return the worlds that a device type allows: one rank, then doubled as far as there are devices.
-
-    Two ranks are tried on a single accelerator too, since gloo takes some collectives of tensors on a device.
-
-    Raises:
-        OptionError: there is no such accelerator.
-    """
+    """Return the worlds that a device type allows: one rank, then doubled as far as there are devices."""
+    # Two ranks are tried on a single accelerator too, since gloo takes some collectives of tensors on a device.
     if device_type == "cpu":
         return [World("cpu", size, size) for size in (1, 2, 4) if size <= largest]
     if accelerator() != device_type:

@@ -1,8 +1,9 @@
-"""A step on every axis against the same step of one process: loss and every gradient on every rank."""
+"""A step on every axis against that of one process, loss and every gradient; and weights from mesh to mesh."""
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import tp_plans
 from fsdp_runtime import MeshSpec, parallelize, sequence_layout, submesh
 from fsdp_runtime.gpu_check.check_result import CheckResult, within
 from fsdp_runtime.gpu_check.machine import World
+from fsdp_runtime.meters.step_meter import synchronize
+from fsdp_runtime.sync import ModelShards, execute_transfer, verify_transfer
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 512
 #: Largest differences, relative to the largest element of a tensor.  float32 without TF32; bfloat16 has 8 bits, and its
@@ -149,3 +153,24 @@ def loss_of(model: nn.Module, inputs: Tensor | dict[str, Any], targets: Tensor, 
     logits = model(**given).logits
     logits = (logits.full_tensor() if isinstance(logits, DTensor) else logits).float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / tokens
+
+
+def check_transfer(world: World, device: torch.device) -> Iterator[CheckResult]:
+    """Yield whether weights of ``dp_shard`` arrive on ``tp``, and the seconds that they took."""
+    trainer, engine = (MeshSpec(**{axis: world.size}).build(device_type=device.type) for axis in ("dp_shard", "tp"))
+    source = ModelShards(parallelize(build(experts=False).to(device), trainer))
+    model = build(experts=False).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    target = ModelShards(parallelize(model, engine))
+    plan = tp_plans.transfer.plan_transfer(source.layout, target.layout)
+    synchronize(device)
+    begin = time.perf_counter()
+    execute_transfer(plan, source=source, destination=target.local)
+    synchronize(device)
+    seconds = time.perf_counter() - begin
+    verify_transfer(plan, source=source, destination=target.local)
+    total = sum(plan.bytes_sent(rank) for rank in range(dist.get_world_size()))
+    figure = f"every block arrived; {total / 2**20:.1f} MiB sent in {seconds:.3f} s"
+    yield CheckResult("Weight sync", f"dp_shard to tp ({world.name})", figure, "hashes of all blocks equal", "passed")

@@ -25,13 +25,7 @@ TIMEOUT = timedelta(seconds=120)
 
 
 def run_checks(world: World, checks: list[Check], show: Callable[[str], None]) -> list[CheckResult]:
-    """Return what the checks found on rank 0 of a world; an error of a rank is a finding.
-
-    Args:
-        world: the ranks to start.
-        checks: what each rank runs, in order.
-        show: called with a line of progress.
-    """
+    """Return what the checks found on rank 0 of a world; an error of a rank is a finding."""
     with tempfile.TemporaryDirectory() as folder:
         names = ", ".join(check.__name__.removeprefix("check_") for check in checks)
         show(f"{world.name}: {names}")

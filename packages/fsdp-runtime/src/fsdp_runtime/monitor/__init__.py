@@ -12,7 +12,7 @@ Errors:      ``LostRankError``
 from __future__ import annotations
 
 from fsdp_runtime.errors import LostRankError
-from fsdp_runtime.monitor.monitor import monitor_ranks
+from fsdp_runtime.monitor.distributed import monitor_ranks
 from fsdp_runtime.monitor.rank_monitor import RankMonitor
 from fsdp_runtime.monitor.signals import stop_on_signal
 

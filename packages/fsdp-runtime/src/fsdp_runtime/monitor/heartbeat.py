@@ -1,9 +1,9 @@
-"""Heartbeats of the ranks in a ``torch.distributed`` store, and the lost rank that rank 0 announced."""
+"""Heartbeats of the ranks in a ``torch.distributed`` store, and which ranks are lost by them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Literal
@@ -16,18 +16,12 @@ _KEPT_TICKS = 64
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's last message.
+    """A rank's last message."""
 
-    Args:
-        count: increases as long as the process runs.
-        phase: the rank's current phase, as named by the user.
-        state: ``"finished"`` after the monitored block, ``"failed"`` after an exception; rank 0 sends ``"closed"`` when
-            all ranks have finished, and nothing after it.
-        message: the exception.
-    """
-
-    count: int = 0
-    phase: str = "start"
+    count: int = 0  # increases as long as the process runs
+    phase: str = "start"  # the rank's current phase, as named by the user
+    # ``"finished"`` after the monitored block, ``"failed"`` after an exception; rank 0 sends ``"closed"`` when all
+    # ranks have finished, and nothing after it
     state: Literal["running", "finished", "failed", "closed"] = "running"
     message: str = ""
 
@@ -42,12 +36,9 @@ class LostRank:
 
 
 class HeartbeatStore:
-    """The keys of one monitor in a store.
+    """The keys of one monitor in a store; ``name`` is equal on every rank, and different for every monitor.
 
-    Args:
-        connect: opens a connection to the store.  A connection serves one call at a time, and some calls wait.
-        name: equal on every rank, different for every monitor.
-        timeout: seconds after which a call gives up.
+    A connection of ``connect`` serves one call at a time, and some calls wait.
     """
 
     def __init__(self, connect: Callable[[], Store], name: str, timeout: float) -> None:
@@ -64,14 +55,9 @@ class HeartbeatStore:
                 self._store.delete_key(_tick_key(heartbeat.count - _KEPT_TICKS))
 
     def wait_for_rank0(self, count: int, timeout: float) -> Heartbeat:
-        """Wait for rank 0's first heartbeat after ``count`` and return its latest.
-
-        The call returns as soon as the heartbeat is posted, so that rank 0's last message is known before its process
-        ends, and the store with it.
-
-        Raises:
-            RuntimeError: there was no heartbeat, or the store is gone.
-        """
+        """Wait for rank 0's first heartbeat after ``count`` and return its latest."""
+        # The call returns as soon as the heartbeat is posted, so that rank 0's last message is known before its process
+        # ends, and the store with it.
         self._waiting_store.wait([_tick_key(count + 1)], timedelta(seconds=timeout))
         return Heartbeat(**json.loads(self._waiting_store.get(_rank_key(0))))
 
@@ -107,3 +93,40 @@ def _rank_key(rank: int) -> str:
 
 def _tick_key(count: int) -> str:
     return f"tick/{count}"
+
+
+class FailureDetector:
+    """Count for how many rounds each rank's heartbeat has not changed.
+
+    Rounds are counted instead of clock seconds, so that a process that was itself stopped for a while does not take the
+    others for dead when it continues.
+    """
+
+    def __init__(self, interval: float, timeout: float) -> None:
+        self._interval, self._timeout = interval, timeout
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self._unchanged_rounds: dict[int, int] = {}
+
+    def update(self, heartbeats: Mapping[int, Heartbeat]) -> LostRank | None:
+        """Process one round; return the first rank that raised, else the first that is silent for too long."""
+        for rank, heartbeat in heartbeats.items():
+            unchanged = rank in self._heartbeats and self._heartbeats[rank].count == heartbeat.count
+            self._unchanged_rounds[rank] = self._unchanged_rounds[rank] + 1 if unchanged else 0
+            self._heartbeats[rank] = heartbeat
+        for rank, heartbeat in self._heartbeats.items():
+            if heartbeat.state == "failed":
+                return LostRank(rank, heartbeat.phase, f"raised {heartbeat.message}")
+        for rank, heartbeat in self._heartbeats.items():
+            silence = self._unchanged_rounds[rank] * self._interval
+            if heartbeat.state == "running" and silence > self._timeout:
+                return LostRank(rank, heartbeat.phase, no_heartbeat(silence))
+        return None
+
+    def all_finished(self) -> bool:
+        """Return whether every rank has finished."""
+        return all(heartbeat.state == "finished" for heartbeat in self._heartbeats.values())
+
+
+def no_heartbeat(seconds: float) -> str:
+    """Return the reason for a rank that is silent."""
+    return f"sent no heartbeat for {seconds:.3g} s (killed, stopped or disconnected)"

@@ -89,10 +89,8 @@ def nearest(trainer_class: type) -> str:
 
 
 def own_methods(trainer_class: type) -> list[str]:
-    """Return the methods that TRL's experimental classes have in the place of those that the mixins work through.
-
-    They read the model's logits or weights, or count the world's ranks, by code of their own.
-    """
+    """Return the methods that TRL's experimental classes have in the place of those that the mixins work through."""
+    # They read the model's logits or weights, or count the world's ranks, by code of their own.
     experimental = [
         cls
         for cls in trainer_class.__mro__

@@ -26,12 +26,7 @@ _PRECISIONS = (None, "no", "bf16")
 
 
 def accelerator_settings(mesh: DeviceMesh, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``Accelerator`` for a mesh.
-
-    Raises:
-        OptionError: one asks for another kind of parallelism, compiles models whole, deals batches from one rank or
-            scales losses.
-    """
+    """Return the arguments of ``Accelerator`` for a mesh."""
     for name, instead in _REFUSED.items():
         if settings.get(name) not in (None, "no"):
             raise OptionError(f"{name} cannot be used on a mesh: {instead}")

@@ -33,26 +33,16 @@ class StateMixin(_AnyAccelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save models, optimizers, schedulers, random states and registered objects, to resume on this mesh or another.
 
-        One ``save_training_state`` a model, with the optimizers of its parameters.
-
-        Args:
-            output_dir: the same on every rank; left out with ``automatic_checkpoint_naming``.
-            safe_serialization: ``True``: tensors are written as safetensors.
-            kwargs: none.
-
-        Returns:
-            The folder.
-
-        Raises:
-            OptionError: it is called between micro-batches, whose gradients are not saved; no model is prepared; an
-                optimizer holds parameters of two models; or an argument is not supported.
+        One ``save_training_state`` a model, with the optimizers of its parameters.  The folder, which is returned, is
+        the same on every rank; ``automatic_checkpoint_naming`` gives it a name.
         """
         if kwargs or not safe_serialization:
             raise OptionError(f"save_state writes safetensors, and takes no {sorted(kwargs) or 'safe_serialization'}")
         if not self.sync_gradients:
             raise OptionError("save_state between micro-batches would lose their gradients: call it after a step")
         optimizers = self._optimizers_of_models()
-        self._check_loaders()
+        if any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders):
+            raise OptionError("use_stateful_dataloader is not saved on a mesh: resume with skip_first_batches")
         settings = self.project_configuration
         if settings.automatic_checkpoint_naming:
             folder = self._next_folder()
@@ -69,16 +59,7 @@ class StateMixin(_AnyAccelerator):
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Load what ``save_state`` has saved, into prepared objects; random states on the same mesh only.
 
-        Args:
-            input_dir: the same on every rank; left out, the newest folder of ``automatic_checkpoint_naming``.
-            load_kwargs: ``None``.
-            kwargs: none.
-
-        Raises:
-            CheckpointError: there is no such state, or the models' were saved at different times.
-            MismatchError: it does not fit the models, the optimizers, or the number of schedulers or registered
-                objects.
-            OptionError: no model is prepared, or an argument is not supported.
+        Without a folder the newest one of ``automatic_checkpoint_naming`` is loaded.
         """
         if load_kwargs or kwargs:
             raise OptionError(f"load_state takes no {', '.join(sorted(kwargs)) or 'load_kwargs'} on a mesh")
@@ -95,11 +76,7 @@ class StateMixin(_AnyAccelerator):
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> None:
-        """Write what ``from_pretrained`` reads: weights and config, or the adapters of a ``PeftModel``.
-
-        Raises:
-            OptionError: ``safe_serialization=False``.
-        """
+        """Write what ``from_pretrained`` reads: weights and config, or the adapters of a ``PeftModel``."""
         if not safe_serialization:
             raise OptionError("safe_serialization=False: weights are written as safetensors")
         own = self.unwrap_model(model)
@@ -144,10 +121,6 @@ class StateMixin(_AnyAccelerator):
                 )
             found[models.pop()].append(optimizer.optimizer)
         return found
-
-    def _check_loaders(self) -> None:
-        if any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders):
-            raise OptionError("use_stateful_dataloader is not saved on a mesh: resume with skip_first_batches")
 
     def _next_folder(self) -> Path:
         """The next folder by ``automatic_checkpoint_naming``; removes the oldest above ``total_limit``."""

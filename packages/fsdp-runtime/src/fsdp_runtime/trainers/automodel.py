@@ -50,19 +50,7 @@ class MeshParallelizer(ModelParallelizer):
     """
 
     def parallelize(self, model: nn.Module, mesh_context: Any, /) -> nn.Module:
-        """Apply every requested parallelism, in place.
-
-        Args:
-            model: with data, or on the meta device.
-            mesh_context: Automodel's ``MeshContext``.
-
-        Returns:
-            The same model.
-
-        Raises:
-            OptionError: a setting of the strategy, or ``pp_size``, is not supported.
-            MeshError, ModelError, tp_plans.TpPlansError: see ``parallelize``.
-        """
+        """Apply every parallelism that Automodel's ``MeshContext`` asks for, in place; return the same model."""
         config, mesh = mesh_context.strategy_config, mesh_context.device_mesh
         if not isinstance(config, FSDP2Config) or mesh is None or mesh.size() == 1:
             parallel: nn.Module = super().parallelize(model, mesh_context)

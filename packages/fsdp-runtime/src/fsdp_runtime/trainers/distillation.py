@@ -1,4 +1,4 @@
-"""TRL's distillation trainer on a mesh: its loss reads the weights of two heads, which are sharded."""
+"""TRL's distillation trainers on a mesh: their losses read heads or logits that are sharded."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.errors import ModelError
+from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.memory.unshard import unsharded
+from fsdp_runtime.steps.outputs.generation import full_logits
 from fsdp_runtime.trainers._trl_compat import DIVERGENCE, replaced
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
-from fsdp_runtime.trainers.trl_trainers import GeneratingMixin
+from fsdp_runtime.trainers.trl_trainers import GeneratingMixin, TrlMixin, refuse_cp
 from tp_plans.runtime import plain_full_tensor
 
 
 class DistillationMixin(GeneratingMixin):
-    """Let TRL's distillation trainer train on a mesh; see :class:`GeneratingMixin`.
-
-    The divergence is that of the full vocabulary, from hidden states and both heads as they are sharded.
-    """
+    """Let TRL's distillation trainer train on a mesh, with the divergence of the full vocabulary as it is sharded."""
 
     def _get_last_hidden_state(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden = super()._get_last_hidden_state(*args, **kwargs)
@@ -46,20 +47,11 @@ def divergence_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what ``_chunked_divergence_loss`` of TRL does, from heads that may be sharded on the vocabulary.
 
-    Args:
-        student_hidden_states: ``[batch, tokens, features]``, the same on every rank of ``tp``.
-        teacher_hidden_states: ``[batch, tokens, features of the teacher]``, likewise.
-        student_lm_head_weight: ``[vocab, features]``, plain or sharded.
-        teacher_lm_head_weight: ``[vocab, features of the teacher]``, plain or sharded.
-        completion_mask: ``[batch, tokens]``, 0 where a token does not count.
-        beta: 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.
-        chunk_size: not used; TRL before 1.15 gives it.
-        num_items_in_batch: what the sum is divided by; by default the tokens that count.
-        temperature: of both.
-        heads: bias, scale and soft cap of both heads, by TRL's names.
+    Hidden states are ``[batch, tokens, features]``, the same on every rank of ``tp``, and weights ``[vocab,
+    features]``. ``beta`` is 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.  ``chunk_size`` is of TRL
+    before 1.15 and is not used; ``heads`` are bias, scale and soft cap of both heads, by TRL's names.
 
-    Returns:
-        The loss, the sum of the student's entropy without gradient, and the number of tokens that count.
+    Returns the loss, the sum of the student's entropy without gradient, and the number of tokens that count.
     """
     student = _logits("student", student_hidden_states, student_lm_head_weight, heads)
     teacher = _logits("teacher", teacher_hidden_states, teacher_lm_head_weight, heads)
@@ -93,11 +85,7 @@ def _logits(model: str, hidden: Tensor, weight: Tensor, heads: Mapping[str, Any]
 
 
 def _over_tp(model: str, weight: Any) -> Any:
-    """Gather a weight that FSDP2 has sharded, as a teacher's is after its forward; others as they are.
-
-    Raises:
-        ModelError: it is trained, so that its gradient would not be reduced.
-    """
+    """Gather a weight that FSDP2 has sharded, as a teacher's is after its forward; others as they are."""
     if not isinstance(weight, DTensor):
         return weight
     names = weight.device_mesh.mesh_dim_names or ()
@@ -110,3 +98,46 @@ def _over_tp(model: str, weight: Any) -> Any:
             "model around it, not as a module of its own"
         )
     return weight.detach().full_tensor()  # type: ignore[attr-defined]
+
+
+class GKDMixin(TrlMixin):
+    """Let TRL's GKD trainer train on a mesh; see :class:`TrlMixin`.
+
+    Student and teacher keep their logits sharded on the vocabulary, and the ranks of one ``tp`` group sample the same
+    tokens.  The teacher may be a path too, of which every rank reads its own shards.
+    """
+
+    def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
+        refuse_cp(mesh)
+        if getattr(args, "teacher_model_init_kwargs", None):
+            raise OptionError("teacher_model_init_kwargs: pass teacher_model as a model, sharded or not")
+        super().__init__(model, mesh=mesh, args=args, **kwargs)
+
+    def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        model, kwargs = super()._shard_models(model, kwargs)
+        if isinstance(teacher := kwargs.get("teacher_model"), str):
+            kwargs = {**kwargs, "teacher_model": self._source.load(teacher, dtype="auto")}
+        return model, kwargs
+
+    def generate_on_policy_outputs(self, model: Any, inputs: Any, generation_config: Any) -> tuple[Tensor, ...]:
+        """Sample from student or teacher with FSDP2's parameters gathered, the same tokens on all ranks of ``tp``."""
+        self.accelerator.share_random_state()
+        with torch.no_grad(), unsharded(model), full_logits(base_model(model)):
+            found = super().generate_on_policy_outputs(model, inputs, generation_config)
+        return tuple(self._from_first(list(found)))
+
+    def generalized_jsd_loss(
+        self,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        labels: Tensor,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Return what TRL's does, from logits ``[batch, tokens, vocab]`` that may be sharded on the vocabulary."""
+        valid = labels != -100
+        total: Tensor = rl_logprobs().token_divergence(
+            student_logits, teacher_logits, beta=beta, temperature=temperature, mask=valid
+        )
+        return total.sum() / (valid.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)

@@ -76,7 +76,7 @@ def on_mesh(trainer_class: type) -> Any:
 
             mixin = AsyncGRPOMixin
         elif is_gkd(trainer_class):
-            from fsdp_runtime.trainers.gkd import GKDMixin
+            from fsdp_runtime.trainers.distillation import GKDMixin
 
             mixin = GKDMixin
     name = trainer_class.__name__

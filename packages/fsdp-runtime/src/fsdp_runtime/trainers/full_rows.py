@@ -26,25 +26,18 @@ from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES
-from fsdp_runtime.trainers.rl_logprobs_backend import gather_sequence
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.wrap import effects_of, hook_model
 
 
 @dataclass(frozen=True, eq=False)
 class FullRows:
-    """The rows of one forward.
+    """The rows of one forward."""
 
-    Args:
-        layout: the tokens of each rank, of rows with padding.
-        length: tokens of a row without it.
-        group: the ranks of ``cp``.
-        given: what the model's own code cannot take of a part of a row: ``labels`` and how to count them.
-    """
-
-    layout: SequenceLayout
-    length: int
-    group: dist.ProcessGroup
-    given: dict[str, Any]
+    layout: SequenceLayout  # the tokens of each rank, of rows with padding
+    length: int  # tokens of a row without it
+    group: dist.ProcessGroup  # the ranks of ``cp``
+    given: dict[str, Any]  # what the model's own code cannot take of a part of a row: ``labels`` and how to count them
 
     def shard(self, values: Tensor, fill: int = 0) -> Tensor:
         """Return this rank's tokens of ``[batch, length, ...]``."""
@@ -53,7 +46,8 @@ class FullRows:
     def gather(self, values: Tensor) -> Tensor:
         """Return ``[batch, length, ...]`` from this rank's tokens; each rank keeps its own part of the gradient."""
         permutation = self.layout.permutation.to(values.device)
-        return gather_sequence(values, permutation, self.group, dim=1)[:, : self.length]
+        full: Tensor = rl_logprobs().gather_sequence(values, permutation, self.group, dim=1)
+        return full[:, : self.length]
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return, of labels that are not shifted, those that this rank's tokens predict."""

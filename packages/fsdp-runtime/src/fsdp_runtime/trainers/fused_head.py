@@ -28,17 +28,9 @@ def add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
-    """Patch ``model.forward`` as ``trl.trainer.utils.add_fused_lm_head`` does, with the same arguments.
-
-    Args:
-        model: a causal language model of transformers, not a ``PeftModel`` around it.
-        temperature: the logits are divided by this.
-        cast_lm_head_to_fp32: not supported.
-        outputs: among ``log_probs``, ``entropy``, ``is_top1``, ``mean_logits`` and ``log_sum_sq_probs``.
-
-    Raises:
-        OptionError: an option that is not supported.
-    """
+    """Patch ``model.forward`` as ``trl.trainer.utils.add_fused_lm_head`` does, with the same arguments."""
+    # The model is no ``PeftModel``; ``outputs`` are among ``log_probs``, ``entropy``, ``is_top1``, ``mean_logits`` and
+    # ``log_sum_sq_probs``.
     if cast_lm_head_to_fp32:
         raise OptionError("cast_lm_head_to_fp32=True replaces the sharded head: keep it False, or load float32 weights")
     if unknown := sorted(set(outputs) - _FIELDS):
@@ -89,13 +81,8 @@ def _loss(config: Any, plain: Any, log_probs: Tensor, mask: Tensor, items: Any) 
 
 
 def add_chunked_head(model: Any, chunk_size: int, is_vlm: bool = False) -> None:
-    """Patch ``model.forward`` as ``_patch_chunked_ce_lm_head`` of TRL before 1.15 does, with the head as it is sharded.
-
-    Args:
-        model: a causal language model of transformers, not a ``PeftModel`` around it.
-        chunk_size: not used: logits are not held longer than by the model itself.
-        is_vlm: not used.
-    """
+    """Patch ``model.forward`` as TRL before 1.15 does (``_patch_chunked_ce_lm_head``), with a sharded head."""
+    # ``chunk_size`` is not used: logits are not held longer than by the model itself.
     forward = model.forward
 
     @functools.wraps(type(model).forward)

@@ -14,7 +14,7 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.models import calls_loss_function
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.full_rows import FullRows, rows_in_force, take_full_rows
-from fsdp_runtime.trainers.rl_logprobs_backend import token_statistics
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 
 
 def full(values: Any) -> Any:
@@ -29,11 +29,7 @@ def full(values: Any) -> Any:
 
 
 def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a loss with the signature of transformers' losses that takes sharded logits too.
-
-    Args:
-        loss_function: transformers' ``ForCausalLMLoss``, for plain logits.
-    """
+    """Return a loss that takes sharded logits, and leaves plain ones to transformers' ``ForCausalLMLoss``."""
 
     def loss(
         logits: Tensor,
@@ -57,9 +53,13 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
         count = (scored != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         if rows is not None:
             own = rows.shard(targets, ignore_index) if shift_labels is not None else rows.targets(targets)
-            logprobs = rows.gather(token_statistics(logits, own, ignore_index=ignore_index).logprobs)
+            logprobs = rows.gather(rl_logprobs().token_statistics(logits, own, ignore_index=ignore_index).logprobs)
         else:
-            logprobs = token_statistics(logits, targets, shift=shift_labels is None, ignore_index=ignore_index).logprobs
+            logprobs = (
+                rl_logprobs()
+                .token_statistics(logits, targets, shift=shift_labels is None, ignore_index=ignore_index)
+                .logprobs
+            )
         total: Tensor = -logprobs.sum()
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
@@ -67,15 +67,9 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
-    """Return transformers' label smoother, right for a sharded model.
-
-    The trainer decides by the name of the model's class whether to shift labels, and FSDP2 gives the model a class of
-    another name.  Logits that are sharded are refused with the fix.
-
-    Args:
-        label_smoother: transformers' ``LabelSmoother``.
-        model: the model, not a ``PeftModel`` around it.
-    """
+    """Return transformers' label smoother, right for a sharded model."""
+    # The trainer decides by the name of the model's class whether to shift labels, and FSDP2 gives the model a class of
+    # another name. Logits that are sharded are refused with the fix.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -90,14 +84,9 @@ def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) 
 
 
 def take_sharded_logits(model: Any) -> None:
-    """Give a Hugging Face model a loss that takes sharded logits, in place of its own; once a model.
-
-    Another loss than that of causal language models, and one that the model's code computes by itself, gets gathered
-    logits (:func:`fsdp_runtime.steps.outputs.labels.gather_logits_for_labels`).
-
-    Args:
-        model: the model itself, not a ``PeftModel`` around it.
-    """
+    """Give a Hugging Face model a loss that takes sharded logits, in place of its own; once a model."""
+    # Another loss than that of causal language models, and one that the model's code computes by itself, gets gathered
+    # logits (``fsdp_runtime.steps.outputs.labels.gather_logits_for_labels``).
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if calls_loss_function(model) and (own := model.loss_function) is ForCausalLMLoss:
@@ -122,17 +111,10 @@ def scored_positions(labels: Tensor) -> int:
 def per_token(
     logits: Tensor, labels: Tensor, *, temperature: float, fields: tuple[str, ...], rows: FullRows | None = None
 ) -> dict[str, Any]:
-    """Return log-probabilities and what else is asked, all ``[batch, seq - 1]``, zero where there is no label.
-
-    Args:
-        logits: ``[batch, kept, vocab]``, those of the last positions; sharded on the vocabulary, or plain.  With
-            ``rows``, those of this rank's tokens.
-        labels: ``[batch, seq]``, not shifted; -100 where there is none.
-        temperature: the logits are divided by this.
-        fields: besides ``log_probs`` among ``entropy`` (nats), ``is_top1`` (the label is the most probable token), and
-            without gradient ``mean_logits`` (over the vocabulary) and ``log_sum_sq_probs``.
-        rows: the rows of full length, under context parallelism.
-    """
+    """Return log-probabilities and what else is asked, all ``[batch, seq - 1]``, zero where there is no label."""
+    # Logits are those of the last positions, ``[batch, kept, vocab]``, sharded or plain; with ``rows`` those of this
+    # rank's tokens. Labels are ``[batch, seq]``, not shifted. ``fields`` beside ``log_probs``: ``entropy`` (nats),
+    # ``is_top1`` (the label is the most probable token), and without gradient ``mean_logits`` and ``log_sum_sq_probs``.
     if rows is not None:
         found = _statistics(logits, rows.targets(labels), temperature, fields)
         return {name: rows.gather(value)[:, :-1] for name, value in found.items()}
@@ -149,15 +131,7 @@ def per_token(
 def per_position(
     logits: Tensor, targets: Tensor, *, temperature: float, fields: tuple[str, ...], rows: FullRows | None = None
 ) -> dict[str, Any]:
-    """Return what :func:`per_token` does, ``[batch, seq]``, of the token that each position is to predict.
-
-    Args:
-        logits: ``[batch, seq, vocab]``; see :func:`per_token`.
-        targets: ``[batch, seq]``; -100 where there is none.
-        temperature: see :func:`per_token`.
-        fields: see :func:`per_token`.
-        rows: see :func:`per_token`.
-    """
+    """Return what :func:`per_token` does, ``[batch, seq]``, of the token that each position is to predict."""
     if rows is None:
         return _statistics(logits, targets, temperature, fields)
     found = _statistics(logits, rows.shard(targets, -100), temperature, fields)
@@ -165,7 +139,7 @@ def per_position(
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, fields: tuple[str, ...]) -> dict[str, Tensor]:
-    found = token_statistics(
+    found = rl_logprobs().token_statistics(
         logits, targets, temperature=temperature, entropy="entropy" in fields, argmax="is_top1" in fields
     )
     scored = targets != -100
@@ -176,7 +150,7 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, fields: tup
         values["is_top1"] = (found.argmax == targets) & scored
     with torch.no_grad():
         if "log_sum_sq_probs" in fields:  # log of the sum of squared probabilities, from two partition sums
-            twice = token_statistics(logits.detach(), targets, temperature=temperature / 2)
+            twice = rl_logprobs().token_statistics(logits.detach(), targets, temperature=temperature / 2)
             values["log_sum_sq_probs"] = twice.logsumexp - 2 * found.logsumexp.detach()
         if "mean_logits" in fields:
             total = logits.detach().sum(-1, dtype=torch.float32)

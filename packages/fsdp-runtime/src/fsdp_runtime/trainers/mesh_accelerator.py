@@ -34,7 +34,7 @@ from fsdp_runtime.trainers.accelerator_state import StateMixin
 from fsdp_runtime.trainers.logits import compute_losses_on
 from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
 from fsdp_runtime.trainers.prepared_optimizers import check_parameters, follow_parameters
-from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, require_rl_logprobs
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.training_arguments import check_on_mesh
 
 
@@ -66,7 +66,7 @@ class MeshAccelerator(StateMixin, Accelerator):
 
     def __init__(self, mesh: DeviceMesh, *, parallelize_kwargs: Options | None = None, **settings: Any) -> None:
         require_axes(mesh)
-        require_rl_logprobs()
+        rl_logprobs()  # raises where it is missing
         self.mesh = mesh
         self._source = ModelSource(mesh, {**(parallelize_kwargs or {})})
         super().__init__(**accelerator_settings(mesh, settings))
@@ -179,7 +179,8 @@ class MeshAccelerator(StateMixin, Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm of all gradients, each shard counted once; return the norm before clipping."""
-        return clip_grad_norm_(parameters, max_norm, norm_type)
+        norm: Tensor = rl_logprobs().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every element of the gradients."""
@@ -289,23 +290,14 @@ class MeshAccelerator(StateMixin, Accelerator):
 
 
 class DealtRows:
-    """Batches that the world's first rank reads, and of which each rank of ``dp`` gets its rows, on its device.
-
-    Args:
-        data_loader: the batches; rows of all ranks of ``dp``, in order.  Read on the first rank only.
-        accelerator: of the mesh.
-    """
+    """Batches that the world's first rank reads, and of which each rank of ``dp`` gets its rows, on its device."""
 
     def __init__(self, data_loader: Any, accelerator: MeshAccelerator) -> None:
         self.dataset = data_loader.dataset
         self._loader, self._accelerator = data_loader, accelerator
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate; an error of the first rank's reading is raised on every rank.
-
-        Raises:
-            OtherRankError: the first rank could not read a batch.
-        """
+        """Iterate; an error of the first rank's reading is raised on every rank."""
         batches = iter(self._loader) if dist.get_rank() == 0 else None
         index, ranks = self._accelerator.process_index, self._accelerator.num_processes
         while True:
@@ -340,11 +332,7 @@ def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:
 
 @contextmanager
 def replaced_globals(function: Callable[..., Any], **replacements: Any) -> Iterator[None]:
-    """Let a function of another package find these objects under global names of its module, inside the ``with``.
-
-    Raises:
-        BackendError: the module has no such name, so its version is another one.
-    """
+    """Let a function of another package find these objects under global names of its module, inside the ``with``."""
     namespace: dict[str, Any] = inspect.unwrap(function).__globals__
     if missing := [name for name in replacements if name not in namespace]:
         raise BackendError(f"{namespace['__name__']} has no {missing[0]}: install the version that the extra pins")

@@ -19,7 +19,7 @@ from fsdp_runtime.steps.tensor.lora import save_adapter
 from fsdp_runtime.trainers.logits import compute_losses_on, full, label_smoother_for
 from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator, over_mesh
 from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
-from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, grad_norm, require_rl_logprobs
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.step_values import LogStepValues
 from fsdp_runtime.trainers.training_arguments import (
     adapted,
@@ -90,7 +90,7 @@ class MeshTrainerMixin(LogStepValues):
             check_arguments(args, dispatched=self._takes_dispatched_batches)
             if kwargs.get("optimizers", (None, None))[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None:
                 check_optimizer(args)
-        require_rl_logprobs()
+        rl_logprobs()  # raises where it is missing
         self.mesh = mesh
         self._source = ModelSource(mesh, options, seed=getattr(args, "seed", 0))
         if isinstance(model, nn.Module):
@@ -167,11 +167,11 @@ class MeshTrainerMixin(LogStepValues):
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             super()._move_model_to_device(model, device)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return rl_logprobs().clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Any:
-        return _norm(model) if grad_norm is None else grad_norm
+        return rl_logprobs().grad_norm(model.parameters()) if grad_norm is None else grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the weights or adapters, the tokenizer and the arguments; collective."""
@@ -228,10 +228,6 @@ class MeshTrainerMixin(LogStepValues):
             load_training_state(state, self.model)
         else:
             load_weights(self.model, folder)
-
-
-def _norm(model: nn.Module) -> Tensor:
-    return grad_norm(model.parameters())
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:

@@ -39,24 +39,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """How a trainer's models come onto its mesh.
+    """How a trainer's models come onto its mesh."""
 
-    Args:
-        mesh: the trainer's mesh.
-        options: keywords of ``parallelize``.
-        seed: of adapters that are drawn on the meta device.
-    """
-
-    mesh: DeviceMesh
-    options: Options
-    seed: int = 0
+    mesh: DeviceMesh  # the trainer's mesh
+    options: Options  # keywords of ``parallelize``
+    seed: int = 0  # of adapters that are drawn on the meta device
 
     def shard(self, model: nn.Module, adapter: Any = None) -> nn.Module:
-        """Parallelize a model with data or on the meta device, in a new adapter if a peft config is given.
-
-        Raises:
-            OptionError: an adapter is asked for on a model that is sharded already.
-        """
+        """Parallelize a model with data or on the meta device, in a new adapter if a peft config is given."""
         if is_sharded(model):
             if adapter is not None:
                 raise OptionError(
@@ -72,17 +62,9 @@ class ModelSource:
         return model
 
     def load(self, path: str, architecture: Any = None, adapter: Any = None, **settings: Any) -> nn.Module:
-        """Build a model under ``meta_device``, shard it and load the checkpoint: every rank reads its own slices.
-
-        A class that the checkpoint was not saved from, as one with a fresh score head, is loaded in full and then
-        sharded.
-
-        Args:
-            path: a folder or hub id.
-            architecture: the class, an auto class of transformers, or ``None`` for the checkpoint's own.
-            adapter: a peft config, or ``None``.
-            settings: keywords of ``from_pretrained``.
-        """
+        """Build a model under ``meta_device``, shard it and load the checkpoint: every rank reads its own slices."""
+        # A class that the checkpoint was not saved from, as one with a fresh score head, is loaded in full and then
+        # sharded. Without an architecture the class is the checkpoint's own.
         import transformers
 
         settings = {name: value for name, value in settings.items() if name not in _DROPPED}
@@ -94,7 +76,7 @@ class ModelSource:
         config = transformers.AutoConfig.from_pretrained(path, **_for_config(settings))
         saved = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0], None)
         cls = architecture or saved or transformers.AutoModelForCausalLM
-        if saved is None or not _builds(cls, config, saved):
+        if saved is None or (cls is not saved and auto_class_builds(cls, config) is not saved):
             return self.shard(cls.from_pretrained(path, **settings), adapter)
         with meta_device():
             model = model_from_config(saved, config, None if settings["dtype"] == "auto" else settings["dtype"])
@@ -117,11 +99,7 @@ def _take_generation_config(model: Any, path: str) -> None:
 
 
 def with_reference_adapter(model: Any) -> Any:
-    """Add a copy of a ``PeftModel``'s adapter as ``ref``, before it is sharded, where TRL would do so afterwards.
-
-    Raises:
-        OptionError: the model is sharded already, and has no such adapter.
-    """
+    """Add a copy of a ``PeftModel``'s adapter as ``ref``, before it is sharded, where TRL would do so afterwards."""
     if "ref" not in model.peft_config:
         if is_sharded(model):
             raise OptionError(
@@ -148,8 +126,3 @@ def _dtype(name: Any) -> Any:
 def _for_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     names = ("revision", "trust_remote_code", "num_labels", "attn_implementation")
     return {name: settings[name] for name in names if settings.get(name) is not None}
-
-
-def _builds(cls: Any, config: Any, saved: type) -> bool:
-    """Return True if a class, or what an auto class stands for, is the one that the checkpoint was saved from."""
-    return cls is saved or auto_class_builds(cls, config) is saved

@@ -17,16 +17,7 @@ def _parameters(optimizer: Any) -> Iterator[Tensor]:
 
 
 def check_parameters(optimizers: Iterable[Any], models: Iterable[nn.Module], unsharded: Iterable[nn.Module]) -> None:
-    """Check that optimizers hold parameters of ``models`` only, and no state of those that are to be replaced.
-
-    Args:
-        optimizers: torch's, or accelerate's around them.
-        models: those that are prepared, before they are sharded or after.
-        unsharded: those among them that are to be sharded.
-
-    Raises:
-        ModelError: one does not; nothing has changed then.
-    """
+    """Check that optimizers hold parameters of ``models`` only, and no state of those that are to be sharded."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     replaced = {id(parameter) for model in unsharded for parameter in model.parameters()}
     for optimizer in optimizers:

@@ -53,11 +53,7 @@ class LogStepValues(_AnyTrainer):
 
 
 class _MeasuredSteps(transformers.TrainerCallback):
-    """Runs a ``StepMeter`` around the optimizer steps that are logged.
-
-    Args:
-        mesh: of the model.
-    """
+    """Runs a ``StepMeter`` around the optimizer steps that are logged."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.open = ExitStack()

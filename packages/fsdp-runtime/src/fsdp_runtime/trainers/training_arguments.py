@@ -62,12 +62,7 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
 
 
 def check_arguments(args: Any, *, dispatched: bool = False) -> None:
-    """Raise :class:`OptionError` for the options of ``TrainingArguments`` that the trainers cannot serve.
-
-    Args:
-        args: the ``TrainingArguments``.
-        dispatched: the trainer's batches are read by the first rank.
-    """
+    """Raise :class:`OptionError` for the options of ``TrainingArguments`` that the trainers cannot serve."""
     for is_set, name, instead in _REFUSED:
         if is_set(args) and not (dispatched and name is _DISPATCHED):
             raise OptionError(f"{name} cannot be used on a model that parallelize has sharded: {instead}")
@@ -90,16 +85,7 @@ def check_optimizer(args: Any) -> None:
 
 
 def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
-    """Return the arguments without what the package does in its own way, which goes to the options of ``parallelize``.
-
-    Args:
-        args: the ``TrainingArguments``; not changed.
-        options: keywords of ``parallelize``, for a model that the trainer shards; changed.
-        sharded: the model is sharded already.
-
-    Raises:
-        OptionError: ``torch_compile`` for a model that is sharded already, or activation checkpointing in both.
-    """
+    """Return the arguments without what ``parallelize`` does in its own way, which goes to its ``options``."""
     mode = options.get("activation_checkpointing", "none")
     if getattr(args, "activation_checkpointing", False) and getattr(mode, "mode", mode) != "none":
         _refuse_two_checkpointings(f"parallelize_kwargs has activation_checkpointing={mode!r}")
@@ -138,13 +124,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
-    """Raise :class:`ModelError` unless the model is parallelized on ``mesh`` and has its weights.
-
-    Args:
-        model: what the user passed.
-        mesh: the trainer's mesh.
-        recompute: the arguments ask for activation checkpointing too.
-    """
+    """Raise :class:`ModelError` unless the model is parallelized on ``mesh`` and has its weights."""
     if on_meta := next((name for name, tensor in model.named_parameters() if tensor.is_meta), None):
         raise ModelError(f"{on_meta} is on the meta device: call load_weights before the trainer")
     submodule = next((path for path, module in model.named_modules() if recomputes(module)), None)
@@ -178,14 +158,7 @@ def check_tokens(model: Any, processing_class: Any) -> None:
 
 
 def check_samples(dataset: Any, batch: int, mesh: DeviceMesh, *, drop_last: bool) -> None:
-    """Raise :class:`OptionError` if ranks of ``dp`` are left without a sample; warn where the last batch is filled up.
-
-    Args:
-        dataset: the training set; one without a length is not looked at.
-        batch: samples of a rank's batch.
-        mesh: the trainer's mesh.
-        drop_last: what does not fill a batch is left out.
-    """
+    """Raise :class:`OptionError` if a rank of ``dp`` gets no sample; warn where the last batch is filled up."""
     if not hasattr(dataset, "__len__"):
         return
     ranks = axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")

@@ -6,13 +6,13 @@ They take log-probabilities from a patched ``model.forward`` (see ``fused_head``
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._peft_compat import base_model, is_peft_model
@@ -23,6 +23,7 @@ from fsdp_runtime.steps.outputs.generation import full_logits, gather_logits
 from fsdp_runtime.trainers._trl_compat import (
     CHUNKED_HEAD,
     adds_reference_adapter,
+    global_of,
     pairs_within_batches,
     reads_logits,
     replaced,
@@ -32,7 +33,7 @@ from fsdp_runtime.trainers.fused_head import add_chunked_head, add_fused_lm_head
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin, data_parallel_rank
 from fsdp_runtime.trainers.model_source import is_sharded, keep_reference_adapter, with_reference_adapter
 from fsdp_runtime.trainers.training_arguments import check_tokens
-from fsdp_runtime.trainers.vllm_server import server_generation
+from fsdp_runtime.weights import stream_weights
 
 #: Arguments with a second model, which is sharded like the first.
 _OTHER_MODELS = ("ref_model", "teacher_model")
@@ -223,3 +224,22 @@ def _generation_over_dp(args: Any, mesh: DeviceMesh) -> Any:
             f"num_generations={args.num_generations} does not divide"
         )
     return args
+
+
+def server_generation(trainer_class: type) -> type:
+    """Return TRL's ``VLLMGeneration`` with the weights of :func:`fsdp_runtime.stream_weights`."""
+    base: Any = global_of(trainer_class, "VLLMGeneration")
+
+    class MeshGeneration(base):
+        """Prompts of the ranks of one ``tp`` group are asked for once."""
+
+        def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+            """Iterate over full weights by their names in the checkpoint, adapters merged; collective."""
+            yield from stream_weights(self.model)
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            """Generate for the prompts of all ranks of ``dp``."""
+            with replaced(base, {"gather_object": self.accelerator.gather_objects}):
+                return super().generate(*args, **kwargs)
+
+    return MeshGeneration

@@ -176,10 +176,8 @@ class _Gap:
 
 
 def _next(gap: _Gap, steps: list[str], rest: list[str]) -> tuple[str, ...]:
-    """Return the candidate that leaves the least drift, or the pair where no candidate explains nearly all.
-
-    Two causes may act against each other, or look together like a third.
-    """
+    """Return the candidate that leaves the least drift, or the pair where no candidate explains nearly all."""
+    # Two causes may act against each other, or look together like a third.
 
     def left(names: tuple[str, ...]) -> float:
         return gap.drift((*steps, *names)).mean_absolute

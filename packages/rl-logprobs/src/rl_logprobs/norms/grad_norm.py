@@ -221,10 +221,8 @@ def _norms(
 def _weights(
     gradients: LocalGradients, members: Sequence[torch.Tensor], group: ReduceGroup, *, is_max: bool
 ) -> dict[int, float]:
-    """Return the factor of each gradient of a group's parameters, by the parameter's ``id``.
-
-    Replicated parts are down-weighted so that each element counts once.
-    """
+    """Return the factor of each gradient of a group's parameters, by the parameter's ``id``."""
+    # Replicated parts are down-weighted so that each element counts once.
     member_ids = {id(parameter) for parameter in members}
     weights: dict[int, float] = {}
     for placement, keys in gradients.by_placement.items():

@@ -18,15 +18,11 @@ from rl_logprobs.norms.reduce_groups import MeshPlacements
 
 @dataclass(frozen=True)
 class LocalGradients:
-    """This rank's parts of the gradients.
+    """This rank's parts of the gradients."""
 
-    Attributes:
-        parts: local tensors, by the ``id`` of their parameters.
-        by_placement: ids of the parameters whose gradients have the same mesh and placements; None for plain tensors.
-            Reading these from a DTensor takes as long as adding up a small one, so each is read once.
-    """
-
-    parts: dict[int, torch.Tensor]
+    parts: dict[int, torch.Tensor]  # local tensors, by the ``id`` of their parameters
+    # ids of the parameters whose gradients have the same mesh and placements; None for plain tensors. Reading these
+    # from a DTensor takes as long as adding up a small one, so each is read once.
     by_placement: dict[MeshPlacements | None, list[int]]
 
 
@@ -57,11 +53,9 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> LocalGradients:
 
 
 def complete_partial_sums(gradients: LocalGradients) -> LocalGradients:
-    """Return the gradients with partial sums completed, in copies.
-
-    Sequence-parallel norms leave partial sums on replicated weights.  Those over the same mesh axes are reduced
-    together, in one all-reduce per axis.
-    """
+    """Return the gradients with partial sums completed, in copies."""
+    # Sequence-parallel norms leave partial sums on replicated weights. Those over the same mesh axes are reduced
+    # together, in one all-reduce per axis.
     pending: dict[_PendingReduction, list[int]] = {}
     for placement, keys in gradients.by_placement.items():
         if placement is None or not (axes := _partial_axes(placement, gradients.parts[keys[0]])):

@@ -26,11 +26,9 @@ BLOCKS_AT_ONCE = 64
 
 
 def norm_power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of ``|x| ** norm_type`` over the tensors' elements, or the largest ``|x|`` for infinity.
-
-    The tensors may be empty and on any devices.  The result is 0-d on ``device``, float64 (float32 on devices without
-    float64).
-    """
+    """Return the sum of ``|x| ** norm_type`` over the tensors' elements, or the largest ``|x|`` for infinity."""
+    # The tensors may be empty and on any devices. The result is 0-d on ``device``, float64 (float32 on devices without
+    # float64).
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -71,10 +69,8 @@ def _sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _to_float64(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all numbers of 0-d and 1-d tensors as one float64 tensor.
-
-    Joins tensors of one dtype and dim before the conversion, because a call costs as much as many numbers.
-    """
+    """Return all numbers of 0-d and 1-d tensors as one float64 tensor."""
+    # Joins tensors of one dtype and dim before the conversion, because a call costs as much as many numbers.
     groups: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
     for value in values:
         groups.setdefault((value.dtype, value.ndim), []).append(value)
@@ -84,11 +80,9 @@ def _to_float64(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def block_norms(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the 2-norms of all blocks of the tensors; the norm of these is the norm of the tensors.
-
-    The tensors are contiguous, on a CPU, in float32 or half precision, and not empty.  The norms are float32, 1-d for
-    full blocks and 0-d for shorter remainders.
-    """
+    """Return the 2-norms of all blocks of the tensors; the norm of these is the norm of the tensors."""
+    # The tensors are contiguous, on a CPU, in float32 or half precision, and not empty. The norms are float32, 1-d for
+    # full blocks and 0-d for shorter remainders.
     norms: list[torch.Tensor] = []
     short: list[torch.Tensor] = []
     workspace = torch.empty(0)

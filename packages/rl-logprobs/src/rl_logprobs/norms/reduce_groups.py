@@ -78,10 +78,8 @@ class ReduceGroup:
         return values
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over the ranks, NaN if any rank has NaN.
-
-        NaN is sent as a separate flag, because gloo's maximum loses it (torch 2.10 to 2.15; no upstream issue found).
-        """
+        """Return the maximum over the ranks, NaN if any rank has NaN."""
+        # NaN is sent as a separate flag, because gloo's maximum loses it (torch 2.10 to 2.15; no upstream issue found).
         found = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)])
         for group in self.process_groups():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -98,11 +96,9 @@ def _mesh_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
 def reduce_groups(
     parameters: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]
 ) -> dict[ReduceGroup, list[torch.Tensor]]:
-    """Return the fewest reduce groups that cover all parameters' meshes, each with the parameters that it sums.
-
-    The order is that of the parameters; plain tensors belong to the first group.  The result follows from the
-    parameters alone, so that ranks without gradients take part in the same collectives.
-    """
+    """Return the fewest reduce groups that cover all parameters' meshes, each with the parameters that it sums."""
+    # The order is that of the parameters; plain tensors belong to the first group. The result follows from the
+    # parameters alone, so that ranks without gradients take part in the same collectives.
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in parameters:
         by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -125,11 +121,9 @@ def reduce_groups(
 
 
 def _is_part_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Return whether a sum over ``other`` with replica weights is also right for tensors on ``mesh``.
-
-    Equal ranks suffice.  A subset must be a slice of the same root mesh; otherwise the remaining ranks of ``other``
-    need not hold the parameter.
-    """
+    """Return whether a sum over ``other`` with replica weights is also right for tensors on ``mesh``."""
+    # Equal ranks suffice. A subset must be a slice of the same root mesh; otherwise the remaining ranks of ``other``
+    # need not hold the parameter.
     if mesh == other:
         return True
     ranks, other_ranks = ranks_of(mesh), ranks_of(other)

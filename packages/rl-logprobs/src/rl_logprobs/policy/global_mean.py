@@ -138,7 +138,8 @@ def mean_weights(
             total += (mask != 0).sum()
         _sum_over(total, [*groups, cp_group])
     else:
-        row_tokens = torch.cat([_row_tokens(mask != 0) for mask in mask_list])
+        scored = [mask != 0 for mask in mask_list]
+        row_tokens = torch.cat([Sequences().check(each).totals(each[None])[0].reshape(-1) for each in scored])
         _sum_over(row_tokens, [cp_group])
         total = (row_tokens > 0).sum().to(total.dtype)
         _sum_over(total, groups)
@@ -218,10 +219,6 @@ def _token_weights(scored: torch.Tensor, weights: MeanWeights, segments: torch.T
         sequences = Sequences(cp_group=weights.cp_group).check(scored)
         tokens = sequences.spread(sequences.totals(scored[None])[0], scored) if weights.length is None else unit
     return unit / (weights.length if weights.length is not None else tokens.clamp(min=1))
-
-
-def _row_tokens(scored: torch.Tensor) -> torch.Tensor:
-    return Sequences().check(scored).totals(scored[None])[0].reshape(-1)
 
 
 def _sum_over(values: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:

@@ -114,10 +114,7 @@ def gspo_loss(
         The losses and where they are clipped.
 
     Raises:
-        ShapeError: the shapes differ, or a segment is out of range.
-        DtypeError: the log-probabilities are not floating point, or segments are not integers.
-        OptionError: a bound is outside its range, only one of ``segments`` and ``num_segments`` is given, or the
-            devices differ.
+        LogprobsError: as ``ppo_loss``; or segments are no integers, out of range, or without ``num_segments``.
 
     Example:
         >>> import torch
@@ -163,9 +160,7 @@ def cispo_loss(
         The losses; ``clipped_low`` and ``clipped_high`` say where the weight is bounded.
 
     Raises:
-        ShapeError: the shapes differ.
-        DtypeError: the log-probabilities are not floating point.
-        OptionError: a bound is outside its range, or the devices differ.
+        LogprobsError: as ``ppo_loss``.
 
     Example:
         >>> import torch

@@ -35,24 +35,17 @@ def check_mask(mask: torch.Tensor, **values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequence of each token.
+    """The sequence of each token."""
 
-    Attributes:
-        segments: integers of the tokens' shape in ``[0, num_segments)``; None where each row (last dim) is a sequence.
-        num_segments: the number of segments; None without ``segments``.
-        cp_group: the ranks that hold other tokens of the same sequences, in rows of the same order or under the same
-            segment numbers; None where every sequence is on one rank.
-    """
-
-    segments: torch.Tensor | None = None
-    num_segments: int | None = None
+    segments: torch.Tensor | None = None  # integers in ``[0, num_segments)``; None where each row is a sequence
+    num_segments: int | None = None  # the number of segments; None without ``segments``
+    # the ranks that hold other tokens of the same sequences, in rows of the same order or under the same segment
+    # numbers; None where every sequence is on one rank
     cp_group: dist.ProcessGroup | None = None
 
     def check(self, mask: torch.Tensor) -> Sequences:
-        """Return the sequences with segment 0 at masked tokens, after a check of shapes and numbers.
-
-        On an accelerator the range of the segments is checked there.
-        """
+        """Return the sequences with segment 0 at masked tokens, after a check of shapes and numbers."""
+        # On an accelerator the range of the segments is checked there.
         if mask.dim() == 0:
             raise ShapeError("the mask must be [..., tokens], got shape ()")
         if (self.segments is None) != (self.num_segments is None):
@@ -75,10 +68,8 @@ class Sequences:
 
     @torch.no_grad()
     def totals(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sums of ``[quantities, *tokens]`` by sequence: ``[quantities, *rows]``, or by segment.
-
-        In the widest dtype of the device; one all-reduce over ``cp_group``.
-        """
+        """Return the sums of ``[quantities, *tokens]`` by sequence: ``[quantities, *rows]``, or by segment."""
+        # In the widest dtype of the device; one all-reduce over ``cp_group``.
         wide = values.to(wide_dtype(values.device))
         if self.segments is None or self.num_segments is None:
             sums = wide.sum(-1)

@@ -30,12 +30,7 @@ TORCH = Kernels(torch_kernels.reduce_logits, torch_kernels.write_gradient)
 
 
 def kernels(backend: Backend | None, device: torch.device) -> Kernels:
-    """Return the kernels of a backend.
-
-    Args:
-        backend: the backend; None for the value of the environment variable ``RL_LOGPROBS_BACKEND``, or torch.
-        device: the device of the logits.
-    """
+    """Return the kernels of a backend; None is that of the variable ``RL_LOGPROBS_BACKEND``, or torch."""
     chosen = backend if backend is not None else os.environ.get(VARIABLE) or "torch"
     if chosen not in get_args(Backend):
         raise OptionError(f"backend must be one of {', '.join(get_args(Backend))}, got {chosen!r}")

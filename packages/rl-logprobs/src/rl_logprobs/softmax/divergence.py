@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -21,30 +21,47 @@ from rl_logprobs._torch_compat import apply_function
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.softmax.fused_linear import Gradients, HeadTiles, LMHead, TileGradient, tile_size
 from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights, rescale_exponent
-from rl_logprobs.softmax.logit_tiles import LogitTiles
 from rl_logprobs.softmax.partial_softmax import PartialSoftmax, merge
-from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace, tile_spans
+from rl_logprobs.softmax.row_blocks import leading_dims_merge, row_blocks, rows_per_workspace, tile_spans
 from rl_logprobs.softmax.torch_kernels import zero_tokens_
 from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 
-class Tiles(Protocol):
-    """The logits of one side, computed a tile at a time."""
+@dataclass(frozen=True)
+class LogitTiles:
+    """The first ``width`` columns of logits ``[..., columns]``, of any strides, in tiles of ``size``."""
+
+    values: torch.Tensor
+    width: int
+    size: tuple[int, int]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the logits."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Tokens and columns of one tile."""
+        return self.values.dtype
 
     def tile(self, span: slice, cols: slice) -> torch.Tensor:
-        """Return the logits of some tokens and columns."""
+        """Return the logits of some tokens and columns: a view, or a copy where the leading dims do not merge."""
+        leading, columns = self.values.shape[:-1], self.values.shape[-1]
+        if leading_dims_merge(self.values):
+            return self.values.view(leading.numel(), columns)[span, cols]
+        rows = torch.arange(span.start, span.stop, device=self.values.device)
+        return self.values[..., cols][torch.unravel_index(rows, leading)]
 
     def gradients(self, needed: Sequence[bool], write: TileGradient) -> Gradients:
-        """Return the gradients of this side's tensors, from the gradient of each tile's logits."""
+        """Return the gradient of the logits; 0 in the columns beyond ``width``."""
+        if not needed[0]:
+            return (None,)
+        out = torch.zeros_like(self.values, memory_format=torch.contiguous_format)
+        flat = out.view(out.shape[:-1].numel(), out.shape[-1])
+        for span, cols in tile_spans(flat.shape[0], self.width, self.size):
+            write(self.tile(span, cols), span, cols, flat[span, cols])
+        return (out,)
+
+
+#: The logits of one side, computed a tile at a time.
+Tiles = LogitTiles | HeadTiles
 
 
 @dataclass(frozen=True)
@@ -71,17 +88,10 @@ class Side:
 
 
 def softmax_divergence(student: Side, teacher: Side, ignored: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the generalised Jensen-Shannon divergence of each token in nats, ``[tokens]``.
-
-    ``KL(teacher || student)`` for ``beta=0`` and ``KL(student || teacher)`` for ``beta=1``.  Between them, with ``m``
-    the mixture ``(1 - beta) * student + beta * teacher``, ``(1 - beta) * KL(student || m) + beta * KL(teacher || m)``.
-
-    Args:
-        student: one side, with the group over which the vocabulary is sharded.
-        teacher: the other, with the same columns.
-        ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient, whatever their logits.
-        beta: from 0 to 1.
-    """
+    """Return the generalised Jensen-Shannon divergence of each token in nats, ``[tokens]``; 0 where ``ignored``."""
+    # ``KL(teacher || student)`` for ``beta=0`` and ``KL(student || teacher)`` for ``beta=1``. Between them, with ``m``
+    # the mixture ``(1 - beta) * student + beta * teacher``, ``(1 - beta) * KL(student || m) + beta * KL(teacher ||
+    # m)``. The ranks of the student's group call together.
     sides = replace(student, tensors=()), replace(teacher, tensors=())
     found: torch.Tensor = apply_function(
         _Divergence, sides, len(student.tensors), ignored, beta, *student.tensors, *teacher.tensors
@@ -289,10 +299,8 @@ def _mixture(
 def _writer(
     pair: _Pair, totals: _Totals, values: Callable[[slice, slice, torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> TileGradient:
-    """Return the function that writes the gradient of a tile of ``p``'s logits.
-
-    ``values(span, part, y, v)`` is that of the tokens ``part`` of ``span``.
-    """
+    """Return the function that writes the gradient of a tile of ``p``'s logits."""
+    # ``values(span, part, y, v)`` is that of the tokens ``part`` of ``span``.
 
     def write(tile: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
         for part, y, v in pair.exponents(tile, pair.q.tile(span, cols), span, totals):

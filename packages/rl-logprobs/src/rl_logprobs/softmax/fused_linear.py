@@ -64,17 +64,9 @@ def linear_softmax_statistics(
     head: LMHead,
     options: SoftmaxOptions,
 ) -> SoftmaxStatistics:
-    """Return statistics of ``softmax(head(hidden))`` over the full vocabulary, from this rank's shard of the head.
-
-    Args:
-        hidden: ``[tokens, features]``, the same on all ranks of the vocabulary's group.
-        weight: ``[columns, features]``, this rank's rows of the head.
-        bias: ``[columns]`` or None.
-        targets: as for ``softmax_statistics``.
-        ignored: likewise.
-        head: the vocabulary shard, logit scale and softcap.
-        options: the statistics to compute, ``entropy`` and ``argmax`` alone.
-    """
+    """Return statistics of ``softmax(head(hidden))`` over the full vocabulary, from this rank's shard of the head."""
+    # ``hidden`` is ``[tokens, features]``, the same on all ranks of the vocabulary's group, and ``weight`` ``[columns,
+    # features]``.
     found = apply_function(_LinearSoftmax, hidden, weight, bias, targets, ignored, head, options)
     return SoftmaxStatistics(*found)
 
@@ -155,10 +147,8 @@ class HeadTiles:
         return scale if softcap is None else (logits / softcap).square_().neg_().add_(1).mul_(scale)
 
     def gradients(self, needed: Sequence[bool], write: TileGradient) -> Gradients:
-        """Return the gradients of hidden, weight and bias, tile by tile; that of hidden is all-reduced.
-
-        The weight gradient of each range of columns is summed over all tokens before it is rounded.
-        """
+        """Return the gradients of hidden, weight and bias, tile by tile; that of hidden is all-reduced."""
+        # The weight gradient of each range of columns is summed over all tokens before it is rounded.
         hidden, weight, bias = self.hidden, self.weight, self.bias
         d_hidden = hidden.new_zeros(hidden.shape, dtype=self.dtype) if needed[0] else None
         d_weight = torch.zeros_like(weight) if needed[1] else None
@@ -199,12 +189,10 @@ def _reduce_tiles(
     options: SoftmaxOptions,
     expected_rows: torch.Tensor | None,
 ) -> PartialSoftmax:
-    """Reduce all tiles to this rank's contribution to the softmax.
-
-    ``expected_rows``, ``[tokens, features]`` of zeros, is overwritten by the sum of ``2**y`` times the head's rows
-    (times the logits' derivative).  The hidden gradient needs nothing more, so that a frozen head costs no product
-    backward.
-    """
+    """Reduce all tiles to this rank's contribution to the softmax."""
+    # ``expected_rows``, ``[tokens, features]`` of zeros, is overwritten by the sum of ``2**y`` times the head's rows
+    # (times the logits' derivative). The hidden gradient needs nothing more, so that a frozen head costs no product
+    # backward.
     shard, tokens = tiles.head.shard, targets.shape[0]
     empty = reduce_logits(
         tiles.hidden.new_empty(tokens, 0, dtype=tiles.dtype),

@@ -23,12 +23,7 @@ def token_keys(seed: int, positions: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise ``[tokens, ids]`` in the widest dtype of the device.
-
-    Args:
-        keys: ``[tokens]`` int64 from ``token_keys``.
-        ids: ``[ids]`` int64 vocabulary ids.
-    """
+    """Return standard Gumbel noise ``[tokens, ids]`` of keys (``token_keys``) and ids in the device's widest dtype."""
     dtype = wide_dtype(keys.device)
     bits = 52 if dtype is torch.float64 else 23  # the mantissa still holds them with 0.5 added, and never rounds to 1
     hashed = _mix_(keys[:, None] + (ids + 1) * _signed(_GOLDEN))

@@ -13,20 +13,10 @@ from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 
 def head_rows(parts: Sequence[torch.Tensor], held: VocabColumns, wanted: VocabColumns) -> list[torch.Tensor]:
-    """Return the rows for the columns ``wanted`` of a weight (and a bias) whose rows ``held`` this rank holds.
-
-    Views where one rank holds all rows, the parts themselves where both are sharded alike.  Otherwise the ranks of the
-    holder's group call together and send each other the rows that they want: one collective for each part, before
-    them one of a few integers, for which the host waits.
-
-    Args:
-        parts: ``[rows, ...]`` each, this rank's rows.
-        held: the columns that they are.
-        wanted: the columns to return, of the same vocabulary; on any group.
-
-    Raises:
-        PlacementError: this rank is not in the group that holds the rows.
-    """
+    """Return the rows for the columns ``wanted`` of a weight (and a bias) whose rows ``held`` this rank holds."""
+    # Views where one rank holds all rows, the parts themselves where both are sharded alike. Otherwise the ranks of the
+    # holder's group call together and send each other the rows that they want: one collective for each part, before
+    # them one of a few integers, for which the host waits.
     if held.group is None:
         return [part[wanted.start : wanted.start + wanted.width] for part in parts]
     if sharded_alike(held, wanted):

@@ -21,17 +21,12 @@ MIN_EXPONENT = -1e5
 
 
 class TemperatureScale(NamedTuple):
-    """Factors of a temperature ``T``: numbers for all tokens, or tensors ``[tokens]``.
+    """Factors of a temperature ``T``: numbers for all tokens, or tensors ``[tokens]``."""
 
-    Attributes:
-        log2_factor: ``log2(e) / T``, rounded to the statistics dtype: converts logit differences to exponents of two.
-        ln_factor: converts base-2 logarithms to nats and undoes the rounding of ``log2_factor``.
-        inv_temperature: ``1 / T``.
-    """
-
+    # ``log2(e) / T``, rounded to the statistics dtype: converts logit differences to exponents of two
     log2_factor: float | torch.Tensor
-    ln_factor: float | torch.Tensor
-    inv_temperature: float | torch.Tensor
+    ln_factor: float | torch.Tensor  # converts base-2 logarithms to nats and undoes the rounding of ``log2_factor``
+    inv_temperature: float | torch.Tensor  # ``1 / T``
 
     @classmethod
     def of(cls, temperature: float | torch.Tensor, dtype: torch.dtype) -> TemperatureScale:
@@ -51,12 +46,7 @@ class TemperatureScale(NamedTuple):
 
 
 def check_temperature(temperature: float | torch.Tensor, like: torch.Tensor) -> float | torch.Tensor:
-    """Return a positive, finite temperature: a number, or a flat tensor with one value per token.
-
-    Args:
-        temperature: number, or tensor that broadcasts to ``like``.
-        like: tensor with one element per token, on the device of the logits.
-    """
+    """Return a positive, finite temperature: a number, or a flat tensor with one value per element of ``like``."""
     if not isinstance(temperature, torch.Tensor):
         if not (temperature > 0 and math.isfinite(temperature)):
             raise OptionError(f"temperature must be positive and finite, got {temperature}")
@@ -78,10 +68,8 @@ def check_temperature(temperature: float | torch.Tensor, like: torch.Tensor) -> 
 def log2_weights(
     logits: torch.Tensor, max_logit: torch.Tensor, scale: TemperatureScale, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the exponents ``y`` of logits ``[tokens, width]`` relative to ``max_logit`` ``[tokens]``.
-
-    All ``-inf`` for a token whose ``max_logit`` is ``-inf``.
-    """
+    """Return the exponents ``y`` of logits ``[tokens, width]`` relative to ``max_logit`` ``[tokens]``."""
+    # All ``-inf`` for a token whose ``max_logit`` is ``-inf``.
     factor = scale.log2_factor if isinstance(scale.log2_factor, float) else scale.log2_factor[:, None]
     return torch.sub(logits, _finite(max_logit)[:, None], out=out).mul_(factor)
 

@@ -22,25 +22,15 @@ from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
 
 @dataclass(frozen=True)
 class SoftmaxOptions:
-    """The statistics to compute besides log-probabilities and log-sum-exp, and the way to compute them.
+    """The statistics to compute besides log-probabilities and log-sum-exp, and the way to compute them."""
 
-    Attributes:
-        temperature: a number, or one number per token (flat).
-        entropy: compute the entropy.
-        argmax: compute the most probable id.
-        target_rank: count the logits greater than the target's.
-        min_logit: ``[tokens]``; lower logits have probability 0.
-        inplace_backward: write the gradient over the logits.
-        inplace_forward: overwrite the logits by their weights in the forward pass; not together with ``entropy``.
-    """
-
-    temperature: float | torch.Tensor = 1.0
-    entropy: bool = False
-    argmax: bool = False
-    target_rank: bool = False
-    min_logit: torch.Tensor | None = None
-    inplace_backward: bool = False
-    inplace_forward: bool = False
+    temperature: float | torch.Tensor = 1.0  # a number, or one number per token (flat)
+    entropy: bool = False  # compute the entropy
+    argmax: bool = False  # compute the most probable id
+    target_rank: bool = False  # count the logits greater than the target's
+    min_logit: torch.Tensor | None = None  # ``[tokens]``; lower logits have probability 0
+    inplace_backward: bool = False  # write the gradient over the logits
+    inplace_forward: bool = False  # overwrite the logits by their weights in the forward pass; not with ``entropy``
 
 
 #: Log-probabilities and log-sum-exp alone.
@@ -48,15 +38,10 @@ NO_OPTIONS = SoftmaxOptions()
 
 
 class TargetColumns(NamedTuple):
-    """The position of each token's target among some columns, ``[tokens]`` or ``[tokens, k]``.
+    """The position of each token's target among some columns, ``[tokens]`` or ``[tokens, k]``."""
 
-    Attributes:
-        column: the position, int64; 0 where ``owned`` is false.
-        owned: bool, true where the target is among the columns and not ignored.
-    """
-
-    column: torch.Tensor
-    owned: torch.Tensor
+    column: torch.Tensor  # the position, int64; 0 where ``owned`` is false
+    owned: torch.Tensor  # bool, true where the target is among the columns and not ignored
 
     @classmethod
     def locate(cls, targets: torch.Tensor, ignored: torch.Tensor, start: int, width: int) -> TargetColumns:
@@ -71,29 +56,18 @@ class TargetColumns(NamedTuple):
 
 
 class PartialSoftmax(NamedTuple):
-    """The contribution of some columns to each token's softmax, ``[..., tokens]``.
+    """The contribution of some columns to each token's softmax, ``[..., tokens]``."""
 
-    Attributes:
-        max_logit: the largest logit (``m`` in the online-softmax papers).
-        sum_exp2: the sum of ``2**y`` (``l`` or ``d`` in those papers).
-        target_logit: the target's logit if it is among the columns, else 0.
-        weighted_sum: the sum of ``2**y * y``, from which the entropy follows.
-        argmax: the lowest vocabulary id with the largest logit.
-        num_greater: the number of logits greater than a given one.
-    """
-
-    max_logit: torch.Tensor
-    sum_exp2: torch.Tensor
-    target_logit: torch.Tensor
-    weighted_sum: torch.Tensor | None = None
-    argmax: torch.Tensor | None = None
-    num_greater: torch.Tensor | None = None
+    max_logit: torch.Tensor  # the largest logit (``m`` in the online-softmax papers)
+    sum_exp2: torch.Tensor  # the sum of ``2**y`` (``l`` or ``d`` in those papers)
+    target_logit: torch.Tensor  # the target's logit if it is among the columns, else 0
+    weighted_sum: torch.Tensor | None = None  # the sum of ``2**y * y``, from which the entropy follows
+    argmax: torch.Tensor | None = None  # the lowest vocabulary id with the largest logit
+    num_greater: torch.Tensor | None = None  # the number of logits greater than a given one
 
     def stack(self) -> torch.Tensor:
-        """Return the fields that are not None as ``[fields, tokens]``, in the dtype of ``max_logit``.
-
-        Exact for ids and counts below 2**24.
-        """
+        """Return the fields that are not None as ``[fields, tokens]``, in the dtype of ``max_logit``."""
+        # Exact for ids and counts below 2**24.
         return torch.stack([value.to(self.max_logit.dtype) for value in self if value is not None])
 
     def to(self, dtype: torch.dtype) -> PartialSoftmax:
@@ -119,23 +93,15 @@ class PartialSoftmax(NamedTuple):
 
 
 class LogitGradient(NamedTuple):
-    """The gradient ``d x_j = 2**y_j * (weight + weighted * y_j) + [j is the target] * target``.
+    """The gradient ``d x_j = 2**y_j * (weight + weighted * y_j) + [j is the target] * target``."""
 
-    Attributes:
-        max_logit: ``[tokens]``, the reference of ``y``; None where the logits have been overwritten by ``2**y``.
-        weight: ``[tokens]`` coefficient of ``2**y``.
-        weighted: ``[tokens]`` coefficient of ``2**y * y``, or None for 0.
-        target: ``[tokens]``, or ``[tokens, k]`` for ``k`` targets per token.
-        ignored: ``[tokens]`` bool; their gradient is 0 whatever their logits.
-        min_logit: ``[tokens]``; logits below it have gradient 0.
-    """
-
+    # ``[tokens]``, the reference of ``y``; None where the logits have been overwritten by ``2**y``
     max_logit: torch.Tensor | None
-    weight: torch.Tensor
-    weighted: torch.Tensor | None
-    target: torch.Tensor
-    ignored: torch.Tensor
-    min_logit: torch.Tensor | None = None
+    weight: torch.Tensor  # ``[tokens]`` coefficient of ``2**y``
+    weighted: torch.Tensor | None  # ``[tokens]`` coefficient of ``2**y * y``, or None for 0
+    target: torch.Tensor  # ``[tokens]``, or ``[tokens, k]`` for ``k`` targets per token
+    ignored: torch.Tensor  # ``[tokens]`` bool; their gradient is 0 whatever their logits
+    min_logit: torch.Tensor | None = None  # ``[tokens]``; logits below it have gradient 0
 
     def slice_tokens(self, span: slice) -> LogitGradient:
         """Return the coefficients of the tokens in ``span``."""

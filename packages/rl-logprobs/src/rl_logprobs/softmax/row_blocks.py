@@ -22,19 +22,11 @@ _multiplicity: ContextVar[int | None] = ContextVar("tile_multiplicity", default=
 
 @contextmanager
 def represent_tiles() -> Iterator[None]:
-    """Run only the first, the second and the last of a loop's tiles within the context.
-
-    For a dry run on tensors without data: tiles between the first and the last run the same operators on the same
-    shapes, so the second stands for them, and the results are wrong in value but not in shape.  The peak of live bytes
-    is that of all tiles, and :func:`tile_multiplicity` has the factor for counts.  Applies to the current thread, which
-    also runs the backward pass of CPU tensors.
-
-    Example:
-        >>> from rl_logprobs.softmax.row_blocks import represent_tiles, tile_indices, tile_multiplicity
-        >>> with represent_tiles():
-        ...     [(index, tile_multiplicity()) for index in tile_indices(10)]
-        [(0, 1), (1, 8), (9, 1)]
-    """
+    """Run only the first, the second and the last of a loop's tiles within the context."""
+    # For a dry run on tensors without data: tiles between the first and the last run the same operators on the same
+    # shapes, so the second stands for them, and the results are wrong in value but not in shape. The peak of live bytes
+    # is that of all tiles, and ``tile_multiplicity`` has the factor for counts. Applies to the current thread, which
+    # also runs the backward pass of CPU tensors.
     token = _multiplicity.set(1)
     try:
         yield
@@ -77,11 +69,9 @@ def rows_per_workspace(width: int, device: torch.device, *, fraction: float = 1.
 
 
 def row_blocks(max_rows: int, *tensors: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-    """Yield views ``[rows <= max_rows, width]`` of tensors ``[..., width]`` in token order, with their token slice.
-
-    Never copies.  Where the leading dims of a tensor cannot be merged by a view (as in ``logits[:, :-1]``), blocks end
-    at the boundary of what can be viewed, at the same tokens for all tensors.
-    """
+    """Yield views ``[rows <= max_rows, width]`` of tensors ``[..., width]`` in token order, with their token slice."""
+    # Never copies. Where the leading dims of a tensor cannot be merged by a view (as in ``logits[:, :-1]``), blocks end
+    # at the boundary of what can be viewed, at the same tokens for all tensors.
     start = 0
     for views in _merged_views(tensors):
         tokens = views[0].shape[0]

@@ -30,16 +30,10 @@ _Summands = Callable[[torch.Tensor, slice], torch.Tensor]
 
 @dataclass(frozen=True)
 class ThresholdSearch:
-    """Searches over each token's logits on all ranks of ``group``; results are ``[tokens]`` in the statistics dtype.
+    """Searches over each token's logits on all ranks of ``group``; results are ``[tokens]`` in the statistics dtype."""
 
-    Attributes:
-        logits: ``[..., width]``, this rank's columns without padding.
-        group: the ranks that share the vocabulary; None for one rank.
-        scale: the temperature.
-    """
-
-    logits: torch.Tensor
-    group: dist.ProcessGroup | None
+    logits: torch.Tensor  # ``[..., width]``, this rank's columns without padding
+    group: dist.ProcessGroup | None  # the ranks that share the vocabulary; None for one rank
     scale: TemperatureScale
 
     @property
@@ -71,15 +65,9 @@ class ThresholdSearch:
         return self._radix_select(ones, lambda total: torch.full_like(total, k))
 
     def top_p(self, p: float, max_logit: torch.Tensor, min_logit: torch.Tensor) -> torch.Tensor:
-        """Return the least logit of the top-p: greater logits hold less than ``p`` of the probability.
-
-        One collective per byte of a logit.
-
-        Args:
-            p: a part of the probability of the logits at or above ``min_logit``.
-            max_logit: ``[tokens]``, the largest logits.
-            min_logit: ``[tokens]``; lower logits have probability 0.
-        """
+        """Return the least logit of the top-p: greater logits hold less than ``p`` of the probability."""
+        # ``p`` is a part of the probability of the logits at or above ``min_logit``. One collective per byte of a
+        # logit.
 
         def weights(block: torch.Tensor, span: slice) -> torch.Tensor:
             values = block.to(max_logit.dtype)
@@ -90,13 +78,8 @@ class ThresholdSearch:
         return self._radix_select(weights, lambda total: total * p)
 
     def top_p_among(self, largest: torch.Tensor, p: float, min_logit: torch.Tensor) -> torch.Tensor:
-        """Return the result of ``top_p`` where a top-k has left only ``largest``; one collective.
-
-        Args:
-            largest: ``[tokens, k]`` from ``largest``; further logits that equal the last one count too.
-            p: a part of the probability of these logits.
-            min_logit: ``[tokens]``; lower logits have probability 0.
-        """
+        """Return the result of ``top_p`` where a top-k has left only ``largest``, ``[tokens, k]``; one collective."""
+        # Further logits that equal the last of ``largest`` count too.
         last = largest[:, -1:]
         ties = torch.zeros_like(last)
         for span, (block,) in self._blocks():
@@ -121,12 +104,10 @@ class ThresholdSearch:
         return values
 
     def _radix_select(self, summands: _Summands, goal_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return the largest logit at which the summands of it and of all greater logits reach the goal.
-
-        Works from the most significant byte to the least.  ``prefix`` holds the bytes found so far as an integer, and
-        ``above`` the summands of all logits greater than those with this prefix.  ``goal_of`` gives each token's goal
-        from the sum of all its summands.
-        """
+        """Return the largest logit at which the summands of it and of all greater logits reach the goal."""
+        # Works from the most significant byte to the least. ``prefix`` holds the bytes found so far as an integer, and
+        # ``above`` the summands of all logits greater than those with this prefix. ``goal_of`` gives each token's goal
+        # from the sum of all its summands.
         dtype = self.logits.dtype
         leading_byte = dtype.itemsize - 1
         above = torch.zeros(self._tokens, dtype=wide_dtype(self.logits.device), device=self.logits.device)
@@ -146,10 +127,8 @@ class ThresholdSearch:
         return prefix.to(_INTEGERS[dtype.itemsize]).view(dtype).to(statistics_dtype(dtype))
 
     def _histogram(self, byte: int, prefix: torch.Tensor | None, summands: _Summands) -> torch.Tensor:
-        """Return the sums of the summands for each value of a byte, ``[tokens, BINS]``, over all ranks.
-
-        Counts logits whose more significant bytes are ``prefix``; all of them without ``prefix``.
-        """
+        """Return the sums of the summands for each value of a byte, ``[tokens, BINS]``, over all ranks."""
+        # Counts logits whose more significant bytes are ``prefix``; all of them without ``prefix``.
         integers = _INTEGERS[self.logits.dtype.itemsize]
         histogram = torch.zeros(self._tokens, BINS, dtype=wide_dtype(self.logits.device), device=self.logits.device)
         for span, (block,) in self._blocks():
@@ -165,14 +144,8 @@ class ThresholdSearch:
 def _crossing_bin(
     histogram: torch.Tensor, bins: torch.Tensor, above: torch.Tensor, goal: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the byte value in whose bin the sum from the greatest logits down reaches the goal, and the sum above it.
-
-    Args:
-        histogram: ``[tokens, BINS]`` sums by byte value.
-        bins: ``[tokens, BINS]`` byte values in ascending order of the logits.
-        above: ``[tokens]``, the sum over logits greater than all of these.
-        goal: ``[tokens]``.
-    """
+    """Return the byte value at which the sum from the greatest logits down reaches the goal, and the sum above."""
+    # ``histogram`` and ``bins`` are ``[tokens, BINS]``, ``above`` is the sum over logits greater than all of these.
     at_or_above = histogram.gather(1, bins).flip(1).cumsum(1).flip(1) + above[:, None]
     greater = torch.cat([at_or_above[:, 1:], above[:, None]], 1)
     position = (greater >= goal[:, None]).sum(1, keepdim=True).clamp(max=BINS - 1)
@@ -180,15 +153,9 @@ def _crossing_bin(
 
 
 def _ascending_bins(negative: torch.Tensor | None, histogram: torch.Tensor) -> torch.Tensor:
-    """Return the byte values ``[tokens, BINS]`` in ascending order of their logits.
-
-    Ordering the bins costs less than mapping the bits of every logit to ordered integers.
-
-    Args:
-        negative: ``[tokens]`` bool, logits with a negative sign, whose bytes descend where the logits ascend; None for
-            the leading byte, which holds the sign.
-        histogram: ``[tokens, BINS]``, for the shape and device.
-    """
+    """Return the byte values ``[tokens, BINS]`` in ascending order of their logits."""
+    # Ordering the bins costs less than mapping the bits of every logit to ordered integers. The bytes of ``negative``
+    # logits descend where the logits ascend; None for the leading byte, which holds the sign.
     bins = torch.arange(BINS, device=histogram.device)
     if negative is None:
         return torch.cat([bins[BINS // 2 :].flip(0), bins[: BINS // 2]]).expand_as(histogram)

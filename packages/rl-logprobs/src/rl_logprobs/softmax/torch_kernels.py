@@ -28,17 +28,9 @@ def reduce_logits(
     options: SoftmaxOptions = NO_OPTIONS,
     greater_than: torch.Tensor | None = None,
 ) -> PartialSoftmax:
-    """Reduce local logits to their contribution to the softmax, reading them once.
-
-    Args:
-        logits: ``[..., width]``, the columns of the vocabulary ids from ``start``.
-        targets: the targets' positions among these columns.
-        scale: the temperature.
-        start: the first vocabulary id.
-        options: ``entropy``, ``argmax``, ``min_logit``, and ``inplace_forward``, which replaces the logits by their
-            weights relative to ``max_logit``.
-        greater_than: ``[tokens]``; count the logits greater than these.
-    """
+    """Reduce local logits ``[..., width]`` to their contribution to the softmax, reading them once."""
+    # ``inplace_forward`` replaces the logits by their weights relative to ``max_logit``; logits above ``greater_than``
+    # are counted.
     min_logit, overwrite = options.min_logit, options.inplace_forward
     dtype, tokens, width = statistics_dtype(logits.dtype), targets.column.shape[0], logits.shape[-1]
     target_logit = target_logits(logits, targets)

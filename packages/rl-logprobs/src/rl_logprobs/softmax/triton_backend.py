@@ -113,10 +113,8 @@ def write_gradient(
 
 
 def _kernel_output(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a kernel writes: a float32 copy of bfloat16 in Triton's interpreter.
-
-    The interpreter (Triton 3.9) truncates to bfloat16 where a GPU rounds; no upstream issue found.
-    """
+    """Return the tensor that a kernel writes: a float32 copy of bfloat16 in Triton's interpreter."""
+    # The interpreter (Triton 3.9) truncates to bfloat16 where a GPU rounds; no upstream issue found.
     return tensor.float() if tensor.dtype is torch.bfloat16 and not tensor.is_cuda else tensor
 
 
@@ -132,8 +130,6 @@ def launch_options(dtype: torch.dtype, width: int, warp_size: int = WARP_SIZE) -
 
 
 def stages(warp_size: int = WARP_SIZE) -> int:
-    """Return how many blocks of a row are processed or on their way (see ``triton.language.range``).
-
-    NVIDIA's GPUs copy ahead into shared memory.  For gfx942 Triton loads ahead into registers, which then spill.
-    """
+    """Return how many blocks of a row are processed or on their way (see ``triton.language.range``)."""
+    # NVIDIA's GPUs copy ahead into shared memory. For gfx942 Triton loads ahead into registers, which then spill.
     return 4 if warp_size == 32 else 1

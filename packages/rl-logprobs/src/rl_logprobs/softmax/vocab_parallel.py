@@ -35,19 +35,12 @@ class SoftmaxStatistics(NamedTuple):
 
 
 class SoftmaxTotals(NamedTuple):
-    """Values over the full vocabulary, ``[tokens]``, that the backward pass needs.
+    """Values over the full vocabulary, ``[tokens]``, that the backward pass needs."""
 
-    Attributes:
-        target_masked: the target's logit is ``-inf``, so its log-probability is too and has no gradient.
-        max_logit: the largest logit.
-        sum_exp2: the sum of ``2**y``.
-        mean_exponent: the expectation of ``y`` under the softmax, or None without entropy.
-    """
-
-    target_masked: torch.Tensor
-    max_logit: torch.Tensor
-    sum_exp2: torch.Tensor
-    mean_exponent: torch.Tensor | None
+    target_masked: torch.Tensor  # the target's logit is ``-inf``, so its log-probability is too and has no gradient
+    max_logit: torch.Tensor  # the largest logit
+    sum_exp2: torch.Tensor  # the sum of ``2**y``
+    mean_exponent: torch.Tensor | None  # the expectation of ``y`` under the softmax, or None without entropy
 
 
 def softmax_statistics(
@@ -58,16 +51,8 @@ def softmax_statistics(
     options: SoftmaxOptions,
     kernels: Kernels = TORCH,
 ) -> SoftmaxStatistics:
-    """Return statistics of the softmax over the full vocabulary, from this rank's columns.
-
-    Args:
-        logits: ``[..., columns]``, this rank's columns, any floating dtype and strides.
-        targets: ``[tokens]`` vocabulary ids in the order of the flattened leading dims.
-        ignored: ``[tokens]`` bool; those tokens get 0 and have no gradient, whatever their logits.
-        shard: the position of the columns; the ranks of its group call together.
-        options: the statistics to compute.
-        kernels: the arithmetic on local columns.
-    """
+    """Return statistics of the full softmax, ``[tokens]``, from this rank's columns of any strides."""
+    # Ignored tokens get 0 and have no gradient, whatever their logits. The ranks of the shard's group call together.
     return SoftmaxStatistics(*apply_function(_VocabParallelSoftmax, logits, targets, ignored, shard, options, kernels))
 
 

@@ -64,11 +64,7 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class VocabColumns:
-    """The columns ``[start, start + width)`` of ``vocab_size`` that one rank of ``group`` holds.
-
-    ``width`` excludes padded columns, those at or beyond ``vocab_size``.  ``group`` is None where one rank holds every
-    column.
-    """
+    """The columns ``[start, start + width)``, none of them padding, that a rank of ``group`` (None: one rank) holds."""
 
     start: int
     width: int

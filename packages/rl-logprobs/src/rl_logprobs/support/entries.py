@@ -17,19 +17,12 @@ from rl_logprobs.targets import Targets
 
 @dataclass(frozen=True)
 class KeptEntries:
-    """The kept sets of this rank's tokens as flat entries.
+    """The kept sets of this rank's tokens as flat entries."""
 
-    Attributes:
-        ids: ``[entries]`` vocabulary ids.
-        rows: ``[entries]`` the token of each, ascending.
-        offsets: ``[tokens + 1]`` the start of each token's entries.
-        counted: ``[entries]`` bool, false at tokens that are not scored.
-    """
-
-    ids: torch.Tensor
-    rows: torch.Tensor
-    offsets: torch.Tensor
-    counted: torch.Tensor
+    ids: torch.Tensor  # ``[entries]`` vocabulary ids
+    rows: torch.Tensor  # ``[entries]`` the token of each, ascending
+    offsets: torch.Tensor  # ``[tokens + 1]`` the start of each token's entries
+    counted: torch.Tensor  # ``[entries]`` bool, false at tokens that are not scored
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's entries, ``[tokens]``; the order of summation is fixed."""
@@ -53,21 +46,8 @@ class KeptEntries:
 def kept_entries(
     support: Support, tokens: TokenSlice, ignored: torch.Tensor, vocab_size: int, *, shift: bool = False
 ) -> KeptEntries:
-    """Return the entries for this rank's tokens.
-
-    Args:
-        support: rows for the full batch (``tokens.full``) or for this rank's tokens (``tokens.shape``).
-        tokens: the position of this rank's tokens in the batch.
-        ignored: bool of ``tokens.shape``; tokens that are not scored, whose rows do not count.
-        vocab_size: number of tokens in the vocabulary.
-        shift: the targets are shifted by one position, so shift the rows likewise.
-
-    Raises:
-        ShapeError: the number of rows is that of neither, or a shift needs the first row of the next rank.
-        OptionError: the support is on another device.
-        SupportError: the row of a scored token is empty, or contains an id at or beyond ``vocab_size``.  On an
-            accelerator the check runs there.
-    """
+    """Return the entries for this rank's tokens, of a support for the full batch or for these tokens."""
+    # Rows of ignored tokens do not count; ``shift`` shifts the rows as the targets.
     if support.ids.device != ignored.device:
         raise OptionError(f"the support is on {support.ids.device} and the tokens on {ignored.device}; move it")
     is_full = support.num_tokens == math.prod(tokens.full)
@@ -113,17 +93,11 @@ def _check(entries: KeptEntries, ignored: torch.Tensor, vocab_size: int) -> None
 
 
 class KeptTargets(NamedTuple):
-    """Targets with the kept entries of their tokens.
+    """Targets with the kept entries of their tokens."""
 
-    Attributes:
-        entries: the kept entries of this rank's tokens.
-        positions: ``[tokens]``, the entry of each target; the number of entries for ignored and missing targets.
-        ignored: ``[tokens]`` bool, true at tokens that are not scored.
-    """
-
-    entries: KeptEntries
-    positions: torch.Tensor
-    ignored: torch.Tensor
+    entries: KeptEntries  # the kept entries of this rank's tokens
+    positions: torch.Tensor  # ``[tokens]``, the entry of each target; the number of entries where there is none
+    ignored: torch.Tensor  # ``[tokens]`` bool, true at tokens that are not scored
 
 
 def kept_targets(
@@ -132,12 +106,7 @@ def kept_targets(
     targets: Targets,
     vocab_size: int,
 ) -> KeptTargets:
-    """Return this rank's targets with their entries; the other arguments are those of ``kept_entries``.
-
-    Raises:
-        TargetError: a scored target is outside its kept set, and the support allows none.  On an accelerator the check
-            runs there.
-    """
+    """Return this rank's targets with their entries; the other arguments are those of ``kept_entries``."""
     entries = kept_entries(support, tokens, targets.ignored, vocab_size, shift=targets.shifted)
     flat_targets, flat_ignored = targets.flat_ids, targets.flat_ignored
     positions = entries.positions(flat_targets)

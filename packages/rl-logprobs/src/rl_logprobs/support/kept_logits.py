@@ -17,18 +17,10 @@ from rl_logprobs.support.entries import KeptEntries
 def kept_logits(
     logits: torch.Tensor, entries: KeptEntries, shard: VocabColumns, *, inplace_backward: bool = False
 ) -> torch.Tensor:
-    """Return the kept ids' logits ``[entries]`` in the statistics dtype, the same on every rank of the group.
-
-    One all-reduce of the entries, each of which one rank holds: sums with zeros are exact, so that the result has the
-    same bits for every number of ranks.  The backward pass writes the gradients of this rank's columns without a
-    collective.  Entries that do not count are 0 and have no gradient, whatever their logits.
-
-    Args:
-        logits: ``[..., columns]``, this rank's columns, any strides.
-        entries: the kept entries of these tokens.
-        shard: the position of the columns; the ranks of its group call together.
-        inplace_backward: write the gradient over the logits.
-    """
+    """Return the kept ids' logits ``[entries]`` in the statistics dtype, the same on every rank of the group."""
+    # One all-reduce of the entries, each of which one rank holds: sums with zeros are exact, so that the result has the
+    # same bits for every number of ranks. The backward pass writes the gradients of this rank's columns without a
+    # collective. Entries that do not count are 0 and have no gradient, whatever their logits.
     found: torch.Tensor = apply_function(_KeptLogits, logits, entries, shard, inplace_backward)
     return found
 

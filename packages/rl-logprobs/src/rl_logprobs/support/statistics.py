@@ -19,21 +19,13 @@ from rl_logprobs.support.entries import KeptEntries, KeptTargets
 
 
 class KeptSoftmax(NamedTuple):
-    """A softmax over kept sets.
+    """A softmax over kept sets."""
 
-    Attributes:
-        exponents: ``[entries]``, scaled logits relative to the largest of their token; 0 where ``possible`` is false.
-        weights: ``[entries]``, ``exp(exponents)``; 0 where ``possible`` is false.
-        possible: ``[entries]`` bool, false at entries that do not count and at logits of ``-inf``.
-        largest: ``[tokens]``, the largest scaled logit.
-        log_sum: ``[tokens]``, the logarithm of the sum of weights.
-    """
-
-    exponents: torch.Tensor
-    weights: torch.Tensor
-    possible: torch.Tensor
-    largest: torch.Tensor
-    log_sum: torch.Tensor
+    exponents: torch.Tensor  # ``[entries]``, scaled logits relative to their token's largest; 0 if not ``possible``
+    weights: torch.Tensor  # ``[entries]``, ``exp(exponents)``; 0 where ``possible`` is false
+    possible: torch.Tensor  # ``[entries]`` bool, false at entries that do not count and at logits of ``-inf``
+    largest: torch.Tensor  # ``[tokens]``, the largest scaled logit
+    log_sum: torch.Tensor  # ``[tokens]``, the logarithm of the sum of weights
 
 
 def kept_softmax(
@@ -55,13 +47,7 @@ def kept_softmax(
 
 
 def kept_statistics(logits: torch.Tensor, targets: KeptTargets, options: SoftmaxOptions) -> SoftmaxStatistics:
-    """Return statistics of the softmax over kept sets, ``[tokens]`` in the dtype of the logits.
-
-    Args:
-        logits: ``[entries]`` in the statistics dtype, differentiable.
-        targets: the targets and their kept entries.
-        options: the statistics to compute; ``argmax`` and ``target_rank`` are those among the kept ids.
-    """
+    """Return statistics of the softmax over kept sets, ``[tokens]`` in the dtype of the logits ``[entries]``."""
     entries, positions, ignored = targets
     found = kept_softmax(logits, entries, ignored, options.temperature)
 

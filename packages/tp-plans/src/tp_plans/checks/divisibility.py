@@ -28,23 +28,14 @@ MAX_TP = 1024
 
 @dataclass(frozen=True)
 class Constraint:
-    """Something that the ranks get parts of.
+    """Something that the ranks get parts of."""
 
-    Args:
-        where: the module, parameter or attribute.
-        size: how many there are.
-        noun: of what.
-        unit: how many stay together.
-        even: whether every rank must get as many as the others.
-        shared: whether, where there are fewer units than ranks, several may have the same.
-    """
-
-    where: str
-    size: int
-    noun: str = "features"
-    unit: int = 1
-    even: bool = False
-    shared: bool = False
+    where: str  # the module, parameter or attribute
+    size: int  # how many there are
+    noun: str = "features"  # of what
+    unit: int = 1  # how many stay together
+    even: bool = False  # whether every rank must get as many as the others
+    shared: bool = False  # whether, where there are fewer units than ranks, several may have the same
 
     def fits(self, tp: int) -> bool:
         """Return whether every rank of an axis gets its part; of nothing (experts of width 0) all do."""

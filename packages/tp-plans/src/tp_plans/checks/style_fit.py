@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tp_plans import styles
 from tp_plans._torch_compat import own_parameters
 from tp_plans.checks.findings import Finding
 from tp_plans.layouts import Shard
 from tp_plans.model_tree import join, parent
 from tp_plans.planned_tree import PlannedTree
-from tp_plans.styles import (
-    ColwiseEmbedding,
-    ColwiseParallel,
-    DispatchExperts,
-    ExpertsParallel,
-    GatheredParameters,
-    MLAKVProjection,
-    ParameterStyle,
-    RowwiseParallel,
-    ScaleInput,
-    VocabParallelEmbedding,
-)
 
-_OF_LINEAR_LAYERS = (ColwiseParallel, RowwiseParallel, MLAKVProjection)
-_OF_MATRICES = (*_OF_LINEAR_LAYERS, VocabParallelEmbedding, ColwiseEmbedding)
+_OF_LINEAR_LAYERS = (styles.ColwiseParallel, styles.RowwiseParallel, styles.MLAKVProjection)
+_OF_MATRICES = (*_OF_LINEAR_LAYERS, styles.VocabParallelEmbedding, styles.ColwiseEmbedding)
 
 #: Options of ``nn.Embedding`` that need the ids or features that other ranks hold.
 _WHOLE_TABLE_OPTIONS = {
@@ -39,18 +28,18 @@ def check_style_fit(planned: PlannedTree) -> Iterator[Finding]:
         style = planned.own_style(path)
         if isinstance(style, _OF_MATRICES):
             yield from _matrix(path, type(style).__name__, planned)
-        if isinstance(style, (VocabParallelEmbedding, ColwiseEmbedding)):
+        if isinstance(style, (styles.VocabParallelEmbedding, styles.ColwiseEmbedding)):
             yield from _table_options(path, planned)
-        elif isinstance(style, ExpertsParallel):
+        elif isinstance(style, styles.ExpertsParallel):
             yield from _expert_stack(path, planned)
-        elif isinstance(style, ScaleInput) and (names := planned.tree.own_parameters(path)):
+        elif isinstance(style, styles.ScaleInput) and (names := planned.tree.own_parameters(path)):
             what = f"ScaleInput is for a module without parameters, and this one has {', '.join(names)}"
             yield Finding("error", path, what, "let the rule match what only passes tokens on, or use AllReduceOutput")
-        elif isinstance(style, GatheredParameters):
+        elif isinstance(style, styles.GatheredParameters):
             yield from _gathered_names(path, style.names, planned)
     for path, parameter in planned.parameters.items():
         rule = planned.style(path)
-        if isinstance(rule, ParameterStyle) and isinstance(rule.layout, Shard):
+        if isinstance(rule, styles.ParameterStyle) and isinstance(rule.layout, Shard):
             dim, ndim = rule.layout.dim, parameter.ndim
             if not -ndim <= dim < ndim:
                 what = f"a parameter of shape {list(parameter.shape)} has no dim {dim} to shard"
@@ -72,7 +61,7 @@ def _matrix(path: str, style: str, planned: PlannedTree) -> Iterator[Finding]:
 
 
 def _table_options(path: str, planned: PlannedTree) -> Iterator[Finding]:
-    counts_everything = isinstance(planned.style(path), ColwiseEmbedding)
+    counts_everything = isinstance(planned.style(path), styles.ColwiseEmbedding)
     for option, effect in _WHOLE_TABLE_OPTIONS.items():
         if option == "scale_grad_by_freq" and counts_everything:
             continue
@@ -110,7 +99,7 @@ def check_dispatched(planned: PlannedTree, ep: int) -> Iterator[Finding]:
     """Modules that cannot be dispatched: without stacked experts, tied, or with experts that do not divide."""
     tied = {path for group in planned.tree.tied for path in group}
     for path, style in planned.styled_modules():
-        if not isinstance(style, DispatchExperts):
+        if not isinstance(style, styles.DispatchExperts):
             continue
         parameters = planned.tree.own_parameters(path)
         stacks = {name: int(each.shape[0]) for name, each in parameters.items() if each.ndim == 3}

@@ -11,30 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tp_plans import styles
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
 from tp_plans.model_tree import ancestors, join, parent
 from tp_plans.module_attrs import resolve_int
 from tp_plans.naming import leaf
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.row_ranges import compute_ranges, shard_ranges
-from tp_plans.styles import (
-    AllReduceOutput,
-    ColwiseEmbedding,
-    ColwiseParallel,
-    DispatchExperts,
-    ExpertsParallel,
-    GatheredParameters,
-    GatherSequence,
-    MLAKVProjection,
-    NoParallel,
-    ParallelAttention,
-    ParameterStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    Style,
-    VocabParallelEmbedding,
-)
 
 Kind = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 When = Literal["forward", "backward"]
@@ -66,7 +49,9 @@ class CollectiveSummary:
 _Comm = tuple[Kind, When, str]
 
 
-def collectives_of(places: Sequence[str], style: Style, planned: PlannedTree, tp: int) -> tuple[CollectiveSummary, ...]:
+def collectives_of(
+    places: Sequence[str], style: styles.Style, planned: PlannedTree, tp: int
+) -> tuple[CollectiveSummary, ...]:
     """The collectives that a rule causes at all its places together; none on a single rank."""
     if tp == 1:
         return ()
@@ -74,52 +59,52 @@ def collectives_of(places: Sequence[str], style: Style, planned: PlannedTree, tp
     return tuple(CollectiveSummary(kind, when, count, what) for (kind, when, what), count in counts.items())
 
 
-def _comms(path: str, style: Style, planned: PlannedTree, tp: int) -> Iterator[_Comm]:
+def _comms(path: str, style: styles.Style, planned: PlannedTree, tp: int) -> Iterator[_Comm]:
     match style:
-        case ColwiseParallel():
+        case styles.ColwiseParallel():
             yield from _gather_input(Shard(-1) if style.input_layouts == Shard(-1) else _input_layout(path, planned))
             yield from _row_exchange(path, style, planned, tp)
             yield from _redistribute_features(style.output_layouts)
-        case MLAKVProjection():
+        case styles.MLAKVProjection():
             yield from _gather_input(_input_layout(path, planned))
             yield "all_gather", "forward", "features"
             yield "all_reduce", "backward", "gradient of the rotary key"
-        case RowwiseParallel():
+        case styles.RowwiseParallel():
             yield from _row(path, style, planned, tp)
-        case VocabParallelEmbedding():
+        case styles.VocabParallelEmbedding():
             yield from _reduce_output(style.output_layouts)
-        case ColwiseEmbedding(output_layouts=Replicate()) | ColwiseEmbedding(output_layouts=Shard(dim=1)):
+        case styles.ColwiseEmbedding(output_layouts=Replicate()) | styles.ColwiseEmbedding(output_layouts=Shard(dim=1)):
             yield from _redistribute_features(style.output_layouts)
-        case ExpertsParallel():
+        case styles.ExpertsParallel():
             yield from _reduce_output(style.output_layouts)
             yield "all_reduce", "backward", "gradient of the tokens"
             yield "all_reduce", "backward", "gradient of the routing weights"
-        case DispatchExperts():
+        case styles.DispatchExperts():
             for sent in ("numbers of tokens", "indices", "routing weights", "tokens", "sums"):
                 yield "all_to_all", "forward", sent
             for sent in ("gradient of the sums", "gradient of the tokens", "gradient of the routing weights"):
                 yield "all_to_all", "backward", sent
-        case AllReduceOutput():
+        case styles.AllReduceOutput():
             yield from _reduce_output(style.output_layouts)
             yield "all_reduce", "backward", "gradient of the input"
-        case SequenceParallel() | NoParallel(gradient="partial"):
-            if isinstance(style, SequenceParallel) and style.full_output:
+        case styles.SequenceParallel() | styles.NoParallel(gradient="partial"):
+            if isinstance(style, styles.SequenceParallel) and style.full_output:
                 yield "all_gather", "forward", "output"
             for name in planned.tree.own_parameters(path):
                 yield "all_reduce", "backward", f"gradient of {name}"
-        case GatheredParameters(names=names):
+        case styles.GatheredParameters(names=names):
             for name in names:
                 if join(path, name) in planned.parameters:
                     yield "all_gather", "forward", name
-        case ParameterStyle():
+        case styles.ParameterStyle():
             name = leaf(path)
             if style.gathered:
                 yield "all_gather", "forward", name
             if style.gradient == "partial":
                 yield ("reduce_scatter" if style.gathered else "all_reduce"), "backward", f"gradient of {name}"
-        case PrepareModuleInput() | ParallelAttention():
+        case styles.PrepareModuleInput() | styles.ParallelAttention():
             yield from _prepare_input(path, style, planned)
-        case GatherSequence(inner=around):
+        case styles.GatherSequence(inner=around):
             if planned.plan.sequence_parallel:
                 yield "all_gather", "forward", "the sequence"
                 yield "all_gather", "backward", "gradient of the sequence"
@@ -127,7 +112,7 @@ def _comms(path: str, style: Style, planned: PlannedTree, tp: int) -> Iterator[_
                 yield from _comms(path, around, planned, tp)
 
 
-def _row(path: str, style: RowwiseParallel, planned: PlannedTree, tp: int) -> Iterator[_Comm]:
+def _row(path: str, style: styles.RowwiseParallel, planned: PlannedTree, tp: int) -> Iterator[_Comm]:
     if style.input_layouts == Replicate():
         if _input_layout(path, planned) == Shard(1):
             yield "all_to_all", "forward", "input"
@@ -144,9 +129,9 @@ def _input_layout(path: str, planned: PlannedTree) -> _InputLayout:
         return Replicate()
     for above in ancestors(path):
         match planned.own_style(above):
-            case PrepareModuleInput(layout=Replicate()) | ParallelAttention(layout=Replicate()):
+            case styles.PrepareModuleInput(layout=Replicate()) | styles.ParallelAttention(layout=Replicate()):
                 return _GATHERED_ABOVE  # type: ignore[return-value]
-        if isinstance(planned.style(above), GatherSequence):
+        if isinstance(planned.style(above), styles.GatherSequence):
             return Replicate()
     return stream
 
@@ -184,22 +169,24 @@ def _redistribute_features(output: Layout) -> Iterator[_Comm]:
         yield "all_to_all", "backward", "gradient of the output"
 
 
-def _prepare_input(path: str, style: PrepareModuleInput | ParallelAttention, planned: PlannedTree) -> Iterator[_Comm]:
-    arrives = Replicate() if isinstance(planned.style(path), GatherSequence) else _input_layout(path, planned)
+def _prepare_input(
+    path: str, style: styles.PrepareModuleInput | styles.ParallelAttention, planned: PlannedTree
+) -> Iterator[_Comm]:
+    arrives = Replicate() if isinstance(planned.style(path), styles.GatherSequence) else _input_layout(path, planned)
     if style.layout == Replicate() and arrives != _GATHERED_ABOVE:
         yield from _gather_input(arrives)
     elif isinstance(style.layout, Shard):
         # Embeddings may be looked up in full, and sharded at the start of the language model.
-        embeddings = [each for each in planned.plan.values() if isinstance(each, VocabParallelEmbedding)]
+        embeddings = [each for each in planned.plan.values() if isinstance(each, styles.VocabParallelEmbedding)]
         if any(each.output_layouts == Replicate() for each in embeddings):
             yield "all_gather", "backward", "gradient of the input"
 
 
 def _row_exchange(
-    path: str, style: ColwiseParallel | RowwiseParallel, planned: PlannedTree, tp: int
+    path: str, style: styles.ColwiseParallel | styles.RowwiseParallel, planned: PlannedTree, tp: int
 ) -> Iterator[_Comm]:
     """Fetching rows of a weight that other ranks store, and returning their gradients."""
-    dim, shared = (0, style.replicate_kv_heads) if isinstance(style, ColwiseParallel) else (1, False)
+    dim, shared = (0, style.replicate_kv_heads) if isinstance(style, styles.ColwiseParallel) else (1, False)
     if not style.fused_sizes and not shared:
         return
     above = planned.modules[parent(path)]

@@ -5,35 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tp_plans import styles
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, join
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import merge_per_block
-from tp_plans.styles import (
-    ColwiseParallel,
-    ExpertsParallel,
-    GatheredParameters,
-    NoParallel,
-    ParameterStyle,
-    RowwiseParallel,
-    Style,
-    VocabParallelEmbedding,
-)
 
-_WHOLE_COLUMN = ColwiseParallel(output_layouts=Replicate())
-_WHOLE_ROW = RowwiseParallel(input_layouts=Replicate())
-_STORED = ParameterStyle(gathered=True)
+_WHOLE_COLUMN = styles.ColwiseParallel(output_layouts=Replicate())
+_WHOLE_ROW = styles.RowwiseParallel(input_layouts=Replicate())
+_STORED = styles.ParameterStyle(gathered=True)
 #: Attention that computes all heads on every rank; its weights are stored sharded.
-_ALL_HEADS: dict[str, Style | None] = {
+_ALL_HEADS: dict[str, styles.Style | None] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _WHOLE_COLUMN),
     "o_proj": _WHOLE_ROW,
 }
 
-_OWN_HEADS_PART = ParameterStyle(layout=Replicate(), gradient="partial")
+_OWN_HEADS_PART = styles.ParameterStyle(layout=Replicate(), gradient="partial")
 
 #: Rules below a module of a class, ``""`` for itself, or functions of the module; ``None`` takes a rule away.
-OVERRIDES: dict[str, Mapping[str, Style | Callable[[Any], Style] | None]] = {
+OVERRIDES: dict[str, Mapping[str, styles.Style | Callable[[Any], styles.Style] | None]] = {
     # The sparsity threshold is a mean and deviation over all columns.
     "Gemma3nTextMLP": {"gate_proj": _WHOLE_COLUMN, "up_proj": _WHOLE_COLUMN, "down_proj": _WHOLE_ROW},
     # The norms of queries and keys are over the features of all heads.
@@ -48,12 +39,14 @@ OVERRIDES: dict[str, Mapping[str, Style | Callable[[Any], Style] | None]] = {
     },
     # The mask is one of every key/value head, computed from the values of all of them; ranks cannot share some of them.
     "DogeAttention": {
-        "A": lambda attention: _OWN_HEADS_PART if attention.A.shape[0] == 1 else ParameterStyle(),
+        "A": lambda attention: _OWN_HEADS_PART if attention.A.shape[0] == 1 else styles.ParameterStyle(),
         "dt_proj": lambda attention: (
-            NoParallel(gradient="partial") if attention.A.shape[0] == 1 else RowwiseParallel(output_layouts=Shard(-1))
+            styles.NoParallel(gradient="partial")
+            if attention.A.shape[0] == 1
+            else styles.RowwiseParallel(output_layouts=Shard(-1))
         ),
-        "q_norm": NoParallel(gradient="partial"),
-        "k_norm": NoParallel(gradient="partial"),
+        "q_norm": styles.NoParallel(gradient="partial"),
+        "k_norm": styles.NoParallel(gradient="partial"),
     },
     # The shipped plan has a rule for the output projection only, which full attention has under the same name.
     "Glm5NextTextLinearAttention": {**_ALL_HEADS, "g_a_proj": _WHOLE_COLUMN, "g_b_proj": _WHOLE_COLUMN},
@@ -62,16 +55,16 @@ OVERRIDES: dict[str, Mapping[str, Style | Callable[[Any], Style] | None]] = {
     # Indices beyond the routed experts stand for identities, so none is left to stand for another rank's expert.
     "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
     # Until 5.16 the plan shards the features inside of experts, for code that works on DTensors.
-    "Llama4TextExperts": {"": ExpertsParallel(), "gate_up_proj": None, "down_proj": None},
+    "Llama4TextExperts": {"": styles.ExpertsParallel(), "gate_up_proj": None, "down_proj": None},
     # Replicated for the norm inside it, whose gradient can be summed instead.
-    "Inkling2TextModel": {"embed_tokens": VocabParallelEmbedding()},
+    "Inkling2TextModel": {"embed_tokens": styles.VocabParallelEmbedding()},
     # Its eager forward runs every index that a token has.
-    "NemotronHExperts": {"": ExpertsParallel(skips_sentinel_index=False)},
+    "NemotronHExperts": {"": styles.ExpertsParallel(skips_sentinel_index=False)},
     # It compares the token ids with one that has an embedding of its own.
     "T5Gemma2TextScaledWordEmbedding": {"": None, "weight": _STORED},
     # The table is indexed for the padding token outside its own forward.
     "Gemma4Model": {
-        "": GatheredParameters(names=("language_model.embed_tokens.weight",)),
+        "": styles.GatheredParameters(names=("language_model.embed_tokens.weight",)),
         "language_model.embed_tokens": None,
     },
 }
@@ -80,7 +73,7 @@ OVERRIDES: dict[str, Mapping[str, Style | Callable[[Any], Style] | None]] = {
 def with_overrides(plan: Plan, tree: ModelTree) -> Plan:
     """The plan with the corrections for the classes that the model has."""
     changes = dict(_changes(tree))
-    rules: dict[str, Style | None] = {
+    rules: dict[str, styles.Style | None] = {
         pattern: None for path, style in changes.items() if style is None and (pattern := wildcard(path)) in plan
     }
     corrected = merge_per_block(((path, style) for path, style in changes.items() if style is not None), tree)
@@ -90,7 +83,7 @@ def with_overrides(plan: Plan, tree: ModelTree) -> Plan:
     return plan.override({**rules, **corrected})
 
 
-def _changes(tree: ModelTree) -> Iterator[tuple[str, Style | None]]:
+def _changes(tree: ModelTree) -> Iterator[tuple[str, styles.Style | None]]:
     for path, module in tree.modules.items():
         for name, style in OVERRIDES.get(type(module).__name__, {}).items():
             where = join(path, name) if name else path

@@ -7,51 +7,37 @@ alone, so the words that only divide such labour among modules need no rule of t
 
 from __future__ import annotations
 
+from tp_plans import styles
 from tp_plans.errors import UnknownStyleError
 from tp_plans.layouts import Replicate, Shard
-from tp_plans.styles import (
-    AllReduceOutput,
-    ColwiseEmbedding,
-    ColwiseParallel,
-    ExpertsParallel,
-    MLAKVProjection,
-    NoParallel,
-    ParallelAttention,
-    ParameterStyle,
-    RowwiseParallel,
-    ScaleInput,
-    SequenceParallel,
-    Style,
-    VocabParallelEmbedding,
-)
 
 #: Words of module rules, with the releases whose registry has them.
-STYLE_BY_NAME: dict[str, Style] = {
-    "colwise": ColwiseParallel(),  # 4.57 on
-    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),  # 4.57 to 5.0, and 5.20 on
-    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),  # 5.5 on
-    "local_colwise": ColwiseParallel(),  # 4.57 to 5.0
-    "packed_colwise": ColwiseParallel(fused_sizes=(1, 1)),  # 5.5 on: gate and up, one after the other
-    "rowwise": RowwiseParallel(),  # 4.57 on
-    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),  # 4.57 to 5.0, and 5.20 on
-    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),  # 5.5 on
-    "local_rowwise": RowwiseParallel(),  # 4.57 to 5.0
-    "packed_rowwise": RowwiseParallel(fused_sizes=(1, 1)),  # 5.5 on
-    "local_packed_rowwise": RowwiseParallel(fused_sizes=(1, 1)),  # 4.57 to 5.0
-    "embedding_rowwise": VocabParallelEmbedding(),  # 5.5 on
-    "embedding_colwise": ColwiseEmbedding(),  # 5.5 on
-    "mla_kv_a_proj": MLAKVProjection(),  # 5.5 on
-    "sequence_parallel": SequenceParallel(),  # 4.57 on
-    "replicate": NoParallel(),  # 4.57 to 5.0, and 5.23
-    "replicated_with_grad_allreduce": NoParallel(gradient="partial"),  # 5.5 on
-    "ep_router": NoParallel(),  # 4.57 to 5.20: routes of other ranks are masked where the experts run
-    "megamoe_router": NoParallel(),  # 5.12 to 5.20
-    "moe_tp_experts": ExpertsParallel(),  # 5.5 on
-    "ep_dispatch_experts": ExpertsParallel(),  # 5.20 on
-    "megamoe_experts": ExpertsParallel(),  # 5.12 to 5.20
-    "moe_identity_expert": ScaleInput(),  # 5.5 on
-    "all_reduce": AllReduceOutput(),  # 5.12 on
-    "local_params": ParallelAttention(layout=None),  # 5.23: an attention layer with a split parameter of its own
+STYLE_BY_NAME: dict[str, styles.Style] = {
+    "colwise": styles.ColwiseParallel(),  # 4.57 on
+    "colwise_rep": styles.ColwiseParallel(output_layouts=Replicate()),  # 4.57 to 5.0, and 5.20 on
+    "colwise_gather_output": styles.ColwiseParallel(output_layouts=Replicate()),  # 5.5 on
+    "local_colwise": styles.ColwiseParallel(),  # 4.57 to 5.0
+    "packed_colwise": styles.ColwiseParallel(fused_sizes=(1, 1)),  # 5.5 on: gate and up, one after the other
+    "rowwise": styles.RowwiseParallel(),  # 4.57 on
+    "rowwise_rep": styles.RowwiseParallel(input_layouts=Replicate()),  # 4.57 to 5.0, and 5.20 on
+    "rowwise_split_input": styles.RowwiseParallel(input_layouts=Replicate()),  # 5.5 on
+    "local_rowwise": styles.RowwiseParallel(),  # 4.57 to 5.0
+    "packed_rowwise": styles.RowwiseParallel(fused_sizes=(1, 1)),  # 5.5 on
+    "local_packed_rowwise": styles.RowwiseParallel(fused_sizes=(1, 1)),  # 4.57 to 5.0
+    "embedding_rowwise": styles.VocabParallelEmbedding(),  # 5.5 on
+    "embedding_colwise": styles.ColwiseEmbedding(),  # 5.5 on
+    "mla_kv_a_proj": styles.MLAKVProjection(),  # 5.5 on
+    "sequence_parallel": styles.SequenceParallel(),  # 4.57 on
+    "replicate": styles.NoParallel(),  # 4.57 to 5.0, and 5.23
+    "replicated_with_grad_allreduce": styles.NoParallel(gradient="partial"),  # 5.5 on
+    "ep_router": styles.NoParallel(),  # 4.57 to 5.20: routes of other ranks are masked where the experts run
+    "megamoe_router": styles.NoParallel(),  # 5.12 to 5.20
+    "moe_tp_experts": styles.ExpertsParallel(),  # 5.5 on
+    "ep_dispatch_experts": styles.ExpertsParallel(),  # 5.20 on
+    "megamoe_experts": styles.ExpertsParallel(),  # 5.12 to 5.20
+    "moe_identity_expert": styles.ScaleInput(),  # 5.5 on
+    "all_reduce": styles.AllReduceOutput(),  # 5.12 on
+    "local_params": styles.ParallelAttention(layout=None),  # 5.23: an attention layer with a split parameter of its own
 }
 
 #: Words that ask for nothing where every style is right alone, with the reason.
@@ -66,7 +52,7 @@ _PACKED_WORDS = {"packed_colwise": -2, "packed_rowwise": -1, "local_packed_rowwi
 _EXPERT_WORD = "grouped_gemm"  # 5.0 on: stacked experts, in the plans for expert parallelism
 
 
-def style_from_name(word: str, *, where: str = "") -> Style:
+def style_from_name(word: str, *, where: str = "") -> styles.Style:
     """The style that a word of transformers' plans means for a module."""
     try:
         return STYLE_BY_NAME[word]
@@ -74,18 +60,18 @@ def style_from_name(word: str, *, where: str = "") -> Style:
         raise _unknown(word, where) from None
 
 
-def parameter_style_from_name(word: str, ndim: int, *, where: str = "") -> ParameterStyle:
+def parameter_style_from_name(word: str, ndim: int, *, where: str = "") -> styles.ParameterStyle:
     """The rule that a word means for a bare parameter of ``ndim`` dims, ``[..., out, in]``."""
     if word in _COLUMN_WORDS:
-        return ParameterStyle(layout=Shard(max(0, ndim - 2)))
+        return styles.ParameterStyle(layout=Shard(max(0, ndim - 2)))
     if word in _ROW_WORDS:
-        return ParameterStyle(layout=Shard(ndim - 1) if ndim > 1 else Replicate())
+        return styles.ParameterStyle(layout=Shard(ndim - 1) if ndim > 1 else Replicate())
     if word in _PACKED_WORDS:  # no layout of torch describes its parts: it is stored sharded and gathered for use
-        return ParameterStyle(layout=Shard(max(0, ndim + _PACKED_WORDS[word])), gathered=True)
+        return styles.ParameterStyle(layout=Shard(max(0, ndim + _PACKED_WORDS[word])), gathered=True)
     if word == _EXPERT_WORD:
-        return ParameterStyle(layout=Shard(0))
+        return styles.ParameterStyle(layout=Shard(0))
     if word in ("replicate", "replicated_with_grad_allreduce"):
-        return ParameterStyle(layout=Replicate(), gradient="full" if word == "replicate" else "partial")
+        return styles.ParameterStyle(layout=Replicate(), gradient="full" if word == "replicate" else "partial")
     raise _unknown(word, where)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tp_plans._transformers_compat import own_plan
 from tp_plans.errors import PlanError
 from tp_plans.hugging_face.overrides import with_overrides
 from tp_plans.hugging_face.style_names import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
-from tp_plans.hugging_face.tp_plan import shipped_plan
-from tp_plans.infer.complete import complete_plan
-from tp_plans.infer.learned_activations import with_learned_activations
+from tp_plans.infer.complete import complete_plan, with_learned_activations
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.lora import require_no_adapters
 from tp_plans.model_tree import ModelTree, is_at_or_below, parent
@@ -86,10 +85,8 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
 
 
 def ships_plan_of_blocks(model: Any) -> bool:
-    """Return whether the plan that transformers ships has rules for the decoder's blocks, or the model has no blocks.
-
-    Many classes declare a rule for the head alone, which says nothing of the layers.
-    """
+    """Return whether the plan that transformers ships has rules for the blocks, or the model has none."""
+    # Many classes declare a rule for the head alone, which says nothing of the layers.
     tree = ModelTree.of(model)
     matched = [paths for by_pattern in tree.match(shipped_plan(tree)) for paths in by_pattern.values()]
     inside = (is_at_or_below(path, block) for paths in matched for path in paths for block in tree.decoder_blocks[:1])
@@ -126,3 +123,19 @@ def _may_split(embedding: str, head: str | None, rules: Mapping[str, Style], tre
     if head is None or head in rules:
         return True
     return getattr(tree.modules[head], "weight", None) is not tree.modules[embedding].weight
+
+
+def shipped_plan(tree: ModelTree) -> dict[str, str]:
+    """Pattern to style word: the class's plan under those of inner models' configs and instances; outer over inner."""
+    words: dict[str, str] = dict(own_plan(type(tree.model)) or {})
+    for path, module in reversed(list(tree.modules.items())):
+        prefix = f"{path}." if path else ""
+        config = getattr(module, "config", None)
+        if getattr(module, "base_model", None) is module:  # the config's plan is relative to the base model
+            words.update(_prefixed(prefix, getattr(config, "base_model_tp_plan", None)))
+        words.update(_prefixed(prefix, own_plan(module)))
+    return words
+
+
+def _prefixed(prefix: str, words: Mapping[str, str] | None) -> dict[str, str]:
+    return {f"{prefix}{pattern}": word for pattern, word in (words or {}).items()}

@@ -6,30 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from tp_plans import naming
 from tp_plans._validate import is_integer
 from tp_plans.layouts import Layout, Shard
 from tp_plans.model_tree import ModelTree, join, parent
 from tp_plans.module_attrs import getattr_path
-from tp_plans.naming import (
-    ATTENTION_OUTPUTS,
-    HEAD_DIM,
-    HEAD_DIMS,
-    HEAD_NORMS,
-    INTERLEAVED_QKV,
-    KEY,
-    KV_HEAD_COUNTS,
-    MLA_HEADS,
-    MLA_ROPE_DIM,
-    QKV,
-    QUERY,
-    VALUE,
-    leaf,
-)
 from tp_plans.planned_tree import PlannedTree, merge_per_block
 from tp_plans.styles import ColwiseParallel, NoParallel, ParallelAttention, ParameterStyle, RowwiseParallel, Style
 
 #: The attributes that give the number of key/value heads.
-_KV_HEADS = (KV_HEAD_COUNTS[0], f"config.{KV_HEAD_COUNTS[0]}")
+_KV_HEADS = (naming.KV_HEAD_COUNTS[0], f"config.{naming.KV_HEAD_COUNTS[0]}")
 
 
 def split_in_heads(planned: PlannedTree, root: str) -> Mapping[str, Style | None]:
@@ -55,18 +41,18 @@ def _may_hold_heads(path: str, style: Style, planned: PlannedTree) -> bool:
 def _head_features(path: str, style: ColwiseParallel | RowwiseParallel, planned: PlannedTree) -> int | str | None:
     above = planned.modules.get(parent(path))
     features = planned.tree.size(path, 1 if isinstance(style, RowwiseParallel) else 0)
-    heads = getattr(above, MLA_HEADS, None)
-    if is_integer(getattr(above, MLA_ROPE_DIM, None)) and is_integer(heads, least=1) and features is not None:
+    heads = getattr(above, naming.MLA_HEADS, None)
+    if is_integer(getattr(above, naming.MLA_ROPE_DIM, None)) and is_integer(heads, least=1) and features is not None:
         return features // heads if features % heads == 0 else None  # queries, keys with values, outputs differ in size
-    head_dim = getattr(above, HEAD_DIM, None)
+    head_dim = getattr(above, naming.HEAD_DIM, None)
     if not is_integer(head_dim, least=1):
         return _interleaved_features(path, style, features, planned)
     size = head_dim
-    if leaf(path) in (VALUE, *ATTENTION_OUTPUTS):
+    if naming.leaf(path) in (naming.VALUE, *naming.ATTENTION_OUTPUTS):
         size = _value_features(parent(path), head_dim, planned.tree) or head_dim
     if features is not None and features % size:
         return None
-    return HEAD_DIM if size == head_dim else size
+    return naming.HEAD_DIM if size == head_dim else size
 
 
 def _interleaved_features(
@@ -75,9 +61,9 @@ def _interleaved_features(
     """Return the features of one head where a fused projection keeps its query, key and value together (GPT-NeoX)."""
     above = parent(path)
     size = next(
-        (each for name in HEAD_DIMS if is_integer(each := getattr(planned.modules.get(above), name, None))), None
+        (each for name in naming.HEAD_DIMS if is_integer(each := getattr(planned.modules.get(above), name, None))), None
     )
-    fused = any(INTERLEAVED_QKV.search(leaf(child)) for child in planned.children.get(above, ()))
+    fused = any(naming.INTERLEAVED_QKV.search(naming.leaf(child)) for child in planned.children.get(above, ()))
     if size is None or features is None or not fused:
         return None
     unit: int = size if isinstance(style, RowwiseParallel) else 3 * size
@@ -86,7 +72,7 @@ def _interleaved_features(
 
 def _value_features(attention: str, head_dim: int, tree: ModelTree) -> int | None:
     """Return the features of one head of the values, where there are as many as heads of the keys."""
-    keys, values = (tree.size(join(attention, name), 0) for name in (KEY, VALUE))
+    keys, values = (tree.size(join(attention, name), 0) for name in (naming.KEY, naming.VALUE))
     if not keys or not values or keys % head_dim or values % (keys // head_dim):
         return None
     return values // (keys // head_dim)
@@ -100,7 +86,7 @@ def with_replicated_kv_heads(planned: PlannedTree, root: str) -> Mapping[str, St
         own = planned.style(path)
         if own is not None and not isinstance(own, ParallelAttention):
             continue
-        for rule in (planned.rule(join(path, name)) for name in (KEY, VALUE)):
+        for rule in (planned.rule(join(path, name)) for name in (naming.KEY, naming.VALUE)):
             if rule is not None and isinstance(style := planned.plan[rule], ColwiseParallel) and style.multiple_of != 1:
                 changed[rule] = replace(style, replicate_kv_heads=True)
         prepared = own if isinstance(own, ParallelAttention) else ParallelAttention(layout=_layout(path, planned))
@@ -109,19 +95,21 @@ def with_replicated_kv_heads(planned: PlannedTree, root: str) -> Mapping[str, St
 
 
 def _attention_in_heads(planned: PlannedTree, root: str) -> Iterator[tuple[str, str]]:
-    """Yield the layers whose queries, keys and values are split, and the attribute that counts their key heads.
-
-    Layers of their classes without keys and values read those of another layer, which ranks may share.
-    """
+    """Yield the layers whose queries, keys and values are split, and the attribute that counts their key heads."""
+    # Layers of their classes without keys and values read those of another layer, which ranks may share.
     without: list[tuple[str, str]] = []
     classes: set[type] = set()
     for path, module in planned.within(root):
         kv_heads = next((name for name in _KV_HEADS if is_integer(getattr_path(module, name), least=1)), None)
         split = set(planned.split_children(path))
-        if kv_heads is not None and set(QKV) <= split:
+        if kv_heads is not None and set(naming.QKV) <= split:
             classes.add(type(module))
             yield path, kv_heads
-        elif kv_heads is not None and QUERY in split and not {join(path, KEY), join(path, VALUE)} & {*planned.modules}:
+        elif (
+            kv_heads is not None
+            and naming.QUERY in split
+            and not {join(path, naming.KEY), join(path, naming.VALUE)} & {*planned.modules}
+        ):
             without.append((path, kv_heads))
     yield from ((path, kv_heads) for path, kv_heads in without if type(planned.modules[path]) in classes)
 
@@ -130,10 +118,10 @@ def per_head_norms(planned: PlannedTree, root: str) -> Mapping[str, Style]:
     """Return rules for norms of single heads: those with a row for each head are sharded as the heads are."""
     rows: list[tuple[str, Style]] = []
     for path, module in planned.within(root):
-        if QUERY not in planned.split_children(path):
+        if naming.QUERY not in planned.split_children(path):
             continue
-        for norm in (join(path, name) for name in HEAD_NORMS):
-            head_dim = getattr(module, HEAD_DIM, None)
+        for norm in (join(path, name) for name in naming.HEAD_NORMS):
+            head_dim = getattr(module, naming.HEAD_DIM, None)
             if norm not in planned.modules or planned.style(norm) is not None:
                 continue
             if planned.tree.size(norm, 1) == head_dim is not None:

@@ -78,10 +78,8 @@ def reads_weights(cls: type) -> bool:
 
 
 def reads_below(cls: type, child: str, name: str) -> bool:
-    """Return whether the methods of a class read a tensor of a module below, as ``self.child.name``.
-
-    What reads no more than its dtype, device or shape does not count.
-    """
+    """Return whether the methods of a class read a tensor of a module below, as ``self.child.name``."""
+    # What reads no more than its dtype, device or shape does not count.
     return any(
         [before.argval, read.argval] == [child, name] and after[0] not in _NO_VALUES
         for before, read, after in _in_context(cls)

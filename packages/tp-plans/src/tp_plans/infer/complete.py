@@ -3,20 +3,78 @@
 Sub-layers whose parts are all known (attention in heads, multi-head latent attention, an MLP) are split as in
 Megatron-LM (arXiv:1909.08053).  Of any other, a linear layer that reads full activations may still be stored sharded
 and its output gathered, an embedding sharded on its vocabulary, a bare parameter gathered for use: right whatever the
-module around it computes.
+module around it computes.  Modules tied to others, and activations with parameters, get rules that fit those.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tp_plans.infer.attention import per_head_norms, split_in_heads, with_replicated_kv_heads
 from tp_plans.infer.stored_parameters import embedding_submodules, shard_storage
 from tp_plans.infer.sublayers import split_sublayers
-from tp_plans.infer.tied_modules import tied_modules
-from tp_plans.model_tree import ModelTree
+from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, parent
 from tp_plans.plan import Plan
-from tp_plans.planned_tree import PlannedTree
+from tp_plans.planned_tree import PlannedTree, merge_per_block
+from tp_plans.styles import ExpertsParallel, NoParallel, Style
+
+
+def tied_modules(planned: PlannedTree, root: str) -> Mapping[str, Style]:
+    """Return rules for the modules without any that share their parameters with modules that have rules."""
+    # An encoder and a decoder of the same weights (Diffusion Gemma) have one plan: a parameter has one layout, inside
+    # and outside of the language model alike.
+    rules: dict[str, Style] = {}
+    for source, target in _tied_pairs(planned):
+        for path, style in planned.styles.items():
+            twin = join(target, path.removeprefix(source).removeprefix("."))
+            known = twin in planned.modules or twin in planned.parameters
+            if path != source and is_at_or_below(path, source) and known and planned.style(twin) is None:
+                rules[twin] = style
+    return merge_per_block(rules.items(), planned.tree)
+
+
+def _tied_pairs(planned: PlannedTree) -> dict[tuple[str, str], None]:
+    """Return the modules with rules and the modules without that have the same parameters below them."""
+    found: dict[tuple[str, str], None] = {}
+    for group in planned.tree.tied:
+        with_layout = [path for path in group if planned.layout(path) is not None]
+        for path in (path for path in group if planned.layout(path) is None):
+            for other in with_layout[:1]:
+                pair = _without_common_end(other, path)
+                if all(each in planned.modules for each in pair):
+                    found[pair] = None
+    return found
+
+
+def _without_common_end(one: str, other: str) -> tuple[str, str]:
+    first, second = one.split("."), other.split(".")
+    while first and second and first[-1] == second[-1]:
+        first.pop()
+        second.pop()
+    return ".".join(first), ".".join(second)
+
+
+#: The one activation of transformers with parameters, learned scalars, which any config can name (Apertus).
+_ACTIVATION = "XIELUActivation"
+
+
+def with_learned_activations(plan: Plan, tree: ModelTree) -> Plan:
+    """Return a plan with rules for activations with parameters, of which each rank sees a part of the input."""
+    # Not where the features are gathered before: there its gradient is full on every rank.
+    planned = PlannedTree(tree, plan)
+    partial = (
+        (path, NoParallel(gradient="partial"))
+        for path, module in tree.modules.items()
+        if type(module).__name__ == _ACTIVATION and planned.style(path) is None and _sees_a_part(path, planned)
+    )
+    return plan.override(merge_per_block(partial, tree))
+
+
+def _sees_a_part(path: str, planned: PlannedTree) -> bool:
+    in_experts = any(isinstance(planned.style(above), ExpertsParallel) for above in ancestors(path))
+    return in_experts or bool(planned.split_children(parent(path)))
+
 
 #: Every step sees the rules that the steps before it have added.
 STEPS = (
@@ -31,13 +89,9 @@ STEPS = (
 
 
 def complete_plan(plan: Plan, model: Any, *, root: str = "") -> Plan:
-    """Return the plan with attention sharded by heads and with rules for what it leaves replicated.
-
-    Args:
-        plan: the plan; its own rules stay, but for the head sizes that they lack.
-        model: the model that it is for, or its :class:`~tp_plans.model_tree.ModelTree`.
-        root: the path of the language model; nothing outside is added (a vision tower stays replicated).
-    """
+    """Return the plan with attention sharded by heads and with rules for what it leaves replicated."""
+    # Its own rules stay, but for the head sizes that they lack. Nothing outside of ``root``, the language model, is
+    # added (a vision tower stays replicated).
     tree = ModelTree.of(model)
     for step in STEPS:
         plan = plan.override(step(PlannedTree(tree, plan), root))

@@ -6,14 +6,7 @@ from tp_plans.model_tree import ModelTree, join, parent
 
 
 def token_streams(tree: ModelTree) -> tuple[str, ...]:
-    """Return the modules that each hold a token embedding and blocks of their own, in the order of the model.
-
-    Args:
-        tree: the model.
-
-    Returns:
-        The paths of an encoder and a decoder, say; none where there is one stream of tokens.
-    """
+    """Return the modules that each hold a token embedding and blocks of their own; none where there is one stream."""
     table = tree.shape(tree.embedding) if tree.embedding else None
     holders = dict.fromkeys(parent(stack) for stack in tree.stacks)
     found = tuple(

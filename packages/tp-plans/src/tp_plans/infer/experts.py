@@ -49,7 +49,10 @@ def with_expert_parallelism(plan: Plan | None, model: Any) -> Plan:
     base = Plan({}, name=f"{name}'s experts") if plan is None else plan
     if base.on_axis("ep"):
         return base
-    experts = {path: _style(path, tree) for path in expert_stacks(tree)}
+    experts = {
+        path: DispatchExperts(identity_indices=type(tree.modules[path]).__name__ in EXPERTS_WITH_IDENTITIES)
+        for path in expert_stacks(tree)
+    }
     if not experts:
         raise CapabilityError(
             f"{name} has no module with stacked experts, parameters [experts, ...]: leave ep at 1, or write rules "
@@ -78,16 +81,10 @@ def _takes_routes(module: Any) -> bool:
     return takes_argument(module, "top_k_index") or first_argument(module) == "hidden_states"
 
 
-def _style(path: str, tree: ModelTree) -> DispatchExperts:
-    return DispatchExperts(identity_indices=type(tree.modules[path]).__name__ in EXPERTS_WITH_IDENTITIES)
-
-
 def _shipped(tree: ModelTree) -> Iterator[str]:
-    """Yield the stacked experts that the plans of transformers name, those of inner models included.
-
-    The words differ from release to release (``moe_tp_experts`` up to 5.19, ``ep_dispatch_experts`` from 5.20 on), and
-    what they say of other layers holds where ``ep`` is ``tp``: here those keep the rules of the axis ``tp``.
-    """
+    """Yield the stacked experts that the plans of transformers name, those of inner models included."""
+    # The words differ from release to release (``moe_tp_experts`` up to 5.19, ``ep_dispatch_experts`` from 5.20 on),
+    # and what they say of other layers holds where ``ep`` is ``tp``: here those keep the rules of the axis ``tp``.
     for path, module in tree.modules.items():
         if patterns := own_expert_plan(module):
             matched, _ = tree.match(join(path, pattern) for pattern in patterns)

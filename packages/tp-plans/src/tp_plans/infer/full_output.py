@@ -22,10 +22,8 @@ from tp_plans.styles import GatherSequence, PrepareModuleInput, SequenceParallel
 
 
 def is_read_in_full(tree: ModelTree) -> bool:
-    """Return whether more than a language-model head reads the hidden states after the last block, or the caller does.
-
-    The classifiers that models of transformers share apply their one layer to every token before they pick any.
-    """
+    """Return whether more than a language-model head reads the last hidden states, or the caller does."""
+    # The classifiers that models of transformers share apply their one layer to every token before they pick any.
     if tree.lm_head is None and not any(base.__name__.startswith("GenericFor") for base in type(tree.model).__mro__):
         return True
     holders = (path for path in ancestors(tree.lm_head or "") if not is_at_or_below(tree.decoder or "", path))
@@ -39,15 +37,7 @@ def is_tied(path: str, tree: ModelTree) -> bool:
 
 
 def with_full_output(plan: Plan, tree: ModelTree) -> Plan:
-    """Return a sequence-parallel plan whose hidden states are gathered after the last block.
-
-    Args:
-        plan: the plan of the model.
-        tree: the model.
-
-    Raises:
-        CapabilityError: the plan does not say where they can be gathered.
-    """
+    """Return a sequence-parallel plan whose hidden states are gathered after the last block."""
     planned = PlannedTree(tree, plan)
     norm, last = norm_after_blocks(tree), tree.decoder_blocks[-1]
     if norm is not None and isinstance(style := planned.style(norm), SequenceParallel):

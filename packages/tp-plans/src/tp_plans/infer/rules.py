@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tp_plans import styles
 from tp_plans._validate import is_integer
 from tp_plans.infer.bytecode import counts_used, first_argument, non_elementwise_op, reads_weights
 from tp_plans.infer.full_output import is_tied
@@ -20,15 +21,6 @@ from tp_plans.model_tree import ModelTree, join
 from tp_plans.module_attrs import getattr_path
 from tp_plans.naming import HEAD_COUNTS, HEAD_DIMS, KV_HEAD_COUNTS, KV_PROJECTION, MLA_HEADS, leaf
 from tp_plans.patterns import wildcard
-from tp_plans.styles import (
-    ColwiseEmbedding,
-    ColwiseParallel,
-    GatheredParameters,
-    ParallelAttention,
-    PrepareModuleInput,
-    RowwiseParallel,
-    Style,
-)
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ class Doubt:
         return f"{self.where}: {self.what}"
 
 
-Proposal = tuple[dict[str, Style], list[Doubt]]
+Proposal = tuple[dict[str, styles.Style], list[Doubt]]
 
 
 def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
@@ -81,22 +73,17 @@ def _counts_heads(module: Any) -> bool:
     return any(is_integer(getattr(module, name, None), least=1) for name in (*HEAD_DIMS, *HEAD_COUNTS))
 
 
-def gathered_rules(sub: Sublayer) -> dict[str, Style]:
+def gathered_rules(sub: Sublayer) -> dict[str, styles.Style]:
     """Return rules that are right whatever the code around the layers computes."""
-    columns: dict[str, Style] = dict.fromkeys(
-        (*sub.input_projs, *sub.other_linears), ColwiseParallel(output_layouts=Replicate())
+    columns: dict[str, styles.Style] = dict.fromkeys(
+        (*sub.input_projs, *sub.other_linears), styles.ColwiseParallel(output_layouts=Replicate())
     )
-    return {**columns, sub.output_proj: RowwiseParallel(input_layouts=Replicate())}
+    return {**columns, sub.output_proj: styles.RowwiseParallel(input_layouts=Replicate())}
 
 
-def stored_rules(path: str, tree: ModelTree, *, deep: bool = False) -> dict[str, Style]:
-    """Return a rule that stores the matrices of a module sharded and gathers them for its code.
-
-    Args:
-        path: the module.
-        tree: the model.
-        deep: those of all modules below, rather than its own and its children's.
-    """
+def stored_rules(path: str, tree: ModelTree, *, deep: bool = False) -> dict[str, styles.Style]:
+    """Return a rule that stores the matrices of a module sharded and gathers them for its code."""
+    # ``deep`` takes those of all modules below, rather than its own and its children's.
     below = tree.below(path) if deep else tree.children[path]
     owners = [path, *(each for each in below if deep or not tree.is_expert_stack(each))]
     names = tuple(
@@ -105,7 +92,7 @@ def stored_rules(path: str, tree: ModelTree, *, deep: bool = False) -> dict[str,
         for name, parameter in tree.own_parameters(owner).items()
         if len(parameter.shape) > 1 and parameter.shape[0] >= MIN_ROWS
     )
-    return {path: GatheredParameters(names=names)} if names else {}
+    return {path: styles.GatheredParameters(names=names)} if names else {}
 
 
 def _not_understood(sub: Sublayer, tree: ModelTree) -> str | None:
@@ -169,11 +156,11 @@ def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
     split = rules_for(replace(sub, head_norms=norms, fused_sizes=fused_sizes), multiple_of=unit)
     counts = counts_used(tree.modules[sub.path], _per_rank_sizes(sub, widths, size))
     replicated = _replicated_kv(sub, tree, split)
-    rules: dict[str, Style] = {
+    rules: dict[str, styles.Style] = {
         sub.path: _input_style(sub, tree, counts, has_groups=bool(replicated)),
         **split,
         **replicated,
-        **dict.fromkeys(tables, ColwiseEmbedding(output_layouts=Shard(-1))),
+        **dict.fromkeys(tables, styles.ColwiseEmbedding(output_layouts=Shard(-1))),
     }
     doubts = [Doubt(sub.path, f"treating {', '.join(counts)} as per-rank counts")] if counts else []
     if len(sub.input_projs) == 1:
@@ -192,14 +179,16 @@ def _latent_attention(sub: Sublayer, tree: ModelTree) -> Proposal:
         return {}, [Doubt(sub.path, f"{leaf(odd)} has {features[odd]} features for {heads} heads")]
     split = {
         path: replace(style, multiple_of=features[path] // heads)
-        if isinstance(style, (ColwiseParallel, RowwiseParallel))
+        if isinstance(style, (styles.ColwiseParallel, styles.RowwiseParallel))
         else style
         for path, style in rules_for(sub).items()
     }
     counts = counts_used(tree.modules[sub.path], {heads, *features.values()})
     doubts = [Doubt(sub.path, f"treating {', '.join(counts)} as per-rank counts")] if counts else []
-    own: dict[str, Style] = {sub.path: _input_style(sub, tree, counts)} if counts else {}
-    latents: dict[str, Style] = dict.fromkeys(sub.other_linears, ColwiseParallel(output_layouts=Replicate()))
+    own: dict[str, styles.Style] = {sub.path: _input_style(sub, tree, counts)} if counts else {}
+    latents: dict[str, styles.Style] = dict.fromkeys(
+        sub.other_linears, styles.ColwiseParallel(output_layouts=Replicate())
+    )
     return {**own, **latents, **split}, doubts
 
 
@@ -215,17 +204,17 @@ def _fused_sizes(sub: Sublayer, tree: ModelTree, size: int, widths: Mapping[str,
     return ()
 
 
-def _replicated_kv(sub: Sublayer, tree: ModelTree, rules: Mapping[str, Style]) -> dict[str, Style]:
+def _replicated_kv(sub: Sublayer, tree: ModelTree, rules: Mapping[str, styles.Style]) -> dict[str, styles.Style]:
     """Return the rules of keys and values whose heads ranks may share, where the module has its group counts."""
     module = tree.modules[sub.path]
-    attention = ParallelAttention()
+    attention = styles.ParallelAttention()
     for name in (attention.kv_groups_attr, attention.kv_heads_attr):
         if not is_integer(getattr_path(module, name), least=1):
             return {}
     return {
         path: replace(style, replicate_kv_heads=True)
         for path, style in rules.items()
-        if isinstance(style, ColwiseParallel) and KV_PROJECTION.fullmatch(leaf(path)) and not style.fused_sizes
+        if isinstance(style, styles.ColwiseParallel) and KV_PROJECTION.fullmatch(leaf(path)) and not style.fused_sizes
     }
 
 
@@ -286,8 +275,8 @@ def _other_parameters(sub: Sublayer, tree: ModelTree) -> Iterator[str]:
 
 def _input_style(
     sub: Sublayer, tree: ModelTree, counts: tuple[str, ...] = (), *, has_groups: bool = False
-) -> PrepareModuleInput | ParallelAttention:
+) -> styles.PrepareModuleInput | styles.ParallelAttention:
     argument = first_argument(tree.modules[sub.path])
     if counts or has_groups:
-        return ParallelAttention(argument=argument, head_count_attrs=counts)
-    return PrepareModuleInput(argument=argument)
+        return styles.ParallelAttention(argument=argument, head_count_attrs=counts)
+    return styles.PrepareModuleInput(argument=argument)

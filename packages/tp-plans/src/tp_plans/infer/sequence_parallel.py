@@ -43,21 +43,10 @@ _WRAPPABLE_STYLES = (ParallelAttention, GatheredParameters, ExpertsParallel, All
 
 
 def with_sequence_parallelism(plan: Plan, model: Any, *, gather_blocks: bool = False) -> Plan:
-    """Return the sequence-parallel form of a plan.
-
-    Args:
-        plan: a tensor-parallel plan.
-        model: the model that it is for, or its :class:`~tp_plans.model_tree.ModelTree`.
-        gather_blocks: gather the sequence for each entire block, so that activations are sharded between blocks only.
-            Right for any code of a block; otherwise the form of one sub-layer at a time is given where it can be.
-
-    Returns:
-        The plan, with rules that shard the activations between sub-layers on the sequence.
-
-    Raises:
-        PlanError: the model has no decoder blocks or several decoders, or a rule has no sequence-parallel form.
-        CapabilityError: activations of such a model cannot be sharded on the sequence.
-    """
+    """Return the sequence-parallel form of a plan: activations between sub-layers are sharded on the sequence."""
+    # With ``gather_blocks`` the sequence is gathered for each entire block, so that activations are sharded between
+    # blocks only: right for any code of a block. Otherwise the form of one sub-layer at a time is given where it can
+    # be.
     planned = PlannedTree(ModelTree.of(model), plan)
     tree = planned.tree
     _require_sequence_parallel_form(tree)
@@ -185,11 +174,7 @@ def takes_features_between_blocks(tree: ModelTree) -> bool:
 
 
 def _rules_between_blocks(tree: ModelTree, *, per_sublayer: bool) -> dict[str, Style]:
-    """Return the rules that give code between blocks the full hidden states, where it adds features to them.
-
-    Raises:
-        CapabilityError: the blocks gather the sequence themselves.
-    """
+    """Return the rules that give code between blocks the full hidden states, where it adds features to them."""
     if not per_sublayer:
         raise CapabilityError(
             f"{type(tree.model).__name__} adds vision features between blocks that need the full sequence: sequence "
@@ -236,10 +221,8 @@ def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
 
 
 def _rules_apart(path: str, planned: PlannedTree) -> dict[str, Style] | None:
-    """Return the rules of a module with a part of a sub-layer whose layers sit in modules apart; ``None`` for others.
-
-    One that outputs local features gathers the tokens, one that reads them scatters its sums, and ends in a norm.
-    """
+    """Return the rules of a part of a sub-layer whose layers sit in modules apart; ``None`` for others."""
+    # One that outputs local features gathers the tokens, one that reads them scatters its sums, and ends in a norm.
     tree, own = planned.tree, planned.style(path)
     owners = [join(path, name) for name in sorted(tree.children_with_parameters(path))]
     if tree.own_parameters(path) or not owners or not (own is None or isinstance(own, PrepareModuleInput)):

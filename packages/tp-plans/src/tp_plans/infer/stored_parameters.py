@@ -8,6 +8,7 @@ from itertools import takewhile
 from math import prod
 from typing import Any
 
+from tp_plans import styles
 from tp_plans.infer.bytecode import reads_below, referenced_names
 from tp_plans.infer.full_output import is_tied
 from tp_plans.layouts import Replicate, Shard
@@ -15,15 +16,6 @@ from tp_plans.model_tree import ModelTree, ancestors, join, parent
 from tp_plans.naming import KERNEL_ARGUMENTS, leaf
 from tp_plans.patterns import wildcard
 from tp_plans.planned_tree import PlannedTree, merge_per_block
-from tp_plans.styles import (
-    ColwiseParallel,
-    GatheredParameters,
-    NoParallel,
-    ParallelAttention,
-    ParameterStyle,
-    Style,
-    VocabParallelEmbedding,
-)
 
 #: The share of the model from which a parameter, of all blocks together, is worth a gather of its own.
 MIN_PARAM_SHARE = 0.003
@@ -34,25 +26,20 @@ MIN_ROWS = 16
 
 def shard_storage(
     planned: PlannedTree, root: str, *, read_code: bool = False, large: Collection[str] | None = None
-) -> Mapping[str, Style]:
-    """Return rules for the large parameters that the plan leaves replicated.
-
-    Args:
-        planned: the plan on the model.
-        root: the path of the language model.
-        read_code: look into the code of modules for parameters that it reads from modules below, which are gathered for
-            it; the weights of convolutions that nothing above reads are sharded too.
-        large: the patterns of the large parameters, where another model of the same modules says it.
-    """
+) -> Mapping[str, styles.Style]:
+    """Return rules for the large parameters that the plan leaves replicated."""
+    # ``read_code`` looks into the code of modules for parameters that it reads from modules below, which are gathered
+    # for it; the weights of convolutions that nothing above reads are sharded too. ``large`` has the patterns of the
+    # large parameters, where another model of the same modules says it.
     found = list(
         _shard_storage(planned, root, large_patterns(planned.tree) if large is None else large, read_code=read_code)
     )
     readers: dict[str, tuple[str, ...]] = defaultdict(tuple)
     for path, style in found:
-        if isinstance(style, GatheredParameters):  # one rule for all that a module reads
+        if isinstance(style, styles.GatheredParameters):  # one rule for all that a module reads
             readers[path] += style.names
     return merge_per_block(
-        ((path, GatheredParameters(names=readers[path]) if path in readers else style) for path, style in found),
+        ((path, styles.GatheredParameters(names=readers[path]) if path in readers else style) for path, style in found),
         planned.tree,
     )
 
@@ -67,12 +54,12 @@ def large_patterns(tree: ModelTree) -> frozenset[str]:
 
 def _shard_storage(
     planned: PlannedTree, root: str, large: Collection[str], *, read_code: bool
-) -> Iterator[tuple[str, Style]]:
+) -> Iterator[tuple[str, styles.Style]]:
     tree = planned.tree
     for path, module in planned.within(root):
         if (names := _kernel_arguments(path, planned)) and planned.style(path) is None:
-            yield path, GatheredParameters(names=names)
-        if planned.style(path) is not None and not isinstance(planned.style(path), ParallelAttention):
+            yield path, styles.GatheredParameters(names=names)
+        if planned.style(path) is not None and not isinstance(planned.style(path), styles.ParallelAttention):
             continue
         own = {
             name: value
@@ -88,29 +75,29 @@ def _shard_storage(
             reader = parent(path)
             if path and reads_below(type(planned.modules[reader]), leaf(path), "weight"):
                 if _can_gather(reader, planned):
-                    yield reader, GatheredParameters(names=(f"{leaf(path)}.weight",))
+                    yield reader, styles.GatheredParameters(names=(f"{leaf(path)}.weight",))
             elif _reads_full_activations(path, planned):
-                yield path, ColwiseParallel(output_layouts=Replicate())
+                yield path, styles.ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
             if _has_further_lookup(module):
                 continue
             if read_code and _looks_up_otherwise(module):
-                yield join(path, "weight"), ParameterStyle(gathered=True)
+                yield join(path, "weight"), styles.ParameterStyle(gathered=True)
             else:
-                yield path, VocabParallelEmbedding()
+                yield path, styles.VocabParallelEmbedding()
         elif read_code and (above := _reader_above(path, wanted, planned)):
             names = tuple(f"{leaf(path)}.{name}" for name in wanted if own[name].shape[0] >= MIN_ROWS)
             if names:
-                yield above, GatheredParameters(names=names)
+                yield above, styles.GatheredParameters(names=names)
         elif not planned.split_children(path) and not (
             hasattr(module, "kernel_size") and (not read_code or _is_read_above(path, planned))
         ):
             yield from ((join(path, name), stored_sharded(own[name].shape)) for name in wanted)
 
 
-def stored_sharded(shape: Sequence[int]) -> ParameterStyle:
+def stored_sharded(shape: Sequence[int]) -> styles.ParameterStyle:
     """Return the rule that shards the longest dim of a parameter, and gathers it for the code that reads it."""
-    return ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
+    return styles.ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
 
 
 def _looks_up_otherwise(module: Any) -> bool:
@@ -174,21 +161,19 @@ def _kernel_arguments(path: str, planned: PlannedTree) -> tuple[str, ...]:
     return tuple(f"{name}.weight" for name in layers if planned.style(join(path, name)) is None)
 
 
-def embedding_submodules(planned: PlannedTree, root: str) -> Mapping[str, Style]:
+def embedding_submodules(planned: PlannedTree, root: str) -> Mapping[str, styles.Style]:
     """Return rules for modules inside a sharded embedding, which see the ids of their rank only."""
     inside = (
-        (path, NoParallel(gradient="partial"))
+        (path, styles.NoParallel(gradient="partial"))
         for path, _ in planned.within(root)
-        if isinstance(planned.style(parent(path)), VocabParallelEmbedding) and planned.tree.own_parameters(path)
+        if isinstance(planned.style(parent(path)), styles.VocabParallelEmbedding) and planned.tree.own_parameters(path)
     )
     return merge_per_block(inside, planned.tree)
 
 
 def _reads_full_activations(path: str, planned: PlannedTree) -> bool:
-    """Return whether a layer surely reads full activations: none of its siblings is split, or it feeds those that are.
-
-    A column-wise layer sums the gradient of its input, so that of a layer before it is full again.
-    """
+    """Return whether a layer surely reads full activations: no sibling is split, or it feeds those that are."""
+    # A column-wise layer sums the gradient of its input, so that of a layer before it is full again.
     above = parent(path)
     if split := planned.split_children(above):
         return planned.tree.size(path, 0) in {planned.tree.size(join(above, name), 1) for name in split}

@@ -11,70 +11,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from tp_plans import naming
 from tp_plans._validate import is_integer
 from tp_plans.layouts import Shard
 from tp_plans.model_tree import ModelTree, join, parent
-from tp_plans.naming import (
-    ATTENTION_GATES,
-    ATTENTION_MODULE,
-    ATTENTION_OUTPUTS,
-    HEAD_DIM,
-    HEAD_NORMS,
-    INTERLEAVED_QKV,
-    MLA_HEADS,
-    MLA_KV_DOWN,
-    MLA_KV_UP,
-    MLA_LAYERS,
-    MLA_OUTPUT,
-    MLA_QUERIES,
-    MLA_QUERIES_DOWN,
-    MLA_ROPE_DIM,
-    MLPS,
-    OUTPUT_PROJECTION,
-    QKV,
-    QUERY,
-    QUERY_PROJECTION,
-    leaf,
-)
+from tp_plans.naming import KV_PROJECTION, QUERY_PROJECTION, leaf
 from tp_plans.planned_tree import PlannedTree, merge_per_block
 from tp_plans.styles import ColwiseParallel, MLAKVProjection, NoParallel, RowwiseParallel, Style
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sublayer:
-    """A module whose linear layers read the residual stream and write to it: attention or an MLP.
-
-    Args:
-        path: its path.
-        input_projs: the layers that are split column-wise.
-        output_proj: the layer that writes to the residual stream, split row-wise.
-        inner_dim: features that the output projection reads.
-        head_norms: norms of one head each, inside.
-        mla_kv_down: the projection to the compressed keys and values of latent attention.
-        other_linears: its linear layers that are neither; unless it is latent attention, they neither read the residual
-            stream nor write to it.
-        fused_sizes: the matrices that the input projections consist of, as in ``ColwiseParallel``.
-        guessed_by_name: whether only its name distinguishes the output projection.
-        is_certain: whether all its parts have known names, and shapes that agree.
-    """
+    """A module whose linear layers read the residual stream and write to it: attention or an MLP."""
 
     path: str
-    input_projs: tuple[str, ...]
-    output_proj: str
-    inner_dim: int
-    head_norms: tuple[str, ...] = ()
-    mla_kv_down: str | None = None
+    input_projs: tuple[str, ...]  # the layers that are split column-wise
+    output_proj: str  # the layer that writes to the residual stream, split row-wise
+    inner_dim: int  # features that the output projection reads
+    head_norms: tuple[str, ...] = ()  # norms of one head each, inside
+    mla_kv_down: str | None = None  # the projection to the compressed keys and values of latent attention
+    # its linear layers that are neither; unless it is latent attention, they neither read the residual stream nor write
+    # to it
     other_linears: tuple[str, ...] = ()
-    fused_sizes: tuple[int | str, ...] = ()
-    guessed_by_name: bool = False
-    is_certain: bool = False
+    fused_sizes: tuple[int | str, ...] = ()  # the matrices of the input projections, as in ``ColwiseParallel``
+    guessed_by_name: bool = False  # whether only its name distinguishes the output projection
+    is_certain: bool = False  # whether all its parts have known names, and shapes that agree
 
     @property
     def is_named_attention(self) -> bool:
         """Whether it mixes tokens, judged by its name and its layers' names."""
-        names = [leaf(each) for each in self.input_projs]
-        queries = any(QUERY_PROJECTION.fullmatch(name) or "qkv" in name.lower() for name in names)
-        return bool(ATTENTION_MODULE.search(leaf(self.path).lower())) or queries
+        names = [naming.leaf(each) for each in self.input_projs]
+        queries = any(naming.QUERY_PROJECTION.fullmatch(name) or "qkv" in name.lower() for name in names)
+        return bool(naming.ATTENTION_MODULE.search(naming.leaf(self.path).lower())) or queries
 
     @property
     def is_apart(self) -> bool:
@@ -84,16 +52,12 @@ class Sublayer:
     @property
     def is_interleaved(self) -> bool:
         """Whether a fused projection keeps each head's query, key and value together."""
-        return any(INTERLEAVED_QKV.search(leaf(each)) for each in self.input_projs)
+        return any(naming.INTERLEAVED_QKV.search(naming.leaf(each)) for each in self.input_projs)
 
 
 def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, Style]:
-    """Return the rules that split a sub-layer as Megatron-LM does: column-wise in, row-wise out.
-
-    Args:
-        sublayer: the sub-layer; what it does between its projections must work on single features, or single heads.
-        multiple_of: features that stay together, as in ``ColwiseParallel``.
-    """
+    """Return the rules that split a sub-layer as Megatron-LM does: column-wise in, row-wise out."""
+    # What it does between its projections must work on single features, or single heads (``multiple_of``).
     colwise = ColwiseParallel(multiple_of=multiple_of, fused_sizes=sublayer.fused_sizes)
     latent: dict[str, Style] = {} if sublayer.mla_kv_down is None else {sublayer.mla_kv_down: MLAKVProjection()}
     return {
@@ -105,11 +69,9 @@ def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, St
 
 
 def split_sublayers(planned: PlannedTree, root: str) -> Mapping[str, Style]:
-    """Return rules for the sub-layers whose parts are all known by name.
-
-    Where the plan splits the output projection, it may lack a rule for an input projection that some configs have in
-    place of another (the queries of latent attention without a low rank).
-    """
+    """Return rules for the sub-layers whose parts are all known by name."""
+    # Where the plan splits the output projection, it may lack a rule for an input projection that some configs have in
+    # place of another (the queries of latent attention without a low rank).
     return merge_per_block(_split(planned, root), planned.tree)
 
 
@@ -139,23 +101,23 @@ def recognize(path: str, tree: ModelTree) -> Sublayer | None:
 
 def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
     """Query, key and value in heads, norms over one head each, a gate as wide as the queries."""
-    output = next((name for name in ATTENTION_OUTPUTS if name in names), "")
-    head_dim = getattr(tree.modules[path], HEAD_DIM, None)
-    if not output or not set(QKV) <= names or not is_integer(head_dim, least=1):
+    output = next((name for name in naming.ATTENTION_OUTPUTS if name in names), "")
+    head_dim = getattr(tree.modules[path], naming.HEAD_DIM, None)
+    if not output or not set(naming.QKV) <= names or not is_integer(head_dim, least=1):
         return None
     width = {name: tree.size(join(path, name), 0) for name in names}
-    gates = {name for name in ATTENTION_GATES if width.get(name) == width[QUERY]}
-    inputs = {*QKV, *(gates & names)}
-    norms = {name for name in names & set(HEAD_NORMS) if _vector_length(join(path, name), tree) == head_dim}
+    gates = {name for name in naming.ATTENTION_GATES if width.get(name) == width[naming.QUERY]}
+    inputs = {*naming.QKV, *(gates & names)}
+    norms = {name for name in names & set(naming.HEAD_NORMS) if _vector_length(join(path, name), tree) == head_dim}
     whole_heads = all((width[name] or 1) % head_dim == 0 for name in inputs)
-    fits = tree.size(join(path, output), 1) == width[QUERY]
+    fits = tree.size(join(path, output), 1) == width[naming.QUERY]
     if not (whole_heads and fits) or names != inputs | norms | {output}:
         return None
     return Sublayer(
         path=path,
         input_projs=tuple(join(path, name) for name in sorted(inputs)),
         output_proj=join(path, output),
-        inner_dim=width[QUERY] or 0,
+        inner_dim=width[naming.QUERY] or 0,
         head_norms=tuple(join(path, name) for name in sorted(norms)),
         is_certain=True,
     )
@@ -163,25 +125,27 @@ def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
 
 def _latent_attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
     """Multi-head latent attention with DeepSeek's names."""
-    module, queries = tree.modules[path], set(MLA_QUERIES) & names
-    counted = all(is_integer(getattr(module, name, None), least=1) for name in (MLA_HEADS, MLA_ROPE_DIM))
-    required = {MLA_KV_DOWN, MLA_KV_UP, MLA_OUTPUT}
-    if not (required <= names <= set(MLA_LAYERS) and len(queries) == 1 and counted):
+    module, queries = tree.modules[path], set(naming.MLA_QUERIES) & names
+    counted = all(is_integer(getattr(module, name, None), least=1) for name in (naming.MLA_HEADS, naming.MLA_ROPE_DIM))
+    required = {naming.MLA_KV_DOWN, naming.MLA_KV_UP, naming.MLA_OUTPUT}
+    if not (required <= names <= set(naming.MLA_LAYERS) and len(queries) == 1 and counted):
         return None
     return Sublayer(
         path=path,
-        input_projs=(join(path, queries.pop()), join(path, MLA_KV_UP)),
-        output_proj=join(path, MLA_OUTPUT),
-        inner_dim=tree.size(join(path, MLA_OUTPUT), 1) or 0,
-        mla_kv_down=join(path, MLA_KV_DOWN),
-        other_linears=tuple(join(path, name) for name in (MLA_QUERIES_DOWN, MLA_KV_DOWN) if name in names),
+        input_projs=(join(path, queries.pop()), join(path, naming.MLA_KV_UP)),
+        output_proj=join(path, naming.MLA_OUTPUT),
+        inner_dim=tree.size(join(path, naming.MLA_OUTPUT), 1) or 0,
+        mla_kv_down=join(path, naming.MLA_KV_DOWN),
+        other_linears=tuple(
+            join(path, name) for name in (naming.MLA_QUERIES_DOWN, naming.MLA_KV_DOWN) if name in names
+        ),
         is_certain=True,
     )
 
 
 def _mlp(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
     """A gated, fused or plain MLP: everything else in it works on single features."""
-    for *inputs, output in MLPS:
+    for *inputs, output in naming.MLPS:
         if names != {*inputs, output}:
             continue
         widths = {tree.size(join(path, name), 0) for name in inputs}
@@ -207,10 +171,8 @@ def _vector_length(norm: str, tree: ModelTree) -> int | None:
 
 
 def _shaped(path: str, tree: ModelTree) -> Sublayer | None:
-    """Return the sub-layer of a module whose layers directly below read the residual stream, one writing to it.
-
-    Names decide only where shapes are ambiguous.
-    """
+    """Return the sub-layer of a module whose layers directly below read the residual stream, one writing to it."""
+    # Names decide only where shapes are ambiguous.
     width = tree.size(tree.embedding or "", 1)
     linear = [child for child in tree.children[path] if tree.is_linear(child)]
     shapes = {layer: tree.shape(layer) for layer in linear}
@@ -218,7 +180,7 @@ def _shaped(path: str, tree: ModelTree) -> Sublayer | None:
     if len(linear) < 2 or not writing:
         return None
     certain = [layer for layer in writing if shapes[layer][1] != width]
-    named = [layer for layer in writing if OUTPUT_PROJECTION.fullmatch(leaf(layer).lower())]
+    named = [layer for layer in writing if naming.OUTPUT_PROJECTION.fullmatch(naming.leaf(layer).lower())]
     output = (certain or named or writing)[-1]
     inputs = tuple(layer for layer in linear if layer != output and shapes[layer][1] == width)
     if not inputs:
@@ -231,3 +193,48 @@ def _shaped(path: str, tree: ModelTree) -> Sublayer | None:
         other_linears=tuple(layer for layer in linear if layer != output and layer not in inputs),
         guessed_by_name=not certain and len(writing) > 1,
     )
+
+
+#: The prefixes of the names of an MLP's two modules, whose suffixes are the same.
+_INTERMEDIATE, _OUTPUT = "intermediate", "output"
+
+
+def sublayers_apart(block: str, tree: ModelTree) -> Iterator[Sublayer]:
+    """Iterate over the sub-layers of a block whose output projection is in another module than their inputs."""
+    for path in (block, *tree.below(block)):
+        for child in tree.children[path]:
+            name = leaf(child)
+            suffix = name.removeprefix(_INTERMEDIATE) if name.startswith(_INTERMEDIATE) else ""
+            output = join(path, f"{_OUTPUT}{suffix}")
+            inputs = _queries_keys_values(child, tree) or _column(child, name, tree)
+            row = _row(output, tree) if inputs and output in tree.modules else None
+            if row is not None and {tree.shape(each) for each in inputs} == {tree.shape(row)[::-1]}:
+                yield Sublayer(path=child, input_projs=inputs, output_proj=row, inner_dim=tree.shape(row)[1])
+
+
+def _queries_keys_values(path: str, tree: ModelTree) -> tuple[str, ...]:
+    layers = _only_linears(path, tree)
+    queries = [layer for layer in layers if QUERY_PROJECTION.fullmatch(leaf(layer))]
+    others = [layer for layer in layers if KV_PROJECTION.fullmatch(leaf(layer))]
+    return layers if len(queries) == 1 and len(others) == 2 and len(layers) == 3 else ()
+
+
+def _column(path: str, name: str, tree: ModelTree) -> tuple[str, ...]:
+    layers = _only_linears(path, tree)
+    return layers if name.startswith(_INTERMEDIATE) and len(layers) == 1 else ()
+
+
+def _only_linears(path: str, tree: ModelTree) -> tuple[str, ...]:
+    """Return the linear layers of a module that owns nothing else."""
+    owners = [join(path, name) for name in sorted(tree.children_with_parameters(path))]
+    known = all(tree.is_linear(each) for each in owners) and not tree.own_parameters(path)
+    return tuple(owners) if known else ()
+
+
+def _row(path: str, tree: ModelTree) -> str | None:
+    """Return the one linear layer of a module that has a norm besides, or nothing."""
+    owners = [join(path, name) for name in tree.children_with_parameters(path)]
+    layers = [each for each in owners if tree.is_linear(each)]
+    rest = [each for each in owners if each not in layers]
+    known = not tree.own_parameters(path) and all(map(tree.is_norm, rest))
+    return layers[0] if known and len(layers) == 1 else None

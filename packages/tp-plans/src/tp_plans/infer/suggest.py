@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_plans.errors import PlanError
-from tp_plans.infer.bert_sublayers import sublayers_apart
 from tp_plans.infer.bytecode import reads_below
 from tp_plans.infer.encoder_decoder import token_blocks, token_streams, token_tables
 from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose, stored_rules
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.stored_parameters import shard_storage
-from tp_plans.infer.sublayers import Sublayer, recognize
+from tp_plans.infer.sublayers import Sublayer, recognize, sublayers_apart
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.lora import require_no_adapters
 from tp_plans.model_tree import ModelTree, ancestors, join, parent
@@ -141,10 +140,8 @@ def _add_embedding(rules: dict[str, Style], embedding: str, tree: ModelTree) -> 
 
 
 def _sublayers(tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Proposal]:
-    """Return rules for every sub-layer of every block; layers of one name are sharded inside in all blocks or in none.
-
-    Blocks may pass results to each other (keys and values that several attention layers share).
-    """
+    """Return rules for all sub-layers of all blocks; those of one name are sharded inside in all or in none."""
+    # Blocks may pass results to each other (keys and values that several attention layers share).
     found = [sub for block in token_blocks(tree) for sub in _of_block(block, tree, rules)]
     proposals = {sub.path: propose(sub, tree) for sub in found}
     split = {sub.path: not _is_gathered(sub, proposals[sub.path][0]) for sub in found}
@@ -173,11 +170,7 @@ def _of_block(block: str, tree: ModelTree, rules: Mapping[str, Style]) -> Iterat
 
 
 def _gathered(patterns: Sequence[str], tree: ModelTree) -> list[str]:
-    """Return the modules of the decoder's blocks that patterns name.
-
-    Raises:
-        PlanError: a pattern names none.
-    """
+    """Return the modules of the decoder's blocks that patterns name."""
     matched, _ = tree.match(patterns)
     if missing := [pattern for pattern in patterns if pattern not in matched]:
         raise PlanError(f"gathered={missing[0]!r} is no module of {type(tree.model).__name__}")

@@ -100,15 +100,9 @@ def with_towers(
     among: Collection[str] | None = None,
     large: Collection[str] | None = None,
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return a plan with rules for towers, and the parts of them that are split inside, as patterns.
-
-    Args:
-        plan: as in :func:`split_towers`.
-        tree: the model.
-        tp: the size of the axis.
-        among: the parts that may be split inside; the layers of others are stored sharded.  ``None`` for all.
-        large: the patterns of the large parameters, where another model of the same modules says it.
-    """
+    """Return a plan with rules for towers, and the parts of them that are split inside, as patterns."""
+    # Parts that are not in ``among`` are stored sharded. ``large`` has the patterns of the large parameters, where
+    # another model of the same modules says it.
     planned = PlannedTree(tree, plan)
     paths = [path for path in _outside(tree) if planned.style(path) is None and not _is_gathered(path, planned)]
     if not paths:
@@ -264,10 +258,8 @@ def _stored(
 
 
 def _stored_tensors(paths: Iterable[str], planned: PlannedTree, large: Collection[str]) -> Iterator[tuple[str, Style]]:
-    """Iterate over rules that store large convolutions, tables and bare parameters sharded, and gather them for use.
-
-    A module's rule gathers all that its code reads, of its own and of modules below; a parameter's that parameter.
-    """
+    """Iterate over rules that store large convolutions, tables and bare parameters sharded, and gather them for use."""
+    # A module's rule gathers all that its code reads, of its own and of modules below; a parameter's that parameter.
     tree = planned.tree
     tensors = {
         join(path, name): _reader(path, name, tree)

@@ -10,24 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tp_plans import styles
 from tp_plans._validate import require_size
 from tp_plans.errors import CapabilityError
 from tp_plans.layouts import Layout, Replicate, Shard
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
-from tp_plans.styles import (
-    ColwiseParallel,
-    ExpertsParallel,
-    GatheredParameters,
-    GatherSequence,
-    NoParallel,
-    ParallelAttention,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    Style,
-    VocabParallelEmbedding,
-)
 
 #: The dim of ``[batch, seq, hidden]`` that sequence parallelism cuts.
 SEQUENCE_DIM = 1
@@ -172,65 +160,65 @@ def optional_rules(decoder: DecoderSpec) -> Iterator[str]:
             yield from (f"{block}.{mixer.path}.{name}" for name in (*mixer.optional, *mixer.replacement_linears))
 
 
-def _rules(decoder: DecoderSpec, stream: Layout) -> Iterator[tuple[str, Style]]:
+def _rules(decoder: DecoderSpec, stream: Layout) -> Iterator[tuple[str, styles.Style]]:
     block = f"{decoder.root}.{decoder.blocks}"
     inside = Replicate() if decoder.gather_at_block_boundary else stream
     if isinstance(inside, Shard):
-        yield decoder.root, PrepareModuleInput(layout=stream, argument="inputs_embeds", position=None)
+        yield decoder.root, styles.PrepareModuleInput(layout=stream, argument="inputs_embeds", position=None)
     elif isinstance(stream, Shard):
-        yield block, GatherSequence(sequence_dim=stream.dim)
+        yield block, styles.GatherSequence(sequence_dim=stream.dim)
     lookup = Replicate() if decoder.merges_embeds_before_root else inside
-    embedding = VocabParallelEmbedding(output_layouts=lookup, use_local_output=not isinstance(lookup, Shard))
+    embedding = styles.VocabParallelEmbedding(output_layouts=lookup, use_local_output=not isinstance(lookup, Shard))
     yield f"{decoder.root}.{decoder.embedding}", embedding
     for table in decoder.extra_embeddings:
-        yield f"{decoder.root}.{table}", VocabParallelEmbedding()
+        yield f"{decoder.root}.{table}", styles.VocabParallelEmbedding()
     for path in decoder.norms:
         yield f"{block}.{path}", _norm(inside)
     for mixer in decoder.sublayers:
         yield from _sublayer(f"{block}.{mixer.path}", mixer, inside)
     yield f"{decoder.root}.{decoder.final_norm}", _norm(stream)
-    yield decoder.lm_head, ColwiseParallel(use_local_output=False)
+    yield decoder.lm_head, styles.ColwiseParallel(use_local_output=False)
 
 
 def _sublayer(
     path: str, mixer: SublayerSpec | ReplicatedSublayer | ExpertsSpec, stream: Layout
-) -> Iterator[tuple[str, Style]]:
+) -> Iterator[tuple[str, styles.Style]]:
     match mixer:
         case SublayerSpec():
             yield from _mixer_rules(path, mixer, stream)
         case ReplicatedSublayer():
-            own = GatheredParameters(names=mixer.gathered_params) if mixer.gathered_params else None
+            own = styles.GatheredParameters(names=mixer.gathered_params) if mixer.gathered_params else None
             if isinstance(stream, Shard):
-                yield path, GatherSequence(sequence_dim=stream.dim, inner=own)
+                yield path, styles.GatherSequence(sequence_dim=stream.dim, inner=own)
             elif own is not None:
                 yield path, own
             for layer in mixer.linears:
-                yield f"{path}.{layer}", ColwiseParallel(output_layouts=Replicate())
+                yield f"{path}.{layer}", styles.ColwiseParallel(output_layouts=Replicate())
         case ExpertsSpec():
-            yield path, ExpertsParallel()
+            yield path, styles.ExpertsParallel()
 
 
-def _mixer_rules(path: str, mixer: SublayerSpec, stream: Layout) -> Iterator[tuple[str, Style]]:
+def _mixer_rules(path: str, mixer: SublayerSpec, stream: Layout) -> Iterator[tuple[str, styles.Style]]:
     if mixer.kv_projections or mixer.head_count_attrs:
-        yield path, ParallelAttention(head_count_attrs=mixer.head_count_attrs, kv_heads_attr=mixer.kv_heads_attr)
+        yield path, styles.ParallelAttention(head_count_attrs=mixer.head_count_attrs, kv_heads_attr=mixer.kv_heads_attr)
     else:
-        yield path, PrepareModuleInput()
+        yield path, styles.PrepareModuleInput()
     for column in mixer.colwise:
         name, pieces = (column.name, column.fused_sizes) if isinstance(column, FusedLinear) else (column, ())
         shared = name in mixer.kv_projections
-        style = ColwiseParallel(multiple_of=mixer.multiple_of, fused_sizes=pieces, replicate_kv_heads=shared)
+        style = styles.ColwiseParallel(multiple_of=mixer.multiple_of, fused_sizes=pieces, replicate_kv_heads=shared)
         yield f"{path}.{name}", style
     for norm in mixer.norms:
-        yield f"{path}.{norm}", NoParallel(gradient="partial")
+        yield f"{path}.{norm}", styles.NoParallel(gradient="partial")
     local = not isinstance(stream, Shard)
-    row = RowwiseParallel(output_layouts=stream, use_local_output=local, multiple_of=mixer.multiple_of)
+    row = styles.RowwiseParallel(output_layouts=stream, use_local_output=local, multiple_of=mixer.multiple_of)
     yield f"{path}.{mixer.rowwise}", row
     for layer in mixer.replacement_linears:
-        yield f"{path}.{layer}", ColwiseParallel(output_layouts=stream, use_local_output=local)
+        yield f"{path}.{layer}", styles.ColwiseParallel(output_layouts=stream, use_local_output=local)
 
 
-def _norm(stream: Layout) -> Style:
-    return SequenceParallel(sequence_dim=stream.dim) if isinstance(stream, Shard) else NoParallel()
+def _norm(stream: Layout) -> styles.Style:
+    return styles.SequenceParallel(sequence_dim=stream.dim) if isinstance(stream, Shard) else styles.NoParallel()
 
 
 @dataclass(frozen=True, kw_only=True)

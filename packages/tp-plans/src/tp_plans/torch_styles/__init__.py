@@ -29,10 +29,8 @@ __all__ = [
 
 
 def to_torch(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
-    """A plan as the dict that ``torch.distributed.tensor.parallel.parallelize_module`` takes.
-
-    Equal rules share one style, and so the classes and compiled graphs of the modules that they match.
-    """
+    """A plan as the dict that ``torch.distributed.tensor.parallel.parallelize_module`` takes."""
+    # Equal rules share one style, and so the classes and compiled graphs of the modules that they match.
     made: dict[Hashable, ParallelStyle] = {}
     styles: dict[str, ParallelStyle] = {}
     for pattern, (style, owned) in group_by_parent(plan).items():

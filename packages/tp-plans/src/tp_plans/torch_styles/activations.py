@@ -128,10 +128,8 @@ def _with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _as_stream(tensor: Tensor, shape: torch.Size | None) -> Tensor:
-    """Return an output whose tokens the module has flattened in the shape of the stream, as its caller will view it.
-
-    The flattened dim cannot be sharded on the sequence: torch would deal it out strided, and cannot compile that.
-    """
+    """Return an output whose tokens the module has flattened in the shape of the stream, as its caller will view it."""
+    # The flattened dim cannot be sharded on the sequence: torch would deal it out strided, and cannot compile that.
     if shape is None or isinstance(tensor, DTensor) or tensor.ndim != len(shape) - 1 or tensor.shape[-1] != shape[-1]:
         return tensor
     return tensor.reshape(shape) if tensor.shape[:-1].numel() == shape[:-1].numel() else tensor

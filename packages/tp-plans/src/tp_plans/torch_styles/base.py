@@ -64,11 +64,8 @@ class ForwardContext:
 class LocalTensorStyle(ParallelStyle):
     """Base of the styles: distributes a module's parameters and runs its forward on local tensors.
 
-    A subclass says how each parameter is viewed locally and how activations enter and leave.
-
-    Args:
-        style: the module's rule, or ``None`` where only parameters or children of it have one.
-        parameter_rules: rules for single parameters of the module, by name or pattern of it.
+    A subclass says how each parameter is viewed locally and how activations enter and leave.  ``style`` is ``None``
+    where only parameters of a module have rules: ``parameter_rules``, by name or pattern.
     """
 
     #: Further attributes of the classes that modules get.
@@ -119,10 +116,6 @@ class LocalTensorStyle(ParallelStyle):
         module.__class__ = self._class_for(type(module), device_mesh)
         return module
 
-    def parameter_rule(self, name: str) -> ParameterStyle | None:
-        """The rule for one parameter of the modules that the style was applied to, if it has one of its own."""
-        return self._matched_rules.get(name)
-
     def view(self, name: str, parameter: DTensor) -> Tensor:
         """The plain tensor that stands for a parameter during forward, by its own rule or the module's."""
         rule = self._matched_rules.get(name)
@@ -136,7 +129,7 @@ class LocalTensorStyle(ParallelStyle):
                 self._matched_rules[name] = rule
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            layout = parameter_layout(self.parameter_rule(name) or self.style, parameter.ndim)
+            layout = parameter_layout(self._matched_rules.get(name) or self.style, parameter.ndim)
             if layout is not None:
                 module.register_parameter(name, distribute_tied(parameter, mesh, layout, self.src_data_rank))
 
@@ -195,10 +188,8 @@ class _TensorParallelMixin:
 
 
 def _parts_read_below(children: Mapping[str, Any]) -> list[DTensor]:
-    """Return the parameters of which the modules below one read this rank's parts, as projections do.
-
-    Of a list, such as one of experts, some may not run.  A parameter that FSDP2 has yet to gather has two axes.
-    """
+    """Return the parameters of which the modules below one read this rank's parts, as projections do."""
+    # Of a list, such as one of experts, some may not run. A parameter that FSDP2 has yet to gather has two axes.
     found: list[DTensor] = []
     waiting = [*children.values()]
     for module in waiting:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from tp_plans.torch_styles._dtensor_compat import local_of, make_dtensor, make_spec, spec_of, with_spec
-from tp_plans.torch_styles._function_compat import direct
+from tp_plans.torch_styles._host_time_compat import direct, local_of, make_dtensor, make_spec, spec_of, with_spec
 from tp_plans.torch_styles.collectives import all_reduce, gather, own_part, reduce_scatter
 
 _REPLICATE, _PARTIAL = Replicate(), Partial()
@@ -23,13 +22,8 @@ _ENTERED, _SHARED, _PART = "_tp_plans_entered", "_tp_plans_shared", "_tp_plans_p
 
 
 def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
-    """Return this rank's part as a plain tensor.
-
-    Args:
-        tensor: a DTensor over a one-axis mesh.
-        gradient: how the gradient of the part lies across the ranks; as ``tensor`` if it is not given, but replicated
-            for partial sums.
-    """
+    """Return this rank's part of a DTensor over one axis as a plain tensor."""
+    # The gradient lies across the ranks as the tensor by default, but replicated for partial sums.
     if torch.compiler.is_compiling() or not tensor.is_contiguous():
         return tensor.to_local(grad_placements=None if gradient is None else [gradient])
     if not torch.is_grad_enabled():
@@ -49,14 +43,8 @@ def local_parameter(parameter: DTensor) -> Tensor:
 
 
 def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
-    """Make what :func:`local_parameter` returns for parameters by one autograd function, until they are dropped.
-
-    Args:
-        parameters: some that modules called next are likely to read; one may come twice.
-
-    Returns:
-        The parameters for :func:`drop_parts`.
-    """
+    """Make what :func:`local_parameter` returns for parameters by one autograd function, until they are dropped."""
+    # One may come twice. Returns the parameters for ``drop_parts``.
     if torch.compiler.is_compiling():  # asked here too: code in Python around may call this in a graph of its own
         return []
     read = [each for each in {id(each): each for each in parameters}.values() if each.requires_grad]
@@ -92,16 +80,10 @@ def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def enter(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a tensor in full on every rank, for code of which each rank computes a part of the gradient.
-
-    It is made with the plain tensor that :func:`entered` gives for it, by one autograd function: modules with one input
-    (the projections of queries, keys and values) share that, so that their gradients are added as plain tensors and
-    none becomes a DTensor.
-
-    Args:
-        tensor: contiguous; plain, the same on every rank, or a DTensor over the mesh.
-        mesh: the ranks, one axis.
-    """
+    """Return a tensor in full on every rank, for code of which each rank computes a part of the gradient."""
+    # It is made with the plain tensor that ``entered`` gives for it, by one autograd function: modules with one input
+    # (the projections of queries, keys and values) share that, so that their gradients are added as plain tensors and
+    # none becomes a DTensor. The tensor is contiguous: plain and the same on every rank, or a DTensor.
     if torch.compiler.is_compiling():  # in a graph of its own, as above
         if isinstance(tensor, DTensor):
             return tensor.redistribute(placements=[_REPLICATE])
@@ -112,10 +94,8 @@ def enter(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def entered(tensor: DTensor) -> Tensor:
-    """Return a replicated tensor in full, for a module of which each rank computes a part of the tensor's gradient.
-
-    Modules with one input share one plain tensor.
-    """
+    """Return a replicated tensor in full, for a module of which each rank computes a part of the tensor's gradient."""
+    # Modules with one input share one plain tensor.
     if torch.compiler.is_compiling():
         return local_part(tensor, _PARTIAL)
     known = _known(tensor, _ENTERED)

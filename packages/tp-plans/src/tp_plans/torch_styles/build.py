@@ -56,10 +56,8 @@ class ParentRules:
 
 
 def group_by_parent(rules: Mapping[str, Style]) -> dict[str, tuple[Style | None, ParentRules]]:
-    """Return the rules by module pattern, each with those moved up to it; ``None`` for a module without a rule.
-
-    Modules that carry others' rules come first, since such a rule may change numbers that their parents read.
-    """
+    """Return the rules by module pattern, each with those moved up to it; ``None`` for a module without a rule."""
+    # Modules that carry others' rules come first, since such a rule may change numbers that their parents read.
     owned: dict[str, ParentRules] = defaultdict(ParentRules)
     own: dict[str, Style] = {}
     for pattern, style in rules.items():

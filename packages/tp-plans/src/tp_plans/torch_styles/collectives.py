@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from tp_plans.torch_styles._collectives_compat import all_reduced, gathered, reduce_scattered
+from tp_plans.torch_styles._host_time_compat import all_reduced, gathered, reduce_scattered
 
 
 class _Axis(NamedTuple):

@@ -23,12 +23,8 @@ def local_view(parameter: DTensor) -> Tensor:
 
 
 def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
-    """Return the full tensor of a sharded parameter as a plain tensor; each rank keeps its part of the gradient.
-
-    Args:
-        parameter: split over a one-axis mesh.
-        partial: whether what a rank computes is a part of the gradient, and the ranks' are to be summed.
-    """
+    """Return the full tensor of a sharded parameter as a plain tensor; each rank keeps its part of the gradient."""
+    # ``partial``: what a rank computes is a part of the gradient, and the ranks' are summed.
     source = parameter if torch.is_grad_enabled() else _detach(parameter)
     full = source.redistribute(placements=[Replicate()])
     plain = full.to_local(grad_placements=[Partial() if partial else Replicate()])
@@ -44,10 +40,8 @@ def parameter_view(rule: ParameterStyle, parameter: DTensor) -> Tensor:
 
 
 def _detach(parameter: DTensor) -> DTensor:
-    """The same part without a gradient: where none is recorded torch 2.10 cannot redistribute what requires one.
-
-    Nor can it detach a DTensor in inference mode.
-    """
+    """The same part without a gradient: where none is recorded torch 2.10 cannot redistribute what requires one."""
+    # Nor can it detach a DTensor in inference mode.
     return _with_local(parameter, parameter.to_local())
 
 
@@ -116,10 +110,8 @@ class _ToLocalWritable(torch.autograd.Function):
 
 
 def contiguous_part(tensor: DTensor) -> DTensor:
-    """Return ``tensor`` with this rank's part contiguous, where parts of unequal length leave a view of padded rows.
-
-    Compiled code guards on strides, and would be compiled once more for such a view, on the ranks that have one.
-    """
+    """Return ``tensor`` with this rank's part contiguous, where parts of unequal length leave a view of padded rows."""
+    # Compiled code guards on strides, and would be compiled once more for such a view, on the ranks that have one.
     return cast(DTensor, _ContiguousPart.apply(tensor))  # type: ignore[no-untyped-call]
 
 

@@ -131,10 +131,8 @@ def _replicated(gradient: DTensor, dim: int, size: int) -> DTensor:
 
 
 def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:
-    """Return the full tensor of a DTensor, plain and contiguous as model code expects; other values unchanged.
-
-    Until torch 2.12 parts of unequal length leave a view of padded rows.
-    """
+    """Return the full tensor of a DTensor, plain and contiguous as model code expects; other values unchanged."""
+    # Until torch 2.12 parts of unequal length leave a view of padded rows.
     if not isinstance(value, DTensor):
         return value
     return redistribute(as_dtensor(value, mesh, layouts.Replicate()), layouts.Replicate()).to_local().contiguous()

@@ -24,10 +24,8 @@ _TIMEOUT = 300
 
 
 def on_new_ranks(work: Work, tp: int) -> list[Any]:
-    """Run a function in ``tp`` forked processes, each a rank of a gloo mesh, and return the results in rank order.
-
-    Forked, so that a model need not be pickled: it may be of a class that is defined in a script or a notebook.
-    """
+    """Run a function in ``tp`` forked processes, each a rank of a gloo mesh, and return the results in rank order."""
+    # Forked, so that a model need not be pickled: it may be of a class that is defined in a script or a notebook.
     if (reason := why_no_new_ranks()) is not None:
         raise CapabilityError(reason)
     context = multiprocessing.get_context("fork")

@@ -86,21 +86,10 @@ class _Copy(_Attempt):
 def inferred_plan(
     model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None = None
 ) -> Plan:
-    """Return a plan that is inferred from a model's modules and certain: without doubts, or verified by running it.
-
-    Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again.
-
-    Args:
-        model: the model, or its tree.
-        sequence_parallel: whether the plan is to be a sequence-parallel one, which is always run.
-        mesh: the axis whose ranks run the copy, all of which have to call this; ``None`` for new processes.
-        towers_tp: the size of the axis where the plan is to have rules for towers too: what of them is verified to be
-            right is split inside, the other layers are stored sharded.
-
-    Raises:
-        UnknownArchitectureError: no plan is certain; the message lists the doubts.
-        CapabilityError: the model has no sequence-parallel form that is right.
-    """
+    """Return a plan that is inferred from a model's modules and certain: without doubts, or verified by running it."""
+    # Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again. A
+    # sequence-parallel plan is always run. All ranks of ``mesh`` call this; ``None`` starts new processes. With
+    # ``towers_tp`` what is verified of towers is split inside, and their other layers are stored sharded.
     tree = ModelTree.of(model)
     attempt = _Attempt(tree, sequence_parallel, towers_tp, large_patterns(tree))
     name = type(attempt.tree.model).__name__
@@ -194,10 +183,8 @@ def _unreached(plan: Plan, tree: ModelTree, gathered: Collection[str], report: V
 
 
 def _right_towers(small: _Copy, gathered: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the parts of towers that are right when they are split inside; what no input reaches is not among them.
-
-    The layers of the others are right when they are stored sharded; ``None`` where they are not.
-    """
+    """Return the parts of towers that are right when they are split inside; what no input reaches is not among them."""
+    # The layers of the others are right when they are stored sharded; ``None`` where they are not.
     plan = small.plan(gathered)
     towers = small.tower_parts(plan)
     while True:

@@ -34,19 +34,9 @@ class TinyModel:
 
 
 def tiny_model(model: Any, *, tp: int) -> TinyModel:
-    """Return a copy of a model with the same parts that is small enough to run.
-
-    Args:
-        model: a ``torch.nn.Module`` on any device, meta included, or its tree.
-        tp: the ranks that it is to be split over.
-
-    Returns:
-        The model itself with its weights moved a little where it is small and has weights; else one that its config
-        describes at small sizes; else the model with one block of each kind, with random weights.
-
-    Raises:
-        ModelError: none of these can be built, with the reasons.
-    """
+    """Return a copy of a model with the same parts that is small enough to run."""
+    # The model itself with its weights moved a little where it is small and has weights; else one that its config
+    # describes at small sizes; else the model with one block of each kind, with random weights.
     tree = ModelTree.of(model)
     model = tree.model
     if not isinstance(model, nn.Module):

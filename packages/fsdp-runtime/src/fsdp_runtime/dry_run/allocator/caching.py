@@ -28,23 +28,13 @@ class OutOfDeviceMemoryError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """The options of ``PYTORCH_ALLOC_CONF`` that change what is reserved.
+    """The options of ``PYTORCH_ALLOC_CONF`` that change what is reserved."""
 
-    Args:
-        expandable_segments: whether segments grow.
-        max_split_size: bytes from which a block is not split, ``None`` for any.
-        garbage_collection_threshold: part of ``device_memory`` above which unused segments are released before another
-            one is reserved; 0 for never.
-        roundup_power2_divisions: number of sizes between two powers of two to which sizes are rounded up; 0 for
-            multiples of 512 bytes.
-        device_memory: bytes that can be reserved, ``None`` for any number.
-    """
-
-    expandable_segments: bool = False
-    max_split_size: int | None = None
-    garbage_collection_threshold: float = 0.0
-    roundup_power2_divisions: int = 0
-    device_memory: int | None = None
+    expandable_segments: bool = False  # whether segments grow
+    max_split_size: int | None = None  # bytes from which a block is not split, ``None`` for any
+    garbage_collection_threshold: float = 0.0  # share of ``device_memory`` at which unused segments go; 0 for never
+    roundup_power2_divisions: int = 0  # sizes between two powers of two to round up to; 0: multiples of 512 bytes
+    device_memory: int | None = None  # bytes that can be reserved, ``None`` for any number
 
 
 @dataclass(eq=False, slots=True)
@@ -94,15 +84,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The allocator of one device.
-
-    Example:
-        >>> from fsdp_runtime.dry_run.allocator.caching import CachingAllocator
-        >>> allocator = CachingAllocator()
-        >>> block = allocator.allocate(3 * 2**20)
-        >>> allocator.allocated, allocator.reserved  # bytes; a segment of 20 MiB
-        (3145728, 20971520)
-    """
+    """The allocator of one device."""
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
@@ -114,11 +96,7 @@ class CachingAllocator:
         self._clock = 0
 
     def allocate(self, nbytes: int, stream: int = 0) -> MemoryBlock:
-        """Return a block for a tensor.
-
-        Raises:
-            OutOfDeviceMemoryError: ``device_memory`` is full.
-        """
+        """Return a block for a tensor."""
         self._clock += 1
         size = round_size(nbytes, self.settings.roundup_power2_divisions)
         pool = self._pools.setdefault((stream, size <= SMALL_SIZE), _Pool(size <= SMALL_SIZE))

@@ -25,16 +25,7 @@ _CHANNEL_BYTES = 2 * (4 * 2**20 + 2**20 + 2**18 * 8)
 
 
 def constant_costs(counted: Collection[str], *, world_size: int, axes: int) -> dict[str, int]:
-    """Return bytes outside of the allocator by name.
-
-    Args:
-        counted: names of ``CONSTANTS``.
-        world_size: number of ranks.
-        axes: number of groups of ranks that communicate, each with a communicator.
-
-    Raises:
-        EstimateError: a name is unknown.
-    """
+    """Return bytes outside of the allocator by name, with a communicator for each of ``axes`` groups of ranks."""
     if unknown := [name for name in counted if name not in CONSTANTS]:
         raise EstimateError(f"constants={unknown}: the constant costs are {', '.join(CONSTANTS)}")
     found = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
@@ -19,21 +20,13 @@ Key = tuple[str, str, int, int]
 
 
 class TapeStep(NamedTuple):
-    """One allocation or free of the extended tape.
+    """One allocation or free of the extended tape."""
 
-    Args:
-        storage: a storage's name.
-        delta: bytes.
-        phase: the phase, ``""`` before the step.
-        stream: the stream that allocates.
-        category: the storage's category.
-    """
-
-    storage: object
-    delta: int
-    phase: str
-    stream: str
-    category: str
+    storage: object  # a storage's name
+    delta: int  # bytes
+    phase: str  # the phase, ``""`` before the step
+    stream: str  # the stream that allocates
+    category: str  # the storage's category
 
 
 class TapeMismatchError(Exception):
@@ -41,15 +34,7 @@ class TapeMismatchError(Exception):
 
 
 def expand(tape: Tape, repeated: RepeatedBlocks | None) -> list[TapeStep]:
-    """Return the tape of the full model.
-
-    Args:
-        tape: of the larger of two traces.
-        repeated: the repeated blocks of the full model, ``None`` if the trace ran all blocks.
-
-    Raises:
-        TapeMismatchError: the groups of the trace do not allocate alike.
-    """
+    """Return the tape of the full model from that of the larger of two traces; the same if the trace ran all blocks."""
     if repeated is None:
         return [_step(tape, entry, entry.storage) for entry in tape.entries]
     return _Expansion(tape, repeated).steps()
@@ -143,19 +128,12 @@ def _runs(
     entries: Sequence[TapeEntry], group_of: Callable[[StepRegion | None], int | None]
 ) -> Iterable[tuple[int | None, list[TapeEntry]]]:
     """Yield entries that follow one another in one phase and group."""
-    current: list[TapeEntry] = []
-    label: object = None
-    group: int | None = None
-    for entry in entries:
-        own = group_of(entry.region)
-        found = (own, entry.region.phase if entry.region is not None else "")
-        if current and found != label:
-            yield group, current
-            current = []
-        current.append(entry)
-        label, group = found, own
-    if current:
-        yield group, current
+
+    def group_and_phase(entry: TapeEntry) -> tuple[int | None, str]:
+        return group_of(entry.region), entry.region.phase if entry.region is not None else ""
+
+    for (group, _), entries_of_run in groupby(entries, group_and_phase):
+        yield group, list(entries_of_run)
 
 
 def sizes_by_category(tape: Tape) -> dict[str, list[int]]:

@@ -27,19 +27,12 @@ _STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """What the allocator holds in a step, after earlier ones.
+    """What the allocator holds in a step, after earlier ones."""
 
-    Args:
-        allocated: most bytes of blocks in use.
-        reserved: most bytes of segments.
-        released: number of times that cached memory was given back to make room.
-        fits: whether all steps ran within the allocator's ``device_memory``.
-    """
-
-    allocated: int
-    reserved: int
-    released: int = 0
-    fits: bool = True
+    allocated: int  # most bytes of blocks in use
+    reserved: int  # most bytes of segments
+    released: int = 0  # number of times that cached memory was given back to make room
+    fits: bool = True  # whether all steps ran within the allocator's ``device_memory``
 
 
 def replay(
@@ -52,17 +45,9 @@ def replay(
     workspaces: int = 0,
     on_host: Sequence[str] = (),
 ) -> Reserved | None:
-    """Return what the allocator reserves for the steps of a tape; ``None`` if its blocks do not allocate alike.
-
-    Args:
-        tape: of the larger of two traces, or of all blocks.
-        settings: of the allocator.
-        smaller: the tape of the smaller trace, with one group of blocks less.
-        repeated: the repeated blocks of the full model, ``None`` if the trace ran all blocks.
-        micro_batches: forward and backward passes of a step; the tape is that of the last one.
-        workspaces: bytes that libraries allocate from it for good.
-        on_host: categories that are not on the device.
-    """
+    """Return what the allocator reserves for the steps of a tape; ``None`` if its blocks do not allocate alike."""
+    # ``smaller`` is the tape of a trace with one group of blocks less. ``workspaces`` are bytes that libraries allocate
+    # for good, ``on_host`` categories that are not on the device.
     try:
         steps = [step for step in expand(tape, repeated) if step.category not in on_host]
     except TapeMismatchError:

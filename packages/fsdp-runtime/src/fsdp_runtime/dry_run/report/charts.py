@@ -24,19 +24,12 @@ _INCHES_PER_BAR, _INCHES_MARGIN = 0.3, 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Stacked bars of bytes.
-
-    Args:
-        title: the title.
-        bars: label of each bar, and its bytes by the name of the part; the names are in stacking order.
-        colours: name of matplotlib's colour map of the parts.
-        limit: bytes of the device memory, at which a line is drawn.
-    """
+    """Stacked bars of bytes."""
 
     title: str
-    bars: tuple[tuple[str, Mapping[str, int]], ...]
-    colours: str
-    limit: int | None = None
+    bars: tuple[tuple[str, Mapping[str, int]], ...]  # label, and bytes by the name of the part in stacking order
+    colours: str  # name of matplotlib's colour map of the parts
+    limit: int | None = None  # bytes of the device memory, at which a line is drawn
 
     @property
     def parts(self) -> list[str]:
@@ -50,12 +43,8 @@ class Chart:
 
 
 def chart_picture(found: Estimate | Sweep, kind: str) -> bytes:
-    """Return one image with memory by category and traffic by axis, per point of a step or per candidate of a sweep.
-
-    Args:
-        found: an estimate, or a sweep (its best candidates are drawn).
-        kind: ``"png"`` or ``"svg"``.
-    """
+    """Return an image (``"png"`` or ``"svg"``) of memory by category and traffic by axis."""
+    # Per point of a step, or per candidate of a sweep, the best ones.
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

@@ -7,12 +7,8 @@ _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
 
 def format_bytes(count: float, unit: str | None = None) -> str:
-    """Return bytes with three digits and a binary unit, such as ``"34.2 GiB"``.
-
-    Args:
-        count: the bytes.
-        unit: the unit, unless there is less than a hundredth of it; the largest one by default.
-    """
+    """Return bytes with three digits and a binary unit, such as ``"34.2 GiB"``."""
+    # In ``unit``, unless there is less than a hundredth of it; the largest one by default.
     unit, scale = binary_scale(count) if unit is None else (unit, 1024 ** _BINARY.index(unit))
     if scale > 1 and 0 < count / scale < 0.01:
         unit, scale = binary_scale(count)

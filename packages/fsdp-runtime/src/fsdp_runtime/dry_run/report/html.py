@@ -35,10 +35,8 @@ img { display: block; width: 100%; margin: 1rem 0; }
 
 
 def html_report(found: Estimate | Sweep) -> str:
-    """Return the page: all sections of an estimate, or a sweep's ranking and the sections of its best candidate.
-
-    The charts are in it where matplotlib is installed; otherwise the page names the extra that installs it.
-    """
+    """Return the page: all sections of an estimate, or a sweep's ranking and the sections of its best candidate."""
+    # The charts are in it where matplotlib is installed; otherwise the page names the extra that installs it.
     if isinstance(found, Sweep):
         title = f"Dry runs on {found.world_size:,} ranks"
         best = found.best

@@ -12,11 +12,7 @@ _SHORT = 90.0
 
 
 class ProgressLine:
-    """Show finished steps on a stream; called as ``progress(name, done, steps)``.
-
-    Args:
-        stream: standard error by default, which keeps standard output clean.
-    """
+    """Show finished steps on a stream (standard error); called as ``progress(name, done, steps)``."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -24,10 +20,8 @@ class ProgressLine:
         self._started = time.monotonic()
 
     def __call__(self, name: str, done: int, steps: int) -> None:
-        """Show that ``done`` of ``steps`` are finished, the last one being ``name``, and the expected time of a rest.
-
-        The time is that of the finished steps, so it is shown from the first one on, for more than a minute.
-        """
+        """Show that ``done`` of ``steps`` are finished, ``name`` as the last, and the expected time of the rest."""
+        # The time is that of the finished steps, so it is shown from the first one on, for more than a minute.
         rest = (time.monotonic() - self._started) / done * (steps - done) if done else 0.0
         left = f" (about {round(rest / 60)} min left)" if rest >= _SHORT else ""
         line = f"{done}/{steps} {name}{left}"

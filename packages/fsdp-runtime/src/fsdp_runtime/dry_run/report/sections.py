@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_runtime.dry_run.report.format import format_bytes, format_count, format_seconds
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep, format_mesh
 from fsdp_runtime.dry_run.traffic_totals import axes_without_bandwidth, total_bytes_sent, totals_by_axis
-from fsdp_runtime.dry_run.types import Advice, Assumption, Estimate, Memory, Peak, Settings
+from fsdp_runtime.dry_run.types import Assumption, Estimate, Memory, Peak, Settings
+from tp_plans.runtime import colorize
 
 #: Labels of the categories of memory.
 CATEGORY_NAMES = {
@@ -29,23 +30,14 @@ _NONE = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading with a table, lines, or both below it.
-
-    Args:
-        heading: the heading.
-        rows: a table, its header first.
-        left: number of leading columns that are left-aligned; the others hold numbers.
-        lines: sentences below the table.
-        status: ``"good"`` or ``"bad"`` if the heading is a verdict.
-        code: whether the lines are code.
-    """
+    """A heading with a table, lines, or both below it."""
 
     heading: str
-    rows: Sequence[Sequence[str]] = ()
-    left: int = 1
-    lines: Sequence[str] = ()
-    status: str = ""
-    code: bool = False
+    rows: Sequence[Sequence[str]] = ()  # a table, its header first
+    left: int = 1  # number of leading columns that are left-aligned; the others hold numbers
+    lines: Sequence[str] = ()  # sentences below the table
+    status: str = ""  # ``"good"`` or ``"bad"`` if the heading is a verdict
+    code: bool = False  # whether the lines are code
 
 
 def estimate_sections(estimate: Estimate) -> list[Section]:
@@ -110,7 +102,10 @@ def settings_section(settings: Settings) -> Section:
 def verdict_section(estimate: Estimate) -> Section:
     """Return the verdict on the device memory, and the changes that would lower the peak."""
     peak, device = estimate.memory.device, estimate.device_memory
-    advice = [advice_line(item) for item in estimate.advice]
+    advice = [
+        each.change if each.saves is None else f"{each.change}: up to {format_bytes(each.saves)} less"
+        for each in estimate.advice
+    ]
     if device is None:
         return Section(heading=f"Peak: {format_bytes(estimate.memory.peak.total)}", lines=advice)
     sizes = f"{format_bytes(peak)} of {format_bytes(device)}"
@@ -162,11 +157,6 @@ def traffic_section(estimate: Estimate) -> Section:
     sent = format_bytes(total_bytes_sent(estimate.traffic))
     rows.append(["all", "", "", "", "", sent, _duration(estimate.communication_seconds)])
     return Section(heading="Traffic per step", rows=rows, left=2)
-
-
-def advice_line(advice: Advice) -> str:
-    """Return a change and its savings, if known."""
-    return advice.change if advice.saves is None else f"{advice.change}: up to {format_bytes(advice.saves)} less"
 
 
 def peak_line(peak: Peak) -> str:
@@ -227,3 +217,38 @@ def _bandwidth_warning(found: Iterable[Candidate]) -> list[str]:
 
 def _duration(seconds: float | None) -> str:
     return _NONE if seconds is None else format_seconds(seconds)
+
+
+#: Keys of the terminal colours by the status of a section.
+_COLOURS = {"good": "+", "bad": "error", "": "head"}
+
+
+def text_lines(sections: Iterable[Section]) -> Iterator[str]:
+    """Yield the lines of a report, an empty line between sections; with colours on a terminal that supports them."""
+    for index, section in enumerate(sections):
+        if index:
+            yield ""
+        if section.rows:
+            yield from _table(section)
+        else:
+            yield colorize(_COLOURS[section.status], section.heading)
+        yield from (f"  {line}" for line in section.lines)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """Return the lines of a table; the first ``left`` columns are left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _table(section: Section) -> Iterator[str]:
+    header, *lines = aligned(section.rows, left=section.left)
+    yield colorize("head", section.heading)
+    yield f"  {colorize('head', header)}"
+    yield from (f"  {line}" for line in lines)

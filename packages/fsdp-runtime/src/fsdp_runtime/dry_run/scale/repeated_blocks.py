@@ -23,19 +23,12 @@ _MIN_BLOCKS = 3
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """The part of a stack of blocks in which a group of blocks repeats.
+    """The part of a stack of blocks in which a group of blocks repeats."""
 
-    Args:
-        blocks: number of blocks of the stack.
-        start: index of the first repeated block.
-        period: number of blocks of a group.
-        count: number of consecutive groups.
-    """
-
-    blocks: int
-    start: int
-    period: int
-    count: int
+    blocks: int  # number of blocks of the stack
+    start: int  # index of the first repeated block
+    period: int  # number of blocks of a group
+    count: int  # number of consecutive groups
 
     @property
     def min_count(self) -> int:

@@ -20,15 +20,9 @@ Key = TypeVar("Key", bound=Hashable)
 def scale_up(
     small: Summary, large: Summary, repeated: RepeatedBlocks, shift_block: Callable[[str, int], str]
 ) -> Summary:
-    """Return the summary of the full model.
-
-    Args:
-        small: the trace with the smallest number of groups of blocks.
-        large: the trace with one group more.
-        repeated: the repeated blocks of the full model.
-        shift_block: returns a module's path in the full model from its path in the large trace and the number of blocks
-            that the full model has in addition before it (0 for blocks counted from the front).
-    """
+    """Return the summary of the full model from those of two traces that differ by one group of blocks."""
+    # ``shift_block`` returns a module's path in the full model from its path in the large trace and the number of
+    # blocks that the full model has in addition before it (0 for blocks counted from the front).
     groups = repeated.count - repeated.min_count
 
     def number(one: int, other: int) -> int:

@@ -17,19 +17,12 @@ CallKey = tuple[Phase, str, tuple[int, ...]]
 
 
 class StepRegion(NamedTuple):
-    """A part of a step throughout which the same number of blocks have run.
-
-    Args:
-        phase: the phase.
-        block: index of the last block that was entered, -1 before the first.
-        inside: whether that block is still running; else the code after it.
-        step: in phases without blocks the number of the operator, else 0.
-    """
+    """A part of a step throughout which the same number of blocks have run."""
 
     phase: Phase
-    block: int
-    inside: bool
-    step: int = 0
+    block: int  # index of the last block that was entered, -1 before the first
+    inside: bool  # whether that block is still running; else the code after it
+    step: int = 0  # in phases without blocks the number of the operator, else 0
 
 
 class PeakSample(NamedTuple):
@@ -40,34 +33,21 @@ class PeakSample(NamedTuple):
 
 
 class TapeEntry(NamedTuple):
-    """One allocation (``delta > 0``) or free.
+    """One allocation (``delta > 0``) or free."""
 
-    Args:
-        storage: a number of the storage.
-        delta: bytes.
-        region: where the operator ran; ``None`` before the step.
-        operator: its name.
-    """
-
-    storage: int
-    delta: int
-    region: StepRegion | None
-    operator: str
+    storage: int  # a number of the storage
+    delta: int  # bytes
+    region: StepRegion | None  # where the operator ran; ``None`` before the step
+    operator: str  # its name
 
 
 @dataclass(frozen=True)
 class Tape:
-    """The allocations and frees of a trace in order.
+    """The allocations and frees of a trace in order."""
 
-    Args:
-        entries: allocations and frees.
-        streams: stream of each storage.
-        categories: category of each storage.
-    """
-
-    entries: tuple[TapeEntry, ...]
-    streams: tuple[str, ...]
-    categories: tuple[str, ...]
+    entries: tuple[TapeEntry, ...]  # allocations and frees
+    streams: tuple[str, ...]  # stream of each storage
+    categories: tuple[str, ...]  # category of each storage
 
     @classmethod
     def of(cls, recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]) -> Tape:
@@ -84,33 +64,19 @@ class Tape:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of one trace.
+    """Summary of one trace."""
 
-    Args:
-        blocks: number of the decoder's blocks that ran.
-        regions: peak of each region.
-        before: live bytes before the step.
-        ends: live bytes at the end of each phase.
-        traffic: number of collectives, bytes of this rank's inputs, and bytes that it sends at least.
-        flops: floating-point operations by kind.
-        bytes_moved: bytes that operators without any read and write in forward and backward.
-        replicated: number and bytes of parameters that are replicated over all axes, by name pattern.
-        assumptions: ``(operator, module, assumption)`` for results that depend on data, block indices as ``*``.
-        untrained: number and bytes (this rank's shards) of trainable parameters that got no gradient, by name pattern.
-        tape: every allocation and free, to replay them on an allocator; ``None`` in a sum of traces.
-    """
-
-    blocks: int
-    regions: dict[StepRegion, PeakSample]
-    before: MemoryBreakdown
-    ends: dict[Phase, MemoryBreakdown]
-    traffic: Mapping[CallKey, tuple[int, ...]]
-    flops: Mapping[str, int]
-    bytes_moved: int
-    replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    assumptions: tuple[tuple[str, str, str], ...] = ()
-    untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    tape: Tape | None = None
+    blocks: int  # number of the decoder's blocks that ran
+    regions: dict[StepRegion, PeakSample]  # peak of each region
+    before: MemoryBreakdown  # live bytes before the step
+    ends: dict[Phase, MemoryBreakdown]  # live bytes at the end of each phase
+    traffic: Mapping[CallKey, tuple[int, ...]]  # number of collectives, bytes of inputs, and bytes sent at least
+    flops: Mapping[str, int]  # floating-point operations by kind
+    bytes_moved: int  # bytes that operators without any read and write in forward and backward
+    replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # number and bytes by name pattern
+    assumptions: tuple[tuple[str, str, str], ...] = ()  # (operator, module, assumption), block indices as ``*``
+    untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the same of what got no gradient
+    tape: Tape | None = None  # every allocation and free, to replay them on an allocator; ``None`` in a sum of traces
 
     @property
     def params_without_grad(self) -> frozenset[str]:
@@ -119,13 +85,8 @@ class Summary:
 
 
 def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int]) -> Summary:
-    """Return the summary of a recording.
-
-    Args:
-        recording: one recorded step.
-        blocks: paths of the decoder's blocks.
-        vocabulary: full and local size of the vocabulary: tensors outside blocks with such a last dim are logits.
-    """
+    """Return the summary of a recording."""
+    # ``vocabulary`` has its full and local size: tensors outside blocks with such a last dim are logits.
     recording = with_fused_storages(recording)
     categories = [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
     regions = regions_of(recording.events, blocks)

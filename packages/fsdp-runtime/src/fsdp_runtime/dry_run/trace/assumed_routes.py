@@ -25,21 +25,13 @@ Routing = Literal["balanced", "worst"]
 
 @dataclass(frozen=True)
 class AssumedRoutes:
-    """Numbers of one dispatch that determine its sizes.
+    """Numbers of one dispatch that determine its sizes."""
 
-    Args:
-        tokens: tokens that a rank of ``ep`` sends, after ranks with the same tokens have divided them.
-        top_k: experts of a token.
-        experts: number of all experts.
-        ranks: size of ``ep``.
-        rank: the simulated rank's index in ``ep``.
-    """
-
-    tokens: int
-    top_k: int
-    experts: int
-    ranks: int
-    rank: int
+    tokens: int  # tokens that a rank of ``ep`` sends, after ranks with the same tokens have divided them
+    top_k: int  # experts of a token
+    experts: int  # number of all experts
+    ranks: int  # size of ``ep``
+    rank: int  # the simulated rank's index in ``ep``
 
     def sent(self, routing: Routing) -> tuple[list[int], list[int]]:
         """Return the rows and the pairs of a token and an expert that this rank sends to each rank."""
@@ -65,13 +57,7 @@ class AssumedRoutes:
 
 
 def mean_destinations(experts: int, top_k: int, ranks: int) -> float:
-    """Return the mean number of ranks that a token goes to, if any ``top_k`` experts are chosen equally often.
-
-    Example:
-        >>> from fsdp_runtime.dry_run.trace.assumed_routes import mean_destinations
-        >>> round(mean_destinations(experts=64, top_k=8, ranks=8), 2)  # instead of 8, one for every expert
-        5.43
-    """
+    """Return the mean number of ranks that a token goes to, if any ``top_k`` experts are chosen equally often."""
     return ranks * (1 - comb(experts - experts // ranks, top_k) / comb(experts, top_k))
 
 

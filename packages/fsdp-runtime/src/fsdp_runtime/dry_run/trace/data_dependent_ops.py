@@ -30,10 +30,8 @@ def remember_origin(function: Any, args: Any, result: Any) -> None:
 
 
 def assume_result(function: Any, tensor: Tensor, running: Sequence[nn.Module]) -> tuple[Any, str]:
-    """Return an assumed result of an operator of ``DATA_DEPENDENT`` on a tensor, and the assumption in words.
-
-    ``running`` are the running modules, outermost first.
-    """
+    """Return an assumed result of an operator of ``DATA_DEPENDENT`` on a tensor, and the assumption in words."""
+    # ``running`` are the running modules, outermost first.
     if function is aten.nonzero.default:
         rows = _selected(tensor, num_experts_of(running))
         assumption = (

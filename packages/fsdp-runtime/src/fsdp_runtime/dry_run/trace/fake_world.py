@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import clear_dtensor_caches, fake_store, fake_tensors
-from fsdp_runtime._transformers_compat.fake_tensors import fake_tensors_are_data
+from fsdp_runtime._transformers_compat.masks import fake_tensors_are_data
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.mesh.spec import MeshSpec
 

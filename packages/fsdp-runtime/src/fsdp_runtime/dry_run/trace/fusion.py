@@ -20,31 +20,18 @@ _VIEWS = ("view", "transpose", "t", "permute", "expand", "detach", "alias", "sli
 
 @dataclass(eq=False)
 class FusedStorage:
-    """A storage that operators of a compiled module made.
+    """A storage that operators of a compiled module made."""
 
-    Args:
-        index: its index in the recording.
-        part: phase and module in which it was made.
-        group: number of kernels that ran before it.
-        kernel: whether a kernel of its own made it.
-        sources: storages that the operator read.
-        read_by_kernel: whether a kernel of the same part read it.
-        read_after: readers after the next kernel of the part.
-        readers: fused operators of the same part that read it.
-        read_elsewhere: readers in other parts: the next module, or backward.
-        last_read: number of allocations when its own part read it last.
-    """
-
-    index: int
-    part: tuple[Any, str]
-    group: int
-    kernel: bool
-    sources: list[FusedStorage] = field(default_factory=list)
-    read_by_kernel: bool = False
-    read_after: int = 0
-    readers: int = 0
-    read_elsewhere: set[tuple[Any, str]] = field(default_factory=set)
-    last_read: int = 0
+    index: int  # its index in the recording
+    part: tuple[Any, str]  # phase and module in which it was made
+    group: int  # number of kernels that ran before it
+    kernel: bool  # whether a kernel of its own made it
+    sources: list[FusedStorage] = field(default_factory=list)  # storages that the operator read
+    read_by_kernel: bool = False  # whether a kernel of the same part read it
+    read_after: int = 0  # readers after the next kernel of the part
+    readers: int = 0  # fused operators of the same part that read it
+    read_elsewhere: set[tuple[Any, str]] = field(default_factory=set)  # readers in the next module, or backward
+    last_read: int = 0  # number of allocations when its own part read it last
 
     @property
     def materialized(self) -> bool:
@@ -60,11 +47,7 @@ class FusedStorage:
 
 
 class Fusion:
-    """Follows the operators of compiled modules.
-
-    Args:
-        compiled: paths of the compiled modules.
-    """
+    """Follows the operators of compiled modules, given by their paths."""
 
     def __init__(self, compiled: Sequence[str]) -> None:
         self._compiled = compiled

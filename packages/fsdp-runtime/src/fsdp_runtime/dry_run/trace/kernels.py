@@ -1,4 +1,7 @@
-"""What kernels of an accelerator allocate and the traced operators do not: workspaces, and buffers on other streams."""
+"""What operators cost on an accelerator: operations and bytes moved, workspaces, buffers on other streams.
+
+Operations are counted by torch's formulas, and by formulas of our own for operators that torch lacks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fsdp_runtime._torch_compat import storage_key, tree_leaves
 
 aten = torch.ops.aten
 
@@ -22,17 +28,10 @@ _ROWS = 128  # rows of a tile, to which both kernels round lengths up
 
 
 def attention_workspace(function: Any, args: Any, kernels: AttentionKernels) -> int:
-    """Return the bytes that attention's backward allocates besides its results; 0 for other operators.
-
-    Both kernels add up the gradient of queries in float32, with one number a row for the softmax.  Where several query
-    heads share a key head, FlashAttention 2 computes gradients of keys and values for every query head, and
-    FlashAttention 3 adds them up in float32 (``flash_api.cpp`` of each).
-
-    Args:
-        function: the operator.
-        args: gradient, query ``[batch, heads, tokens, dim]``, key and value ``[batch, key heads, tokens, dim]``, …
-        kernels: the kernels that run.
-    """
+    """Return the bytes that attention's backward allocates besides its results; 0 for other operators."""
+    # Both kernels add up the gradient of queries in float32, with one number a row for the softmax. Where several query
+    # heads share a key head, FlashAttention 2 computes gradients of keys and values for every query head, and
+    # FlashAttention 3 adds them up in float32 (``flash_api.cpp`` of each).
     if kernels == "none" or function not in _BACKWARD:
         return 0
     _, query, key, value = args[:4]
@@ -55,3 +54,39 @@ def storages_on_streams(function: Any, args: Any) -> Iterator[tuple[Tensor, Lite
             yield tensor, "gather"
     elif name.startswith(("c10d::_reduce_scatter_base", "c10d::reduce_scatter_single")):
         yield args[0], "reduce"
+
+
+def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the operations of one call, a multiply-add counted as two; 0 for operators that only copy or add."""
+    # Causal attention counts as full attention, as in ``torch.utils.flop_counter``.
+    packet = function.overloadpacket
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(*_of_query_heads(*args[:3])))  # type: ignore[no-untyped-call]
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(sdpa_backward_flop_count(args[0].shape, *_of_query_heads(*args[1:4])))  # type: ignore[no-untyped-call]
+    if "grouped_mm" in str(packet) and getattr(args[0], "ndim", 0) == 2:
+        products = 2 if "backward" in str(packet) else 1  # transformers' operator computes both gradients
+        return 2 * products * int(args[0].numel() * args[1].shape[-1])
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def kind_of(function: Any) -> str:
+    """Return the kind of an operator's operations: ``"attention"``, ``"grouped"`` or ``"matmul"``."""
+    name = str(function.overloadpacket)
+    return "attention" if "attention" in name else "grouped" if "grouped_mm" in name else "matmul"
+
+
+def bytes_moved(args: Any, result: Any) -> int:
+    """Return the bytes that an operator reads and writes at least, 0 for views."""
+    read = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    known = {storage_key(leaf) for leaf in read}
+    if all(storage_key(leaf) in known for leaf in written):
+        return 0
+    return sum(leaf.nbytes for leaf in (*read, *written))
+
+
+def _of_query_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Size]:
+    """Return the shapes with as many key/value heads as query heads: torch 2.10's formulas need them alike."""
+    return [torch.Size((each.shape[0], query.shape[1], *each.shape[2:])) for each in (query, key, value)]

@@ -28,9 +28,15 @@ from fsdp_runtime.dry_run.trace.data_dependent_ops import (
     grouped_mm,
     remember_origin,
 )
-from fsdp_runtime.dry_run.trace.flops import bytes_moved, flops_of, kind_of
 from fsdp_runtime.dry_run.trace.fusion import FusedStorage, Fusion
-from fsdp_runtime.dry_run.trace.kernels import AttentionKernels, attention_workspace, storages_on_streams
+from fsdp_runtime.dry_run.trace.kernels import (
+    AttentionKernels,
+    attention_workspace,
+    bytes_moved,
+    flops_of,
+    kind_of,
+    storages_on_streams,
+)
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.types import Phase
 from fsdp_runtime.errors import EstimateError
@@ -61,23 +67,14 @@ class OpEvent(NamedTuple):
 
 @dataclass
 class StorageInfo:
-    """Properties of one storage.
+    """Properties of one storage."""
 
-    Args:
-        created_at: index of the event that created it; -1 for storages that existed before the step.
-        last_dim: last dim of the first tensor on it.
-        category: its category, if registered; others follow from lifetimes.
-        outlives_forward: whether it was alive when forward, or the loss, ended.
-        stream: the stream that allocates it: FSDP2 gathers and reduces on streams of its own.
-        fused: how a compiler treats it, ``None`` outside of compiled modules.
-    """
-
-    created_at: int
-    last_dim: int = 0
-    category: str | None = None
-    outlives_forward: bool = False
-    stream: Stream = "compute"
-    fused: FusedStorage | None = None
+    created_at: int  # index of the event that created it; -1 for storages that existed before the step
+    last_dim: int = 0  # last dim of the first tensor on it
+    category: str | None = None  # its category, if registered; others follow from lifetimes
+    outlives_forward: bool = False  # whether it was alive when forward, or the loss, ended
+    stream: Stream = "compute"  # the stream that allocates it: FSDP2 gathers and reduces on streams of its own
+    fused: FusedStorage | None = None  # how a compiler treats it, ``None`` outside of compiled modules
 
 
 class AllocationEvent(NamedTuple):
@@ -90,43 +87,25 @@ class AllocationEvent(NamedTuple):
 
 @dataclass
 class Recording:
-    """Everything that was recorded, in order.
+    """Everything that was recorded, in order."""
 
-    Args:
-        events: operators that allocated.
-        storages: every storage that was seen.
-        allocations: bytes allocated and freed.
-        ends: number of allocations at the end of each phase.
-        collectives: calls with their phases.
-        flops: floating-point operations by kind.
-        bytes_moved: bytes that operators without any read and write in forward and backward.
-        assumptions: ``(operator, module, assumption)`` for results that depend on data, without repetitions.
-    """
-
-    events: list[OpEvent] = field(default_factory=list)
-    storages: list[StorageInfo] = field(default_factory=list)
-    allocations: list[AllocationEvent] = field(default_factory=list)
-    ends: dict[Phase, int] = field(default_factory=dict)
-    collectives: list[tuple[Phase, CollectiveCall]] = field(default_factory=list)
-    flops: Counter[str] = field(default_factory=Counter)
-    bytes_moved: int = 0
-    assumptions: dict[tuple[str, str, str], None] = field(default_factory=dict)
+    events: list[OpEvent] = field(default_factory=list)  # operators that allocated
+    storages: list[StorageInfo] = field(default_factory=list)  # every storage that was seen
+    allocations: list[AllocationEvent] = field(default_factory=list)  # bytes allocated and freed
+    ends: dict[Phase, int] = field(default_factory=dict)  # number of allocations at the end of each phase
+    collectives: list[tuple[Phase, CollectiveCall]] = field(default_factory=list)  # calls with their phases
+    flops: Counter[str] = field(default_factory=Counter)  # floating-point operations by kind
+    bytes_moved: int = 0  # bytes that operators without any read and write in forward and backward
+    assumptions: dict[tuple[str, str, str], None] = field(default_factory=dict)  # of results that depend on data, once
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records operators on local tensors; DTensor operators arrive as the local ones they call.
-
-    Args:
-        modules: tracks the running module.
-        multiplicity: returns the number of equal calls for which the running operator stands.
-        compiled: paths of the modules that are compiled in the run.
-        attention: the attention kernels whose workspaces are counted.
-    """
+    """A dispatch mode that records operators on local tensors; DTensor operators arrive as the local ones they call."""
 
     def __init__(
         self,
         modules: ModuleTracker,
-        multiplicity: Callable[[], int] = lambda: 1,
+        multiplicity: Callable[[], int] = lambda: 1,  # equal calls for which the running operator stands
         *,
         compiled: Sequence[str] = (),
         attention: AttentionKernels = "flash2",

@@ -24,19 +24,12 @@ from fsdp_runtime.steps.documents.sequence_functions import RECURRENCES, Recurre
 
 @dataclass(frozen=True)
 class _KernelCosts:
-    """What a kernel allocates.
+    """What a kernel allocates."""
 
-    Args:
-        chunk: tokens of one state.
-        key: the argument whose features are a state's rows.
-        state_dtype: of states; ``None`` for that of the output.
-        transforms: it solves a triangular system of each chunk, and keeps the result and normalized queries and keys.
-    """
-
-    chunk: int
-    key: str
-    state_dtype: torch.dtype | None = torch.float32
-    transforms: bool = False
+    chunk: int  # tokens of one state
+    key: str  # the argument whose features are a state's rows
+    state_dtype: torch.dtype | None = torch.float32  # of states; ``None`` for that of the output
+    transforms: bool = False  # solves a triangular system of each chunk, and keeps it and normalized queries and keys
 
 
 #: flash-linear-attention 0.4 (``chunk_gated_delta_rule``, ``chunk_kda``) and mamba-ssm 2.2 (``ssd_combined``,

@@ -19,11 +19,7 @@ _WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", "say", *map(str, range(10))
 
 
 def run_steps(seconds: float = 600.0) -> CheckLine:
-    """Train a tiny model in a temporary folder; the finding has its losses or the trainer's last error.
-
-    Args:
-        seconds: how long the trainer may take.
-    """
+    """Train a tiny model in a temporary folder; the finding has its losses or the trainer's last error."""
     with TemporaryDirectory(prefix="verl-check-") as name:
         folder = Path(name)
         _write(folder)

@@ -27,16 +27,7 @@ def contents_of(config: Any, name: str) -> list[str]:
 
 
 class Checkpoints:
-    """Saves and loads one engine's state.
-
-    Args:
-        model: the parallelized model.
-        optimizer: its optimizer, or ``None``.
-        scheduler: its schedule, or ``None``.
-        model_config: verl's model config, for the tokenizer and the model's config.
-        config: verl's checkpoint config, or ``None`` for its default.
-        dp: ranks that read different samples.
-    """
+    """Saves and loads one engine's state; ``config`` is verl's, or ``None`` for its default."""
 
     def __init__(
         self, model: nn.Module, optimizer: Any, scheduler: Any, model_config: Any, config: Any, *, dp: int
@@ -81,14 +72,9 @@ class Checkpoints:
             shutil.rmtree(self._saved.pop(0), ignore_errors=True)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint of this engine, saved on any mesh, or the Hugging Face weights of one of verl's own.
-
-        verl's state of the data of SFT follows: where it is of another number of ranks of dp, its files are rewritten.
-
-        Raises:
-            CheckpointError: the folder has no state of this engine, and no weights that may stand for one.
-            OptionError: verl's state of the data cannot be brought to this number of ranks of dp.
-        """
+        """Load a checkpoint of this engine, saved on any mesh, or the Hugging Face weights of one of verl's own."""
+        # verl's state of the data of SFT follows: where it is of another number of ranks of dp, its files are
+        # rewritten.
         contents = contents_of(self._config, "load_contents")
         if not (folder / _STATE).is_dir() or "model" not in contents:
             self._load_foreign(folder, contents)

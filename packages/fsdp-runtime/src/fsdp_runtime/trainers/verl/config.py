@@ -32,99 +32,57 @@ ELSEWHERE = {
 
 @dataclass
 class FsdpRuntimeEngineConfig(EngineConfig):
-    """``engine=fsdp_runtime`` in SFT; ``fsdp_runtime`` of actor, reference and critic in PPO.
-
-    Args:
-        dp_replicate: as all axes, that of :class:`fsdp_runtime.MeshSpec`; one of them may be -1.
-        dp_shard: ranks that parameters are sharded over.
-        cp: ranks that a sequence is sharded over.
-        tp: ranks that layers are sharded over.
-        ep: ranks that experts are divided over.
-        plan: as all options down to ``compile``, that of :func:`fsdp_runtime.parallelize`.
-        sequence_parallel: shard activations between blocks over ``tp``.
-        context_parallel: ``allgather``, ``ulysses`` or ``ring``.
-        load_balancer: ``headtail``, or null for contiguous chunks.
-        exchange: how tokens travel to the experts of ``ep``.
-        activation_checkpointing: ``none``, ``mlp``, ``block`` or ``selective``; null follows
-            ``model.enable_gradient_checkpointing``: ``block`` or ``none``.
-        compile: compile every block.
-        model_dtype: dtype of the parameters; null for float32, and for ``param_dtype`` of a model that is not trained.
-        param_dtype: dtype to compute in; null for verl's ``dtype``.
-        reduce_dtype: dtype of the reduction of gradients.
-        offload_policy: as all further options of FSDP2, that of :class:`fsdp_runtime.FSDPOptions`: keep shards,
-            gradients and optimizer state on the host.
-        reshard_after_forward: free gathered parameters after each block.
-        reshard_last_block: also of the last one.
-        prefetch_forward: blocks gathered ahead in forward.
-        prefetch_backward: blocks gathered ahead in backward.
-        frozen_params: ``layer``, ``root`` or ``replicate``.
-        freeze_vision_tower: do not train the vision tower.
-        sync_dtype: dtype of weights for the rollout; null for that of the parameters.
-        fsdp_size: verl's: the number of ranks of ``dp_shard``, with the others in ``dp_replicate``.
-        ulysses_sequence_parallel_size: verl's: ``cp`` with ``context_parallel=ulysses``.
-        mixed_precision: verl's: ``param_dtype`` and ``reduce_dtype``.
-        use_no_sync_for_gradient_accumulation: reduce gradients after the last micro-batch only.
-        pad_to_length: round packed rows up to a multiple of ``pad_to_length_bucket`` tokens.
-        pad_to_length_bucket: that multiple.
-        entropy_from_logits_with_chunking: always so here: entropies are computed a tile of logits at a time.
-        entropy_from_logits_chunk_size: not used by the tiles, whose size follows from the device.
-        entropy_checkpointing: always so here: backward computes the tiles again.
-        use_torch_compile: refused: it compiles verl's entropy function; ``compile`` compiles the blocks.
-        wrap_policy: refused: FSDP2 wraps each block.
-        forward_prefetch: refused: ``prefetch_forward``.
-        use_orig_params: always so with FSDP2.
-        qat: refused.
-    """
+    """``engine=fsdp_runtime`` in SFT; ``fsdp_runtime`` of actor, reference and critic in PPO."""
 
     _mutable_fields = EngineConfig._mutable_fields | {"freeze_vision_tower", "pad_to_length", "cp", "context_parallel"}
 
     strategy: str = STRATEGY
-    dp_replicate: int = 1
-    dp_shard: int = -1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    plan: str | None = "auto"
-    sequence_parallel: bool = False
-    context_parallel: str = "allgather"
-    load_balancer: str | None = "headtail"
-    exchange: str = "all_to_all"
+    dp_replicate: int = 1  # as all axes, that of ``fsdp_runtime.MeshSpec``; one of them may be -1
+    dp_shard: int = -1  # ranks that parameters are sharded over
+    cp: int = 1  # ranks that a sequence is sharded over
+    tp: int = 1  # ranks that layers are sharded over
+    ep: int = 1  # ranks that experts are divided over
+    plan: str | None = "auto"  # as all options down to ``compile``, that of ``fsdp_runtime.parallelize``
+    sequence_parallel: bool = False  # shard activations between blocks over ``tp``
+    context_parallel: str = "allgather"  # ``allgather``, ``ulysses`` or ``ring``
+    load_balancer: str | None = "headtail"  # ``headtail``, or null for contiguous chunks
+    exchange: str = "all_to_all"  # how tokens travel to the experts of ``ep``
+    # ``none``, ``mlp``, ``block`` or ``selective``; null follows ``model.enable_gradient_checkpointing``: ``block`` or
+    # ``none``
     activation_checkpointing: str | None = None
-    compile: bool = False
+    compile: bool = False  # compile every block
+    # dtype of the parameters; null for float32, and for ``param_dtype`` of a model that is not trained
     model_dtype: str | None = None
-    param_dtype: str | None = None
-    reduce_dtype: str = "fp32"
+    param_dtype: str | None = None  # dtype to compute in; null for verl's ``dtype``
+    reduce_dtype: str = "fp32"  # dtype of the reduction of gradients
+    # as all further options of FSDP2, that of ``fsdp_runtime.FSDPOptions``: keep shards, gradients and optimizer
+    # state on the host
     offload_policy: bool = False
-    reshard_after_forward: bool = True
-    reshard_last_block: bool = False
-    prefetch_forward: int = 0
-    prefetch_backward: int = 1
-    frozen_params: str = "layer"
-    freeze_vision_tower: bool = False
-    sync_dtype: str | None = None
-    fsdp_size: int = -1
-    ulysses_sequence_parallel_size: int = 1
-    mixed_precision: dict[str, Any] | None = None
-    use_no_sync_for_gradient_accumulation: bool = True
-    pad_to_length: bool = False
-    pad_to_length_bucket: int = 1024
-    entropy_from_logits_with_chunking: bool = False
-    entropy_from_logits_chunk_size: int = 2048
-    entropy_checkpointing: bool = False
-    use_torch_compile: bool = False
-    wrap_policy: dict[str, Any] = field(default_factory=dict)
-    forward_prefetch: bool = False
-    use_orig_params: bool = False
-    qat: Any = None
+    reshard_after_forward: bool = True  # free gathered parameters after each block
+    reshard_last_block: bool = False  # also of the last one
+    prefetch_forward: int = 0  # blocks gathered ahead in forward
+    prefetch_backward: int = 1  # blocks gathered ahead in backward
+    frozen_params: str = "layer"  # ``layer``, ``root`` or ``replicate``
+    freeze_vision_tower: bool = False  # do not train the vision tower
+    sync_dtype: str | None = None  # dtype of weights for the rollout; null for that of the parameters
+    fsdp_size: int = -1  # verl's: the number of ranks of ``dp_shard``, with the others in ``dp_replicate``
+    ulysses_sequence_parallel_size: int = 1  # verl's: ``cp`` with ``context_parallel=ulysses``
+    mixed_precision: dict[str, Any] | None = None  # verl's: ``param_dtype`` and ``reduce_dtype``
+    use_no_sync_for_gradient_accumulation: bool = True  # reduce gradients after the last micro-batch only
+    pad_to_length: bool = False  # round packed rows up to a multiple of ``pad_to_length_bucket`` tokens
+    pad_to_length_bucket: int = 1024  # that multiple
+    entropy_from_logits_with_chunking: bool = False  # always so here: entropies are computed a tile of logits at a time
+    entropy_from_logits_chunk_size: int = 2048  # not used by the tiles, whose size follows from the device
+    entropy_checkpointing: bool = False  # always so here: backward computes the tiles again
+    use_torch_compile: bool = False  # refused: it compiles verl's entropy function; ``compile`` compiles the blocks
+    wrap_policy: dict[str, Any] = field(default_factory=dict)  # refused: FSDP2 wraps each block
+    forward_prefetch: bool = False  # refused: ``prefetch_forward``
+    use_orig_params: bool = False  # always so with FSDP2
+    qat: Any = None  # refused
 
     @property
     def axes(self) -> MeshSpec:
-        """The mesh, with verl's ``fsdp_size`` and ``ulysses_sequence_parallel_size``.
-
-        Raises:
-            OptionError: these contradict the axes.
-            MeshError: a size is not allowed.
-        """
+        """The mesh, with verl's ``fsdp_size`` and ``ulysses_sequence_parallel_size``."""
         replicate, shard, cp = self.dp_replicate, self.dp_shard, self.cp
         if self.fsdp_size != -1:
             if (replicate, shard) not in ((1, -1), (-1, self.fsdp_size)):
@@ -207,11 +165,7 @@ class FsdpRuntimeCriticConfig(CriticConfig):
 
 
 def _join(role: Any, theirs: str) -> None:
-    """Hand what verl's commands set on the role, or on its own engine, to this engine and the optimizer.
-
-    Raises:
-        OptionError: a field of verl's engine does not exist here, or has another value here.
-    """
+    """Hand what verl's commands set on the role, or on its own engine, to this engine and the optimizer."""
     if role.grad_clip is not None:
         role.optim.clip_grad = role.grad_clip
     if (size := role.ulysses_sequence_parallel_size) > 1:
@@ -227,11 +181,7 @@ def _join(role: Any, theirs: str) -> None:
 
 
 def engine_config(**given: Any) -> FsdpRuntimeEngineConfig:
-    """Return the config of fields by name; the ``_target_`` of the config group.
-
-    Raises:
-        OptionError: a field does not exist; the message has the one of the same meaning.
-    """
+    """Return the config of fields by name; the ``_target_`` of the config group."""
     known = {each.name for each in fields(FsdpRuntimeEngineConfig)}
     unknown = [
         f"{name} (here: {ELSEWHERE[name]})" if name in ELSEWHERE else name for name in given if name not in known
@@ -242,11 +192,7 @@ def engine_config(**given: Any) -> FsdpRuntimeEngineConfig:
 
 
 def to_dtype(name: str, value: Any) -> torch.dtype:
-    """Return a dtype of verl's names.
-
-    Raises:
-        OptionError: it is not float32 or bfloat16.
-    """
+    """Return a dtype of verl's names."""
     try:
         dtype: torch.dtype = PrecisionType.to_dtype(value)
     except RuntimeError:
@@ -257,11 +203,7 @@ def to_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def check_flags(config: FsdpRuntimeEngineConfig) -> None:
-    """Refuse the flags of verl's FSDP engine that have no counterpart.
-
-    Raises:
-        OptionError: one is set; the message has the way out.
-    """
+    """Refuse the flags of verl's FSDP engine that have no counterpart."""
     refuse("", "EngineConfig", config)
     refuse("", "FSDPEngineConfig", config)
     refuse("router_replay.", "EngineRouterReplayConfig", config.router_replay)
@@ -270,3 +212,29 @@ def check_flags(config: FsdpRuntimeEngineConfig) -> None:
         raise OptionError(f"mixed_precision.buffer_dtype={buffer_dtype!r}: buffers keep their dtype; leave it out")
     if config.pad_to_length and config.pad_to_length_bucket < 1:
         raise OptionError(f"pad_to_length_bucket={config.pad_to_length_bucket}: give a positive number of tokens")
+
+
+_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+def require_own_config(config: object) -> None:
+    """Check that a config is this engine's."""
+    if not isinstance(config, FsdpRuntimeEngineConfig):
+        names = ", ".join(f"{theirs} is {ours}" for theirs, ours in ELSEWHERE.items())
+        raise OptionError(
+            f"the engine's config is a {type(config).__name__}: choose engine=fsdp_runtime (SFT) or "
+            f"model_engine=fsdp_runtime (PPO), whose fields have other names: {names}"
+        )
+
+
+def check_checkpoint_flags(config: Any) -> None:
+    """Refuse contents of checkpoints that cannot be written."""
+    if config is None:
+        return
+    for name in ("save_contents", "load_contents"):
+        contents = list(config.get(name, None) or ())
+        if unknown := [each for each in contents if each not in _CONTENTS]:
+            raise OptionError(f"checkpoint.{name} has {unknown[0]!r}: write some of {', '.join(_CONTENTS)}")
+        if {"optimizer", "extra"} & {*contents} and "model" not in contents:
+            raise OptionError(f"checkpoint.{name}={contents} has states of training without 'model': add it")
+    refuse("checkpoint.", "CheckpointConfig", config)

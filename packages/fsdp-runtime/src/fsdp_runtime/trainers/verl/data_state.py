@@ -20,16 +20,7 @@ _DEALT_TO = "fsdp_runtime_dp"  # of a file that was rewritten; StatefulDataLoade
 
 
 def deal_anew(folder: Path, saved: int, dp: int) -> None:
-    """Rewrite the files of a checkpoint for ``dp`` ranks; nothing if they are, or if there are none.  One process.
-
-    Args:
-        folder: the checkpoint's.
-        saved: ranks of dp that wrote it.
-        dp: ranks of dp that read it.
-
-    Raises:
-        OptionError: a state has another form, or the rows read so far do not divide into ``dp``; nothing was written.
-    """
+    """Rewrite the files of a checkpoint for ``dp`` ranks; nothing if they are, or if there are none.  One process."""
     first = folder / "data_0.pt"
     if not first.is_file():
         return

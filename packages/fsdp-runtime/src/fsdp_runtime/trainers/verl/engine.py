@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.mesh.spec import submesh
-from fsdp_runtime.trainers.rl_logprobs_backend import clip_grad_norm_, grad_norm
+from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl import export
 from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
-from fsdp_runtime.trainers.verl.config import check_flags, to_dtype
+from fsdp_runtime.trainers.verl.config import check_checkpoint_flags, check_flags, require_own_config, to_dtype
 from fsdp_runtime.trainers.verl.flags import refuse
 from fsdp_runtime.trainers.verl.micro_batches import cut
 from fsdp_runtime.trainers.verl.model import (
@@ -27,7 +27,6 @@ from fsdp_runtime.trainers.verl.model import (
     scheduler_of,
     trained_parameters,
 )
-from fsdp_runtime.trainers.verl.model_flags import check_checkpoint_flags, require_own_config
 from fsdp_runtime.trainers.verl.replay import nested_routes, recorded_or_replayed, way_of
 from fsdp_runtime.trainers.verl.residency import Residency, parts_of
 from fsdp_runtime.trainers.verl.rows import Rows, idle_rows, rows_of
@@ -46,18 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class FsdpRuntimeEngine(BaseEngine):
-    """What both kinds of models share.
-
-    Args:
-        model_config: verl's ``HFModelConfig``.
-        engine_config: :class:`fsdp_runtime.trainers.verl.config.FsdpRuntimeEngineConfig`.
-        optimizer_config: verl's ``FSDPOptimizerConfig``.
-        checkpoint_config: verl's ``CheckpointConfig``, or ``None``.
-
-    Raises:
-        OptionError: a flag has no counterpart here; the message has the way out.
-        MeshError: the mesh does not fill the world.
-    """
+    """What both kinds of models share, built from verl's configs of model, optimizer and checkpoints, and its own."""
 
     value_head = False
 
@@ -149,13 +137,10 @@ class FsdpRuntimeEngine(BaseEngine):
             self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
-        """Clip gradients and step, or skip the step where their norm is not finite.
-
-        Returns:
-            The norm before clipping, the same on every rank.
-        """
+        """Clip gradients and step, or skip the step where their norm is not finite; return the norm before clipping."""
         limit, parameters = self.optimizer_config.clip_grad, trained_parameters(self.module)
-        norm = grad_norm(parameters) if limit is None else clip_grad_norm_(parameters, limit)
+        norms = rl_logprobs()
+        norm = norms.grad_norm(parameters) if limit is None else norms.clip_grad_norm_(parameters, limit)
         found = float(norm)
         if torch.isfinite(norm):
             self.optimizer.step()
@@ -173,19 +158,7 @@ class FsdpRuntimeEngine(BaseEngine):
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """Run a batch by micro-batches.
-
-        Args:
-            data: verl's nested batch of this rank's samples.
-            loss_function: verl's loss of a micro-batch; ``None`` for outputs alone.
-            forward_only: no backward.
-
-        Returns:
-            verl's dict of ``model_output``, ``loss`` and ``metrics``, by sample and by micro-batch.
-
-        Raises:
-            OptionError: the batch cannot be cut, on every rank.
-        """
+        """Run verl's nested batch by micro-batches; return its dict of ``model_output``, ``loss`` and ``metrics``."""
         if loss_function is None and not forward_only:
             raise OptionError("a backward needs a loss_function")
         found = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp)
@@ -245,11 +218,7 @@ class FsdpRuntimeEngine(BaseEngine):
             torch.autograd.backward(torch.stack([values.sum() * 0 for values in scores.values()]).sum())
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move parts to the host (``"cpu"``) or back (the device's name); a part that is there stays.
-
-        Raises:
-            OptionError: gradients would move without the model.
-        """
+        """Move parts to the host (``"cpu"``) or back (the device's name); a part that is there stays."""
         if grad and not model:
             raise OptionError("gradients move with the model: give model=True")
         if self.engine_config.offload_policy or get_device_name() == "cpu":
@@ -268,18 +237,10 @@ class FsdpRuntimeEngine(BaseEngine):
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool | None = None, **kwargs: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
-        """Return the weights for the rollout, and the config of an adapter that is sent by itself.
-
-        Args:
-            layered_summon: gather a part at a time; always so here.
-            base_sync_done: with an adapter that is not merged: the rollout has the base model's weights, so that the
-                adapter's factors are sent; if false, the base model's. Checkpoint engines that send no adapters do
-                not give it, and get the adapter merged.
-            **kwargs: what later versions of verl add.
-
-        Returns:
-            An iterator that every rank exhausts, and the adapter's config or ``None``.
-        """
+        """Return an iterator over the weights for the rollout, which every rank exhausts, and an adapter's config."""
+        # An adapter that is not merged is sent by itself once the rollout has the base model's weights
+        # (``base_sync_done``), and those before. Checkpoint engines that send no adapters do not give that argument,
+        # and get the adapter merged. ``layered_summon``, to gather a part at a time, is always so here.
         merges = (self.model_config.get("lora", None) or {}).get("merge", False)
         dtype = self._sync_dtype()
         if not hasattr(self.module, "peft_config") or merges or base_sync_done is None:
@@ -315,11 +276,7 @@ class FsdpRuntimeEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save what the checkpoint config lists.  Collective.
-
-        Raises:
-            OptionError: ``hdfs_path`` is given.
-        """
+        """Save what the checkpoint config lists.  Collective."""
         _require_no_hdfs(hdfs_path)
         with self._residency.present("parameters", "buffers", "optimizer"):
             self._checkpoints.save(Path(local_path), step=global_step, keep=max_ckpt_to_keep)
@@ -327,12 +284,7 @@ class FsdpRuntimeEngine(BaseEngine):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False, **kwargs: Any
     ) -> None:
-        """Load a checkpoint of any mesh; nothing for ``None``.  Collective.
-
-        Raises:
-            CheckpointError: it is none of this engine, and its weights alone may not be loaded.
-            OptionError: ``hdfs_path`` is given, or verl's state of the data is of another ``dp``.
-        """
+        """Load a checkpoint of any mesh; nothing for ``None``.  Collective."""
         if local_path is None:
             return
         _require_no_hdfs(hdfs_path)

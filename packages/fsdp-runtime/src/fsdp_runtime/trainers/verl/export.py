@@ -46,10 +46,8 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under an adapter, by the names that a rollout with adapters has for them.  Collective.
-
-    A rollout with adapters wraps the layers that have one: vLLM's loader takes ``….base_layer.weight`` for these.
-    """
+    """Yield the weights under an adapter, by the names that a rollout with adapters has for them.  Collective."""
+    # A rollout with adapters wraps the layers that have one: vLLM's loader takes ``….base_layer.weight`` for these.
     config = model.peft_config[_ADAPTER]
     with model.disable_adapter():
         for name, tensor in stream_weights(model, dtype=dtype):
@@ -61,10 +59,6 @@ class Shards:
 
     Blocks that several ranks hold are sent by the first of these.  The gathering group of verl's checkpoint engine is
     the world in every entry, so that all ranks pass the same entries in the same order.
-
-    Args:
-        model: the parallelized model.
-        dtype: the dtype of the rollout's weights.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -73,10 +67,8 @@ class Shards:
         self._sent: dict[tuple[str, int], Tensor] = {}
 
     def blocks(self) -> Iterator[tuple[str, int, Tensor, BlockPlacement, bool]]:
-        """Yield name, number, values, place and whether this rank sends them, in one order on all ranks.
-
-        A tensor has as many entries as a rank has blocks of it; a rank with fewer yields empty ones.
-        """
+        """Yield name, number, values, place and whether this rank sends them, in one order on all ranks."""
+        # A tensor has as many entries as a rank has blocks of it; a rank with fewer yields empty ones.
         self._shards.refresh()
         layout, local = self._shards.layout, self._shards.local
         for name, tensor in layout.tensors.items():
@@ -113,11 +105,7 @@ class Shards:
                 self._keep(name, number, values)
 
     def changes(self) -> Iterator[tuple[Any, ...]]:
-        """Yield ``(slots, dtype, counts, indices, values, group)``: what changed, in the flat tensors' coordinates.
-
-        Raises:
-            OptionError: nothing was remembered yet.
-        """
+        """Yield ``(slots, dtype, counts, indices, values, group)``: what changed, in the flat tensors' coordinates."""
         for name, number, values, place, sends in self.blocks():
             index = torch.empty(0, dtype=torch.int64, device=values.device)
             if sends:

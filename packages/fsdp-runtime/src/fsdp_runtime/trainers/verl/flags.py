@@ -170,16 +170,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
 
 
 def refuse(where: str, kind: str, config: Any) -> None:
-    """Refuse what a config sets of the flags that have no counterpart, or that a newer verl added.
-
-    Args:
-        where: what the names of the error begin with.
-        kind: the class of :data:`FLAGS`.
-        config: an object with its fields, or some of them.
-
-    Raises:
-        OptionError: one is set; the message has the way out.
-    """
+    """Refuse what a config sets of the flags that have no counterpart, or that a newer verl added."""
+    # ``where`` begins the names of the error; ``kind`` is a class of ``FLAGS``.
     for name, flag in FLAGS[kind].items():
         value = flag.value_in(config, name) if flag.state == "refused" else None
         if value and value not in _UNSET:

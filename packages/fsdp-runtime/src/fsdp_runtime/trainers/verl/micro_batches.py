@@ -25,31 +25,16 @@ _FACTS = ("samples", "tokens", "longest sequence", "longest group")
 
 @dataclass(frozen=True)
 class CutBatch:
-    """A rank's micro-batches of one batch.
+    """A rank's micro-batches of one batch."""
 
-    Args:
-        batches: the micro-batches.
-        indices: of dynamic micro-batches the samples of each; ``None`` for equal ones.
-        count: the largest number on any rank; the rest are idle.
-    """
-
-    batches: list[Any]
-    indices: Any
-    count: int
+    batches: list[Any]  # the micro-batches
+    indices: Any  # of dynamic micro-batches the samples of each; ``None`` for equal ones
+    count: int  # the largest number on any rank; the rest are idle
 
 
 def cut(data: Any, group: Any, *, cp: int) -> CutBatch:
-    """Cut a batch, and write what verl's losses read of all ranks into it; one small collective.
-
-    Args:
-        data: verl's batch, nested by sample.
-        group: the ranks of ``dp``.
-        cp: ranks that share each row, and with it the limit of tokens.
-
-    Raises:
-        OptionError: a sequence or a forced group is longer than the limit, samples do not divide, or a rank has none;
-            on every rank.
-    """
+    """Cut a batch, and write what verl's losses read of all ranks into it; one small collective."""
+    # The ``cp`` ranks that share each row share the limit of tokens too.
     if tensordict_utils.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
         raise OptionError("data.pad_mode must be no_padding: this engine reads nested batches")
     rules = _rules_of(data, cp)

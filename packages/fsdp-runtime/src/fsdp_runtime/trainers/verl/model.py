@@ -28,11 +28,7 @@ _VISION_TOWERS = ("visual", "vision_tower", "vision_model")
 
 
 def build_module(model_config: Any, config: FsdpRuntimeEngineConfig, *, value_head: bool) -> nn.Module:
-    """Return the module of a config on the meta device, with the adapter that it asks for.
-
-    Raises:
-        ModelError: the architecture has no class with a value head, or no vision tower to freeze.
-    """
+    """Return the module of a config on the meta device, with the adapter that it asks for."""
     hf_config = model_config.hf_config
     code = {"trust_remote_code": True} if model_config.trust_remote_code else {}
     with meta_device():
@@ -148,11 +144,7 @@ def optimizer_of(model: nn.Module, optim: Any) -> torch.optim.Optimizer:
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, optim: Any) -> Any:
-    """Build the schedule of verl's config.
-
-    Raises:
-        OptionError: the schedule is unknown.
-    """
+    """Build the schedule of verl's config."""
     steps, warmup = optim.total_training_steps, optim.lr_warmup_steps
     if warmup is None or warmup <= 0:
         warmup = int(optim.lr_warmup_steps_ratio * steps)

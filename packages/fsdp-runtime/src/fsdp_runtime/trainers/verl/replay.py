@@ -17,17 +17,9 @@ Way = Literal["none", "record", "replay"]
 
 
 def way_of(mode: str, *, forward_only: bool, has_loss: bool, asked: bool | None) -> Way:
-    """Return what a forward does with routes.
-
-    verl's worker says so in the batch for its own names of engines only; for others the call tells:
-    ``compute_log_prob`` runs forward without a loss.
-
-    Args:
-        mode: ``router_replay.mode``.
-        forward_only: the call has no backward.
-        has_loss: the call has a loss.
-        asked: what the batch says, ``None`` if nothing.
-    """
+    """Return what a forward does with routes."""
+    # verl's worker says so in the batch (``asked``) for its own names of engines only; for others the call tells:
+    # ``compute_log_prob`` runs forward without a loss.
     if mode == "disabled" or asked is False:
         return "none"
     if mode == "R2" and forward_only:
@@ -37,11 +29,7 @@ def way_of(mode: str, *, forward_only: bool, has_loss: bool, asked: bool | None)
 
 @contextmanager
 def recorded_or_replayed(way: Way, model: nn.Module, rows: Rows, micro_batch: Any) -> Iterator[Any]:
-    """Run a forward with routes recorded or replayed; yields those that are recorded.
-
-    Raises:
-        OptionError: the batch has no routes to replay.
-    """
+    """Run a forward with routes recorded or replayed; yields those that are recorded."""
     if way == "none":
         with nullcontext():
             yield None

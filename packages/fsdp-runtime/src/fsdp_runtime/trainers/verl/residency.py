@@ -12,12 +12,7 @@ from fsdp_runtime.memory.offload import Part, offload, onload
 
 
 class Residency:
-    """Moves parts of a model to the host and back, each once however often verl asks.
-
-    Args:
-        model: the model.
-        optimizer: its optimizer, ``None`` for one that is not trained.
-    """
+    """Moves parts of a model to the host and back, each once however often verl asks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer

@@ -26,24 +26,14 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Rows:
-    """One micro-batch as rows, packed or padded.
+    """One micro-batch as rows, packed or padded."""
 
-    Args:
-        inputs: the model's inputs, ``[rows, length]``; under ``cp`` those of this rank.
-        targets: ``[rows, length]`` int64, the next token or -100; under ``cp`` those of this rank.
-        temperature: ``[rows, length]`` float32, as the targets.
-        tokens: ``[rows, length]`` bool, the tokens of samples in full rows.
-        offsets: ``[samples + 1]`` offsets of verl's nested tensors.
-        layout: how ``cp`` cuts rows, ``None`` without it.
-        mesh: the mesh.
-    """
-
-    inputs: Mapping[str, Any]
-    targets: Tensor
-    temperature: Tensor
-    tokens: Tensor
-    offsets: Tensor
-    layout: Any
+    inputs: Mapping[str, Any]  # the model's inputs, ``[rows, length]``; under ``cp`` those of this rank
+    targets: Tensor  # ``[rows, length]`` int64, the next token or -100; under ``cp`` those of this rank
+    temperature: Tensor  # ``[rows, length]`` float32, as the targets
+    tokens: Tensor  # ``[rows, length]`` bool, the tokens of samples in full rows
+    offsets: Tensor  # ``[samples + 1]`` offsets of verl's nested tensors
+    layout: Any  # how ``cp`` cuts rows, ``None`` without it
     mesh: DeviceMesh
 
     def nested(self, values: Tensor) -> Tensor:
@@ -65,17 +55,7 @@ class Rows:
 
 
 def rows_of(micro_batch: Any, mesh: DeviceMesh, config: FsdpRuntimeEngineConfig, *, packs: bool) -> Rows:
-    """Return a micro-batch as rows.
-
-    Args:
-        micro_batch: verl's batch on this rank's device.
-        mesh: the mesh.
-        config: the engine's config.
-        packs: whether the model keeps the documents of packed rows apart.
-
-    Raises:
-        OptionError: the batch is to be packed, and the model was not built so.
-    """
+    """Return a micro-batch on this rank's device as rows; ``packs``: the model keeps packed documents apart."""
     ids, positions = micro_batch["input_ids"], micro_batch["position_ids"]
     temperature = tensordict_utils.get_non_tensor_data(micro_batch, "temperature", 1.0)  # a batch of SFT has none
     if not isinstance(temperature, Tensor):

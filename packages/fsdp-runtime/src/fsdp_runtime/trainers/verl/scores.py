@@ -26,21 +26,13 @@ def values_of(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
 
 
 class TokenScores:
-    """Scores tokens by a language model: without logits, unless its head is no linear map or a score needs them.
-
-    Args:
-        model: the parallelized language model.
-    """
+    """Scores tokens by a language model: without logits, unless its head is no linear map or a score needs them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._without_logits = model, True
 
     def __call__(self, rows: Rows, micro_batch: Any, loss_function: Any = None) -> dict[str, Tensor]:
-        """Return the scores that a micro-batch asks for, ``[rows, length]`` of this rank's tokens.
-
-        Raises:
-            OptionError: top-k distillation is asked for without verl's distillation loss.
-        """
+        """Return the scores that a micro-batch asks for, ``[rows, length]`` of this rank's tokens."""
 
         def asked(name: str) -> bool:
             return bool(tensordict_utils.get_non_tensor_data(micro_batch, name, False))
@@ -101,19 +93,10 @@ def _scores(statistics: Any, rows: Rows, *, entropy: bool, squares: bool) -> dic
 
 
 def topk_divergence(logits: Tensor, rows: Rows, micro_batch: Any, loss_function: Any) -> dict[str, Tensor]:
-    """Return verl's per-token values of the forward divergence on a teacher's most probable tokens.
-
-    The formula is ``compute_forward_kl_topk`` of verl, on logits that may be sharded on the vocabulary.
-
-    Args:
-        logits: ``[rows, length, vocab]``.
-        rows: the micro-batch.
-        micro_batch: holds ``teacher_logprobs`` and ``teacher_ids``, nested ``[samples, length, k]``.
-        loss_function: verl's loss, whose keyword ``distillation_config`` bounds log-probabilities.
-
-    Raises:
-        OptionError: the loss has no such config.
-    """
+    """Return verl's per-token values of the forward divergence on a teacher's most probable tokens."""
+    # The formula is ``compute_forward_kl_topk`` of verl, on logits that may be sharded on the vocabulary. The
+    # micro-batch holds ``teacher_logprobs`` and ``teacher_ids``, nested ``[samples, length, k]``, and the keyword
+    # ``distillation_config`` of verl's loss bounds log-probabilities.
     config = getattr(loss_function, "keywords", {}).get("distillation_config")
     if config is None:
         raise OptionError("distillation_use_topk needs verl's distillation_ppo_loss with its distillation_config")

@@ -27,23 +27,13 @@ _Splits = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """The tokens that came to a rank, and which of its experts they are for.
+    """The tokens that came to a rank, and which of its experts they are for; a *pair* is a token with one expert."""
 
-    A *pair* is a token with one of its experts.
-
-    Args:
-        rows: ``[rows, hidden]``, one for every token and rank that it came from.
-        pair_row: ``[pairs]``, the row of each pair.
-        pair_expert: ``[pairs]``, its expert, counted from this rank's first.
-        pair_weight: ``[pairs]``, its routing weight.
-        state: what :meth:`TokenExchange.combine` needs to send the results back.
-    """
-
-    rows: Tensor
-    pair_row: Tensor
-    pair_expert: Tensor
-    pair_weight: Tensor
-    state: Any
+    rows: Tensor  # ``[rows, hidden]``, one for every token and rank that it came from
+    pair_row: Tensor  # ``[pairs]``, the row of each pair
+    pair_expert: Tensor  # ``[pairs]``, its expert, counted from this rank's first
+    pair_weight: Tensor  # ``[pairs]``, its routing weight
+    state: Any  # what :meth:`TokenExchange.combine` needs to send the results back
 
 
 class TokenExchange(ABC):
@@ -166,10 +156,8 @@ class _Dispatch(torch.autograd.Function):
 
 
 def to_experts(exchange: TokenExchange, tokens: Tensor) -> tuple[Tensor, list[int]]:
-    """Send every expert's tokens ``[experts, tokens, hidden]``, of any number of tokens on each rank, to its rank.
-
-    Returns ``[own experts, tokens of all ranks, hidden]``, and the number of tokens of each rank.
-    """
+    """Send every expert's tokens ``[experts, tokens, hidden]``, of any number of tokens on each rank, to its rank."""
+    # Returns ``[own experts, tokens of all ranks, hidden]``, and the number of tokens of each rank.
     mesh, (experts, number, hidden) = exchange.mesh, tokens.shape
     ranks = mesh.size()
     own = experts // ranks
