@@ -231,6 +231,9 @@ CASES: Provocations = {
     "tp_plans/checks/gradients.py": {
         "one element per head": lambda: _check(*_wide_attention({"sinks": (8,)})),
         "norm of all {size} features": lambda: _check(*_wide_attention(q_norm=nn.LayerNorm(32, bias=False))),
+        "its gradient would be a partial sum": lambda: _check(
+            {"norm": SequenceParallel()}, Tree(norm=Tree(inner=nn.LayerNorm(8)))
+        ),
         "norm of one head": lambda: _check(*_wide_attention(q_norm=nn.LayerNorm(4, bias=False))),
     },
     "tp_plans/checks/interfaces.py": {

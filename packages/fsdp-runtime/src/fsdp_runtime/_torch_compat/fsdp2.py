@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_runtime._torch_compat.meshes import local_tensor
@@ -165,6 +165,20 @@ def _unshard(group: Any, async_op: bool = False) -> None:
     elif group.is_unsharded:
         group._to_sharded()
     group.unshard(async_op)
+
+
+def gather_before_gradient(root: FSDPModule, tensor: Tensor) -> None:
+    """Gather every FSDP module before a backward computes the gradient of a tensor, as of a cache of keys.
+
+    FSDP2 does so for outputs of FSDP modules only, privately in torch 2.10 to 2.15.
+    """
+    states = dict.fromkeys(state for state, _ in _groups_below(root))
+
+    def gather(gradient: Tensor) -> None:
+        for state in states:
+            state._pre_backward(gradient)
+
+    tensor.register_hook(gather)  # type: ignore[no-untyped-call]
 
 
 def in_forward(unit: FSDPModule) -> bool:
