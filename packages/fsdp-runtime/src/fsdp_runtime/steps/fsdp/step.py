@@ -9,7 +9,6 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_runtime._torch_compat import has_forward
+from fsdp_runtime._torch_compat import has_forward, initialize_root
 from fsdp_runtime._transformers_compat.models import keep_recording
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gathered_copies import keep_readers_on_shards, refuse_gradient_hooks
-from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
+from fsdp_runtime.model.inference_mode import gather_outside_inference_mode, leave_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
@@ -152,7 +151,7 @@ def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDty
 
 
 def _require_root_forward(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:
-    """Make a call of the root's own modules (embedding, final norm, head) raise while the root is not gathered.
+    """Gather the root for a call of its own modules (embedding, final norm, head) alone, or refuse one with gradients.
 
     Modules inside blocks are left alone, so that compiled blocks do not trace the check.
     """
@@ -162,18 +161,37 @@ def _require_root_forward(model: nn.Module, structure: ModelStructure, replicate
         if module is model or module in blocks or parameter in replicated:
             continue
         if isinstance(parameter, DTensor):
-            check = partial(_check_gathered, path=path, mesh_ndim=parameter.device_mesh.ndim)
-            hook_forward(module, "checks that FSDP2 has gathered it", before=check, first=True)
+            alone = _GatheredAlone(model, path, parameter.device_mesh.ndim)
+            effect = "gathers FSDP2's root where it is called alone"
+            hook_forward(module, effect, before=alone.gather, after=alone.free, first=True, always=True)
 
 
-def _check_gathered(module: nn.Module, _args: Any, _kwargs: Any, *, path: str, mesh_ndim: int) -> None:
-    parameter: object = next(module.parameters(recurse=False), None)
-    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == mesh_ndim:  # gathered ones lack FSDP2's axes
-        raise ModelError(
-            f"{path} is called outside of the model's own forward, where FSDP2 keeps its parameters sharded: call the "
-            "model, or forward_with_lm_head(model, function, ...) for a loss on hidden states; without gradients also "
-            "'with unsharded(model):'"
-        )
+class _GatheredAlone:
+    """Hooks around a module of the root, which its own forward has gathered, and ``generate`` may call before."""
+
+    def __init__(self, root: Any, path: str, mesh_ndim: int) -> None:
+        self.root, self.path, self.mesh_ndim = root, path, mesh_ndim
+        self.is_alone = False
+
+    def gather(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        parameter: object = next(module.parameters(recurse=False), None)
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != self.mesh_ndim:
+            return  # gathered ones lack FSDP2's axes
+        if torch.is_grad_enabled():
+            raise ModelError(
+                f"{self.path} is called outside of the model's own forward, where FSDP2 keeps its parameters sharded: "
+                "call the model, or forward_with_lm_head(model, function, ...) for a loss on hidden states, or call it "
+                "without gradients"
+            )
+        initialize_root(self.root)
+        self.is_alone = True
+        with leave_inference_mode():  # FSDP2 keeps the tensors that it allocates
+            self.root.unshard()
+
+    def free(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if self.is_alone:
+            self.is_alone = False
+            self.root.reshard()
 
 
 def _divide_gradients(module: nn.Module, scale: float) -> None:
