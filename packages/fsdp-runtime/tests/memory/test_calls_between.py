@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp_runtime
@@ -384,6 +384,27 @@ def _cleared_in_part() -> str:
 def test_an_optimizer_of_some_parameters_cannot_clear_what_waits_for_an_all_reduce(two_ranks: RankPool) -> None:
     for message in two_ranks.run(_cleared_in_part):
         assert message.startswith("zero_grad of this SGD clears some of the gradients")
+
+
+def _step_before_the_reduction(axis: str, dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float64)
+    mesh = MeshSpec(**{axis: 2}).build(device_type="cpu")
+    model = parallelize(tiny_model("Qwen3ForCausalLM"), mesh, fsdp=FSDPOptions(mp_policy=policy))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
+    with fsdp_runtime.no_sync(model, reduce_scatter=axis == "dp_replicate"):
+        _logprobs(model, tokens).mean().backward()
+    with pytest.raises(ModelError, match="gradients that are not reduced"):
+        optimizer.step()
+    _logprobs(model, tokens).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("axis", "dtype"), [("dp_shard", None), ("dp_shard", torch.bfloat16), ("dp_replicate", None)])
+def test_a_step_before_gradients_are_reduced_is_refused(
+    two_ranks: RankPool, axis: str, dtype: torch.dtype | None
+) -> None:
+    two_ranks.run(_step_before_the_reduction, axis, dtype)
 
 
 def _step_inside_unsharded() -> None:

@@ -84,16 +84,19 @@ def _keep_parameters(group: Any, modules: Container[nn.Module]) -> bool:
     return bool(group.fsdp_params)
 
 
-def unreduced_gradients(unit: FSDPModule) -> int:
-    """Return the number of an FSDP module's parameters with a gradient that is not reduced.
+def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the shards of an FSDP module whose gradient is not reduced, or not yet over replicas.
 
     Under ``set_requires_gradient_sync(False)`` that is intended; torch 2.10 to 2.15 have no public way to ask.
     """
-    return sum(
-        getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+    return [
+        parameter.sharded_param
         for group in _parameter_groups(unit)
         for parameter in group.fsdp_params
-    )
+        if parameter.unsharded_accumulated_grad is not None
+        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+        or (group._partial_reduce_output is not None and parameter.sharded_param.requires_grad)
+    ]
 
 
 def reduce_gradients(root: FSDPModule) -> None:

@@ -9,7 +9,8 @@ forward after an optimizer's step would compute with the old values.  So:
 - ``named_parameters``, ``parameters`` and ``zero_grad`` give or clear the shards (``steps.guards``), which changes no
   communication, even on one rank alone;
 - ``zero_grad`` of an optimizer drops what ``no_sync`` has accumulated of its parameters, and no shard has yet;
-- the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises;
+- the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises, as does
+  one whose gradients are not reduced;
 - a forward gathers again what was written since, and starts afresh after a pass that raised.
 """
 
@@ -44,6 +45,7 @@ from fsdp_runtime._torch_compat import (
     reset_after_error,
     show_shards,
     tree_leaves,
+    unreduced_gradients,
     watch_zero_grad,
 )
 from fsdp_runtime.errors import ModelError
@@ -235,6 +237,12 @@ def _refuse_copies(optimizer: Optimizer, *_: Any) -> None:
                 f"this {type(optimizer).__name__} holds {len(copies)} gathered copies of FSDP2's parameters (first of "
                 f"shape {tuple(copies[0].shape)}), which modules hold inside of 'with unsharded(model):', so its step "
                 "would change nothing: build the optimizer from model.parameters()"
+            )
+        waiting = held.intersection(shard for unit in _units(root) for shard in unreduced_gradients(unit))
+        if waiting and not in_backward():
+            raise ModelError(
+                f"{len(waiting)} parameters of this {type(optimizer).__name__} have gradients that are not reduced, "
+                "which its step would leave out: run the last backward of a step outside of 'with no_sync(model):'"
             )
 
 
