@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_runtime._torch_compat import has_forward, initialize_root
+from fsdp_runtime._torch_compat import has_forward, initialize_root, own_parameters
 from fsdp_runtime._transformers_compat.models import keep_recording
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gathered_copies import keep_readers_on_shards, refuse_gradient_hooks
@@ -90,8 +90,7 @@ def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDty
         return
     if options.master_dtype is not None:
         _convert_trainable(model, options.master_dtype)
-    reduced = {model.get_parameter(name) for name in dtypes.replicated}
-    replicated = replicated_parameters(model, options) | reduced
+    replicated = replicated_parameters(model, options) | {model.get_parameter(name) for name in dtypes.replicated}
     policy = options.mp_policy or MixedPrecisionPolicy()
     casts = policy.cast_forward_inputs and dtypes.casts_block_inputs
     block_policy = replace(
@@ -138,8 +137,10 @@ def _apply(model: nn.Module, setup: Setup, options: FSDPOptions, dtypes: FSDPDty
         shard(path, block, mesh, policy=block_policy, reshard_after_forward=frees(path))
     reshards_root = options.reshard_after_forward and options.reshard_last_block
     shard("", model, mesh, policy=policy, reshard_after_forward=reshards_root)
-    for parameter in reduced:
-        reduce_gradients(parameter, mesh, options.gradient_divide_factor or mesh.size())
+    of_experts = {parameter for module in experts.values() for parameter in module.parameters()}
+    for parameter in replicated:
+        ranks = mesh if expert_mesh is None or parameter not in of_experts else expert_mesh
+        reduce_gradients(parameter, ranks, options.gradient_divide_factor or mesh.size())
     keep_recording(model)
     gather_outside_inference_mode(model)
     keep_readers_on_shards(model)
@@ -157,10 +158,8 @@ def _require_root_forward(model: nn.Module, structure: ModelStructure, replicate
     """
     blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
     for path, module in model.named_modules():
-        parameter = next(module.parameters(recurse=False), None)
-        if module is model or module in blocks or parameter in replicated:
-            continue
-        if isinstance(parameter, DTensor):
+        parameter = next((each for each in module.parameters(recurse=False) if each not in replicated), None)
+        if isinstance(parameter, DTensor) and module is not model and module not in blocks:
             alone = _GatheredAlone(model, path, parameter.device_mesh.ndim)
             effect = "gathers FSDP2's root where it is called alone"
             hook_forward(module, effect, before=alone.gather, after=alone.free, first=True, always=True)
@@ -174,8 +173,8 @@ class _GatheredAlone:
         self.is_alone = False
 
     def gather(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        parameter: object = next(module.parameters(recurse=False), None)
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != self.mesh_ndim:
+        own = [each for each in own_parameters(module).values() if isinstance(each, DTensor)]
+        if all(each.device_mesh.ndim != self.mesh_ndim for each in own):
             return  # gathered ones lack FSDP2's axes
         if torch.is_grad_enabled():
             raise ModelError(
