@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, describe_parallelism, parallelize
+from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, describe_parallelism, parallelize, submesh
 from fsdp_runtime.model import inspect_model
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
@@ -114,12 +114,12 @@ def test_frozen_towers_change_no_other_gradient(four_ranks: RankPool, frozen: st
 
 
 class _Tempered(nn.Module):
-    """A policy with a learned temperature, a scalar, that meets logits sharded on the vocabulary."""
+    """A policy with a learned temperature, one element, that meets logits sharded on the vocabulary."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.policy: Any = tiny_model("Qwen3ForCausalLM")
-        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.temperature = nn.Parameter(torch.full(shape, 1.5, dtype=torch.float64))
         self.policy.get_input_embeddings().requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -128,11 +128,11 @@ class _Tempered(nn.Module):
         return full.log_softmax(-1)[..., 5]
 
 
-def _what_stays_whole(axes: dict[str, int]) -> list[str]:
-    model, plain = _Tempered(), _Tempered()
-    parallelize(model, mesh_for(axes), fsdp=FSDPOptions(frozen_params="replicate"))
+def _what_stays_whole(axes: dict[str, int], shape: tuple[int, ...]) -> list[str]:
+    model, plain, mesh = _Tempered(shape), _Tempered(shape), mesh_for(axes)
+    parallelize(model, mesh, fsdp=FSDPOptions(frozen_params="replicate"))
     tokens = tiny_inputs(plain.policy, batch=2, length=5)["input_ids"]
-    own = tokens[torch.distributed.get_rank()][None] if "dp_shard" in axes else tokens
+    own = tokens[submesh(mesh, "dp").get_local_rank()][None] if "dp_shard" in axes else tokens
     for trained in (False, True):
         for each, rows in ((model, own), (plain, tokens)):
             each.zero_grad()
@@ -144,11 +144,15 @@ def _what_stays_whole(axes: dict[str, int]) -> list[str]:
     return ["temperature"] if isinstance(model.temperature.grad, DTensor) else []
 
 
-@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}])
+@pytest.mark.parametrize(("axes", "shape"), [({"dp_shard": 2}, ()), ({"tp": 2}, ()), ({"tp": 2}, (1,))])
 def test_scalars_and_parameters_that_are_trained_later_have_gradients_of_all_ranks(
-    two_ranks: RankPool, axes: dict[str, int]
+    two_ranks: RankPool, axes: dict[str, int], shape: tuple[int, ...]
 ) -> None:
-    assert two_ranks.run(_what_stays_whole, axes) == [[], []]
+    assert two_ranks.run(_what_stays_whole, axes, shape) == [[], []]
+
+
+def test_one_element_under_fsdp_and_tp_has_the_gradient_of_all_ranks(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_what_stays_whole, {"dp_shard": 2, "tp": 2}, (1,)) == [[]] * 4
 
 
 def _frozen_in_another_dtype() -> None:

@@ -58,6 +58,7 @@ def resolve_fsdp_dtypes(
     *,
     wrapped: Iterable[str],
     experts: Iterable[str] = (),
+    over_tp: bool = False,
 ) -> FSDPDtypes:
     """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed.
 
@@ -67,18 +68,20 @@ def resolve_fsdp_dtypes(
         options: dtypes of computation and of master weights.
         wrapped: paths of the blocks that become FSDP modules.
         experts: paths of the modules of experts that become FSDP modules.
+        over_tp: layers are sharded: a parameter of one element may meet a DTensor, and FSDP2 does not reduce the
+            gradient that it has then.  FSDP2 takes no parameter without a dim in any case.
 
     Raises:
         OptionError: a module of experts has trainable parameters of several dtypes.
     """
     dtypes = _dtypes(model, options)
+    replicated = [name for name, each in model.named_parameters() if each.ndim == 0 or (over_tp and each.numel() == 1)]
     units: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)  # by path of the FSDP module
     paths = {*wrapped, *experts}
     for name, parameter in model.named_parameters():
-        if name in dtypes and parameter.ndim:
+        if name in dtypes and name not in replicated:
             units[next((above for above in _modules_above(name) if above in paths), "")][name] = parameter
     modules: list[str] = []
-    replicated = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]  # FSDP2 takes no scalars
     own_dtype: set[str] = set()
     policy = options.mp_policy
     for path, parameters in units.items():

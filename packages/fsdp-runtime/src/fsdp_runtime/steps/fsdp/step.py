@@ -69,7 +69,8 @@ class FSDP2(Step):
         if setup.meshes.fsdp is None:
             return FSDPDtypes()
         refuse_gradient_hooks(model)
-        return fsdp_dtypes(model, setup.structure, self.options, expert_modules(model, setup.expert_plan))
+        experts = expert_modules(model, setup.expert_plan)
+        return fsdp_dtypes(model, setup.structure, self.options, experts, over_tp=setup.tp > 1)
 
     def apply(self, model: nn.Module, setup: Setup, found: FSDPDtypes) -> None:
         """Wrap the modules; nothing changes where the mesh needs no FSDP2."""
@@ -225,7 +226,12 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
 
 
 def fsdp_dtypes(
-    model: nn.Module, structure: ModelStructure, options: FSDPOptions, experts: Mapping[str, nn.Module] | None = None
+    model: nn.Module,
+    structure: ModelStructure,
+    options: FSDPOptions,
+    experts: Mapping[str, nn.Module] | None = None,
+    *,
+    over_tp: bool = False,
 ) -> FSDPDtypes:
     """Return how FSDP2 keeps the dtypes that the model computes in; the model is not changed.
 
@@ -233,7 +239,7 @@ def fsdp_dtypes(
         OptionError: a module of experts has trainable parameters of several dtypes.
     """
     blocks = _blocks_to_wrap(model, structure, options)
-    return resolve_fsdp_dtypes(model, structure, options, wrapped=blocks, experts=experts or ())
+    return resolve_fsdp_dtypes(model, structure, options, wrapped=blocks, experts=experts or (), over_tp=over_tp)
 
 
 def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> dict[str, nn.Module]:

@@ -51,7 +51,7 @@ def _has_sharded_logits(style: Style | None) -> TypeGuard[ColwiseParallel]:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """Return the gradient of a plain scalar that was multiplied with a DTensor, such as of a learned temperature."""
+    """Return the gradient of one plain element that was multiplied with a DTensor, such as a learned temperature."""
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
@@ -163,7 +163,7 @@ class TensorParallel(Step):
         styles: Mapping[str, Any] = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
         parallelize_module(model, meshes.tp, dict(styles))
         for parameter in model.parameters():
-            if parameter.ndim == 0 and not isinstance(parameter, DTensor):
+            if parameter.numel() == 1 and not isinstance(parameter, DTensor):
                 hook_gradient(parameter, _plain)
         gather_logits_in_generate(model)
         heads = [path for path, style in styles.items() if _has_sharded_logits(getattr(style, "style", None))]
