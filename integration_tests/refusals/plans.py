@@ -205,8 +205,10 @@ CASES: Provocations = {
         ),
     },
     "tp_plans/infer/suggest.py": {
-        "has no embedding": lambda: _plan("inferred", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
-        "has no list of blocks": lambda: suggest(Tree(embed_tokens=nn.Embedding(16, 8))),
+        "suggest proposes plans for models of tokens": (
+            lambda: _plan("inferred", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
+            lambda: suggest(Tree(embed_tokens=nn.Embedding(16, 8))),
+        ),
         "is no module of": lambda: suggest(Own(), gathered=["layers.*.norm"]),
     },
     "tp_plans/checks/__init__.py": {
