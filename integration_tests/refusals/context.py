@@ -218,10 +218,12 @@ CASES: Provocations = {
     },
     "fsdp_runtime/steps/context/step.py": {
         "picks one token": lambda: _over_cp(_reward_model(), plan=None),
-        "has an encoder and a decoder": lambda: _over_cp(_t5(), plan=None),
         "makes one vector of each row": lambda: _over_cp(headed("bert", "trunk"), plan=None),
-        "its {reason}; use cp=1": lambda: _over_cp(headed("mobilebert", "masked"), plan=None),
-        "multiplies this rank's embeddings": lambda: _over_cp(headed("deberta", "masked"), plan=None),
+        "its {reason}; use cp=1": (
+            lambda: _over_cp(_t5(), plan=None),
+            lambda: _over_cp(headed("mobilebert", "masked"), plan=None),
+            lambda: _over_cp(headed("deberta", "masked"), plan=None),
+        ),
         "computes attention by": lambda: _over_cp(with_attention("flex_attention")),
         "has rotary embeddings of type": lambda: _over_cp(_rope()),
         "is not under context parallelism": lambda: attention_of(_llama()),

@@ -72,8 +72,10 @@ CASES: Provocations = {
         "cannot share prefixes": lambda: _shared(row("doge, mixture")),
         "on the full sequence of all cp ranks": lambda: _shared(row("deepseek_v32"), {"cp": 2}),
         "has bidirectional attention": lambda: _shared(_both_ways()),
-        "subtree_end needs position_ids": lambda: _shared_forward(),
-        "take neither attention_mask": lambda: _shared_forward(position_ids=PACKED, use_cache=True),
+        "subtree_end needs position_ids": (
+            lambda: _shared_forward(),
+            lambda: _shared_forward(position_ids=PACKED, use_cache=True),
+        ),
     },
     "fsdp_runtime/_transformers_compat/masks.py": {
         "bidirectional attention cannot": lambda: _shared_forward(headed("bert", "masked"), position_ids=PACKED),

@@ -205,8 +205,10 @@ CASES: Provocations = {
         ),
     },
     "tp_plans/infer/suggest.py": {
-        "has no embedding": lambda: _plan("inferred", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
-        "has no list of blocks": lambda: suggest(Tree(embed_tokens=nn.Embedding(16, 8))),
+        "suggest proposes plans for models of tokens": (
+            lambda: _plan("inferred", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
+            lambda: suggest(Tree(embed_tokens=nn.Embedding(16, 8))),
+        ),
         "is no module of": lambda: suggest(Own(), gathered=["layers.*.norm"]),
     },
     "tp_plans/checks/__init__.py": {
@@ -231,6 +233,9 @@ CASES: Provocations = {
     "tp_plans/checks/gradients.py": {
         "one element per head": lambda: _check(*_wide_attention({"sinks": (8,)})),
         "norm of all {size} features": lambda: _check(*_wide_attention(q_norm=nn.LayerNorm(32, bias=False))),
+        "its gradient would be a partial sum": lambda: _check(
+            {"norm": SequenceParallel()}, Tree(norm=Tree(inner=nn.LayerNorm(8)))
+        ),
         "norm of one head": lambda: _check(*_wide_attention(q_norm=nn.LayerNorm(4, bias=False))),
     },
     "tp_plans/checks/interfaces.py": {

@@ -304,7 +304,8 @@ def without_adapters(model: nn.Module) -> nn.Module:
     def bare(module: nn.Module) -> nn.Module:
         module = unwrapped(module)
         if module not in copies:
-            copies[module] = same = copy.copy(module)
+            copies[module] = same = module.__new__(type(module))  # ``copy.copy`` refuses parametrized modules
+            same.__dict__.update(module.__dict__)
             same._modules = {name: child and bare(child) for name, child in module._modules.items()}
         return copies[module]
 

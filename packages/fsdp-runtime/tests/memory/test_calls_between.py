@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdp_runtime
@@ -386,6 +386,27 @@ def test_an_optimizer_of_some_parameters_cannot_clear_what_waits_for_an_all_redu
         assert message.startswith("zero_grad of this SGD clears some of the gradients")
 
 
+def _step_before_the_reduction(axis: str, dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float64)
+    mesh = MeshSpec(**{axis: 2}).build(device_type="cpu")
+    model = parallelize(tiny_model("Qwen3ForCausalLM"), mesh, fsdp=FSDPOptions(mp_policy=policy))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
+    with fsdp_runtime.no_sync(model, reduce_scatter=axis == "dp_replicate"):
+        _logprobs(model, tokens).mean().backward()
+    with pytest.raises(ModelError, match="gradients that are not reduced"):
+        optimizer.step()
+    _logprobs(model, tokens).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("axis", "dtype"), [("dp_shard", None), ("dp_shard", torch.bfloat16), ("dp_replicate", None)])
+def test_a_step_before_gradients_are_reduced_is_refused(
+    two_ranks: RankPool, axis: str, dtype: torch.dtype | None
+) -> None:
+    two_ranks.run(_step_before_the_reduction, axis, dtype)
+
+
 def _step_inside_unsharded() -> None:
     model = _model()
     tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
@@ -403,3 +424,31 @@ def _step_inside_unsharded() -> None:
 
 def test_a_step_inside_unsharded_is_seen_by_the_next_forward(two_ranks: RankPool) -> None:
     two_ranks.run(_step_inside_unsharded)
+
+
+def _through_a_cache() -> float:
+    model, alone = _model(), tiny_model("Qwen3ForCausalLM", num_hidden_layers=4)
+    tokens = tiny_inputs(alone, batch=2, length=7)["input_ids"]
+    gradients = []
+    for each in (model, alone):
+        kept = each(tokens[:, :4], use_cache=True).past_key_values
+        each(tokens[:, 4:], past_key_values=kept).logits.square().sum().backward()
+        weight = each.model.layers[1].self_attn.k_proj.weight.grad
+        gradients.append(weight.full_tensor() if isinstance(weight, DTensor) else weight)
+    return float((gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max())
+
+
+def test_gradients_reach_a_forward_through_the_cache_that_it_filled(two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(_through_a_cache)) < 1e-9
+
+
+def _gradient_of_a_gradient() -> None:
+    model = _model()
+    embeddings = torch.randn(1, 4, 64, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ModelError, match="gradients of gradients"):
+        torch.autograd.grad(model(inputs_embeds=embeddings).logits.sum(), [embeddings], create_graph=True)
+    model(inputs_embeds=embeddings).logits.sum().backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused(two_ranks: RankPool) -> None:
+    two_ranks.run(_gradient_of_a_gradient)

@@ -8,6 +8,7 @@ from tp_plans import (
     Plan,
     Replicate,
     RowwiseParallel,
+    SequenceParallel,
     Shard,
     check,
     plan_for,
@@ -119,3 +120,11 @@ def test_a_norm_among_layers_of_its_own_is_judged_by_those():
     """As in an indexer that picks keys beside the attention's own projections."""
     indexer = Module(wk=Linear(4, 32), k_norm=Norm(4))
     assert findings(RULES, attention(indexer=indexer)) == []
+
+
+def test_what_sits_below_a_norm_with_a_rule_needs_the_rule():
+    model = Module(norm=Module(norm=Norm(32), scale=Module(inner=Linear(32, 32))))
+    (first, second) = findings({"norm": SequenceParallel()}, model)
+    assert [found.where for found in (first, second)] == ["norm.norm", "norm.scale.inner"]
+    assert "SequenceParallel of norm sums those of its own parameters only" in first.message
+    assert findings({f"norm.{name}": SequenceParallel() for name in ("norm", "scale.inner")}, model) == []

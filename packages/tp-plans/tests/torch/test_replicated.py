@@ -54,27 +54,43 @@ def test_a_replicated_layer_may_change_the_size_of_the_features(two_ranks):
     assert two_ranks.run(projection_faults, "partial", **how) == [[], []]
 
 
-class AddedScales(nn.Module):
+class Added(nn.Module):
     """Two parameters that are added elementwise: they get one gradient."""
 
-    def __init__(self):
+    def __init__(self, *shape):
         super().__init__()
-        self.first, self.second = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+        self.first, self.second = (nn.Parameter(torch.ones(shape)) for _ in range(2))
 
     def forward(self, values):
         return values * (self.first + self.second)
 
 
-def scaled_gradients():
-    module = parallelized(AddedScales().double(), {"": NoParallel()})
-    module(torch.ones(3, WIDTH, dtype=torch.float64)).sum().backward()
-    for parameter in module.parameters():
-        parameter.grad.mul_(0.5)
-    return [parameter.grad.to_local().tolist() for parameter in module.parameters()]
+def scaled_gradients(*shape):
+    """Return gradients after halving; of matrices also where the module above takes the parts of its children."""
+    found = []
+    for rule in ("", "0"):
+        module = parallelized(nn.Sequential(Added(*shape)).double(), {rule: NoParallel(), "0": NoParallel()})
+        module(torch.ones(3, WIDTH, dtype=torch.float64)).sum().backward()
+        for parameter in module.parameters():
+            parameter.grad.mul_(0.5)
+            found.append(parameter.grad.to_local().unique().tolist())
+    return found
 
 
-def test_gradients_of_parameters_that_are_added_share_no_memory(two_ranks):
-    assert two_ranks.run(scaled_gradients) == [[[1.5] * WIDTH] * 2] * 2
+@pytest.mark.parametrize(("shape", "gradient"), [((WIDTH,), 1.5), ((3, WIDTH), 0.5)])
+def test_gradients_of_parameters_that_are_added_share_no_memory(two_ranks, shape, gradient):
+    assert two_ranks.run(scaled_gradients, *shape) == [[[gradient]] * 4] * 2
+
+
+def gradient_of_gradient(style):
+    module = parallelized(norm().double(), {"": style})
+    loss = module(activation(3, 4, WIDTH).requires_grad_()).full_tensor().square().sum()
+    torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+
+
+def test_a_gradient_of_a_gradient_is_refused(two_ranks):
+    with pytest.raises(RanksFailed, match="CapabilityError: gradients of gradients"):
+        two_ranks.run(gradient_of_gradient, SequenceParallel())
 
 
 def apply(build, style, layout):

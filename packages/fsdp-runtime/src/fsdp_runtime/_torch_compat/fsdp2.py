@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_runtime._torch_compat.meshes import local_tensor
@@ -84,16 +84,19 @@ def _keep_parameters(group: Any, modules: Container[nn.Module]) -> bool:
     return bool(group.fsdp_params)
 
 
-def unreduced_gradients(unit: FSDPModule) -> int:
-    """Return the number of an FSDP module's parameters with a gradient that is not reduced.
+def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the shards of an FSDP module whose gradient is not reduced, or not yet over replicas.
 
     Under ``set_requires_gradient_sync(False)`` that is intended; torch 2.10 to 2.15 have no public way to ask.
     """
-    return sum(
-        getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+    return [
+        parameter.sharded_param
         for group in _parameter_groups(unit)
         for parameter in group.fsdp_params
-    )
+        if parameter.unsharded_accumulated_grad is not None
+        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+        or (group._partial_reduce_output is not None and parameter.sharded_param.requires_grad)
+    ]
 
 
 def reduce_gradients(root: FSDPModule) -> None:
@@ -165,6 +168,20 @@ def _unshard(group: Any, async_op: bool = False) -> None:
     elif group.is_unsharded:
         group._to_sharded()
     group.unshard(async_op)
+
+
+def gather_before_gradient(root: FSDPModule, tensor: Tensor) -> None:
+    """Gather every FSDP module before a backward computes the gradient of a tensor, as of a cache of keys.
+
+    FSDP2 does so for outputs of FSDP modules only, privately in torch 2.10 to 2.15.
+    """
+    states = dict.fromkeys(state for state, _ in _groups_below(root))
+
+    def gather(gradient: Tensor) -> None:
+        for state in states:
+            state._pre_backward(gradient)
+
+    tensor.register_hook(gather)  # type: ignore[no-untyped-call]
 
 
 def in_forward(unit: FSDPModule) -> bool:

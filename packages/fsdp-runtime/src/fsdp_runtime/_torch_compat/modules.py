@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,6 +84,14 @@ def has_forward(module: nn.Module) -> bool:
 def parameter_hooks(parameter: Tensor) -> tuple[Any, Any]:
     """The hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``; private in torch 2.10 to 2.15."""
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
+    """Register a hook on the gradient of a parameter, which may be frozen as yet (torch 2.10 to 2.15 refuse that)."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_()
+    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trains)
 
 
 def set_parameter_hooks(parameter: Tensor, hooks: tuple[Any, Any]) -> None:

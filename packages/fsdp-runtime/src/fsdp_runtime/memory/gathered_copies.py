@@ -9,19 +9,20 @@ forward after an optimizer's step would compute with the old values.  So:
 - ``named_parameters``, ``parameters`` and ``zero_grad`` give or clear the shards (``steps.guards``), which changes no
   communication, even on one rank alone;
 - ``zero_grad`` of an optimizer drops what ``no_sync`` has accumulated of its parameters, and no shard has yet;
-- the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises;
+- the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises, as does
+  one whose gradients are not reduced;
 - a forward gathers again what was written since, and starts afresh after a pass that raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -30,6 +31,7 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._torch_compat import (
     copied_versions,
     drop_unreduced_gradients,
+    gather_before_gradient,
     gathered_copies,
     gathered_units,
     has_gradient_hooks,
@@ -42,6 +44,8 @@ from fsdp_runtime._torch_compat import (
     parameter_owners,
     reset_after_error,
     show_shards,
+    tree_leaves,
+    unreduced_gradients,
     watch_zero_grad,
 )
 from fsdp_runtime.errors import ModelError
@@ -64,16 +68,21 @@ def keep_readers_on_shards(root: nn.Module) -> None:
     states, known = [runtime_state(unit) for unit in units], set(root.modules())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def refresh(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+    def refresh(_module: nn.Module, _args: Any, kwargs: Any) -> None:
         if not in_backward():
             _refresh(root)
             if torch.is_grad_enabled():
                 _refuse_new_modules(root, known)
+                kept = getattr(kwargs.get("past_key_values"), "layers", ())
+                for tensor in _trained_tensors([vars(layer) for layer in kept]):  # by the forward that filled a cache
+                    gather_before_gradient(root, tensor)  # type: ignore[arg-type]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if in_backward():
             return
+        for tensor in _trained_tensors(output):
+            tensor.register_hook(_refuse_second_gradients)  # type: ignore[no-untyped-call]
         reset_after_error(root)  # type: ignore[arg-type]  # the forward raised
         for state in states:
             state.versions = ()
@@ -86,6 +95,19 @@ def keep_readers_on_shards(root: nn.Module) -> None:
     hook_forward(root, "frees what a forward without gradients gathered", after=leave, always=True)
     _roots.add(root)
     _watch_optimizers()
+
+
+def _trained_tensors(values: Any) -> Iterator[Tensor]:
+    if torch.is_grad_enabled():
+        yield from (each for each in tree_leaves(values) if isinstance(each, Tensor) and each.requires_grad)
+
+
+def _refuse_second_gradients(_gradient: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "gradients of gradients (create_graph=True) of a model under FSDP2, which frees what they are computed "
+            "from: leave create_graph out, and take differences of two backwards, or a model in one process"
+        )
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
@@ -198,6 +220,12 @@ def _refuse_copies(optimizer: Optimizer, *_: Any) -> None:
                 f"this {type(optimizer).__name__} holds {len(copies)} gathered copies of FSDP2's parameters (first of "
                 f"shape {tuple(copies[0].shape)}), which modules hold inside of 'with unsharded(model):', so its step "
                 "would change nothing: build the optimizer from model.parameters()"
+            )
+        waiting = held.intersection(shard for unit in _units(root) for shard in unreduced_gradients(unit))
+        if waiting and not in_backward():
+            raise ModelError(
+                f"{len(waiting)} parameters of this {type(optimizer).__name__} have gradients that are not reduced, "
+                "which its step would leave out: run the last backward of a step outside of 'with no_sync(model):'"
             )
 
 

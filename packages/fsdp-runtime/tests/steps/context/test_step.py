@@ -64,7 +64,9 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
     import transformers
 
     sizes = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    _refused(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), "an encoder and a decoder")
+    _refused(
+        transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), "its decoder attends to an encoder"
+    )
 
 
 def test_masks_that_are_made_from_the_length_of_a_row_are_refused() -> None:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, describe_parallelism, parallelize
+from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, describe_parallelism, parallelize, submesh
 from fsdp_runtime.model import inspect_model
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.pairwise import alternating_first
-from harness.parity import Case, compare
+from harness.parity import Case, compare, gradient_errors, mesh_for
 from harness.ranks import RankPool, RanksFailed
 
 VISION = "model.vision_tower"
@@ -111,6 +111,48 @@ def test_frozen_towers_change_no_other_gradient(four_ranks: RankPool, frozen: st
         errors = {name: error for name, error in report.gradient_errors.items() if VISION not in name}
         assert max(errors.values()) < 1e-4
         assert report.output_error < 1e-5
+
+
+class _Tempered(nn.Module):
+    """A policy with a learned temperature, one element, that meets logits sharded on the vocabulary."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.policy: Any = tiny_model("Qwen3ForCausalLM")
+        self.temperature = nn.Parameter(torch.full(shape, 1.5, dtype=torch.float64))
+        self.policy.get_input_embeddings().requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.policy(tokens, use_cache=False).logits / self.temperature
+        full: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return full.log_softmax(-1)[..., 5]
+
+
+def _what_stays_whole(axes: dict[str, int], shape: tuple[int, ...]) -> list[str]:
+    model, plain, mesh = _Tempered(shape), _Tempered(shape), mesh_for(axes)
+    parallelize(model, mesh, fsdp=FSDPOptions(frozen_params="replicate"))
+    tokens = tiny_inputs(plain.policy, batch=2, length=5)["input_ids"]
+    own = tokens[submesh(mesh, "dp").get_local_rank()][None] if "dp_shard" in axes else tokens
+    for trained in (False, True):
+        for each, rows in ((model, own), (plain, tokens)):
+            each.zero_grad()
+            each.policy.get_input_embeddings().requires_grad_(trained)
+            each(rows).mean().backward()
+        errors = gradient_errors({name: each.grad for name, each in plain.named_parameters()}, model)
+        if wrong := [name for name, error in errors.items() if not error <= 1e-6]:
+            return wrong
+    return ["temperature"] if isinstance(model.temperature.grad, DTensor) else []
+
+
+@pytest.mark.parametrize(("axes", "shape"), [({"dp_shard": 2}, ()), ({"tp": 2}, ()), ({"tp": 2}, (1,))])
+def test_scalars_and_parameters_that_are_trained_later_have_gradients_of_all_ranks(
+    two_ranks: RankPool, axes: dict[str, int], shape: tuple[int, ...]
+) -> None:
+    assert two_ranks.run(_what_stays_whole, axes, shape) == [[], []]
+
+
+def test_one_element_under_fsdp_and_tp_has_the_gradient_of_all_ranks(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_what_stays_whole, {"dp_shard": 2, "tp": 2}, (1,)) == [[]] * 4
 
 
 def _frozen_in_another_dtype() -> None:

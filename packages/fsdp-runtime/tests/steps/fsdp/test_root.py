@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from transformers import T5Config, T5ForConditionalGeneration
 
 import rl_logprobs
 from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, parallelize, unsharded
@@ -111,6 +112,25 @@ def test_a_call_below_the_root_outside_unsharded_is_refused_by_name(model: nn.Mo
             model.model(tokens, use_cache=False)
         with torch.no_grad(), unsharded(model):
             model(tokens, use_cache=False)
+
+
+def _generated_from_an_encoder() -> bool:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    plain: Any = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    model: Any = parallelize(copy.deepcopy(plain), MeshSpec(dp_shard=2).build(device_type="cpu"))
+    tokens = torch.arange(3, 13).view(2, 5)
+    found, wanted = (each.generate(tokens, max_new_tokens=4, do_sample=False) for each in (model, plain))
+    with torch.inference_mode():  # also before a training step
+        hidden = [each.get_encoder()(tokens).last_hidden_state for each in (model, plain)]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    plain(input_ids=tokens, labels=tokens).loss.backward()
+    torch.testing.assert_close(model.shared.weight.grad.full_tensor(), plain.shared.weight.grad)
+    return torch.equal(found, wanted) and torch.allclose(*hidden)
+
+
+def test_an_encoder_is_called_alone_and_in_generate(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_generated_from_an_encoder) == [True, True]
 
 
 def test_a_trunk_that_is_the_root_returns_its_hidden_states() -> None:

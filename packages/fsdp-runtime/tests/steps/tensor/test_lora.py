@@ -25,6 +25,7 @@ from fsdp_runtime import (
     save_weights,
     stream_weights,
 )
+from fsdp_runtime._peft_compat import without_adapters
 from fsdp_runtime.steps.tensor.lora import adapted_plan, save_adapter
 from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights.adapters import LoraFactors, merge_lora
@@ -381,3 +382,9 @@ def test_one_rule_serves_all_blocks_where_all_carry_adapters() -> None:
     )
     assert some["model.layers.0.mlp.up_proj"] == ColwiseParallel()
     assert some["model.layers.1.mlp.up_proj.lora_B.*"] == ColwiseParallel()
+
+
+def test_parametrized_modules_are_read_without_their_adapters() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["1"]))
+    assert torch.equal(without_adapters(adapted.get_base_model())(torch.ones(1, 4)), adapted(torch.ones(1, 4)))

@@ -10,13 +10,16 @@ from tp_plans.checks.findings import Finding
 from tp_plans.model_tree import parent
 from tp_plans.naming import HEAD_NORM, leaf
 from tp_plans.planned_tree import PlannedTree
-from tp_plans.styles import ColwiseParallel, NoParallel
+from tp_plans.styles import ColwiseParallel, NoParallel, SequenceParallel
 
 _MARK = "mark it NoParallel(gradient='partial')"
 
 
 def check_partial_gradients(planned: PlannedTree) -> Iterator[Finding]:
-    """Find norms, scalars and per-head parameters next to column-wise layers that have no rule."""
+    """Find what has no rule next to column-wise layers (norms, scalars, per-head parameters) or below a summed norm."""
+    for path, style in planned.styled_modules():
+        if isinstance(style, SequenceParallel) or (isinstance(style, NoParallel) and style.gradient == "partial"):
+            yield from _below_sums(path, planned)
     split: dict[str, list[str]] = defaultdict(list)
     for path, _ in planned.styled_modules():
         if planned.outputs_local_shard(path) and planned.tree.weight(path) is not None:
@@ -29,6 +32,18 @@ def check_partial_gradients(planned: PlannedTree) -> Iterator[Finding]:
                     place = f"{path}.{name}"
                     if planned.style(place) is None and parameter.ndim <= 1:
                         yield from widths.finding(path, place, prod(parameter.shape), is_norm=path != above)
+
+
+def _below_sums(path: str, planned: PlannedTree) -> Iterator[Finding]:
+    """Find parameters of the modules below one whose rule sums the gradients of its own parameters."""
+    for child in planned.children[path]:
+        if planned.style(child) is None:
+            own = planned.tree.own_parameters(child)
+            if any(planned.style(f"{child}.{name}") is None for name in own):
+                name = type(planned.style(path)).__name__
+                what = f"its gradient would be a partial sum: {name} of {path} sums those of its own parameters only"
+                yield Finding("error", child, what, "move the rule to the modules below that have parameters")
+            yield from _below_sums(child, planned)
 
 
 def _below(path: str, planned: PlannedTree) -> Iterator[str]:

@@ -96,10 +96,9 @@ def suggestion(
     require_no_adapters(tree)
     name = type(tree.model).__name__
     embedding = tree.embedding
-    if embedding is None:
-        raise PlanError(f"{name} has no embedding: suggest proposes plans for language models")
-    if not tree.decoder_blocks:
-        raise PlanError(f"{name} has no list of blocks (children named 0, 1, 2) to make a plan of")
+    if embedding is None or not tree.decoder_blocks:
+        missing = "embedding" if embedding is None else "list of blocks (children named 0, 1, 2)"
+        raise PlanError(f"{name} has no {missing}: suggest proposes plans for models of tokens")
     rules: dict[str, Style] = {}
     doubts: list[Doubt] = [doubt for table in token_tables(tree) for doubt in _add_embedding(rules, table, tree)]
     if streams := token_streams(tree):

@@ -18,7 +18,7 @@ from tp_plans.torch_styles._host_time_compat import direct, local_of, make_dtens
 from tp_plans.torch_styles.collectives import all_reduce, gather, own_part, reduce_scatter
 
 _REPLICATE, _PARTIAL = Replicate(), Partial()
-_ENTERED, _SHARED, _PART = "_tp_plans_entered", "_tp_plans_shared", "_tp_plans_part"
+_ENTERED, _SHARED, _PART, _TAKEN = "_tp_plans_entered", "_tp_plans_shared", "_tp_plans_part", "_tp_plans_taken"
 
 
 def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
@@ -218,6 +218,15 @@ def _spec_of_gradient(tensor: DTensor, gradient: Placement | None) -> Any:
     return spec if same(placement, gradient) else make_spec(spec.mesh, gradient, tensor.shape, tensor.dtype)
 
 
+def _own(gradient: Tensor) -> Tensor:
+    """Return a gradient that no other has: autograd gives added parameters one, and copies plain tensors only."""
+    own = gradient.contiguous()
+    if _TAKEN in vars(own):
+        return own.clone()
+    vars(own)[_TAKEN] = True
+    return own
+
+
 class _LocalPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, spec: Any) -> Tensor:
@@ -227,10 +236,7 @@ class _LocalPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
-        # Two vectors that are added get one tensor, of which autograd copies plain ones alone.
-        is_vector = gradient.numel() <= max(gradient.shape, default=1)
-        own = gradient.clone(memory_format=torch.contiguous_format) if is_vector else gradient.contiguous()
-        return with_spec(own, ctx.spec), None
+        return with_spec(_own(gradient), ctx.spec), None
 
 
 class _LocalParts(torch.autograd.Function):
@@ -243,7 +249,7 @@ class _LocalParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
         pairs = zip(gradients, ctx.specs, strict=True)
-        return tuple([None if own is None else with_spec(own.contiguous(), spec) for own, spec in pairs])
+        return tuple([None if own is None else with_spec(_own(own), spec) for own, spec in pairs])
 
 
 class _SummedPart(torch.autograd.Function):

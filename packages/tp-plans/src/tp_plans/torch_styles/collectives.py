@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from tp_plans.errors import CapabilityError
 from tp_plans.torch_styles._host_time_compat import all_reduced, gathered, reduce_scattered
 
 
@@ -38,22 +39,32 @@ def all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum over the ranks; ``tensor`` stays as it is.  The compiler may trace it."""
     if torch.compiler.is_compiling():
         return DTensor.from_local(tensor, mesh, [Partial()], run_check=False).full_tensor()
-    return all_reduced(tensor, _axis(mesh).group)
+    return all_reduced(_without_history(tensor), _axis(mesh).group)
 
 
 def gather(part: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     """Return the tensor, of ``size`` on ``dim``, whose parts the ranks have; only the last parts are shorter."""
     _, group, ranks, _ = _axis(mesh)
-    full = gathered(_rows(part, dim, -(-size // ranks)), group, ranks)
+    full = gathered(_rows(_without_history(part), dim, -(-size // ranks)), group, ranks)
     return _from_rows(full, part, dim, size)
 
 
 def reduce_scatter(partial: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Return this rank's part, on ``dim``, of the sum over the ranks."""
     (_, group, ranks, rank), size = _axis(mesh), partial.shape[dim]
-    own = reduce_scattered(_rows(partial, dim, -(-size // ranks) * ranks), group, ranks)
+    own = reduce_scattered(_rows(_without_history(partial), dim, -(-size // ranks) * ranks), group, ranks)
     start, end = _bounds(size, ranks, rank)
     return _from_rows(own, partial, dim, end - start)
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    """Return a tensor whose gradient nobody asks for, as in a forward or backward of an autograd function."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise CapabilityError(
+            "gradients of gradients (create_graph=True) would be wrong over tp: leave create_graph out, and take "
+            "differences of two backwards, or a model in one process"
+        )
+    return tensor
 
 
 def own_part(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:

@@ -71,21 +71,13 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
             f"{name} picks one token of each row for its scores, and a rank of cp holds a part of the row: use cp=1, "
             "or parallelize its trunk (AutoModel), gather the hidden states, and apply the head to the token"
         )
-    if is_encoder_decoder(model):
-        raise ModelError(
-            f"{name} has an encoder and a decoder, whose attention to each other is not spread over cp: use cp=1"
-        )
     if (path := pooler(model)) is not None and facts.attends_both_ways:
         raise ModelError(
             f"{path} of {name} makes one vector of each row, and a rank of cp holds a part of the row: use cp=1, or "
             "build the model with add_pooling_layer=False and pool gathered hidden states"
         )
-    if (reason := facts.needs_full_row) is not None:
+    if (reason := _needs_full_row(facts)) is not None:
         raise ModelError(f"{name} cannot run on a part of a row: its {reason}; use cp=1")
-    if (path := facts.masks_embeddings) is not None:
-        raise ModelError(
-            f"{path} of {name} multiplies this rank's embeddings with the padding mask of the full row: use cp=1"
-        )
     if facts.attention not in ("sdpa", "eager"):
         raise ModelError(
             f"{name} computes attention by {facts.attention!r}: cp needs 'sdpa' or 'eager', as set by "
@@ -99,6 +91,14 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
             "that a rank sees: use cp=1, or set rope_type to another one"
         )
     check_attention(replaced_attention(facts.token_mixers, facts.attention), facts.attention, way)
+
+
+def _needs_full_row(facts: ModelFacts) -> str | None:
+    if is_encoder_decoder(facts.model):
+        return "decoder attends to an encoder"
+    if facts.needs_full_row is None and (path := facts.masks_embeddings) is not None:
+        return f"{path} multiplies this rank's embeddings with the padding mask of the full row"
+    return facts.needs_full_row
 
 
 def check_heads_over_cp(facts: ModelFacts, plan: object, *, cp: int, tp: int) -> None:

@@ -114,12 +114,11 @@ class _Hooks:
             self._tokens.append(_current.set(None))
             return args, kwargs
         positions = kwargs.get("position_ids")
-        if args or positions is None or positions.shape[-2:] != subtree_end.shape:
-            raise LayoutError("subtree_end needs position_ids of the same shape, and all inputs by name")
-        if kwargs.get("attention_mask") is not None or kwargs.get("use_cache") or kwargs.get("labels") is not None:
+        others = kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in ("attention_mask", "labels"))
+        if args or positions is None or positions.shape[-2:] != subtree_end.shape or others:
             raise LayoutError(
-                "rows with shared prefixes take neither attention_mask, use_cache nor labels: padding is part of the "
-                "row, and a token has several next tokens (TreeRow.predictors)"
+                "subtree_end needs position_ids of its shape, all inputs by name, and no attention_mask, use_cache or "
+                "labels: padding is part of the row, and a token has several next tokens (TreeRow.predictors)"
             )
         self._tokens.append(_current.set(PathMask(positions[0] if positions.dim() == 3 else positions, subtree_end)))
         # Given a mask, transformers does not read restarting positions as the beginnings of packed documents.

@@ -3,7 +3,7 @@
 FSDP2 needs one dtype for the trainable parameters of each module that it wraps, and casts all of them to
 ``MixedPrecisionPolicy.param_dtype``.  Models keep some parameters in float32 because their code computes with them in
 float32.  Here those parameters keep their dtype, as in one process: a large module of them becomes an FSDP module of
-its own, and all others stay replicated, with gradients that are reduced as FSDP2 reduces them.
+its own, and all others stay replicated, as scalars do, with gradients that are reduced as FSDP2 reduces them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._torch_compat import hook_gradient
 from fsdp_runtime._transformers_compat.models import kept_in_float32
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.structure import ModelStructure
@@ -53,19 +54,22 @@ def resolve_fsdp_dtypes(
     *,
     wrapped: Iterable[str],
     experts: Iterable[str] = (),
+    over_tp: bool = False,
 ) -> FSDPDtypes:
     """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed.
 
-    ``wrapped`` and ``experts`` are paths of blocks, and of modules of experts, that become FSDP modules.
+    ``wrapped`` and ``experts`` are paths of blocks, and of modules of experts, that become FSDP modules.  ``over_tp``:
+    layers are sharded, and a parameter of one element may meet a DTensor: FSDP2 does not reduce the gradient that it
+    has then.  FSDP2 takes no parameter without a dim in any case.
     """
     dtypes = _dtypes(model, options)
+    replicated = [name for name, each in model.named_parameters() if each.ndim == 0 or (over_tp and each.numel() == 1)]
     units: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)  # by path of the FSDP module
     paths = {*wrapped, *experts}
     for name, parameter in model.named_parameters():
-        if name in dtypes:
+        if name in dtypes and name not in replicated:
             units[next((above for above in _modules_above(name) if above in paths), "")][name] = parameter
     modules: list[str] = []
-    replicated: list[str] = []
     own_dtype: set[str] = set()
     policy = options.mp_policy
     for path, parameters in units.items():
@@ -176,7 +180,7 @@ def reduce_gradients(parameter: nn.Parameter, mesh: DeviceMesh, divisor: float) 
     """Sum the gradient of a replicated parameter over FSDP2's mesh in every backward, and divide it.
 
     The hook gets the gradient of one backward before it is accumulated, so that accumulation over micro-batches is
-    right with and without ``set_requires_gradient_sync``.
+    right with and without ``set_requires_gradient_sync``.  A parameter that is frozen now may be trained later.
     """
 
     def reduce(gradient: Tensor) -> Tensor:
@@ -191,5 +195,4 @@ def reduce_gradients(parameter: nn.Parameter, mesh: DeviceMesh, divisor: float) 
             local, gradient.device_mesh, gradient.placements, run_check=False, shape=shape, stride=stride
         )
 
-    if parameter.requires_grad:
-        parameter.register_hook(reduce)  # type: ignore[no-untyped-call]
+    hook_gradient(parameter, reduce)

@@ -9,7 +9,6 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_runtime._torch_compat import has_forward
+from fsdp_runtime._torch_compat import has_forward, initialize_root, own_parameters
 from fsdp_runtime._transformers_compat.models import keep_recording
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gathered_copies import keep_readers_on_shards, refuse_gradient_hooks
-from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
+from fsdp_runtime.model.inference_mode import gather_outside_inference_mode, leave_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
@@ -60,7 +59,8 @@ class FSDP2(Step):
         if setup.meshes.fsdp is None:
             return FSDPDtypes()
         refuse_gradient_hooks(model)
-        return fsdp_dtypes(model, setup.structure, self.options, expert_modules(model, setup.expert_plan))
+        experts = expert_modules(model, setup.expert_plan)
+        return fsdp_dtypes(model, setup.structure, self.options, experts, over_tp=setup.tp > 1)
 
     def apply(self, model: nn.Module, setup: Setup, found: FSDPDtypes) -> None:
         """Wrap the modules; nothing changes where the mesh needs no FSDP2."""
@@ -80,8 +80,7 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
     structure = setup.structure
     if options.master_dtype is not None:
         _convert_trainable(model, options.master_dtype)
-    reduced = {model.get_parameter(name) for name in dtypes.replicated}
-    replicated = replicated_parameters(model, options) | reduced
+    replicated = replicated_parameters(model, options) | {model.get_parameter(name) for name in dtypes.replicated}
     policy = options.mp_policy or MixedPrecisionPolicy()
     casts = policy.cast_forward_inputs and dtypes.casts_block_inputs
     # Activations between blocks keep the compute dtype.
@@ -127,8 +126,10 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
         shard(path, block, mesh, policy=block_policy, reshard_after_forward=frees(path))
     reshards_root = options.reshard_after_forward and options.reshard_last_block
     shard("", model, mesh, policy=policy, reshard_after_forward=reshards_root)
-    for parameter in reduced:
-        reduce_gradients(parameter, mesh, options.gradient_divide_factor or mesh.size())
+    of_experts = {parameter for module in experts.values() for parameter in module.parameters()}
+    for parameter in replicated:
+        ranks = mesh if expert_mesh is None or parameter not in of_experts else expert_mesh
+        reduce_gradients(parameter, ranks, options.gradient_divide_factor or mesh.size())
     keep_recording(model)
     gather_outside_inference_mode(model)
     keep_readers_on_shards(model)
@@ -140,28 +141,45 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
 
 
 def _require_root_forward(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:
-    """Make a call of the root's own modules (embedding, final norm, head) raise while the root is not gathered.
+    """Gather the root for a call of its own modules (embedding, final norm, head) alone, or refuse one with gradients.
 
     Modules inside blocks are left alone, so that compiled blocks do not trace the check.
     """
     blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
     for path, module in model.named_modules():
-        parameter = next(module.parameters(recurse=False), None)
-        if module is model or module in blocks or parameter in replicated:
-            continue
-        if isinstance(parameter, DTensor):
-            check = partial(_check_gathered, path=path, mesh_ndim=parameter.device_mesh.ndim)
-            hook_forward(module, "checks that FSDP2 has gathered it", before=check, first=True)
+        parameter = next((each for each in module.parameters(recurse=False) if each not in replicated), None)
+        if isinstance(parameter, DTensor) and module is not model and module not in blocks:
+            alone = _GatheredAlone(model, path, parameter.device_mesh.ndim)
+            effect = "gathers FSDP2's root where it is called alone"
+            hook_forward(module, effect, before=alone.gather, after=alone.free, first=True, always=True)
 
 
-def _check_gathered(module: nn.Module, _args: Any, _kwargs: Any, *, path: str, mesh_ndim: int) -> None:
-    parameter: object = next(module.parameters(recurse=False), None)
-    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == mesh_ndim:  # gathered ones lack FSDP2's axes
-        raise ModelError(
-            f"{path} is called outside of the model's own forward, where FSDP2 keeps its parameters sharded: call the "
-            "model, or forward_with_lm_head(model, function, ...) for a loss on hidden states; without gradients also "
-            "'with unsharded(model):'"
-        )
+class _GatheredAlone:
+    """Hooks around a module of the root, which its own forward has gathered, and ``generate`` may call before."""
+
+    def __init__(self, root: Any, path: str, mesh_ndim: int) -> None:
+        self.root, self.path, self.mesh_ndim = root, path, mesh_ndim
+        self.is_alone = False
+
+    def gather(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        own = [each for each in own_parameters(module).values() if isinstance(each, DTensor)]
+        if all(each.device_mesh.ndim != self.mesh_ndim for each in own):
+            return  # gathered ones lack FSDP2's axes
+        if torch.is_grad_enabled():
+            raise ModelError(
+                f"{self.path} is called outside of the model's own forward, where FSDP2 keeps its parameters sharded: "
+                "call the model, or forward_with_lm_head(model, function, ...) for a loss on hidden states, or call it "
+                "without gradients"
+            )
+        initialize_root(self.root)
+        self.is_alone = True
+        with leave_inference_mode():  # FSDP2 keeps the tensors that it allocates
+            self.root.unshard()
+
+    def free(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if self.is_alone:
+            self.is_alone = False
+            self.root.reshard()
 
 
 def _divide_gradients(module: nn.Module, scale: float) -> None:
@@ -194,11 +212,16 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
 
 
 def fsdp_dtypes(
-    model: nn.Module, structure: ModelStructure, options: FSDPOptions, experts: Mapping[str, nn.Module] | None = None
+    model: nn.Module,
+    structure: ModelStructure,
+    options: FSDPOptions,
+    experts: Mapping[str, nn.Module] | None = None,
+    *,
+    over_tp: bool = False,
 ) -> FSDPDtypes:
     """Return how FSDP2 keeps the dtypes that the model computes in; the model is not changed."""
     blocks = _blocks_to_wrap(model, structure, options)
-    return resolve_fsdp_dtypes(model, structure, options, wrapped=blocks, experts=experts or ())
+    return resolve_fsdp_dtypes(model, structure, options, wrapped=blocks, experts=experts or (), over_tp=over_tp)
 
 
 def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> dict[str, nn.Module]:

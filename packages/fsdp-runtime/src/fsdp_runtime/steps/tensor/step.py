@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard, get_args
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from fsdp_runtime._torch_compat import hook_gradient
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
@@ -46,6 +48,11 @@ def _has_sharded_logits(style: Style | None) -> TypeGuard[ColwiseParallel]:
     """Return True for a head; layers of blocks give plain features, or DTensors sharded on the rows or the sequence."""
     inside = (Shard(0), Shard(1))
     return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts not in inside
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """Return the gradient of one plain element that was multiplied with a DTensor, such as a learned temperature."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tuple[str, ...]:
@@ -135,6 +142,9 @@ class TensorParallel(Step):
         plan = setup.plan.on_axis("tp") if isinstance(setup.plan, Plan) else setup.plan
         styles: Mapping[str, Any] = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
         parallelize_module(model, meshes.tp, dict(styles))
+        for parameter in model.parameters():
+            if parameter.numel() == 1 and not isinstance(parameter, DTensor):
+                hook_gradient(parameter, _plain)
         gather_logits_in_generate(model)
         heads = [path for path, style in styles.items() if _has_sharded_logits(getattr(style, "style", None))]
         gather_logits_for_labels(model, heads)
