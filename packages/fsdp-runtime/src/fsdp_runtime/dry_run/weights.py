@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -169,20 +169,6 @@ def estimate_weights(
     built = build_model(model, parse_dtype(dtype))
     with fake_world(parse_mesh_spec(mesh), rank=0) as device_mesh:
         return describe_weights(parallelize(built, device_mesh, **(options or {})), **described)
-
-
-def format_table(rows: Iterable[tuple[str, Sequence[WeightTraffic]]], *, disk: str, network: str) -> str:
-    """Return a Markdown table of several models and meshes."""
-    lines = [
-        f"| model and mesh | call | {' | '.join(_COLUMNS)} | seconds |",
-        "|---|---|" + "---:|" * (len(_COLUMNS) + 1),
-    ]
-    for name, calls in rows:
-        for each in calls:
-            cells = [format_bytes(most) if (most := each.most(column)) else "" for column in _COLUMNS]
-            seconds = each.seconds(disk=disk, network=network)
-            lines.append(f"| {name} | {each.action} | {' | '.join(cells)} | {seconds:.1f} |")
-    return "\n".join(lines) + "\n"
 
 
 def _of_transfer(plan: TransferPlan, bucket_bytes: int) -> ByRank:
