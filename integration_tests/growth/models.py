@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from tp_plans.transfer import CheckpointTensor
 
 
-def llama(layers: int, *, vocab: int = 64) -> nn.Module:
-    """A Llama with small layers."""
+def llama(layers: int, *, vocab: int = 64, width: int = 32) -> nn.Module:
+    """A Llama, with small layers unless they are to be cut over many ranks."""
     config = LlamaConfig(
         vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,

@@ -4,7 +4,8 @@
 
 Nothing is sent: plans are made from shapes alone, a layer of each kind and pipeline stage at a time, and counted.  The
 line-rate floor is the time that the busiest rank needs for its bytes at ``--line-rate`` GB/s, 400 Gbit/s a GPU by
-default.  Every engine is sent its own copy; with ``--relay`` engines pass on what they receive.
+default.  The last line is the time of one plan of a whole model, all layers and ranks at once.
+Every engine is sent its own copy; with ``--relay`` engines pass on what they receive.
 Published seconds: NVIDIA-NeMo/RL pull request 2808 (NCCL, H100) and ``docs/guides/checkpoint-engine-refit.md`` there,
 whose 69.95 GiB on a rank are 45,395 tensors with experts cut over TP32 and all else in full: the last columns.
 Assumed, as neither source says: one tensor-parallel rank per expert at the trainer; Qwen3-235B on 128 policy GPUs and
@@ -18,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import tp_plans
 from tp_plans import Replicate, Shard
@@ -117,6 +119,8 @@ MAPPINGS = [
     Refit(DEEPSEEK, "PP16 EP16", 256, 1, 16, 16, 32, 8, "7.65-9.94"),
     Refit(DEEPSEEK, "PP16 EP16", 256, 1, 16, 16, 32, 1, "9.25 NIXL, 14.21 NCCL"),
 ]
+#: All of it is planned at once.
+WHOLE = Refit(DEEPSEEK, "EP64 TP8 DP256", 2048, 8, 1, 64, 32, 8, "")
 
 
 def stages(layers: int, pp: int) -> list[range]:
@@ -198,8 +202,32 @@ def counted(mapping: Refit, *, relay: bool = False) -> tuple[dict[int, int], dic
     return sent, received, total, experts_cut, tensors
 
 
+def plan_whole(mapping: Refit) -> str:
+    """Plan every tensor of a model at once; return the seconds of each stage."""
+    model = mapping.model
+    shapes = {"model.embed_tokens.weight": (model.vocab, model.hidden), "model.norm.weight": (model.hidden,)}
+    shapes |= {"lm_head.weight": (model.vocab, model.hidden)}
+    for number in range(model.layers):
+        shapes |= model.layer(number)
+    times = [time.perf_counter()]
+    source = trainer_layout(shapes, mapping)
+    size = EngineSize(num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, tp=mapping.engine_tp)
+    engine = tp_plans.transfer.engine_layout(source.tensors, size, replicas=mapping.engines, first_rank=mapping.ranks)
+    times.append(time.perf_counter())
+    plan = tp_plans.transfer.plan_transfer(source, engine)
+    times.append(time.perf_counter())
+    most = max(max(plan.bytes_sent(rank), plan.bytes_received(rank)) for rank in plan.ranks)
+    times.append(time.perf_counter())
+    layouts, planned, counted = (after - before for before, after in pairwise(times))
+    return (
+        f"{model.name}, {len(shapes):,} tensors, {mapping.ranks:,} ranks ({mapping.trainer}) to {mapping.engine}: "
+        f"layouts {layouts:.1f} s, plan_transfer {planned:.1f} s, bytes of every rank {counted:.1f} s, at most "
+        f"{most / GIB:.2f} GiB"
+    )
+
+
 def main() -> None:
-    """Print one row per mapping."""
+    """Print one row per mapping, and the time of one whole plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--line-rate", type=float, default=50.0, help="GB/s of a rank, each way")
     parser.add_argument("--relay", action="store_true", help="engines pass on what they receive")
@@ -225,6 +253,7 @@ def main() -> None:
             str(tensors),
         ]
         print(f"| {' | '.join(row)} |  planned in {time.perf_counter() - begun:.0f} s", flush=True)
+    print(f"\n{plan_whole(WHOLE)}")
 
 
 if __name__ == "__main__":

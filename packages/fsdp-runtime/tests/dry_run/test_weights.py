@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from fsdp_runtime import MeshSpec, OptionError, load_weights, parallelize, save_weights
+from fsdp_runtime import MeshSpec, OptionError, load_weights, meta_device, parallelize, save_weights
 from fsdp_runtime.dry_run import WeightTraffic, describe_weights, estimate_weights
+from fsdp_runtime.dry_run.trace.fake_world import fake_world
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.file_systems import FilePlace
+from fsdp_runtime.sharded.rank_boxes import rank_boxes, stored_part
+from fsdp_runtime.weights.file_plan import FilePlanner, Piece, WriteStep
+from fsdp_runtime.weights.stream import WeightExport
+from fsdp_runtime.weights.write_plan import plan_files
 from harness.ranks import RankPool
+from tp_plans.transfer import volume
 
 CONFIG = LlamaConfig(
     vocab_size=96,
@@ -48,6 +57,115 @@ def test_two_ranks_move_what_was_said_before(two_ranks: RankPool, axes: dict[str
     for said, moved, held in two_ranks.run(_counted, axes, tmp_path):
         assert said == moved
         assert held
+
+
+# Meshes that are not there: counts of kinds of tensors, beside those of each tensor on each rank.
+
+MIXTURE = Qwen3MoeConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    moe_intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+SHARD_BYTES, BUCKET_BYTES = 100_000, 20_000
+ROUND = 16  #: bytes to a multiple of which a part of a message is rounded up
+
+
+def _steps_of_each_tensor(
+    model: nn.Module, ranks: list[int], writers: str, ranks_per_host: int
+) -> list[tuple[int, str, tuple[WriteStep, ...]]]:
+    """Size of an element, file and steps of each tensor, planned anew for each from the boxes of every rank."""
+    export = WeightExport(bucket_bytes=BUCKET_BYTES).prepare(model)
+    places = {rank: FilePlace(str(rank // ranks_per_host), "") for rank in ranks}
+    files = {
+        item.name: file
+        for file in plan_files(export, SHARD_BYTES, places, shared=writers == "all")
+        for item in file.items
+    }
+    planner, found = FilePlanner(ranks, BUCKET_BYTES // 4), []
+    for group in export.groups:
+        for item in group.tensors:
+            pieces = []
+            for number, chunk in enumerate(item.chunks or ()):
+                owners: dict[Any, list[int]] = {}
+                for rank, box in rank_boxes(group.sources[chunk.source], ranks[:1]):
+                    owners.setdefault(box, []).append(rank)
+                pieces += [
+                    Piece(number, block, tuple(having))
+                    for box, having in owners.items()
+                    for block in stored_part(chunk, having[0], box)
+                ]
+            file = files[item.name]
+            steps = planner.plan(item, item.name, pieces, writer=file.writer)
+            found.append((item.dtype.itemsize, file.name, tuple(steps)))
+    return found
+
+
+def _saved_by(rank: int, tensors: list[tuple[int, str, tuple[WriteStep, ...]]]) -> tuple[int, int, int, int]:
+    """Bytes that a rank writes, sends, receives, and holds at most, as it goes through the steps one by one."""
+    written = sent = received = held = messages = largest = exchanged = 0
+    for number, (itemsize, file, steps) in enumerate(tensors):
+        for step in steps:
+            if step.held and exchanged + step.held > BUCKET_BYTES:
+                held, messages, largest, exchanged = max(held, messages + largest), 0, 0, 0
+            exchanged += step.held
+            for area in step.areas:
+                if area.file_rank == rank:
+                    nbytes = volume(area.box) * itemsize
+                    written += nbytes
+                    largest = max(largest, nbytes if step.held else min(nbytes, BUCKET_BYTES))
+                for part in area.parts:
+                    if (part.rank == rank) != (area.file_rank == rank):
+                        nbytes = -(-volume(part.box) * itemsize // ROUND) * ROUND
+                        sent, received = sent + nbytes * (part.rank == rank), received + nbytes * (part.rank != rank)
+                        messages += nbytes
+        if number + 1 == len(tensors) or tensors[number + 1][1] != file:
+            held, messages, largest, exchanged = max(held, messages + largest), 0, 0, 0
+    return written, sent, received, held
+
+
+@pytest.mark.parametrize("writers", ["all", "one"])
+@pytest.mark.parametrize("ranks_per_host", [2, 16])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"dp_shard": 8},
+        {"tp": 4},
+        {"dp_shard": 4, "tp": 2},
+        {"dp_shard": 3, "tp": 2},
+        {"dp_replicate": 2, "dp_shard": 4},
+        {"dp_replicate": 4, "dp_shard": 2, "tp": 2},
+        {"dp_shard": 4, "ep": 4},
+        {"dp_shard": 4, "tp": 2, "ep": 2},
+        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    ],
+    ids=str,
+)
+def test_counts_are_those_of_each_tensor_on_each_rank(axes: dict[str, int], ranks_per_host: int, writers: Any) -> None:
+    with meta_device():
+        model = Qwen3MoeForCausalLM(MIXTURE) if "ep" in axes else LlamaForCausalLM(CONFIG)
+    with fake_world(MeshSpec(**axes), rank=0) as mesh:
+        parallelize(model, mesh)
+        ranks = list(range(dist.get_world_size()))
+        sizes: dict[str, Any] = {"max_shard_bytes": SHARD_BYTES, "bucket_bytes": BUCKET_BYTES}
+        save, load, _ = describe_weights(model, ranks_per_host=ranks_per_host, writers=writers, **sizes)
+        tensors = _steps_of_each_tensor(model, ranks, writers, ranks_per_host)
+        near, needed = ranks[:ranks_per_host], 0
+        for entry in state_entries(model):
+            has = torch.zeros(entry.tensor.shape, dtype=torch.bool)
+            for box in (box for rank, box in rank_boxes(entry.tensor, near) if rank in near):
+                has[tuple(slice(*side) for side in box)] = True
+            needed += int(has.sum()) * entry.tensor.dtype.itemsize
+    found = {rank: (each.written, each.sent, each.received, each.held) for rank, each in save.ranks.items()}
+    assert found == {rank: _saved_by(rank, tensors) for rank in ranks}
+    read = sum(each.read for each in load.ranks.values())
+    assert read == needed or (read > needed and axes.get("tp", 1) > ranks_per_host)  # rows with columns of other hosts
+    assert sum(each.sent for each in load.ranks.values()) == sum(each.received for each in load.ranks.values())
 
 
 def test_rows_need_no_network_and_a_mesh_that_is_not_there_has_the_same_bytes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -115,19 +115,19 @@ def describe_weights(
 
     if ranks_per_host < 1:
         raise OptionError(f"ranks_per_host={ranks_per_host}: give a positive number")
-    export = WeightExport(names=names, bucket_bytes=DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
-    ranks = model_ranks(model)
+    options = WeightExport(names=names, bucket_bytes=DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
+    export, ranks = options.prepare(model), model_ranks(model)
     places = {rank: FilePlace(str(rank // ranks_per_host), "") for rank in ranks}
-    files = plan_files(export.prepare(model), max_shard_bytes, places, shared=writers == "all")
+    files = plan_files(export, max_shard_bytes, places, shared=writers == "all")
     first = [rank for rank in ranks if places[rank] == places[ranks[0]]] if readers == "host" else ranks
     one_host = len({places[rank] for rank in first}) == 1
     found: dict[str, ByRank] = {
-        "save": save_traffic(model, export, max_shard_bytes=max_shard_bytes, places=places, shared=writers == "all"),
-        "load": load_traffic(model, saved_tensors(files), first, export.bucket_bytes, one_host=one_host),
-        "stream": stream_traffic(model, export, ranks),
+        "save": save_traffic(export, files, ranks, options.bucket_bytes),
+        "load": load_traffic(model, saved_tensors(files), first, options.bucket_bytes, one_host=one_host),
+        "stream": stream_traffic(export, options, ranks),
     }
     if transfer is not None:
-        found["sync"] = _of_transfer(transfer, export.bucket_bytes)
+        found["sync"] = _of_transfer(transfer, options.bucket_bytes)
     return [WeightTraffic(action, by_rank, ranks_per_host) for action, by_rank in found.items()]
 
 
@@ -169,20 +169,6 @@ def estimate_weights(
     built = build_model(model, parse_dtype(dtype))
     with fake_world(parse_mesh_spec(mesh), rank=0) as device_mesh:
         return describe_weights(parallelize(built, device_mesh, **(options or {})), **described)
-
-
-def format_table(rows: Iterable[tuple[str, Sequence[WeightTraffic]]], *, disk: str, network: str) -> str:
-    """Return a Markdown table of several models and meshes."""
-    lines = [
-        f"| model and mesh | call | {' | '.join(_COLUMNS)} | seconds |",
-        "|---|---|" + "---:|" * (len(_COLUMNS) + 1),
-    ]
-    for name, calls in rows:
-        for each in calls:
-            cells = [format_bytes(most) if (most := each.most(column)) else "" for column in _COLUMNS]
-            seconds = each.seconds(disk=disk, network=network)
-            lines.append(f"| {name} | {each.action} | {' | '.join(cells)} | {seconds:.1f} |")
-    return "\n".join(lines) + "\n"
 
 
 def _of_transfer(plan: TransferPlan, bucket_bytes: int) -> ByRank:

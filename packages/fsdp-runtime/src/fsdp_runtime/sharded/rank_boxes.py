@@ -3,17 +3,55 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sharded.chunks import Chunk
+from fsdp_runtime.sharded.chunks import Chunk, Slices
 from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
 from tp_plans.transfer import Box, StoredBlock, intersection, mesh_boxes
+
+
+class BoxOwners:
+    """Finds the ranks that have a part of a tensor; all tensors of one layout are looked through once.
+
+    Args:
+        everyone: the ranks that have a plain tensor.
+    """
+
+    def __init__(self, everyone: Sequence[int]) -> None:
+        self._everyone = everyone
+        self._found: dict[Hashable, tuple[Tensor, list[tuple[Box, tuple[int, ...]]]]] = {}
+
+    def near(self, tensor: Tensor, slices: Slices) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Yield the boxes of a tensor that overlap some of its slices, each with the ranks that have it."""
+        key = layout_key(tensor)
+        if key not in self._found:
+            owners: dict[Box, list[int]] = {}
+            for rank, box in rank_boxes(tensor, self._everyone):
+                owners.setdefault(box, []).append(rank)
+            self._found[key] = _sides(list(owners)), [(box, tuple(ranks)) for box, ranks in owners.items()]
+        sides, found = self._found[key]
+        wanted = _sides([tuple((side.start, side.stop) for side in slices)])
+        overlap = torch.minimum(sides[..., 1], wanted[..., 1]) > torch.maximum(sides[..., 0], wanted[..., 0])
+        return (found[number] for number in overlap.all(-1).nonzero().flatten().tolist())
+
+
+def _sides(boxes: Sequence[Box]) -> Tensor:
+    """Starts and stops of boxes, ``[boxes, dims, 2]``."""
+    return torch.tensor(boxes, dtype=torch.int64, device="cpu").view(len(boxes), len(boxes[0]), 2)
+
+
+def layout_key(tensor: Tensor) -> Hashable:
+    """Equal for tensors of one shape and placements on one mesh."""
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape)
+    return tuple(tensor.shape), tensor.placements, tensor.device_mesh
 
 
 def rank_boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]:

@@ -12,10 +12,10 @@ from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh, own_rank
-from fsdp_runtime.sharded.rank_boxes import rank_boxes, stored_part
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.adapters import saved_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
+from fsdp_runtime.weights.file_plan import ExportedPieces
 from fsdp_runtime.weights.merged_shards import MergedShards
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
@@ -70,9 +70,9 @@ class ModelShards:
         tensors: dict[str, CheckpointTensor] = {}
         blocks: dict[str, list[StoredBlock]] = {}
         local: dict[str, Tensor] = {}
+        pieces_of = ExportedPieces(everyone)
         for group in groups:
             _require_blocks(group)
-            boxes = {name: rank_boxes(tensor, everyone) for name, tensor in group.sources.items()}
             adapters = {part for each in group.adapters.values() for f in each for part in (f.a_name, f.b_name)}
             for name, tensor in group.sources.items():
                 if name in adapters:
@@ -80,11 +80,11 @@ class ModelShards:
                 local[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
             for item in group.tensors:
                 tensors[item.name] = CheckpointTensor(item.shape, str(item.dtype).removeprefix("torch."))
+                chunks, (_, pieces) = item.chunks or (), pieces_of(item, group.sources, gathered=True)
                 blocks[item.name] = [
-                    block
-                    for chunk in item.chunks or ()
-                    for rank, box in boxes[chunk.source]
-                    for block in stored_part(chunk, rank, box)
+                    StoredBlock(rank, block.box, chunks[number].source, block.offset, block.dims)
+                    for number, block, owners in ((each.chunk, each.block, each.owners) for each in pieces)
+                    for rank in owners
                 ]
         merged = MergedShards(groups, dtype)
         self._layout, self._local = TransferLayout(tensors, blocks), {**local, **merged.local}

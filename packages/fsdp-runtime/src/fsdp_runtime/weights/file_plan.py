@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import WeightsError
 from fsdp_runtime.sharded.chunks import Chunk
-from fsdp_runtime.sharded.rank_boxes import rank_boxes, stored_part
+from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key, stored_part
 from fsdp_runtime.weights.export import ExportedTensor
 from tp_plans.transfer import Box, StoredBlock, box_shape, full_box, intersection, split_box, volume
 
@@ -134,7 +133,7 @@ class ExportedPieces:
     """
 
     def __init__(self, everyone: Sequence[int]) -> None:
-        self._everyone = tuple(everyone)
+        self._owners = {gathered: BoxOwners(everyone if gathered else everyone[:1]) for gathered in (False, True)}
         self._found: dict[Hashable, tuple[Piece, ...]] = {}
 
     def __call__(
@@ -148,15 +147,14 @@ class ExportedPieces:
             gathered: every rank has the plain tensors of ``sources`` with the same values; else the first rank's
                 copy of a plain tensor counts.
         """
-        holders = self._everyone if gathered else self._everyone[:1]
         chunks = tuple(item.chunks or ())
         layouts = tuple((chunk_key(chunk), layout_key(sources[chunk.source])) for chunk in chunks)
-        key = item.shape, item.dtype, holders, layouts
+        key = item.shape, item.dtype, gathered, layouts
         if key not in self._found:
             self._found[key] = tuple(
                 Piece(number, block, owners)
                 for number, chunk in enumerate(chunks)
-                for held, owners in owners_by_box(sources[chunk.source], holders).items()
+                for held, owners in self._owners[gathered].near(sources[chunk.source], chunk.source_slices)
                 for block in stored_part(chunk, owners[0], held)
             )
         return key, self._found[key]
@@ -184,24 +182,9 @@ def plan_pieces(
     return tuple(_Tensor(item, turn, writer, limit).steps(pieces, partial=partial))
 
 
-def owners_by_box(tensor: Tensor, holders: Sequence[int]) -> dict[Box, tuple[int, ...]]:
-    """The boxes of a tensor, each with the ranks that have it; ``holders`` have a plain one."""
-    owners: dict[Box, list[int]] = {}
-    for rank, box in rank_boxes(tensor, holders):
-        owners.setdefault(box, []).append(rank)
-    return {box: tuple(ranks) for box, ranks in owners.items()}
-
-
 def chunk_key(chunk: Chunk) -> Hashable:
     """Equal for chunks that lie alike in their source and their target."""
     return tuple((side.start, side.stop) for side in chunk.target), chunk.start, chunk.dims
-
-
-def layout_key(tensor: Tensor) -> Hashable:
-    """Equal for tensors of one shape and placements on one mesh."""
-    if not isinstance(tensor, DTensor):
-        return tuple(tensor.shape)
-    return tuple(tensor.shape), tensor.placements, tensor.device_mesh
 
 
 class _Tensor:
@@ -222,17 +205,16 @@ class _Tensor:
                 "shards have to hold every element exactly once"
             )
         local: list[Area] = []
-        exchanged: list[list[Area]] = []
+        exchanged: dict[int, list[Area]] = {}
         for areas in self._areas(full, [Part(piece.block.box, piece.owners[0], piece) for piece in pieces]):
             for number, area in enumerate(areas):
                 if area.is_local and area.is_whole:
                     local.append(area)
-                    continue
-                exchanged += [[] for _ in range(number + 1 - len(exchanged))]
-                exchanged[number].append(area)
+                else:
+                    exchanged.setdefault(number, []).append(area)
         if local:
             yield WriteStep(tuple(local), 0)
-        for areas in exchanged:
+        for _, areas in sorted(exchanged.items()):
             yield WriteStep(tuple(areas), _most_held(areas, self._itemsize))
 
     def _areas(self, box: Box, parts: Sequence[Part]) -> Iterator[list[Area]]:
@@ -248,9 +230,8 @@ class _Tensor:
         dim = _first_long(box)
         cuts = sorted({border for part in parts for border in part.box[dim]})
         if len(cuts) > 2 or (cuts[0], cuts[1]) != box[dim]:
-            for low, high in pairwise(cuts):
-                inner = (*box[:dim], (low, high), *box[dim + 1 :])
-                yield from self._areas(inner, list(_clipped(parts, inner)))
+            for (low, high), inside in zip(pairwise(cuts), _cut(parts, dim, cuts), strict=True):
+                yield from self._areas((*box[:dim], (low, high), *box[dim + 1 :]), inside)
         elif self._in_long_runs(parts):
             for part in parts:
                 yield from self._shared_out(part)
@@ -275,14 +256,14 @@ class _Tensor:
         for copy in (self._next_turn() for _ in range(used)):
             senders = [part.piece.owners[copy % len(part.piece.owners)] for part in parts]
             slots += [(rank, senders) for rank in dict.fromkeys(senders)]
-        rows = self._equal_rows(box, len(slots))
+        rows, rest = self._equal_rows(box, len(slots)), _first_long(box) + 1  # every part has all of earlier dims
         for (writer, senders), own in zip(slots, rows, strict=False):
             areas = []
             for small in split_box(own, self._limit):
                 inside = [
-                    Part(each.box, writer if writer in each.piece.owners else sender, each.piece)
+                    Part((*small[:rest], *common), writer if writer in part.piece.owners else sender, part.piece)
                     for part, sender in zip(parts, senders, strict=True)
-                    for each in _clipped([part], small)
+                    if (common := intersection(part.box[rest:], small[rest:])) is not None
                 ]
                 areas.append(Area(writer, small, tuple(inside)))
             yield areas
@@ -345,6 +326,21 @@ def _run(box: Box, shape: Sequence[int]) -> int:
 def _first_long(box: Box) -> int:
     """The first dim of a box that is longer than 1; the last dim if none is."""
     return next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), len(box) - 1)
+
+
+def _cut(parts: Sequence[Part], dim: int, cuts: Sequence[int]) -> list[list[Part]]:
+    """The parts between each two of ``cuts``, which are all borders of the parts in a dim."""
+    number = {cut: number for number, cut in enumerate(cuts)}
+    found: list[list[Part]] = [[] for _ in cuts[1:]]
+    for part in parts:
+        first, last = (number[border] for border in part.box[dim])
+        if last == first + 1:
+            found[first].append(part)
+            continue
+        for each in range(first, last):
+            side = cuts[each], cuts[each + 1]
+            found[each].append(Part((*part.box[:dim], side, *part.box[dim + 1 :]), part.rank, part.piece))
+    return found
 
 
 def _clipped(parts: Sequence[Part], box: Box) -> Iterator[Part]:

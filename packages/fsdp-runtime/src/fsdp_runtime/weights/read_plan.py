@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.sharded.chunks import Chunk, local_part
+from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key
 from fsdp_runtime.weights.export import ExportedTensor
-from fsdp_runtime.weights.file_plan import Area, FilePlanner, Part, Piece, chunk_key, layout_key, owners_by_box
+from fsdp_runtime.weights.file_plan import Area, FilePlanner, Part, Piece, chunk_key
 from fsdp_runtime.weights.hub_checkpoint import HubTensor
 from tp_plans.transfer import Box, StoredBlock, split_box, volume
 
@@ -60,6 +61,26 @@ class _Stored:
     fills: list[tuple[Chunk, Tensor]] = field(default_factory=list)
 
 
+class _FilledPieces:
+    """The pieces of stored tensors that go into the model's tensors on some ranks."""
+
+    def __init__(self, readers: Sequence[int]) -> None:
+        self._owners, self._readers = BoxOwners(readers), set(readers)
+        self._found: dict[Hashable, list[Piece]] = {}
+
+    def __call__(self, key: Hashable, fills: Sequence[tuple[Chunk, Tensor]]) -> list[Piece]:
+        """Return the pieces of a stored tensor, by the numbers of ``fills``; equal ones share a key."""
+        if key not in self._found:
+            self._found[key] = [
+                Piece(number, block, near)
+                for number, (chunk, tensor) in enumerate(fills)
+                for held, owners in self._owners.near(tensor, chunk.target)
+                if (near := tuple(rank for rank in owners if rank in self._readers))
+                and (block := _filled_block(chunk, near[0], held)) is not None
+            ]
+        return self._found[key]
+
+
 def plan_reads(
     filled: Sequence[tuple[Tensor, Sequence[Chunk]]],
     stored: Mapping[str, HubTensor],
@@ -74,19 +95,14 @@ def plan_reads(
     On one host, ranks that need the same long run of bytes all read it, at about the same time: a copy from the page
     cache is several times faster than a message.
     """
-    planner, members = FilePlanner(readers, bucket_bytes // 4, partial=True), set(readers)
-    known: dict[Hashable, list[Piece]] = {}
+    planner, pieces_of = FilePlanner(readers, bucket_bytes // 4, partial=True), _FilledPieces(readers)
+    own = {id(tensor): local_part(tensor)[0].detach() for tensor, _ in filled}
     batches: list[list[Read]] = [[]]
     held: dict[int, int] = {}
     for each in _by_place(filled, stored):
         keys = tuple((chunk_key(chunk), layout_key(tensor)) for chunk, tensor in each.fills)
-        pieces = [
-            Piece(number, piece.block, piece.owners)
-            for number, (key, (chunk, tensor)) in enumerate(zip(keys, each.fills, strict=True))
-            for piece in _remembered(known, key, chunk, tensor, readers, members)
-        ]
-        steps = planner.plan(each.item, (each.item.shape, each.item.dtype, keys), pieces)
-        local = {number: local_part(tensor)[0].detach() for number, (_, tensor) in enumerate(each.fills)}
+        steps = planner.plan(each.item, (each.item.shape, each.item.dtype, keys), pieces_of(keys, each.fills))
+        local = {number: own[id(tensor)] for number, (_, tensor) in enumerate(each.fills)}
         for read in _bounded((area for step in steps for area in step.areas), each, local, bucket_bytes // 4, one_host):
             needed = read.held()
             if any(held.get(rank, 0) + nbytes > bucket_bytes for rank, nbytes in needed.items()):
@@ -108,23 +124,6 @@ def _by_place(filled: Sequence[tuple[Tensor, Sequence[Chunk]]], stored: Mapping[
             found.setdefault(name, _Stored(ExportedTensor(name, given.shape, dtype, None), given))
             found[name].fills.append((chunk, tensor))
     return sorted(found.values(), key=lambda each: (each.stored.file, each.stored.start))
-
-
-def _remembered(
-    known: dict[Hashable, list[Piece]],
-    key: Hashable,
-    chunk: Chunk,
-    tensor: Tensor,
-    readers: Sequence[int],
-    members: set[int],
-) -> list[Piece]:
-    if key not in known:
-        known[key] = []
-        for held, owners in owners_by_box(tensor, readers).items():
-            near = tuple(rank for rank in owners if rank in members)
-            if near and (block := _filled_block(chunk, near[0], held)) is not None:
-                known[key].append(Piece(0, block, near))
-    return known[key]
 
 
 def _filled_block(chunk: Chunk, rank: int, held: Box) -> StoredBlock | None:

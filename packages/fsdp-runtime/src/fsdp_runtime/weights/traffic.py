@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import model_mesh
-from fsdp_runtime.sharded.file_systems import FilePlace
 from fsdp_runtime.sharded.safetensors_io import DTYPE_NAMES, SafetensorsLayout, TensorHeader
 from fsdp_runtime.weights.adapters import base_state_entries
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
@@ -26,8 +25,8 @@ from fsdp_runtime.weights.messages import EXCHANGED_BYTES, message_bytes
 from fsdp_runtime.weights.naming import map_weights
 from fsdp_runtime.weights.read_blocks import STAGED_BYTES, read_ahead
 from fsdp_runtime.weights.read_plan import Read, plan_reads
-from fsdp_runtime.weights.stream import WeightExport, split_by_bytes
-from fsdp_runtime.weights.write_plan import PlannedFile, plan_files, plan_writes
+from fsdp_runtime.weights.stream import ExportedModel, WeightExport, split_by_bytes
+from fsdp_runtime.weights.write_plan import PlannedFile, plan_writes
 from tp_plans.transfer import volume
 
 
@@ -63,36 +62,35 @@ def model_ranks(model: nn.Module) -> list[int]:
 
 
 def save_traffic(
-    model: nn.Module, export: WeightExport, *, max_shard_bytes: int, places: Mapping[int, FilePlace], shared: bool
+    export: ExportedModel, files: Sequence[PlannedFile], everyone: Sequence[int], bucket_bytes: int
 ) -> ByRank:
     """Count what :func:`~fsdp_runtime.save_weights` moves.
 
     Args:
-        model: parallelized; also on the meta device.
-        export: the names and dtype, and the bucket.
-        max_shard_bytes: bytes of a file.
-        places: where each rank sees the directory.
-        shared: whether all ranks may write to one file.
+        export: the weights, also on the meta device.
+        files: what each file has.
+        everyone: the ranks of the model, in order.
+        bucket_bytes: the most bytes that a rank holds for exchanges.
     """
-    prepared, everyone = export.prepare(model), list(places)
-    files = plan_files(prepared, max_shard_bytes, places, shared=shared)
-    limit, counts = min(export.bucket_bytes, EXCHANGED_BYTES), _Exchanges(everyone)
+    limit = min(bucket_bytes, EXCHANGED_BYTES)
+    counts = _Exchanges(everyone, limit)
     steps: dict[int, _StepBytes] = {}
     ends = _ends(files)
     number = 0
-    for planned in plan_writes(prepared, everyone, export.bucket_bytes, files):
+    for planned in plan_writes(export, everyone, bucket_bytes, files):
         if planned.gathered:
             counts.gather(planned.groups, export.exported_dtype)
         for item, own in planned.tensors:
             for step in own:
                 if id(step) not in steps:
-                    steps[id(step)] = _StepBytes(item, step, _is_staged(item, planned.groups), limit)
-                counts.add(steps[id(step)], limit)
+                    is_staged = _is_staged(item, planned.groups)
+                    steps[id(step)] = _StepBytes(item, step, counts.positions, limit, is_staged=is_staged)
+                counts.add(steps[id(step)])
             number += 1
             if number in ends:
                 counts.flush()
     counts.flush()
-    return counts.found
+    return counts.found()
 
 
 def load_traffic(
@@ -131,18 +129,14 @@ def load_traffic(
     return found
 
 
-def stream_traffic(model: nn.Module, export: WeightExport, ranks: Sequence[int]) -> ByRank:
+def stream_traffic(export: ExportedModel, options: WeightExport, ranks: Sequence[int]) -> ByRank:
     """Count what a stream gathers: every rank gets every tensor."""
-    prepared, counts = export.prepare(model), _Exchanges(ranks)
-    runs = list(split_by_bytes(prepared.groups, export.bucket_bytes))
-    for groups in runs:
-        counts.gather(groups, export.exported_dtype)
-    sizes = [sum(group.nbytes for group in groups) for groups in runs]
-    at_once = 1 + export.buckets_ahead
+    counts = _Exchanges(ranks, options.bucket_bytes)
+    counts.gather(export.groups, export.exported_dtype)
+    sizes = [sum(group.nbytes for group in run) for run in split_by_bytes(export.groups, options.bucket_bytes)]
+    at_once = 1 + options.buckets_ahead
     held = max((sum(sizes[first : first + at_once]) for first in range(len(sizes))), default=0)
-    for each in counts.found.values():
-        each.held = held
-    return counts.found
+    return {rank: replace(each, held=held) for rank, each in counts.found().items()}
 
 
 def saved_tensors(files: Iterable[PlannedFile]) -> dict[str, HubTensor]:
@@ -156,72 +150,79 @@ def saved_tensors(files: Iterable[PlannedFile]) -> dict[str, HubTensor]:
 
 
 class _StepBytes:
-    """What each rank does in a step, in bytes."""
+    """What each rank does in a step, in bytes; ``positions`` are those of the ranks in the counts."""
 
-    def __init__(self, item: ExportedTensor, step: WriteStep, is_staged: bool, limit: int) -> None:
+    def __init__(
+        self, item: ExportedTensor, step: WriteStep, positions: Mapping[int, int], limit: int, *, is_staged: bool
+    ) -> None:
         self.step = step  # also keeps its id
-        self.written: dict[int, int] = defaultdict(int)
-        self.sent: dict[int, int] = defaultdict(int)
-        self.received: dict[int, int] = defaultdict(int)
-        self.assembled: dict[int, int] = defaultdict(int)
+        found: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])  # written, sent, received, assembled
         for area in step.areas:
-            nbytes, rank = volume(area.box) * item.dtype.itemsize, area.file_rank
-            self.written[rank] += nbytes
+            nbytes, own = volume(area.box) * item.dtype.itemsize, found[area.file_rank]
+            own[0] += nbytes
             if step.held or is_staged:
-                most = nbytes if step.held else min(nbytes, STAGED_BYTES, limit)
-                self.assembled[rank] = max(self.assembled[rank], most)
+                own[3] = max(own[3], nbytes if step.held else min(nbytes, STAGED_BYTES, limit))
             for part in area.parts:
-                if part.rank != rank:
-                    self.sent[part.rank] += message_bytes(item, part.box)
-                    self.received[rank] += message_bytes(item, part.box)
+                if part.rank != area.file_rank:
+                    message = message_bytes(item, part.box)
+                    found[part.rank][1] += message
+                    own[2] += message
+        self.positions = _integers([positions[rank] for rank in found])
+        counts = _integers(list(found.values())).T
+        self.moved, self.messages, self.assembled = counts[:3], counts[1] + counts[2], counts[3]
+        self.is_held = bool(counts[1:].any())
 
 
 class _Exchanges:
     """Adds up steps, exchange by exchange, as :class:`~fsdp_runtime.weights.write_blocks.BlockWriter` does them."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.found = {rank: RankTraffic() for rank in ranks}
-        self._held = 0
-        self._messages: dict[int, int] = defaultdict(int)
-        self._assembled: dict[int, int] = defaultdict(int)
+    def __init__(self, ranks: Sequence[int], limit: int) -> None:
+        self.positions = {rank: position for position, rank in enumerate(ranks)}
+        zeros = _integers([[0] * len(ranks)] * 6)
+        self._moved, (self._messages, self._assembled, self._most) = zeros[:3], zeros[3:]
+        self._limit, self._held = limit, 0
+        self._gathered = self._gathered_at_once = 0
 
-    def add(self, each: _StepBytes, limit: int) -> None:
+    def add(self, each: _StepBytes) -> None:
         """Take a step into the next exchange, or count what is written at once."""
-        if each.step.held and self._held + each.step.held > limit:
+        if each.step.held and self._held + each.step.held > self._limit:
             self.flush()
         self._held += each.step.held
-        for rank, nbytes in each.written.items():
-            self.found[rank].written += nbytes
-        for rank, nbytes in each.sent.items():
-            self.found[rank].sent += nbytes
-            self._messages[rank] += nbytes
-        for rank, nbytes in each.received.items():
-            self.found[rank].received += nbytes
-            self._messages[rank] += nbytes
-        for rank, nbytes in each.assembled.items():
-            self._assembled[rank] = max(self._assembled[rank], nbytes)
+        self._moved.index_add_(1, each.positions, each.moved)
+        if each.is_held:
+            self._messages.index_add_(0, each.positions, each.messages)
+            assembled = torch.maximum(self._assembled[each.positions], each.assembled)
+            self._assembled[each.positions] = assembled
 
     def flush(self) -> None:
         """Count what ranks hold in an exchange."""
-        for rank in {*self._messages, *self._assembled}:
-            held = self._messages[rank] + self._assembled[rank]
-            self.found[rank].held = max(self.found[rank].held, held)
         self._held = 0
-        self._messages.clear()
-        self._assembled.clear()
+        torch.maximum(self._most, self._messages + self._assembled, out=self._most)
+        self._messages.zero_()
+        self._assembled.zero_()
 
     def gather(self, groups: Iterable[ExportGroup], dtype: torch.dtype | None) -> None:
         """Count full tensors that every rank gets."""
-        whole = missing = 0
+        whole = 0
         for group in groups:
             for tensor in group.sources.values():
                 own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 whole += tensor.numel() * own.itemsize
-                missing += (tensor.numel() - local.numel()) * own.itemsize
-        for each in self.found.values():
-            each.gathered += missing
-            each.held = max(each.held, whole)
+                self._gathered += (tensor.numel() - local.numel()) * own.itemsize
+        self._gathered_at_once = max(self._gathered_at_once, whole)
+
+    def found(self) -> ByRank:
+        """What each rank moves, and holds at most."""
+        most = self._most.clamp(min=self._gathered_at_once).tolist()
+        return {
+            rank: RankTraffic(written=written, sent=sent, received=received, gathered=self._gathered, held=held)
+            for rank, written, sent, received, held in zip(self.positions, *self._moved.tolist(), most, strict=True)
+        }
+
+
+def _integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _count_read(each: Read, found: ByRank, exchanged: dict[int, int], ahead: dict[int, int]) -> None:

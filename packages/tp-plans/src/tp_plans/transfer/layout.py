@@ -85,16 +85,14 @@ class TransferLayout:
         self._tensors = dict(tensors)
         self._placed: dict[str, Placed] = dict.fromkeys(tensors, NOWHERE)
         patterns = KnownPatterns()
+        right: dict[Any, StoredBlock] = {}
         for name, stored in blocks.items():
             if name not in self._tensors:
                 raise TransferError(f"a block of {name!r}, which is none of the layout's {len(tensors)} tensors")
             listed = list(stored)
             for block in listed:
-                _require_types(name, block)
-            listed = [block for block in listed if volume(block.box)]
-            for block in listed:
-                _require_fit(name, self._tensors[name], block)
-            self._placed[name] = patterns.of(listed)
+                _require_block(name, self._tensors[name], block, right)
+            self._placed[name] = patterns.of(block for block in listed if volume(block.box))
 
     @classmethod
     def placed(cls, tensors: Mapping[str, CheckpointTensor], placed: Mapping[str, Placed]) -> TransferLayout:
@@ -229,11 +227,10 @@ class TransferLayout:
                     _require_name(names[each.slot])
             patterns = [Pattern(listed) for listed in copies]
             placed = {name: Placed(patterns[number], tuple(names)) for name, (_, _, number, names) in items}
-            layout = TransferLayout.placed(tensors, placed)
+            layout, right = TransferLayout.placed(tensors, placed), dict[Any, StoredBlock]()
             for name in {(id(each.pattern), tensors[name]): name for name, each in placed.items()}.values():
                 for block in layout.blocks(name):
-                    _require_types(name, block)
-                    _require_fit(name, tensors[name], block)
+                    _require_block(name, tensors[name], block, right)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             if isinstance(error, TransferError):
                 raise
@@ -329,22 +326,29 @@ def _mesh_pattern(
     return Pattern(Copies(tuple(sorted(ranks)), box, 0, zeros, dims) for box, ranks in on.items())
 
 
-def _require_types(name: str, block: Any) -> None:
+def _require_block(name: str, tensor: CheckpointTensor, block: Any, right: dict[Any, StoredBlock]) -> None:
+    """Refuse what is no block of a tensor; ``right`` has those that are, by the parts that ranks and tensors share."""
     if not isinstance(block, StoredBlock):
         raise TransferError(f"{name}: blocks contain what is of type {type_name(block)}, not a StoredBlock")
     given: Any = block
-    right = (
-        is_integer(given.rank, least=0)
-        and isinstance(given.local, str)
+    shared = tensor.shape, id(given.box), id(given.offset), id(given.dims)
+    is_block = is_integer(given.rank, least=0) and isinstance(given.local, str)
+    if is_block and shared in right:
+        return
+    is_block = (
+        is_block
         and _is_tuple(given.offset, lambda each: is_integer(each, least=0))
         and _is_tuple(given.dims, lambda each: each is None or is_integer(each))
         and _is_tuple(given.box, lambda each: _is_tuple(each, is_integer) and len(each) == 2)
     )
-    if not right:
+    if not is_block:
         raise TransferError(
             f"{name}: {block} is no block: rank, offset and the starts and stops of box are integers from 0, dims are "
             "integers or None, local is a name"
         )
+    if volume(block.box):
+        _require_fit(name, tensor, block)
+    right[shared] = block
 
 
 def _is_tuple(value: object, test: Callable[[Any], bool]) -> bool:

@@ -1,0 +1,104 @@
+"""Bytes and seconds of saves, loads and streams of weights on big meshes, for docs/weight-traffic.md.
+
+``python -m docs.generate.weight_traffic`` counts every row and rewrites the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from docs.generate.recipes import config_of
+
+from fsdp_runtime.dry_run import estimate_weights
+from fsdp_runtime.dry_run.report.format import format_bytes
+from fsdp_runtime.dry_run.sweep_types import format_mesh
+
+PAGE = Path(__file__).parents[1] / "weight-traffic.md"
+DISK, NETWORK = "2GB/s", "25GB/s"
+COUNTED = ("read", "written", "sent", "received", "gathered", "held")
+INTRODUCTION = """# Weights on big meshes
+
+What `save_weights`, `load_weights` and `stream_weights` move, as `fsdp_runtime.dry_run.estimate_weights` counts it
+without the ranks: the plans are those that the calls make. Each number is that of the rank with the most. Weights are
+in bfloat16 under the names of the checkpoint, eight ranks are a host, and everything else is a default.
+
+- *Read* and *written* are bytes of files, *sent* and *received* what ranks exchange. A load reads whole rows where a
+  host needs only some of their columns.
+- *Gathered* are full tensors that every rank gets beyond its shards, as a stream yields them on each rank. A
+  [weight sync](guides/weight-sync.md) sends shards instead.
+- *Held* is the most besides the model.
+- *Seconds* are those of the files at 2 GB/s a host, and then of the network at 25 GB/s a rank. All hosts get their rate
+  at once, of which one file system may have less for many. Nothing overlaps; latency and conversions take no time.
+
+`python -m docs.generate.weight_traffic` writes this page, in some five minutes on one core.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model on a mesh, and keywords of ``estimate_weights``."""
+
+    model: str
+    mesh: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The ranks, the mesh and the keywords."""
+        ranks = math.prod(size for axis, size in self.mesh.items() if axis != "ep")
+        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        return f"{ranks:,}: {format_mesh(self.mesh)}{options}"
+
+
+ROWS = (
+    Row("Llama-3.1-405B", {"tp": 8}),
+    Row("Llama-3.1-405B", {"dp_shard": 8, "tp": 8}),
+    Row("Llama-3.1-405B", {"dp_shard": 64}),
+    Row("Llama-3.1-405B", {"dp_shard": 64, "tp": 8}),
+    Row("Llama-3.1-405B", {"dp_replicate": 8, "dp_shard": 8, "tp": 8}),
+    Row("Llama-3.1-405B", {"dp_shard": 64, "tp": 8}, {"writers": "one"}),
+    Row("Llama-3.1-405B", {"dp_shard": 512, "tp": 8}),
+    Row("Llama-3.1-405B", {"dp_replicate": 8, "dp_shard": 64, "tp": 8}),
+    Row("DeepSeek-V3", {"dp_shard": 8, "ep": 8}),
+    Row("DeepSeek-V3", {"dp_shard": 64, "ep": 64}),
+    Row("DeepSeek-V3", {"dp_shard": 64, "ep": 8}),
+    Row("DeepSeek-V3", {"dp_shard": 512, "ep": 64}),
+    Row("DeepSeek-V3", {"dp_replicate": 8, "dp_shard": 64, "ep": 64}),
+    Row("DeepSeek-V3", {"dp_shard": 512, "ep": 64}, {"writers": "one"}),
+    Row("DeepSeek-V3", {"dp_shard": 4096, "ep": 64}),
+    Row("DeepSeek-V3", {"dp_replicate": 8, "dp_shard": 512, "ep": 64}),
+    Row("Qwen3-235B-A22B", {"dp_shard": 8, "ep": 8}),
+    Row("Qwen3-235B-A22B", {"dp_shard": 64, "ep": 8}),
+    Row("Qwen3-235B-A22B", {"dp_replicate": 2, "dp_shard": 32, "ep": 8}),
+    Row("Qwen3-235B-A22B", {"dp_shard": 512, "ep": 8}),
+    Row("Qwen3-235B-A22B", {"dp_replicate": 4, "dp_shard": 128, "ep": 8}),
+    Row("Qwen3-235B-A22B", {"dp_shard": 4096, "ep": 8}),
+    Row("Qwen3-235B-A22B", {"dp_replicate": 32, "dp_shard": 128, "ep": 8}),
+)
+
+
+def lines(row: Row) -> Iterator[str]:
+    """Yield the lines of a row: a save, a load and a stream."""
+    for each in estimate_weights(config_of(row.model), row.mesh, **row.options):
+        cells = [format_bytes(most) if (most := each.most(counted)) else "" for counted in COUNTED]
+        seconds = each.seconds(disk=DISK, network=NETWORK)
+        yield f"| {row.label} | {each.action} | {' | '.join(cells)} | {seconds:.1f} |"
+
+
+def page() -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield from INTRODUCTION.splitlines()
+    for model in dict.fromkeys(row.model for row in ROWS):
+        yield from ("", f"## {model}", "", f"| ranks, mesh | call | {' | '.join(COUNTED)} | seconds |")
+        yield "| --- | --- |" + " ---: |" * (len(COUNTED) + 1)
+        for row in ROWS:
+            if row.model == model:
+                yield from lines(row)
+
+
+if __name__ == "__main__":
+    PAGE.write_text("\n".join(page()) + "\n")
