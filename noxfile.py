@@ -463,6 +463,16 @@ def build(session: nox.Session, package: str, kind: str) -> None:
         session.run("mypy", "--strict", str(program))
 
 
+@nox.session(requires=["dist"], reuse_venv=False)
+def wheels(session: nox.Session) -> None:
+    """Run the packages' tests against their wheels."""
+    for package in PACKAGES:
+        install_alone(session, artifact(package, "wheel"))
+    session.install(*group("test"))
+    tests = [f"packages/{package}/tests" for package in PACKAGES]
+    session.run("pytest", *PARALLEL, *tests, *session.posargs, env=ONE_THREAD)
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run the benchmarks of all packages; install the other projects of the comparison without dependencies."""

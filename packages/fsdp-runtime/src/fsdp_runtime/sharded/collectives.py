@@ -146,7 +146,8 @@ def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
     """All-gather a picklable value; return the values by global rank.  One collective per group."""
     values = {ranks.rank: value}
     for group in ranks.groups:
-        if set(dist.get_process_group_ranks(group)) <= values.keys():
+        # Not of the first group: a save that ends after destroy_process_group has one, whose ranks torch has forgotten.
+        if len(values) > 1 and set(dist.get_process_group_ranks(group)) <= values.keys():
             continue
         gathered: list[dict[int, Any]] = [{}] * group.size()
         try:

@@ -143,7 +143,7 @@ class TensorParallel(Step):
         styles: Mapping[str, Any] = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
         parallelize_module(model, meshes.tp, dict(styles))
         for parameter in model.parameters():
-            if parameter.numel() == 1 and not isinstance(parameter, DTensor):
+            if parameter.numel() == 1 and parameter.is_floating_point() and not isinstance(parameter, DTensor):
                 hook_gradient(parameter, _plain)
         gather_logits_in_generate(model)
         heads = [path for path, style in styles.items() if _has_sharded_logits(getattr(style, "style", None))]
