@@ -10,24 +10,12 @@ from itertools import combinations
 from random import Random
 from typing import Any
 
-from torch.distributed.fsdp import CPUOffloadPolicy
-
 from combinations.batches import KINDS
 from combinations.changes import CHANGES
 from combinations.events import EVENTS, SLOTS
 from combinations.families import DECODERS, FAMILIES, MIXTURES
-from fsdp_runtime import FSDPOptions
-from fsdp_runtime.steps import (
-    FSDP2,
-    ActivationCheckpointing,
-    CheckInputs,
-    Compile,
-    ContextParallel,
-    PackedSequences,
-    SharedPrefixes,
-    Step,
-    TensorParallel,
-)
+from fsdp_runtime import steps as all_steps
+from fsdp_runtime.steps import ContextParallel, PackedSequences, Step
 
 MESHES: Mapping[int, tuple[dict[str, int], ...]] = {
     2: ({"tp": 2}, {"dp_shard": 2}, {"cp": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}),
@@ -46,27 +34,11 @@ CROWD = 10
 _EAGER = ("change", "eager attention")
 
 
-#: Every step with options other than those of a call without keywords.
-STEPS: tuple[Step, ...] = (
-    *(ActivationCheckpointing(mode) for mode in ("block", "mlp", "selective")),
-    CheckInputs(),
-    Compile({"backend": "aot_eager"}),
-    *(ContextParallel("ulysses"), ContextParallel("ring"), ContextParallel(load_balancer=None)),
-    FSDP2(FSDPOptions(offload_policy=CPUOffloadPolicy())),
-    FSDP2(FSDPOptions(reshard_after_forward=False)),
-    FSDP2(FSDPOptions(reshard_last_block=True)),
-    FSDP2(FSDPOptions(prefetch_forward=1)),
-    FSDP2(FSDPOptions(frozen_params="replicate")),
-    PackedSequences(),
-    SharedPrefixes(),
-    *(TensorParallel(sequence_parallel=True), TensorParallel(logits="full"), TensorParallel(towers="replicated")),
-)
-
-
 @cache
 def step_options() -> dict[str, Step]:
-    """Return the steps by their description."""
-    return {step.describe(): step for step in STEPS}
+    """Return the examples of every step, by their description."""
+    kinds = (getattr(all_steps, name) for name in sorted(all_steps.__all__))
+    return {step.describe(): step for kind in kinds for step in kind.examples()}
 
 
 @cache

@@ -29,6 +29,11 @@ class Step:
         False
     """
 
+    @classmethod
+    def examples(cls) -> tuple[Step, ...]:
+        """Return steps with options other than those of a call without keywords, for tests that combine options."""
+        return ()
+
     def resolve(self, setup: Setup) -> Setup:
         """Return the setup with what this step decides for all, such as the plan; the model is not changed."""
         return setup

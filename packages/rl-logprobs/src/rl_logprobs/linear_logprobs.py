@@ -33,9 +33,18 @@ def linear_token_logprobs(
     One collective forward; backward one more, for the hidden gradient.  A head that needs no gradient costs one more
     product forward and none backward.
 
-    ``hidden`` is ``[batch, seq, features]`` or ``[tokens, features]``, ``weight`` is ``[vocab, features]``, and
-    ``targets`` are integers of hidden's leading shape.  These and all further arguments are those of
-    ``linear_token_statistics``.
+    Args:
+        hidden: ``[batch, seq, features]`` or ``[tokens, features]``, as ``linear_token_statistics`` takes them.
+        weight: ``[vocab, features]``: plain, a DTensor, or a local shard.
+        targets: integers of hidden's leading shape.
+        bias: as all further arguments, that of ``linear_token_statistics``.
+        logit_scale: factor on the products.
+        softcap: positive bound of the logits.
+        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
+        shard: which ids the rows of a local weight are, or how many ids are no padding.
+        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``.
+        ignore_index: target of tokens that are not scored.
+        support: normalise over the ids that the sampler kept.
 
     Returns:
         Float32 (float64 for float64 inputs) of hidden's leading shape, after the gather of sharded tokens.

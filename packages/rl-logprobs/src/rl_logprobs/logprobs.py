@@ -36,9 +36,19 @@ def token_logprobs(
     One pass over the local logits and one collective forward, none backward; each rank's gradient is that of
     its own columns.  The logits keep their dtype, and no float32 copy of them is made.
 
-    ``logits`` are ``[batch, seq, vocab]`` or packed ``[tokens, vocab]``, plain, a DTensor that is sharded on the
-    vocabulary, or a local shard; ``targets`` are integers of their leading shape.  These and all further arguments are
-    those of ``token_statistics``.
+    Args:
+        logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]``, as ``token_statistics`` takes them: plain, a
+            DTensor that is sharded on the vocabulary, or a local shard.
+        targets: integers of the logits' leading shape.
+        shard: as all further arguments, that of ``token_statistics``.
+        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``.
+        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
+        ignore_index: target of tokens that are not scored.
+        sampling: score under the distribution that a sampler's filter leaves.
+        support: normalise over the ids that the sampler kept.
+        inplace_backward: write the gradient over the logits' memory.
+        inplace_forward: overwrite the logits in the forward pass, if they need a gradient.
+        backend: ``"triton"`` or ``"torch"``.
 
     Returns:
         This rank's tokens as a plain tensor of the logits' leading shape, float32 (float64 for float64 logits), the

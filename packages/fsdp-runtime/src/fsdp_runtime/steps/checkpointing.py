@@ -110,6 +110,11 @@ class ActivationCheckpointing(Step):
 
     mode: CheckpointMode = "block"
 
+    @classmethod
+    def examples(cls) -> tuple[Step, ...]:
+        """Return steps for tests that combine options."""
+        return cls("block"), cls("mlp"), cls("selective")
+
     def check(self, setup: Setup) -> tuple[str, ...]:
         """Return the paths of the modules that recompute."""
         mode, known = self.mode, ", or a SelectiveCheckpoint(save=...)"

@@ -99,6 +99,11 @@ class Compile(Step):
     options: Mapping[str, Any] = field(default_factory=dict)
     async_tensor_parallel: bool = False
 
+    @classmethod
+    def examples(cls) -> tuple[Step, ...]:
+        """Return steps for tests that combine options."""
+        return (cls({"backend": "aot_eager"}),)
+
     def check(self, setup: Setup) -> Mapping[str, Any]:
         """Return the keywords of ``torch.compile``."""
         options = self.options

@@ -129,6 +129,11 @@ class ContextParallel(Step):
     load_balancer: LoadBalancer = "headtail"
     attention: bool = True
 
+    @classmethod
+    def examples(cls) -> tuple[Step, ...]:
+        """Return steps for tests that combine options."""
+        return cls("ulysses"), cls("ring"), cls(load_balancer=None)
+
     def __post_init__(self) -> None:
         require_one_of("context_parallel", self.method, get_args(Method))
         require_one_of("load_balancer", self.load_balancer, LOAD_BALANCERS)

@@ -82,6 +82,11 @@ class SharedPrefixes(Step):
     Its forward then accepts ``subtree_end`` beside ``input_ids`` and ``position_ids``; without it nothing changes.
     """
 
+    @classmethod
+    def examples(cls) -> tuple[Step, ...]:
+        """Return steps for tests that combine options."""
+        return (cls(),)
+
     def check(self, setup: Setup) -> None:
         """Check that a token of the model sees others by masked attention only."""
         _check(setup)

@@ -49,6 +49,11 @@ class PackedSequences(Step):
 
     apart: bool = True
 
+    @classmethod
+    def examples(cls) -> tuple[Step, ...]:
+        """Return steps for tests that combine options."""
+        return (cls(),)
+
     def check(self, setup: Setup) -> None:
         """Check that the modules that mix tokens are known."""
         if self.apart:

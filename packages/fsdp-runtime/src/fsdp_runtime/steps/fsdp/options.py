@@ -60,6 +60,12 @@ class FSDPOptions:
     frozen_params: FrozenParams = "layer"
     gradient_divide_factor: float | None = None
 
+    @classmethod
+    def examples(cls) -> tuple[FSDPOptions, ...]:
+        """Return options for tests that combine them."""
+        offloaded, kept = cls(offload_policy=CPUOffloadPolicy()), cls(reshard_after_forward=False)
+        return offloaded, kept, cls(reshard_last_block=True), cls(prefetch_forward=1), cls(frozen_params="replicate")
+
     def __post_init__(self) -> None:
         require_one_of("frozen_params", self.frozen_params, get_args(FrozenParams))
         for name, minimum in (("prefetch_forward", 0), ("prefetch_backward", 1)):

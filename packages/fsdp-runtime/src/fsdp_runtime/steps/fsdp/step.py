@@ -48,6 +48,11 @@ class FSDP2(Step):
 
     options: FSDPOptions = field(default_factory=FSDPOptions)
 
+    @classmethod
+    def examples(cls) -> tuple[Step, ...]:
+        """Return steps for tests that combine options."""
+        return tuple(map(cls, FSDPOptions.examples()))
+
     def __post_init__(self) -> None:
         if not isinstance(self.options, FSDPOptions):
             raise OptionError(f"fsdp is of type {type(self.options).__name__}, not FSDPOptions")

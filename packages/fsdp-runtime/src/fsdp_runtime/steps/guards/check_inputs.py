@@ -84,6 +84,11 @@ class CheckInputs(Step):
     One all-gather of 16 bytes and one host synchronisation a forward.
     """
 
+    @classmethod
+    def examples(cls) -> tuple[Step, ...]:
+        """Return steps for tests that combine options."""
+        return (cls(),)
+
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Register the check in front of all other hooks of the model."""
         groups = [None if mesh is None else mesh.get_group() for mesh in (setup.meshes.tp, setup.meshes.cp)]

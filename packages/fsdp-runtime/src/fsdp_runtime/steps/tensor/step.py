@@ -90,6 +90,11 @@ class TensorParallel(Step):
     towers: Towers = "sharded"
     logits: Logits = "sharded"
 
+    @classmethod
+    def examples(cls) -> tuple[Step, ...]:
+        """Return steps for tests that combine options."""
+        return cls(sequence_parallel=True), cls(logits="full"), cls(towers="replicated")
+
     def __post_init__(self) -> None:
         require_one_of("logits", self.logits, get_args(Logits))
         require_one_of("towers", self.towers, get_args(Towers))
