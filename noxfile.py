@@ -284,8 +284,8 @@ def vllm(session: nox.Session) -> None:
     install_editable(session, "trainers")
     session.install("requests", "aiohttp")  # imported by TRL's client and by its rollout worker
     folder = Path("integration_tests/with_vllm")
-    environment = Path(session.create_tmp(), "engine")
-    engine = str((environment / "bin" / "python").absolute())
+    environment = Path(session.create_tmp(), "engine").absolute()
+    engine = str(environment / "bin" / "python")
     if not (environment / "bin" / "vllm").exists():  # a session that is run again keeps it
         session.run("python", "-m", "venv", "--clear", str(environment))
         pip = (engine, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
@@ -296,7 +296,7 @@ def vllm(session: nox.Session) -> None:
         session.run(*pip, *vllm_alone, external=True)  # a community build: pinned by its hash
     sources = next((environment / "lib").glob("python*/site-packages/vllm"))
     with session.chdir("integration_tests"):
-        session.run("python", "-m", "with_vllm.interface", str(sources.absolute()), "0.32")
+        session.run("python", "-m", "with_vllm.interface", str(sources), "0.32")
     paths = os.pathsep.join(("integration_tests", str(folder / "gloo_backend")))
     env = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", **ONE_THREAD}
     torchrun = ("torchrun", "--standalone", "--nproc-per-node=2")
