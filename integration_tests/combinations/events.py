@@ -123,7 +123,7 @@ def _stream(at: Training) -> None:
 def _save(at: Training) -> None:
     with _shared_folder() as folder:
         fsdp_runtime.save_weights(at.model, folder)
-        files = [load_file(path) for path in sorted(folder.rglob("*.safetensors"))]
+        files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
         saved = {name: tensor for file in files for name, tensor in file.items()}
         dist.barrier()
     wanted = {name: tensor for name, tensor in _weights(at.reference).items() if name in saved}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -211,6 +212,7 @@ def _finish(
     with raise_on_all(ranks):
         if ranks.is_first:
             _commit(work, target, shards)
+            shutil.rmtree(work, ignore_errors=True)  # here: no rank returns while another still removes files
     return report
 
 
