@@ -35,7 +35,12 @@ def work_directory(target: Path, ranks: ModelRanks) -> Iterator[Path]:
         yield made.values[ranks.global_first]
     finally:
         if own is not None:
-            shutil.rmtree(own, ignore_errors=True)
+            remove_work(own)
+
+
+def remove_work(own: Path) -> None:
+    """Remove a work directory; once its files are in place, before other ranks go on, which may walk its folder."""
+    shutil.rmtree(own, ignore_errors=True)
 
 
 def unused_path(directory: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,7 @@ from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, move_int
 from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter, TensorHeader
-from fsdp_runtime.sharded.work_directory import others_at_work, work_directory
+from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.file_plan import WriteStep
@@ -212,7 +211,7 @@ def _finish(
     with raise_on_all(ranks):
         if ranks.is_first:
             _commit(work, target, shards)
-            shutil.rmtree(work, ignore_errors=True)  # here: no rank returns while another still removes files
+            remove_work(work)
     return report
 
 

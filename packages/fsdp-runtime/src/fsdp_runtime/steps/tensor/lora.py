@@ -31,7 +31,7 @@ from fsdp_runtime.sharded.fsync import move_into_place
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
-from fsdp_runtime.sharded.work_directory import work_directory
+from fsdp_runtime.sharded.work_directory import remove_work, work_directory
 from fsdp_runtime.steps.refused_adapters import refuse_adapters
 from fsdp_runtime.weights.adapters import saved_tensors
 from tp_plans import (
@@ -155,6 +155,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             for name in sorted(path.name for path in work.iterdir() if path.name != _FILE):
                 move_into_place(work / name, target / name)
             move_into_place(work / _FILE, target / _FILE)
+            remove_work(work)
 
 
 def _require_prompts_fit(model: nn.Module, plan: Plan) -> None:
