@@ -93,14 +93,21 @@ def fewest(
     config: Any, training: str, length: int, parameters: int, *, mixture: bool, gpus: Sequence[int] = GPUS
 ) -> list[dict[str, Any]]:
     """Return for each memory the row of the smallest number of GPUs that fits, by dry runs of those that may."""
-    return [
-        _row({"training": training, "tokens": length, "memory": memory}, config, parameters, mixture=mixture, gpus=gpus)
-        for memory in MEMORIES
-    ]
+    rows: list[dict[str, Any]] = []
+    for memory in sorted(MEMORIES, reverse=True):
+        row = {"training": training, "tokens": length, "memory": memory}
+        larger = rows[0] if rows else None
+        if larger and (larger["gpus"] is None or larger["takes"] <= memory * 2**30):
+            rows.insert(0, larger | row)  # the search is the same one
+            continue
+        least = larger["gpus"] if larger else 1
+        counts = [count for count in gpus if count >= least]
+        rows.insert(0, _row(row, config, parameters, mixture=mixture, gpus=counts))
+    return rows
 
 
 def _row(row: dict[str, Any], config: Any, parameters: int, *, mixture: bool, gpus: Sequence[int]) -> dict[str, Any]:
-    row |= {"gpus": None, "refused": []}
+    row = row | {"gpus": None, "refused": []}
     training, length, memory = row["training"], row["tokens"], row["memory"]
     for count in gpus:
         if parameters * _STATE[training] / count / 2**30 > memory:
