@@ -93,26 +93,33 @@ def fewest(
     config: Any, training: str, length: int, parameters: int, *, mixture: bool, gpus: Sequence[int] = GPUS
 ) -> list[dict[str, Any]]:
     """Return for each memory the row of the smallest number of GPUs that fits, by dry runs of those that may."""
-    given = {"training": training, "tokens": length, "gpus": None, "refused": []}
-    rows: list[dict[str, Any]] = [{**given, "memory": memory} for memory in MEMORIES]
+    rows: list[dict[str, Any]] = []
+    for memory in sorted(MEMORIES, reverse=True):
+        row = {"training": training, "tokens": length, "memory": memory}
+        larger = rows[0] if rows else None
+        if larger and (larger["gpus"] is None or larger["takes"] <= memory * 2**30):
+            rows.insert(0, larger | row)  # the search is the same one
+            continue
+        least = larger["gpus"] if larger else 1
+        counts = [count for count in gpus if count >= least]
+        rows.insert(0, _row(row, config, parameters, mixture=mixture, gpus=counts))
+    return rows
+
+
+def _row(row: dict[str, Any], config: Any, parameters: int, *, mixture: bool, gpus: Sequence[int]) -> dict[str, Any]:
+    row = row | {"gpus": None, "refused": []}
+    training, length, memory = row["training"], row["tokens"], row["memory"]
     for count in gpus:
-        missing = [row for row in rows if row["gpus"] is None]
-        state = parameters * _STATE[training] / count / 2**30
-        possible = [row["memory"] for row in missing if state <= row["memory"]]
-        if not possible:
+        if parameters * _STATE[training] / count / 2**30 > memory:
             continue
         ep = tuple(dict.fromkeys((min(8, count), 1))) if mixture else (1,)
         options: dict[str, Any] = {"lengths": (length,), "trainings": (training,), "ep": ep, "workers": 0}
-        (recipe,) = recipes(config, count, device_memory=f"{possible[0]}GiB", **options)
-        refused = [f"{each.label}: {each.error}" for each in recipe.found.candidates if each.error]
-        tried = sorted(recipe.found.estimated, key=lambda each: (each.mesh.tp * each.mesh.cp, each.mesh.tp))
-        for row in missing:
-            row["refused"] = row["refused"] + refused
-            fitting = (each for each in tried if each.estimate.memory.device <= row["memory"] * 2**30)
-            if (best := next(fitting, None)) is not None:
-                row.update(_numbers(best), gpus=count)
-        print(training, length, count, [each.label for each in tried], flush=True)
-    return rows
+        (recipe,) = recipes(config, count, device_memory=f"{memory}GiB", **options)
+        row["refused"] += [f"{each.label}: {each.error}" for each in recipe.found.candidates if each.error]
+        print(training, length, memory, count, [each.label for each in recipe.found.candidates], flush=True)
+        if (best := recipe.found.best) is not None:
+            return row | _numbers(best) | {"gpus": count}
+    return row
 
 
 def _numbers(best: Candidate) -> dict[str, Any]:

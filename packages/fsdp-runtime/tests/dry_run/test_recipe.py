@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_runtime import MeshSpec, cli
-from fsdp_runtime.dry_run import EstimateError, recipe
+from fsdp_runtime.dry_run import Estimate, EstimateError, compare, recipe, sweep
 from fsdp_runtime.dry_run.candidates import rank_candidates
 from fsdp_runtime.dry_run.recipe import recipes
 from fsdp_runtime.dry_run.report.recipe import markdown_lines, parallelize_call, recipe_sections
@@ -39,6 +39,24 @@ def test_a_recipe_stops_at_the_first_mesh_that_fits_and_where_the_state_is_too_l
     (large,) = recipes(config, 2, device_memory="100KiB", **options)
     assert [each.label for each in large.found.candidates] == ["dp_shard=2, block"]
     assert large.found.best is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "tried", "best"),
+    [(103, [1], 1), (53, [1, 2], 2), (28, [1, 4], 4), (16, [1, 8], 8), (15, [1, 8], 8), (8, [1], None)],
+)
+def test_meshes_that_cannot_fit_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, memory: int, tried: list[int], best: int | None
+) -> None:
+    def estimated(_model: object, mesh: MeshSpec, **_options: object) -> Estimate:
+        """3 GiB of state, 100 that tp divides."""
+        return made_estimate(peak=(3 + 100 // mesh.tp) * GIB, device_memory=memory * GIB)
+
+    monkeypatch.setattr(compare, "estimate", estimated)
+    options: dict[str, Any] = {"sequence_parallel": (True,), "activation_checkpointing": ("block",)}
+    found = sweep("config.json", 8, dp_replicate=(1,), enough=1, workers=0, **options)
+    assert sorted(each.mesh.tp for each in found.candidates) == tried
+    assert (found.best and found.best.mesh.tp) == best
 
 
 def test_long_sequences_are_tried_on_ranks_of_cp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,9 @@ def sweep(
         context_parallel: the ways of attention to try on meshes with ``cp``.
         device_flops: operations per second that a device achieves, such as ``"400TFLOP/s"``.
         hardware: ``"A100"``, ``"H100"``, ``"H200"`` or ``"B200"``: order by the expected time on it (``step_time``).
-        enough: stop after so many meshes that fit, the least divided ones first, or at one whose parameters and
-            optimizer state alone are too large, since others have as much of them; by default all run.
+        enough: stop after so many meshes that fit, the least divided ones first, and leave out those that cannot fit by
+            the dry runs before them: state is as large on any mesh, and ``tp`` and ``cp`` divide the rest by no more
+            than their sizes; by default all run.
         workers: number of processes; 0 runs all dry runs in this process.
         progress: called first with the expected time, then after each candidate with its label,
             the number of finished candidates and the number of all.
@@ -112,25 +113,37 @@ def sweep(
     if enough is not None:
         waiting.sort(key=lambda each: (each.mesh.tp * each.mesh.cp, each.mesh.tp))
     found: list[Candidate] = []
-    for candidate, outcome in _outcomes(partial(_attempt, model, options), waiting, workers):
+
+    def is_needed(candidate: Candidate) -> bool:
+        return enough is None or (
+            sum(each.estimate is not None and each.estimate.fits is True for each in found) < enough
+            and not any(_is_larger(each, candidate) for each in found)
+        )
+
+    for candidate, outcome in _outcomes(partial(_attempt, model, options), waiting, workers, is_needed):
         if isinstance(outcome, str):
             found.append(replace(candidate, error=outcome))
         else:
             found.append(candidate.with_estimate(outcome, device_flops=speed, hardware=hardware))
         if progress is not None:
             progress(candidate.label, len(found), len(waiting))
-        if enough is not None and _decided(found, enough):
-            break
     return rank_candidates(world_size, found)
 
 
-def _decided(found: Sequence[Candidate], enough: int) -> bool:
-    """Return whether enough candidates fit, or the last one's state is too large on any mesh."""
-    estimates = [each.estimate for each in found if each.estimate is not None]
-    if sum(each.fits is True for each in estimates) >= enough:
-        return True
-    last = found[-1].estimate
-    return last is not None and last.device_memory is not None and last.memory.resident.total > last.device_memory
+#: What a bound on a mesh's memory leaves for rounding and uneven parts.
+_SLACK = 0.95
+
+
+def _is_larger(tried: Candidate, candidate: Candidate) -> bool:
+    """Return whether a mesh's memory shows that another one, not less divided, does not fit either."""
+    # The state is divided over all ranks of any mesh; all else at most over those of ``tp`` and ``cp``.
+    estimate = tried.estimate
+    if estimate is None or estimate.device_memory is None or tried.mesh.ep != candidate.mesh.ep:
+        return False
+    state = estimate.memory.resident.total
+    divided = candidate.mesh.tp * candidate.mesh.cp / (tried.mesh.tp * tried.mesh.cp)
+    least = state + (estimate.memory.device - state) / divided
+    return divided >= 1 and _SLACK * least > estimate.device_memory
 
 
 def _attempt(model: Any, options: Mapping[str, Any], candidate: Candidate) -> Estimate | str:
@@ -145,22 +158,30 @@ def _attempt(model: Any, options: Mapping[str, Any], candidate: Candidate) -> Es
 
 
 def _outcomes(
-    attempt: Callable[[Candidate], Estimate | str], waiting: Sequence[Candidate], workers: int
+    attempt: Callable[[Candidate], Estimate | str],
+    waiting: Sequence[Candidate],
+    workers: int,
+    is_needed: Callable[[Candidate], bool],
 ) -> Iterator[tuple[Candidate, Estimate | str]]:
     if workers == 0:
-        yield from ((candidate, attempt(candidate)) for candidate in waiting)
+        yield from ((candidate, attempt(candidate)) for candidate in waiting if is_needed(candidate))
         return
     broken = []
     with _pool(workers) as pool:
         running: dict[Future[Estimate | str], Candidate] = {pool.submit(attempt, each): each for each in waiting}
         try:
             for future in as_completed(running):
+                if future.cancelled():
+                    continue
                 try:
                     outcome = future.result()
                 except BrokenProcessPool:
                     broken.append(running[future])
-                else:
-                    yield running[future], outcome
+                    continue
+                yield running[future], outcome
+                for later, candidate in running.items():
+                    if not is_needed(candidate):
+                        later.cancel()
         finally:
             pool.shutdown(cancel_futures=True)
     # When a process dies (for lack of memory, say), the pool fails all waiting candidates, whichever killed it.
