@@ -153,7 +153,7 @@ def shards_of_copies(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     forward gathers anew, since what is written to ``parameter.data`` changes no version.
     """
     shards: dict[nn.Parameter, nn.Parameter] = {}
-    for unit in () if in_backward() else _gathered_by(module):
+    for unit in () if in_backward() else gathered_by(module):
         if not is_held(unit) and not in_forward(unit) and (copies := gathered_copies(unit)):
             shards.update(copies)
             runtime_state(unit).versions = ()
@@ -162,7 +162,7 @@ def shards_of_copies(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 def free_copies(module: nn.Module) -> bool:
     """Free the copies of a module and those below it; return False where a pass or ``unsharded`` keeps them."""
-    units = _gathered_by(module)
+    units = gathered_by(module)
     if units and (in_backward() or any(is_held(unit) or in_forward(unit) for unit in units)):
         return False
     for unit in units:
@@ -194,7 +194,8 @@ def drop_unreduced(module: nn.Module) -> None:
         drop_unreduced_gradients(unit)
 
 
-def _gathered_by(module: nn.Module) -> set[Any]:
+def gathered_by(module: nn.Module) -> set[Any]:
+    """Return the FSDP modules that gather the parameters of a module and those below it."""
     states = (part.__dict__.get(RUNTIME_STATE) for part in module.modules())
     return {state.fsdp_module for state in states if state is not None and state.fsdp_module is not None}
 
