@@ -396,12 +396,16 @@ def _step_before_the_reduction(axis: str, dtype: torch.dtype | None) -> None:
         _logprobs(model, tokens).mean().backward()
     with pytest.raises(ModelError, match="gradients that are not reduced"):
         optimizer.step()
+    with pytest.raises(ModelError, match="gradients that are not reduced"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(rl_logprobs.errors.PlacementError, match="not reduced yet"):
+        rl_logprobs.clip_grad_norm_(model.parameters(), 1.0)
     _logprobs(model, tokens).mean().backward()
     optimizer.step()
 
 
 @pytest.mark.parametrize(("axis", "dtype"), [("dp_shard", None), ("dp_shard", torch.bfloat16), ("dp_replicate", None)])
-def test_a_step_before_gradients_are_reduced_is_refused(
+def test_steps_and_norms_before_gradients_are_reduced_are_refused(
     two_ranks: RankPool, axis: str, dtype: torch.dtype | None
 ) -> None:
     two_ranks.run(_step_before_the_reduction, axis, dtype)

@@ -9,14 +9,14 @@ forward after an optimizer's step would compute with the old values.  So:
 - ``named_parameters``, ``parameters`` and ``zero_grad`` give or clear the shards (``steps.guards``), which changes no
   communication, even on one rank alone;
 - ``zero_grad`` of an optimizer drops what ``no_sync`` has accumulated of its parameters, and no shard has yet;
-- the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises, as does
-  one whose gradients are not reduced;
+- the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises, as do a
+  step and a norm of gradients that are not reduced;
 - a forward gathers again what was written since, and starts afresh after a pass that raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -46,6 +46,7 @@ from fsdp_runtime._torch_compat import (
     show_shards,
     tree_leaves,
     unreduced_gradients,
+    watch_clipping,
     watch_zero_grad,
 )
 from fsdp_runtime.errors import ModelError
@@ -206,6 +207,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_copies)
     register_optimizer_step_post_hook(_free_copies)
     watch_zero_grad(_drop_unreduced_of)
+    watch_clipping(_refuse_unreduced)
 
 
 def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
@@ -222,12 +224,17 @@ def _refuse_copies(optimizer: Optimizer, *_: Any) -> None:
                 f"shape {tuple(copies[0].shape)}), which modules hold inside of 'with unsharded(model):', so its step "
                 "would change nothing: build the optimizer from model.parameters()"
             )
-        waiting = held.intersection(shard for unit in _units(root) for shard in unreduced_gradients(unit))
-        if waiting and not in_backward():
-            raise ModelError(
-                f"{len(waiting)} parameters of this {type(optimizer).__name__} have gradients that are not reduced, "
-                "which its step would leave out: run the last backward of a step outside of 'with no_sync(model):'"
-            )
+    _refuse_unreduced(held, f"a step of this {type(optimizer).__name__}")
+
+
+def _refuse_unreduced(parameters: Iterable[Tensor], reader: str = "the norm of clip_grad_norm_") -> None:
+    units = [] if in_backward() else [unit for root in _roots for unit in _units(root)]
+    waiting = {shard for unit in units for shard in unreduced_gradients(unit)}.intersection(parameters)
+    if waiting:
+        raise ModelError(
+            f"{len(waiting)} parameters have gradients that are not reduced, which {reader} would leave out: run the "
+            "last backward of a step outside of 'with no_sync(model):'"
+        )
 
 
 def _drop_unreduced_of(optimizer: Optimizer) -> None:
