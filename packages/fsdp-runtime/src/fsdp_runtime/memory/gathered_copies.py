@@ -24,6 +24,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -42,11 +43,14 @@ from fsdp_runtime._torch_compat import (
     move_root,
     parameter_hooks,
     parameter_owners,
+    replaced_parameters,
     reset_after_error,
+    sharded_parameters,
     show_shards,
     tree_leaves,
     unreduced_gradients,
     watch_clipping,
+    watch_inputs,
     watch_zero_grad,
 )
 from fsdp_runtime.errors import ModelError
@@ -135,7 +139,17 @@ def _units(root: nn.Module) -> list[Any]:
     return [module for module in modules_of(root) if isinstance(module, FSDPModule)]
 
 
+def _refuse_replaced(root: Any) -> None:
+    for module, name in replaced_parameters(root):
+        path = next((path for path, each in root.named_modules() if each is module), type(module).__name__)
+        raise ModelError(
+            f"{path}.{name} is another tensor than FSDP2 gathers, which would compute with the one before: write its "
+            "values in place, under no_grad with parameter.copy_(values), instead of a new parameter or functional_call"
+        )
+
+
 def _refresh(root: Any) -> None:
+    _refuse_replaced(root)
     initialize_root(root)
     reset_after_error(root)
     if torch.is_grad_enabled() and has_gradient_hooks(root):
@@ -208,6 +222,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_free_copies)
     watch_zero_grad(_drop_unreduced_of)
     watch_clipping(_refuse_unreduced)
+    watch_inputs(_refuse_inputs)
 
 
 def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
@@ -234,6 +249,15 @@ def _refuse_unreduced(parameters: Iterable[Tensor], reader: str = "the norm of c
         raise ModelError(
             f"{len(waiting)} parameters have gradients that are not reduced, which {reader} would leave out: run the "
             "last backward of a step outside of 'with no_sync(model):'"
+        )
+
+
+def _refuse_inputs(inputs: Iterable[Any]) -> None:
+    wanted = {each for each in inputs if isinstance(each, DTensor)}
+    if shards := wanted and wanted.intersection(each for root in _roots for each in sharded_parameters(root).values()):
+        raise ModelError(
+            f"autograd.grad, or backward(inputs=), of {len(shards)} parameters under FSDP2, which puts gradients in "
+            "parameter.grad alone: call loss.backward(), with requires_grad_(False) for the other parameters"
         )
 
 

@@ -48,7 +48,8 @@ def test_optimizers_of_full_tensors_are_refused_before_they_change_a_shard(
 ) -> None:
     for messages in two_ranks.run(_of_shards, axes):
         for name, message in zip(REFUSED, messages, strict=True):
-            assert message.startswith(name.split()[0]) and "as AdamW does" in message
+            assert message.startswith(name.split()[0])
+            assert "as AdamW does" in message
 
 
 def _whole(tensor: Tensor) -> Tensor:
