@@ -42,15 +42,16 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
 
 
 def watch_inputs(before: Callable[[Sequence[Any]], None]) -> None:
-    """Call a function with the ``inputs`` of every ``autograd.grad`` and ``backward``: torch 2.10 to 2.15 lack a hook."""
-    original: Any = torch.autograd._engine_run_backward
+    """Call a function with the ``inputs`` of every ``grad`` and ``backward``; torch 2.10 to 2.15 have no hook."""
+    engine: Any = torch.autograd
+    original = engine._engine_run_backward
 
     @wraps(original)
     def run(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         before(inputs)
         return original(outputs, gradients, retain, create, inputs, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = run
+    engine._engine_run_backward = run
 
 
 def autograd_position() -> int:

@@ -31,8 +31,8 @@ def local_gradients(parameters: Sequence[torch.Tensor]) -> LocalGradients:
     """Return this rank's parts of the gradients that are not None, sharing their memory.  Call it without autograd."""
     if waiting := unreduced_parameters().intersection(map(id, parameters)):
         raise PlacementError(
-            f"{len(waiting)} gradients are accumulated on each rank and not reduced yet, and their norm would leave them "
-            f"out: run the last backward of a step outside of no_sync, with set_requires_gradient_sync(True)"
+            f"{len(waiting)} gradients are accumulated on each rank and not reduced yet, so a norm leaves them out: "
+            f"run the last backward of a step outside of no_sync, with set_requires_gradient_sync(True)"
         )
     parts: dict[int, torch.Tensor] = {}
     by_placement: dict[MeshPlacements | None, list[int]] = {}
