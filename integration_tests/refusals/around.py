@@ -258,6 +258,9 @@ CASES: Provocations = {
         "merge_adapter of": _merged_dora,
         **{piece: lambda call=call, axes=axes: _called(call, axes) for piece, (axes, call) in METHODS.items()},  # type: ignore[misc]
     },
+    "fsdp_runtime/steps/guards/optimizer_kinds.py": {
+        "parameters are shards": lambda: _called(lambda model: torch.optim.Rprop(model.parameters()).step(), TP)
+    },
     "fsdp_runtime/steps/guards/replaced_parameters.py": {"parallelize has replaced by shards": _stale},
     "fsdp_runtime/trainers/training_arguments.py": {
         **{piece: lambda given=given: _arguments(**given) for piece, given in SET.items()},  # type: ignore[misc]

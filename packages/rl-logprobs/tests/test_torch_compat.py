@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from rl_logprobs._torch_compat import ranks_of
 
@@ -22,6 +23,10 @@ def test_no_public_function_gives_the_offset_of_a_shard():
 
 def test_no_public_attribute_gives_the_root_of_a_mesh():
     assert not {"root_mesh", "get_root_mesh"} & set(dir(DeviceMesh))
+
+
+def test_no_public_function_tells_which_gradients_are_not_reduced():
+    assert not [name for name in dir(FSDPModule) if "accumulated" in name or "unreduced" in name]
 
 
 def test_no_public_function_asserts_on_the_device():

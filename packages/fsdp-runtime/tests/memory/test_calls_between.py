@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -396,15 +397,100 @@ def _step_before_the_reduction(axis: str, dtype: torch.dtype | None) -> None:
         _logprobs(model, tokens).mean().backward()
     with pytest.raises(ModelError, match="gradients that are not reduced"):
         optimizer.step()
+    with pytest.raises(ModelError, match="gradients that are not reduced"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(rl_logprobs.errors.PlacementError, match="not reduced yet"):
+        rl_logprobs.clip_grad_norm_(model.parameters(), 1.0)
     _logprobs(model, tokens).mean().backward()
     optimizer.step()
 
 
 @pytest.mark.parametrize(("axis", "dtype"), [("dp_shard", None), ("dp_shard", torch.bfloat16), ("dp_replicate", None)])
-def test_a_step_before_gradients_are_reduced_is_refused(
+def test_steps_and_norms_before_gradients_are_reduced_are_refused(
     two_ranks: RankPool, axis: str, dtype: torch.dtype | None
 ) -> None:
     two_ranks.run(_step_before_the_reduction, axis, dtype)
+
+
+def _reference_without_adapters(adapters_in: list[str]) -> list[str]:
+    """Gradients that differ from one process where a reference, computed with gradients, comes before the backward."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=adapters_in, init_lora_weights=False)
+    plain: Any = peft.get_peft_model(tiny_model("Qwen3ForCausalLM"), config).double()
+    model: Any = parallelize(copy.deepcopy(plain), MeshSpec(dp_shard=2).build(device_type="cpu"))
+    tokens = tiny_inputs(plain, batch=2, length=5)["input_ids"]
+    for each in (plain, model):
+        loss = _logprobs(each, tokens)
+        with each.disable_adapter():
+            reference = _logprobs(each, tokens).detach()
+        (loss - reference).square().mean().backward()
+    return [
+        name
+        for (name, found), wanted in zip(model.named_parameters(), plain.parameters(), strict=True)
+        if wanted.grad is not None
+        and (found.grad is None or not torch.allclose(found.grad.full_tensor(), wanted.grad, atol=1e-9))
+    ]
+
+
+@pytest.mark.parametrize("adapters_in", [["q_proj", "down_proj"], ["lm_head"]], ids=str)
+def test_a_reference_without_adapters_leaves_gradients_as_they_are(two_ranks: RankPool, adapters_in: list[str]) -> None:
+    assert two_ranks.run(_reference_without_adapters, adapters_in) == [[], []]
+
+
+def _functional(model: Any, tokens: Tensor) -> None:
+    scaled = {name: 2 * parameter.detach() for name, parameter in model.named_parameters()}
+    torch.func.functional_call(model, scaled, (tokens,), {"use_cache": False})
+
+
+def _assigned(model: Any, tokens: Tensor) -> None:
+    kept = model.lm_head.weight
+    model.lm_head.weight = torch.nn.Parameter(2 * kept.detach())
+    try:
+        _logprobs(model, tokens)
+    finally:
+        model.lm_head.weight = kept
+
+
+def _differentiated(model: Any, tokens: Tensor) -> None:
+    torch.autograd.grad(_logprobs(model, tokens).mean(), list(model.parameters()), allow_unused=True)
+
+
+#: What FSDP2 would leave out without an error, and what the error names.
+LEFT_OUT: dict[str, tuple[Call, str]] = {
+    "functional_call": (_functional, r"parameter\.copy_\(values\), instead of a new parameter or functional_call"),
+    "another parameter": (_assigned, "lm_head.weight is another tensor than FSDP2 gathers"),
+    "autograd.grad": (_differentiated, r"autograd.grad, or backward\(inputs=\), of 25 parameters"),
+    "backward of inputs": (
+        lambda m, t: _logprobs(m, t).mean().backward(inputs=[m.lm_head.weight]),
+        r"of 1 parameters under FSDP2.*call loss.backward\(\)",
+    ),
+}
+
+
+def _left_out() -> list[str]:
+    """Differences from one process after calls that are refused, before the first forward and later."""
+    plain: Any = tiny_model("Qwen3ForCausalLM")
+    model = parallelize(copy.deepcopy(plain), MeshSpec(dp_shard=2).build(device_type="cpu"))
+    tokens = tiny_inputs(plain, batch=2, length=5)["input_ids"]
+    for later in (False, True):
+        for name, (call, message) in LEFT_OUT.items():
+            if later or name != "another parameter":  # which the first forward takes
+                with pytest.raises(ModelError, match=message):
+                    call(model, tokens)
+        for each in (plain, model):
+            each.zero_grad()
+            _logprobs(each, tokens).mean().backward()
+    of_inputs = [torch.ones(*tokens.shape, 64, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    for each, embeddings in zip((plain, model), of_inputs, strict=True):
+        (embeddings.grad,) = torch.autograd.grad(each(inputs_embeds=embeddings).logits.square().mean(), embeddings)
+    found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    found["inputs"], wanted["inputs"] = (each.grad for each in reversed(of_inputs))
+    return [name for name in wanted if not torch.allclose(found[name], wanted[name], atol=1e-9)]
+
+
+def test_what_fsdp2_would_leave_out_is_refused_and_changes_nothing(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_left_out) == [[], []]
 
 
 def _step_inside_unsharded() -> None:

@@ -311,6 +311,30 @@ def test_a_partial_maximum_is_refused_on_every_rank(two_ranks):
     assert [failure.type_name for failure in caught.value.errors.values()] == ["PlacementError"] * 2
 
 
+def not_reduced(axes):
+    """Gradients that FSDP2 has accumulated on each rank: none in ``parameter.grad``, or one of the step before."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    model = fully_shard(Model(), mesh=mesh)
+    for reduced in (True, False):
+        model.set_requires_gradient_sync(reduced)
+        model(torch.ones(2, 6)).square().mean().backward()
+    before = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    grad_norm(other)
+    with pytest.raises(rl_logprobs.errors.PlacementError, match="6 gradients are accumulated on each rank"):
+        clip_grad_norm_([other, *model.parameters()], 0.1)
+    assert all(torch.equal(p.grad.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 6)).square().mean().backward()
+    return grad_norm(model.parameters()).item() > 0
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}])
+def test_gradients_that_are_not_reduced_yet_have_no_norm(two_ranks, axes):
+    assert two_ranks.run(not_reduced, axes) == [True, True]
+
+
 def test_tied_parameters_count_once():
     gradient = full_gradients()["matrix"]
     tied = with_gradient(gradient)

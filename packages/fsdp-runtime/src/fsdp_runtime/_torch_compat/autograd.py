@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -38,6 +39,19 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def watch_inputs(before: Callable[[Sequence[Any]], None]) -> None:
+    """Call a function with the ``inputs`` of every ``grad`` and ``backward``; torch 2.10 to 2.15 have no hook."""
+    engine: Any = torch.autograd
+    original = engine._engine_run_backward
+
+    @wraps(original)
+    def run(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        before(inputs)
+        return original(outputs, gradients, retain, create, inputs, *args, **kwargs)
+
+    engine._engine_run_backward = run
 
 
 def autograd_position() -> int:

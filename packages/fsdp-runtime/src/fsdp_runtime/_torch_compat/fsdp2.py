@@ -21,12 +21,7 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Param
     """
     found: dict[tuple[nn.Module, str], nn.Parameter] = {}
     for fsdp_parameter in _fsdp_parameters(model):
-        info = fsdp_parameter._module_info
-        places = [
-            (info.module, info.param_name),
-            *zip(info.shared_modules, info.shared_param_names, strict=True),
-        ]
-        found.update(dict.fromkeys(places, fsdp_parameter.sharded_param))
+        found.update(dict.fromkeys(_places(fsdp_parameter._module_info), fsdp_parameter.sharded_param))
     return found
 
 
@@ -141,6 +136,31 @@ def has_gradient_hooks(root: FSDPModule) -> bool:
     return bool([shard for shard in shards if shard._backward_hooks])
 
 
+def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
+    """The places of parameters that hold another tensor than FSDP2 will gather (private in torch 2.10 to 2.15).
+
+    Its first forward takes the parameters that modules hold then, as after ``load_state_dict(assign=True)``, and what
+    ``functional_call`` lends them, too.
+    """
+    state: Any = root._get_fsdp_state()
+    if state._is_root is None:
+        places = [place for each in _fsdp_parameters(root) for place in _places(each._module_info)]  # type: ignore[arg-type]
+        return [(module, name) for module, name in places if not isinstance(module._parameters[name], nn.Parameter)]
+    return [
+        (module, name)
+        for _, group in _groups_below(root)
+        for each in group.fsdp_params
+        for module, name in _places(each._module_info)
+        if (held := module._parameters.get(name)) is not each.sharded_param
+        and held is not getattr(each, "_unsharded_param", None)
+    ]
+
+
+def _places(info: Any) -> list[tuple[nn.Module, str]]:
+    """Return the modules that have a parameter, with its names there."""
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
 def copied_versions(unit: FSDPModule) -> tuple[int, ...]:
     """The versions of the shards that an FSDP module holds gathered copies of (private in torch 2.10 to 2.15).
 
@@ -164,6 +184,7 @@ def _unshard(group: Any, async_op: bool = False) -> None:
     vars(group).pop("unshard", None)
     if group.is_unsharded and group._training_state.name == "PRE_BACKWARD":
         for parameter in group.fsdp_params:
+            parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)  # as it was gathered anew
             parameter._setattr_on_modules(parameter._unsharded_param)
     elif group.is_unsharded:
         group._to_sharded()

@@ -9,14 +9,14 @@ forward after an optimizer's step would compute with the old values.  So:
 - ``named_parameters``, ``parameters`` and ``zero_grad`` give or clear the shards (``steps.guards``), which changes no
   communication, even on one rank alone;
 - ``zero_grad`` of an optimizer drops what ``no_sync`` has accumulated of its parameters, and no shard has yet;
-- the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises, as does
-  one whose gradients are not reduced;
+- the step of an optimizer frees the copies of what it has changed, and a step of one that holds copies raises, as do a
+  step and a norm of gradients that are not reduced;
 - a forward gathers again what was written since, and starts afresh after a pass that raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +24,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -42,10 +43,14 @@ from fsdp_runtime._torch_compat import (
     move_root,
     parameter_hooks,
     parameter_owners,
+    replaced_parameters,
     reset_after_error,
+    sharded_parameters,
     show_shards,
     tree_leaves,
     unreduced_gradients,
+    watch_clipping,
+    watch_inputs,
     watch_zero_grad,
 )
 from fsdp_runtime.errors import ModelError
@@ -134,7 +139,17 @@ def _units(root: nn.Module) -> list[Any]:
     return [module for module in modules_of(root) if isinstance(module, FSDPModule)]
 
 
+def _refuse_replaced(root: Any) -> None:
+    for module, name in replaced_parameters(root):
+        path = next((path for path, each in root.named_modules() if each is module), type(module).__name__)
+        raise ModelError(
+            f"{path}.{name} is another tensor than FSDP2 gathers, which would compute with the one before: write its "
+            "values in place, under no_grad with parameter.copy_(values), instead of a new parameter or functional_call"
+        )
+
+
 def _refresh(root: Any) -> None:
+    _refuse_replaced(root)
     initialize_root(root)
     reset_after_error(root)
     if torch.is_grad_enabled() and has_gradient_hooks(root):
@@ -153,7 +168,7 @@ def shards_of_copies(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     forward gathers anew, since what is written to ``parameter.data`` changes no version.
     """
     shards: dict[nn.Parameter, nn.Parameter] = {}
-    for unit in () if in_backward() else _gathered_by(module):
+    for unit in () if in_backward() else gathered_by(module):
         if not is_held(unit) and not in_forward(unit) and (copies := gathered_copies(unit)):
             shards.update(copies)
             runtime_state(unit).versions = ()
@@ -162,7 +177,7 @@ def shards_of_copies(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 def free_copies(module: nn.Module) -> bool:
     """Free the copies of a module and those below it; return False where a pass or ``unsharded`` keeps them."""
-    units = _gathered_by(module)
+    units = gathered_by(module)
     if units and (in_backward() or any(is_held(unit) or in_forward(unit) for unit in units)):
         return False
     for unit in units:
@@ -194,7 +209,8 @@ def drop_unreduced(module: nn.Module) -> None:
         drop_unreduced_gradients(unit)
 
 
-def _gathered_by(module: nn.Module) -> set[Any]:
+def gathered_by(module: nn.Module) -> set[Any]:
+    """Return the FSDP modules that gather the parameters of a module and those below it."""
     states = (part.__dict__.get(RUNTIME_STATE) for part in module.modules())
     return {state.fsdp_module for state in states if state is not None and state.fsdp_module is not None}
 
@@ -205,6 +221,8 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_copies)
     register_optimizer_step_post_hook(_free_copies)
     watch_zero_grad(_drop_unreduced_of)
+    watch_clipping(_refuse_unreduced)
+    watch_inputs(_refuse_inputs)
 
 
 def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
@@ -221,12 +239,26 @@ def _refuse_copies(optimizer: Optimizer, *_: Any) -> None:
                 f"shape {tuple(copies[0].shape)}), which modules hold inside of 'with unsharded(model):', so its step "
                 "would change nothing: build the optimizer from model.parameters()"
             )
-        waiting = held.intersection(shard for unit in _units(root) for shard in unreduced_gradients(unit))
-        if waiting and not in_backward():
-            raise ModelError(
-                f"{len(waiting)} parameters of this {type(optimizer).__name__} have gradients that are not reduced, "
-                "which its step would leave out: run the last backward of a step outside of 'with no_sync(model):'"
-            )
+    _refuse_unreduced(held, f"a step of this {type(optimizer).__name__}")
+
+
+def _refuse_unreduced(parameters: Iterable[Tensor], reader: str = "the norm of clip_grad_norm_") -> None:
+    units = [] if in_backward() else [unit for root in _roots for unit in _units(root)]
+    waiting = {shard for unit in units for shard in unreduced_gradients(unit)}.intersection(parameters)
+    if waiting:
+        raise ModelError(
+            f"{len(waiting)} parameters have gradients that are not reduced, which {reader} would leave out: run the "
+            "last backward of a step outside of 'with no_sync(model):'"
+        )
+
+
+def _refuse_inputs(inputs: Iterable[Any]) -> None:
+    wanted = {each for each in inputs if isinstance(each, DTensor)}
+    if shards := wanted and wanted.intersection(each for root in _roots for each in sharded_parameters(root).values()):
+        raise ModelError(
+            f"autograd.grad, or backward(inputs=), of {len(shards)} parameters under FSDP2, which puts gradients in "
+            "parameter.grad alone: call loss.backward(), with requires_grad_(False) for the other parameters"
+        )
 
 
 def _drop_unreduced_of(optimizer: Optimizer) -> None:

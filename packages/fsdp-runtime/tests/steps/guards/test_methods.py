@@ -101,11 +101,13 @@ REFUSED: dict[str, tuple[Method, str]] = {
 
 #: Those that FSDP2 alone cannot follow.
 REFUSED_BY_FSDP2: dict[str, tuple[Method, str]] = {
-    "half": (lambda m: m.half(), r"convert the model before parallelize"),
-    "bfloat16": (lambda m: m.bfloat16(), "convert the model before parallelize"),
-    "float": (lambda m: m.float(), "convert the model before parallelize"),
+    "half": (lambda m: m.half(), r"convert it before parallelize"),
+    "bfloat16": (lambda m: m.bfloat16(), "convert it before parallelize"),
+    "float": (lambda m: m.float(), "convert it before parallelize"),
     "to a dtype": (lambda m: m.to(torch.float32), r"FSDPOptions\(mp_policy=..., master_dtype=...\)"),
-    "type": (lambda m: m.type(torch.float32), "convert the model before parallelize"),
+    "float of one module": (lambda m: m.model.layers[0].mlp.float(), "conversion of a parallelized LlamaMLP"),
+    "to a dtype of one norm": (lambda m: m.model.norm.to(torch.float16), "convert it before parallelize"),
+    "type": (lambda m: m.type(torch.float32), "convert it before parallelize"),
     "deepcopy": (copy.deepcopy, "parallelize a copy of the plain one"),
     "a new head": (lambda m: _replace_head_and_run(m), "lm_head was added after parallelize"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import rl_logprobs
 from fsdp_runtime import parallelize
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for
@@ -52,6 +54,33 @@ def _differences() -> list[str]:
 
 def test_plain_and_sharded_parameters_step_together(two_ranks: RankPool) -> None:
     assert two_ranks.run(_differences) == [[], []]
+
+
+def _with_a_parameter_of_the_users(make: Any) -> list[float]:
+    """Errors of a temperature outside of the model, of its gradient's norm and of the weights, after two steps."""
+    plain, found = tiny_model("Qwen3ForCausalLM"), []
+    sharded = parallelize(copy.deepcopy(plain), mesh_for({"tp": 2}))
+    tokens = tiny_inputs(plain, batch=2, length=7)["input_ids"]
+    for model in (plain, sharded):
+        temperature = nn.Parameter(torch.full((1,), 1.3, dtype=torch.float64))
+        optimizer = make([*model.parameters(), temperature])
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                logits = model(tokens, use_cache=False).logits / temperature
+                rl_logprobs.token_logprobs(logits, tokens, shift=True).mean().backward()
+            norm = rl_logprobs.clip_grad_norm_([*model.parameters(), temperature], 0.5)
+            optimizer.step()
+        weight = model.get_parameter("lm_head.weight")
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        found.append((temperature.detach(), norm, whole.detach()))
+    return [float((one - other).abs().max()) for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW], ids=lambda make: make.__name__)
+def test_a_parameter_of_the_users_steps_by_its_gradient_of_all_ranks(two_ranks: RankPool, make: Any) -> None:
+    for errors in two_ranks.run(_with_a_parameter_of_the_users, make):
+        assert max(errors) < 1e-8
 
 
 def _restored() -> list[int]:

@@ -50,7 +50,8 @@ def grad_norm(
     Raises:
         OptionError: ``norm_type`` is not positive.
         DtypeError: a gradient is sparse or not floating point.
-        PlacementError: a gradient is a partial reduction other than a sum or an average.
+        PlacementError: a gradient is a partial reduction other than a sum or an average, or FSDP2 has not reduced it
+            yet.
         NonFiniteNormError: the norm is not finite and ``error_if_nonfinite`` is set.
 
     Example:

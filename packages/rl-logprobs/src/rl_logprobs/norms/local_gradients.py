@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from rl_logprobs._torch_compat import unreduced_parameters
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import DtypeError, PlacementError
 from rl_logprobs.norms.reduce_groups import MeshPlacements
@@ -26,8 +27,13 @@ class LocalGradients:
     by_placement: dict[MeshPlacements | None, list[int]]
 
 
-def local_gradients(parameters: Iterable[torch.Tensor]) -> LocalGradients:
+def local_gradients(parameters: Sequence[torch.Tensor]) -> LocalGradients:
     """Return this rank's parts of the gradients that are not None, sharing their memory.  Call it without autograd."""
+    if waiting := unreduced_parameters().intersection(map(id, parameters)):
+        raise PlacementError(
+            f"{len(waiting)} gradients are accumulated on each rank and not reduced yet, so a norm leaves them out: "
+            f"run the last backward of a step outside of no_sync, with set_requires_gradient_sync(True)"
+        )
     parts: dict[int, torch.Tensor] = {}
     by_placement: dict[MeshPlacements | None, list[int]] = {}
     for index, parameter in enumerate(parameters):

@@ -15,12 +15,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import own_parameters, parameter_hooks, set_parameter_hooks
 from fsdp_runtime.errors import ModelError
-from fsdp_runtime.memory.gathered_copies import drop_unreduced, free_copies, leave_out_peft_model, shards_of_copies
+from fsdp_runtime.memory.gathered_copies import (
+    drop_unreduced,
+    free_copies,
+    gathered_by,
+    leave_out_peft_model,
+    shards_of_copies,
+)
 from fsdp_runtime.sharded.shard_offsets import dtensor_slices
 
 #: A rule: the module, its method's name and the method, then the arguments of the call.
@@ -52,7 +57,7 @@ _FIXES = {
     "merge_adapter": "its adapters are no plain LoRA, or their factors are not sharded as the weight is: "
     "save_weights(model, directory) writes merged weights",
     "load_state_dict": "full tensors with assign=True would take the places of shards: leave assign out",
-    "a conversion": "FSDP2 has chosen its dtypes: convert the model before parallelize, or give "
+    "a conversion": "FSDP2 has chosen its dtypes: convert it before parallelize, or give "
     "FSDPOptions(mp_policy=..., master_dtype=...)",
     "share_memory": "memory of DTensors cannot be shared; share the plain model's",
     "maybe_distribute_model": "its layers are distributed already: leave it out",
@@ -146,7 +151,7 @@ def _own_part(value: Any, wanted: Any) -> Any:
 def _convert(module: nn.Module, name: str, method: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     """``to``, ``half``, ``float``, …: DTensors get new contents, without the hooks and attributes of users."""
     parameters = {key: value for key, value in own_parameters(module).items() if value is not None}
-    if isinstance(module, FSDPModule) and _changes_dtype(module, function):
+    if gathered_by(module) and _changes_dtype(module, function):
         _refuse(module, "a conversion")
     attached = {key: (dict(vars(value)), parameter_hooks(value)) for key, value in parameters.items()}
     converted = method(function, *args, **kwargs)

@@ -1,8 +1,12 @@
-"""Fused and ``foreach`` steps of optimizers that hold plain tensors next to DTensors, or DTensors of several meshes.
+"""Steps of optimizers that hold plain tensors next to DTensors, or DTensors of several meshes.
 
-One call of such a step takes the tensors of a parameter group together, and torch refuses lists of several kinds.
-During a step each group is divided by mesh; its state and its settings stay those of the group.  Only torch's own
-optimizers are served: others may write to the group that they step, as schedule-free ones do, and that would be lost.
+One call of a fused or ``foreach`` step takes the tensors of a parameter group together, and torch refuses lists of
+several kinds.  During a step each group is divided by mesh; its state and its settings stay those of the group.  Only
+torch's own optimizers are served: others may write to the group that they step, as schedule-free ones do, and that
+would be lost.
+
+A plain parameter of the user's own that has met a DTensor, as a learned temperature the logits, has a DTensor as its
+gradient, a partial sum: a step gets the sum.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -27,6 +32,9 @@ def step_meshes_apart() -> None:
 
 def _divide(optimizer: Optimizer, *_: Any) -> None:
     _restore(optimizer)  # after a step that raised
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if isinstance(parameter.grad, DTensor) and not isinstance(parameter, DTensor):
+            parameter.grad = parameter.grad.full_tensor()
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     groups = optimizer.param_groups
