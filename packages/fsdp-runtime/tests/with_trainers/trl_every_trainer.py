@@ -83,3 +83,11 @@ def test_they_are_with_sequences_divided_over_ranks(
 ) -> None:
     found, expected, figures = _compare(four_ranks, name, dense, {"cp": 2, "tp": 2}, tmp_path)
     assert differences(found, expected, figures) == {}
+
+
+@pytest.mark.parametrize(("name", "axes"), [("DPO", {"cp": 2}), ("DPO", {"tp": 2}), ("KTO", {"dp_shard": 2})], ids=str)
+def test_they_are_with_log_probabilities_of_the_reference_that_are_computed_before(
+    two_ranks: RankPool, dense: Path, tmp_path: Path, name: str, axes: dict[str, int]
+) -> None:
+    found, expected, figures = _compare(two_ranks, name, dense, axes, tmp_path, precompute_ref_log_probs=True)
+    assert differences(found, expected, figures) == {}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import ModelError, OptionError
@@ -26,6 +27,7 @@ from fsdp_runtime.trainers._trl_compat import (
     global_of,
     pairs_within_batches,
     reads_logits,
+    reference_columns,
     replaced,
     takes_reference,
 )
@@ -54,6 +56,7 @@ class TrlMixin(MeshTrainerMixin):
             CHUNKED_HEAD: add_chunked_head,
             "create_model_from_path": self._create_model,
             "get_peft_model": self._add_adapter,
+            "hash_module": lambda model: "",  # of plain weights; names the file that _precompute_ref_logps goes without
             "VLLMGeneration": server_generation(type(self)) if getattr(args, "use_vllm", False) else None,
         }
         functions = {name: function for name, function in functions.items() if function is not None}
@@ -119,6 +122,24 @@ class TrlMixin(MeshTrainerMixin):
             args = copy.copy(args)
             args.per_device_train_batch_size *= submesh(self.mesh, "dp").size()
         return super()._prepare_dataset(dataset, processing_class, args, *rest)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """Add the reference's log-probabilities to a data set; in the place of TRL's, by a file that all ranks see."""
+        if not hasattr(dataset, "__len__"):
+            return super()._precompute_ref_logps(dataset, name, batch_size)  # raises
+        check_tokens(base_model(self.model), self.processing_class)
+        model = self.ref_model or self.model
+        self._adopt(model)
+        batches = DataLoader(dataset, batch_size=batch_size, collate_fn=self.data_collator)
+        found = [
+            self.accelerator.gather_for_metrics(
+                [own for own in self.compute_ref_log_probs(model, batch) if own is not None]
+            )
+            for batch in self.accelerator.prepare(batches)
+        ]
+        for column, parts in zip(reference_columns(type(self)), zip(*found, strict=True), strict=False):
+            dataset = dataset.add_column(column, torch.cat(parts).float().cpu().numpy())
+        return dataset
 
     def _from_first(self, values: list[Any]) -> list[Any]:
         """What the first rank of the ``cp`` and ``tp`` group holds."""
