@@ -211,6 +211,7 @@ def _refusals(folder: Path, output: Path) -> list[str]:
         ("before parallelize", {"beta": 0.1}, {"model": adapted}),
         ("tp=2", {}, {"tools": [max]}),
         ("does not divide", {"per_device_train_batch_size": 2, "num_generations": 4}, {}),
+        ("choose a multiple", {"per_device_eval_batch_size": 12}, {"eval_dataset": rows(8)}),
     ]
     for words, options, given in cases:
         arguments = trl.GRPOConfig(**{**base, **options})

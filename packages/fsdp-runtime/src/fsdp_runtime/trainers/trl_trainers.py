@@ -173,6 +173,8 @@ class GeneratingMixin(TrlMixin):
         if args is None:
             raise OptionError("pass args=, such as trl.GRPOConfig(...)")
         _check(args, kwargs, mesh)
+        if kwargs.get("eval_dataset") is not None:
+            _check_evaluation(args, mesh)
         super().__init__(model, mesh=mesh, args=_generation_over_dp(args, mesh), **kwargs)
         rollout = getattr(self, "rollout_func", None)
         if rollout is not None:
@@ -245,6 +247,18 @@ def _generation_over_dp(args: Any, mesh: DeviceMesh) -> Any:
             f"num_generations={args.num_generations} does not divide"
         )
     return args
+
+
+def _check_evaluation(args: Any, mesh: DeviceMesh) -> None:
+    """Raise :class:`OptionError` where an evaluation batch of all ranks of ``dp`` would part the group of a prompt."""
+    group = getattr(args, "num_generations_eval", None) or getattr(args, "num_generations", 1)
+    dp = submesh(mesh, "dp").size()
+    if args.per_device_eval_batch_size * dp % group:
+        raise OptionError(
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size} on dp={dp} gives "
+            f"{args.per_device_eval_batch_size * dp} completions at a time, which the {group} completions of a prompt "
+            "(num_generations_eval, or num_generations) do not divide: choose a multiple"
+        )
 
 
 def server_generation(trainer_class: type) -> type:
