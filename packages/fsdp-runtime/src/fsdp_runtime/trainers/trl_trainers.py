@@ -211,7 +211,6 @@ def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
         )
     refused = {
         "use_transformers_continuous_batching": "it is not covered: leave it off",
-        "sync_ref_model": "it is not covered: leave it off",
         "cast_lm_head_to_fp32": "it replaces the sharded head: leave it off, or load float32 weights",
     }
     for name, instead in refused.items():
