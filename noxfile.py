@@ -69,7 +69,7 @@ TRAINER_VERSIONS = [
     ("5.24.0", "1.15.0"),
     ("5.24.0", "1.16.0"),
 ]
-#: Each trainer on one mesh, and a loop on accelerate.  Names come first: TRL 1.15 is changed to compute without Triton.
+#: The names that are relied on, each trainer on one mesh, and a loop on accelerate.
 TRAINER_SUBSET = [
     "trl_private_names.py",
     *(

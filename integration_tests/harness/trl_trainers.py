@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import trl
 from datasets import Dataset
@@ -132,9 +134,12 @@ def build(model: Any, mesh: Any, dp: int, *, name: str, output: str, teacher: An
         **more,
         **{key: teacher if key == "teacher_model" else value for key, value in others.items()},
     }
-    if mesh is None:
-        compute_without_triton()
-    return cls(**common) if mesh is None else on_mesh(cls)(**common, mesh=mesh)
+    if mesh is not None:
+        return on_mesh(cls)(**common, mesh=mesh)
+    trainer = without_triton()(cls)(**common)
+    for name in ("train", "evaluate"):
+        setattr(trainer, name, without_triton()(getattr(trainer, name)))
+    return trainer
 
 
 class _LogProbs:
@@ -165,8 +170,11 @@ class _LogProbs:
         return own, *(value if name in outputs else None for name, value in found.items())
 
 
-def compute_without_triton() -> None:
+@contextmanager
+def without_triton() -> Iterator[None]:
     """Let TRL 1.15, whose losses in one process need Triton, compute them by torch; distillation's by ours."""
-    if trl.__version__.startswith("1.15."):
-        trl.trainer.utils._ChunkedLogProbFunction = _LogProbs
-        trl.trainer.distillation_trainer._chunked_divergence_loss = divergence_loss
+    with pytest.MonkeyPatch.context() as patch:
+        if trl.__version__.startswith("1.15."):
+            patch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", _LogProbs)
+            patch.setattr(trl.trainer.distillation_trainer, "_chunked_divergence_loss", divergence_loss)
+        yield

@@ -252,10 +252,12 @@ def test_what_cannot_be_right_is_refused_with_the_fix(two_ranks: RankPool, folde
 
 
 def _short(folder: Path, output: Path) -> list[str]:
-    """What is said of one sample, and of six in batches of two."""
+    """What is said of one sample, of six in batches of two, and of five for evaluation."""
     forget_accelerate()
     model, mesh = model_on(folder, {"dp_shard": 2})
-    args = TrainingArguments(**{**COMMON, "output_dir": str(output), "per_device_train_batch_size": 2})
+    args = TrainingArguments(
+        **{**COMMON, "output_dir": str(output), "per_device_train_batch_size": 2}, per_device_eval_batch_size=2
+    )
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_arguments.logger, "warning", lambda text, *values: said.append(text % values))
@@ -264,13 +266,15 @@ def _short(folder: Path, output: Path) -> list[str]:
                 Trainer(model=model, mesh=mesh, args=args, train_dataset=token_rows(number))
             except OptionError as error:
                 said.append(str(error))
+        Trainer(model=model, mesh=mesh, args=args, train_dataset=token_rows(8), eval_dataset=token_rows(5))
     return said
 
 
 def test_a_training_set_shorter_than_the_ranks_is_refused(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
-    for refused, warned in two_ranks.run(_short, folder, tmp_path):
+    for refused, warned, evaluation in two_ranks.run(_short, folder, tmp_path):
         assert "1 samples for dp=2" in refused
-        assert "6 samples are no multiple of 4" in warned
+        assert "training set's 6 samples are no multiple of 4" in warned
+        assert "evaluation set's 5 samples are no multiple of 4" in evaluation
 
 
 def _undivided(folder: Path, output: Path) -> str:

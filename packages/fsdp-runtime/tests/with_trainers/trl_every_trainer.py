@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.ranks import RankPool
-from harness.trainers import Outcome, compare, differences, write_checkpoint
+from harness.trainers import BATCH, Outcome, compare, differences, write_checkpoint
 from harness.trl_trainers import build, trainers
 
 
@@ -83,3 +83,27 @@ def test_they_are_with_sequences_divided_over_ranks(
 ) -> None:
     found, expected, figures = _compare(four_ranks, name, dense, {"cp": 2, "tp": 2}, tmp_path)
     assert differences(found, expected, figures) == {}
+
+
+@pytest.mark.parametrize(("name", "axes"), [("DPO", {"cp": 2}), ("DPO", {"tp": 2}), ("KTO", {"dp_shard": 2})], ids=str)
+def test_they_are_with_log_probabilities_of_the_reference_that_are_computed_before(
+    two_ranks: RankPool, dense: Path, tmp_path: Path, name: str, axes: dict[str, int]
+) -> None:
+    found, expected, figures = _compare(two_ranks, name, dense, axes, tmp_path, precompute_ref_log_probs=True)
+    assert differences(found, expected, figures) == {}
+
+
+def _in_micro_batches(model: Any, mesh: Any, dp: int, **options: Any) -> Any:
+    """In one process a micro-batch for each of the mesh's two ranks."""
+    if mesh is None:
+        options |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": BATCH // 2}
+    return build(model, mesh, dp, name="DPO", use_weighting=False, **options)
+
+
+@pytest.mark.parametrize("loss", ["sft", "aot_unpaired"])
+def test_a_loss_of_a_micro_batch_is_that_of_one_process_with_the_same_ones(
+    two_ranks: RankPool, dense: Path, tmp_path: Path, loss: str
+) -> None:
+    set_up = partial(_in_micro_batches, output=str(tmp_path), loss_type=loss)
+    found, expected = compare(two_ranks, set_up, dense, {"dp_shard": 2}, key=f"DPO micro-batches {loss}")
+    assert differences(found, expected) == {}

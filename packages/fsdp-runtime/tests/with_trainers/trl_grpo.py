@@ -113,6 +113,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "activation checkpointing": ({}, {"gradient_checkpointing": True}),
     "a group's mean of sequences": ({}, {"loss_type": "grpo"}),
+    "a reference that follows the policy": (
+        {},
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
+    ),
     "a temperature and the entropy's quantile": ({}, {"temperature": 0.7, "top_entropy_quantile": 0.5}),
 }
 
@@ -206,11 +210,11 @@ def _refusals(folder: Path, output: Path) -> list[str]:
     base = {"output_dir": str(output), "use_cpu": True, "bf16": False, "report_to": [], "gradient_checkpointing": False}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("vllm_mode=", {"use_vllm": True, "vllm_mode": "colocate"}, {}),
-        ("sync_ref_model", {"sync_ref_model": True}, {}),
         ("cast_lm_head_to_fp32", {"cast_lm_head_to_fp32": True}, {}),
         ("before parallelize", {"beta": 0.1}, {"model": adapted}),
         ("tp=2", {}, {"tools": [max]}),
         ("does not divide", {"per_device_train_batch_size": 2, "num_generations": 4}, {}),
+        ("choose a multiple", {"per_device_eval_batch_size": 12}, {"eval_dataset": rows(8)}),
     ]
     for words, options, given in cases:
         arguments = trl.GRPOConfig(**{**base, **options})

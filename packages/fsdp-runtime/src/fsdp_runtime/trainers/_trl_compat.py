@@ -157,3 +157,15 @@ def pairs_within_batches(trainer_class: type) -> bool:
     import trl
 
     return issubclass(trainer_class, trl.KTOTrainer)
+
+
+def reference_columns(trainer_class: type) -> tuple[str, str]:
+    """Return the columns of the reference's log-probabilities, in the order of ``compute_ref_log_probs``."""
+    import trl
+
+    # KTO has the second one only where its loss estimates a KL divergence.
+    return (
+        ("ref_logps", "ref_KL_logps")
+        if issubclass(trainer_class, trl.KTOTrainer)
+        else ("ref_chosen_logps", "ref_rejected_logps")
+    )

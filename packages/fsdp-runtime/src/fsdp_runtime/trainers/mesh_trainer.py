@@ -29,6 +29,7 @@ from fsdp_runtime.trainers.training_arguments import (
     check_optimizer,
     check_samples,
     check_tokens,
+    warn_of_repeated,
 )
 from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights import load_weights, save_weights
@@ -123,6 +124,10 @@ class MeshTrainerMixin(LogStepValues):
         check_tokens(base_model(self.model), self.processing_class)
         batch, drop_last = self._train_batch_size, self.args.dataloader_drop_last
         check_samples(self.train_dataset, batch, self.mesh, drop_last=drop_last)
+        held_out = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"evaluation": self.eval_dataset}
+        for name, dataset in held_out.items():
+            batch, ranks = self.args.eval_batch_size, submesh(self.mesh, "dp").size()
+            warn_of_repeated(name, dataset, batch, ranks, drop_last=drop_last)
 
     def _adopt(self, model: nn.Module) -> None:
         compute_losses_on(model, self.mesh)

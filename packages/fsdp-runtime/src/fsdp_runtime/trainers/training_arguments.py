@@ -159,18 +159,22 @@ def check_tokens(model: Any, processing_class: Any) -> None:
 
 def check_samples(dataset: Any, batch: int, mesh: DeviceMesh, *, drop_last: bool) -> None:
     """Raise :class:`OptionError` if a rank of ``dp`` gets no sample; warn where the last batch is filled up."""
-    if not hasattr(dataset, "__len__"):
-        return
     ranks = axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
-    if 0 < len(dataset) < ranks:
+    if hasattr(dataset, "__len__") and 0 < len(dataset) < ranks:
         raise OptionError(
             f"the training set has {len(dataset)} samples for dp={ranks} ranks, which take one each or more: use a "
             "smaller dp_replicate or dp_shard, or give more samples"
         )
-    if ranks > 1 and len(dataset) % (batch * ranks) and not drop_last:
+    warn_of_repeated("training", dataset, batch, ranks, drop_last=drop_last)
+
+
+def warn_of_repeated(name: str, dataset: Any, batch: int, ranks: int, *, drop_last: bool) -> None:
+    """Warn where the last batch of all ``ranks`` of ``dp`` is filled up with samples that are repeated."""
+    if ranks > 1 and hasattr(dataset, "__len__") and len(dataset) % (batch * ranks) and not drop_last:
         logger.warning(
-            "the training set's %d samples are no multiple of %d, a batch of each of the dp=%d ranks: the last batch "
+            "the %s set's %d samples are no multiple of %d, a batch of each of the dp=%d ranks: the last batch "
             "repeats samples, which one process would not; dataloader_drop_last=True leaves it out",
+            name,
             len(dataset),
             batch * ranks,
             ranks,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import ModelError, OptionError
@@ -26,6 +27,7 @@ from fsdp_runtime.trainers._trl_compat import (
     global_of,
     pairs_within_batches,
     reads_logits,
+    reference_columns,
     replaced,
     takes_reference,
 )
@@ -54,6 +56,7 @@ class TrlMixin(MeshTrainerMixin):
             CHUNKED_HEAD: add_chunked_head,
             "create_model_from_path": self._create_model,
             "get_peft_model": self._add_adapter,
+            "hash_module": lambda model: "",  # of plain weights; names the file that _precompute_ref_logps goes without
             "VLLMGeneration": server_generation(type(self)) if getattr(args, "use_vllm", False) else None,
         }
         functions = {name: function for name, function in functions.items() if function is not None}
@@ -120,6 +123,24 @@ class TrlMixin(MeshTrainerMixin):
             args.per_device_train_batch_size *= submesh(self.mesh, "dp").size()
         return super()._prepare_dataset(dataset, processing_class, args, *rest)
 
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """Add the reference's log-probabilities to a data set; in the place of TRL's, by a file that all ranks see."""
+        if not hasattr(dataset, "__len__"):
+            return super()._precompute_ref_logps(dataset, name, batch_size)  # raises
+        check_tokens(base_model(self.model), self.processing_class)
+        model = self.ref_model or self.model
+        self._adopt(model)
+        batches = DataLoader(dataset, batch_size=batch_size, collate_fn=self.data_collator)
+        found = [
+            self.accelerator.gather_for_metrics(
+                [own for own in self.compute_ref_log_probs(model, batch) if own is not None]
+            )
+            for batch in self.accelerator.prepare(batches)
+        ]
+        for column, parts in zip(reference_columns(type(self)), zip(*found, strict=True), strict=False):
+            dataset = dataset.add_column(column, torch.cat(parts).float().cpu().numpy())
+        return dataset
+
     def _from_first(self, values: list[Any]) -> list[Any]:
         """What the first rank of the ``cp`` and ``tp`` group holds."""
         if (group := self.accelerator.model_group) is not None:
@@ -152,6 +173,8 @@ class GeneratingMixin(TrlMixin):
         if args is None:
             raise OptionError("pass args=, such as trl.GRPOConfig(...)")
         _check(args, kwargs, mesh)
+        if kwargs.get("eval_dataset") is not None:
+            _check_evaluation(args, mesh)
         super().__init__(model, mesh=mesh, args=_generation_over_dp(args, mesh), **kwargs)
         rollout = getattr(self, "rollout_func", None)
         if rollout is not None:
@@ -188,7 +211,6 @@ def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
         )
     refused = {
         "use_transformers_continuous_batching": "it is not covered: leave it off",
-        "sync_ref_model": "it is not covered: leave it off",
         "cast_lm_head_to_fp32": "it replaces the sharded head: leave it off, or load float32 weights",
     }
     for name, instead in refused.items():
@@ -224,6 +246,18 @@ def _generation_over_dp(args: Any, mesh: DeviceMesh) -> Any:
             f"num_generations={args.num_generations} does not divide"
         )
     return args
+
+
+def _check_evaluation(args: Any, mesh: DeviceMesh) -> None:
+    """Raise :class:`OptionError` where an evaluation batch of all ranks of ``dp`` would part the group of a prompt."""
+    group = getattr(args, "num_generations_eval", None) or getattr(args, "num_generations", 1)
+    dp = submesh(mesh, "dp").size()
+    if args.per_device_eval_batch_size * dp % group:
+        raise OptionError(
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size} on dp={dp} gives "
+            f"{args.per_device_eval_batch_size * dp} completions at a time, which the {group} completions of a prompt "
+            "(num_generations_eval, or num_generations) do not divide: choose a multiple"
+        )
 
 
 def server_generation(trainer_class: type) -> type:
