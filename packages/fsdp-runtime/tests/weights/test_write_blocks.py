@@ -170,6 +170,21 @@ def test_columns_of_fewer_rows_than_ranks_are_sent_in_few_messages_to_writers_th
     assert len({rank // 8 for rank in by_writer}) > tensors // 2  # of several hosts
 
 
+@pytest.mark.parametrize(("rows", "columns", "read"), [(2048, 1024, 1 / 64), (2048, 16, 1)])
+def test_a_host_skips_long_gaps_between_what_it_needs_and_reads_through_short_ones(
+    rows: int, columns: int, read: float
+) -> None:
+    shape, near = (4, rows, columns), range(8, 16)  # of 512 ranks that have the rows of all four
+    item = ExportedTensor("x", shape, torch.bfloat16, None)
+    pieces = [piece for piece in _pieces(shape, (512,), [Shard(1)]) if piece.owners[0] in near]
+    steps = FilePlanner(near, 2**24, partial=True).plan(item, "x", pieces)
+    areas = [area for step in steps for area in step.areas]
+    assert sum(volume(area.box) for area in areas) == read * volume(full_box(shape))
+    assert sum(volume(part.box) for area in areas for part in area.parts) == volume(full_box(shape)) // 64
+    for area in areas:
+        assert all(intersection(part.box, area.box) == part.box for part in area.parts)
+
+
 def _narrow() -> nn.Module:
     """Key and value projections of two rows."""
     torch.manual_seed(0)

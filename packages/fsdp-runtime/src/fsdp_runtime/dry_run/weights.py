@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fsdp_runtime.weights.traffic import ByRank, RankTraffic
     from tp_plans.transfer import TransferPlan
 
-_COLUMNS = ("read", "written", "sent", "received", "gathered", "held")  # bytes
+_COLUMNS = ("read", "unneeded", "written", "sent", "received", "gathered", "held")  # bytes
 
 
 @dataclass(frozen=True)

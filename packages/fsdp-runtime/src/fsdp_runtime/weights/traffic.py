@@ -42,6 +42,8 @@ class RankTraffic:
         received: from other ranks.
         gathered: of full tensors that every rank gets by all-gathers, beyond its own shards.
         held: at most, besides the model's own tensors.
+        unneeded: of ``read``, what none of the ranks needs that read for one another.  Columns are read with what lies
+            between them, up to 256 KiB, as one more read takes longer.
         messages: that it sends and receives; all that an exchange brings from one rank to another is one.
     """
 
@@ -51,6 +53,7 @@ class RankTraffic:
     received: int = 0
     gathered: int = 0
     held: int = 0
+    unneeded: int = 0
     messages: int = 0
 
 
@@ -232,7 +235,7 @@ class _Exchanges:
         """What each rank moves, and holds at most."""
         most = self._most.clamp(min=self._gathered_at_once).tolist()
         return {
-            rank: RankTraffic(0, written, sent, received, self._gathered, held, messages)
+            rank: RankTraffic(0, written, sent, received, self._gathered, held, 0, messages)
             for rank, written, sent, received, held, messages in zip(
                 self.positions, *self._moved.tolist(), most, self._messages.tolist(), strict=True
             )
@@ -248,6 +251,7 @@ def _count_read(
 ) -> None:
     reader = each.area.file_rank
     found[reader].read += each.nbytes
+    found[reader].unneeded += each.nbytes - sum(volume(part.box) for part in each.area.parts) * each.item.dtype.itemsize
     for part in each.area.parts:
         for rank in each.receivers(part):
             nbytes = message_bytes(each.item, part.box)
