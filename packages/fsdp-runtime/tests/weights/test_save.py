@@ -29,6 +29,7 @@ from fsdp_runtime import (
     save_adapter,
     save_weights,
 )
+from fsdp_runtime.errors import OtherRankError
 from fsdp_runtime.sharded import work_directory
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.steps.tensor.step import TensorParallel
@@ -411,6 +412,38 @@ def _unseen(directory: Path) -> str:
         Path.is_dir = is_dir  # type: ignore[method-assign]
     dist.barrier()
     return f"{type(failure.value).__name__}: {failure.value}"
+
+
+#: Options of a save or a load on the first and the second rank.
+DIFFERENT: tuple[tuple[str, Any, Any], ...] = (
+    ("max_shard_bytes", 10_000, 0),
+    ("max_shard_bytes", 10_000, 20_000),
+    ("writers", "one", "two"),
+    ("writers", "one", "all"),
+    ("dtype", None, torch.bfloat16),
+    ("asynchronous", False, True),
+    ("readers", "host", "all"),
+    ("readers", "host", "job"),
+    ("bucket_bytes", 10_000, 20_000),
+)
+
+
+def _refusals_of_different_options(directory: Path) -> list[str]:
+    model = parallelize(tiny_model("LlamaForCausalLM", dtype=torch.float32), mesh_for({"tp": 2}))
+    save_weights(model, directory)
+    found = []
+    for name, *values in DIFFERENT:
+        call: Any = load_weights if name in ("readers", "bucket_bytes") else save_weights
+        with pytest.raises((OptionError, OtherRankError)) as caught:
+            call(model, directory, **{name: values[dist.get_rank()]})
+        found.append(str(caught.value))
+    return found
+
+
+def test_options_that_differ_between_ranks_are_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    for messages in two_ranks.run(_refusals_of_different_options, tmp_path, timeout=60):
+        assert all(name in message for (name, *_), message in zip(DIFFERENT, messages, strict=True))
+    assert [file.name for file in tmp_path.iterdir() if file.suffix == ".safetensors"] == ["model.safetensors"]
 
 
 def test_a_directory_that_one_rank_does_not_see_is_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,23 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_runtime import parallelize, save_weights
+from fsdp_runtime.dry_run import WeightTraffic, describe_weights
 from fsdp_runtime.sharded.file_systems import FilePlace, _type_at, by_host, may_share_files
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
 from fsdp_runtime.sync import Quantization, WeightExport
+from fsdp_runtime.weights import file_plan
 from fsdp_runtime.weights.export import ExportedTensor
-from fsdp_runtime.weights.file_plan import Area, Piece, file_runs, plan_pieces
+from fsdp_runtime.weights.file_plan import Area, FilePlanner, Piece, file_runs, plan_pieces
 from fsdp_runtime.weights.stream import split_by_bytes
 from fsdp_runtime.weights.write_blocks import SaveReport
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
 from tp_plans import Replicate, Shard
-from tp_plans.transfer import Box, StoredBlock, StridedShard, box_shape, intersection, mesh_boxes, volume
+from tp_plans.transfer import Box, StoredBlock, StridedShard, box_shape, full_box, intersection, mesh_boxes, volume
 
 SHARD_BYTES, BUCKET_BYTES = 60_000, 12_000
 
@@ -124,7 +128,9 @@ def _random_layout(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 @pytest.mark.parametrize("one_writer", [False, True])
-def test_areas_of_any_layout_fill_the_tensor_once_from_ranks_that_have_the_parts(one_writer: bool) -> None:
+def test_areas_of_any_layout_fill_the_tensor_once_from_ranks_that_have_the_parts(
+    one_writer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(0)
     for turn in range(1500):
         shape, mesh, layouts = _random_layout(rng)
@@ -132,7 +138,10 @@ def test_areas_of_any_layout_fill_the_tensor_once_from_ranks_that_have_the_parts
         item = ExportedTensor("x", shape, torch.float32, None)
         writer = turn % max(len(piece.owners) for piece in pieces) if one_writer else None
         limit = rng.choice((16, 64, 10**6))
-        steps = plan_pieces(item, pieces, turn, writer, limit)
+        monkeypatch.setattr(file_plan, "_LEAST_MESSAGE", rng.choice((1, 16, 2**14)))
+        planner = FilePlanner(range(math.prod(mesh)), limit)
+        planner.plan(item, "x", pieces, writer=writer)  # other ranks' turn
+        steps = planner.plan(item, "x", pieces, writer=writer)
         written = torch.zeros(shape, dtype=torch.int64)
         for step in steps:
             for area in step.areas:
@@ -143,6 +152,59 @@ def test_areas_of_any_layout_fill_the_tensor_once_from_ranks_that_have_the_parts
                 for start, _, length in file_runs(shape, area.box):
                     flat[start : start + length] += 1
         assert bool((written == 1).all()), (shape, mesh, layouts)
+
+
+def test_columns_of_fewer_rows_than_ranks_are_sent_in_few_messages_to_writers_that_change() -> None:
+    shape, ranks, tensors, least = (256, 4096), 1024, 64, 2**14
+    item, pieces = ExportedTensor("x", shape, torch.bfloat16, None), _pieces(shape, (ranks,), [Shard(1)])
+    planner = FilePlanner(range(ranks), 2**24)
+    by_writer: dict[int, int] = {}
+    for _ in range(tensors):
+        pairs = set()
+        for area in (area for step in planner.plan(item, "x", pieces) for area in step.areas):
+            by_writer[area.file_rank] = by_writer.get(area.file_rank, 0) + volume(area.box) * 2
+            pairs |= {(part.rank, area.file_rank) for part in area.parts if part.rank != area.file_rank}
+        assert len(pairs) <= max(ranks, volume(full_box(shape)) * 2 // least)
+    assert len(by_writer) == tensors
+    assert max(by_writer.values()) == volume(full_box(shape)) * 2
+    assert len({rank // 8 for rank in by_writer}) > tensors // 2  # of several hosts
+
+
+@pytest.mark.parametrize(("rows", "columns", "read"), [(2048, 1024, 1 / 64), (2048, 16, 1)])
+def test_a_host_skips_long_gaps_between_what_it_needs_and_reads_through_short_ones(
+    rows: int, columns: int, read: float
+) -> None:
+    shape, near = (4, rows, columns), range(8, 16)  # of 512 ranks that have the rows of all four
+    item = ExportedTensor("x", shape, torch.bfloat16, None)
+    pieces = [piece for piece in _pieces(shape, (512,), [Shard(1)]) if piece.owners[0] in near]
+    steps = FilePlanner(near, 2**24, partial=True).plan(item, "x", pieces)
+    areas = [area for step in steps for area in step.areas]
+    assert sum(volume(area.box) for area in areas) == read * volume(full_box(shape))
+    assert sum(volume(part.box) for area in areas for part in area.parts) == volume(full_box(shape)) // 64
+    for area in areas:
+        assert all(intersection(part.box, area.box) == part.box for part in area.parts)
+
+
+def _narrow() -> nn.Module:
+    """Key and value projections of two rows."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+def _save_narrow(directory: Path) -> tuple[SaveReport, WeightTraffic]:
+    model = parallelize(_narrow(), mesh_for({"dp_shard": 4}))
+    return save_weights(model, directory, max_shard_bytes=SHARD_BYTES), describe_weights(model)[0]
+
+
+def test_tensors_of_fewer_rows_than_ranks_have_the_same_bytes(four_ranks: RankPool, tmp_path: Path) -> None:
+    found = four_ranks.run(_save_narrow, tmp_path / "ours")
+    _write_in_full(_narrow(), tmp_path / "full", {})
+    for file in (tmp_path / "full").iterdir():
+        assert (tmp_path / "ours" / file.name).read_bytes() == file.read_bytes()
+    assert sum(report.bytes_sent for report, _ in found) == sum(each.sent for each in found[0][1].ranks.values()) > 0
+    assert sum(each.messages for each in found[0][1].ranks.values()) <= 4 * 2 * 3  # four tensors, one writer of each
 
 
 def _assert_filled(area: Area, held: int) -> None:

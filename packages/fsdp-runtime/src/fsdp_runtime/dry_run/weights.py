@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fsdp_runtime.weights.traffic import ByRank, RankTraffic
     from tp_plans.transfer import TransferPlan
 
-_COLUMNS = ("read", "written", "sent", "received", "gathered", "held")
+_COLUMNS = ("read", "unneeded", "written", "sent", "received", "gathered", "held")  # bytes
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class WeightTraffic:
     ranks_per_host: int
 
     def most(self, counted: str) -> int:
-        """Most of any rank: ``"read"``, ``"written"``, ``"sent"``, ``"received"``, ``"gathered"``, ``"held"``."""
+        """Most of any rank, by the name of a count of ``RankTraffic``, such as ``"written"`` or ``"messages"``."""
         return max(int(getattr(each, counted)) for each in self.ranks.values())
 
     def seconds(self, *, disk: float | str, network: float | str) -> float:
@@ -57,7 +57,8 @@ class WeightTraffic:
 
     def __str__(self) -> str:
         found = ", ".join(f"{name} {format_bytes(most)}" for name in _COLUMNS if (most := self.most(name)))
-        return f"{self.action}, bytes of the rank with the most of each: {found or 'none'}"
+        messages = f", {self.most('messages')} messages" * bool(self.most("messages"))
+        return f"{self.action}, bytes of the rank with the most of each: {found or 'none'}{messages}"
 
 
 def describe_weights(
@@ -157,10 +158,10 @@ def estimate_weights(
     Example:
         >>> from torch import nn
         >>> from fsdp_runtime.dry_run import estimate_weights
-        >>> build = lambda: nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
-        >>> save, load, stream = estimate_weights(build, {"dp_shard": 4}, options={"plan": None, "blocks": None})
+        >>> build = lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+        >>> save, load, stream = estimate_weights(build, {"dp_shard": 4}, options={"plan": None})
         >>> save.most("written"), save.most("sent"), stream.most("gathered")
-        (256, 0, 768)
+        (2224, 0, 6672)
     """
     from fsdp_runtime.dry_run.build_model import build_model
     from fsdp_runtime.dry_run.trace.fake_world import fake_world

@@ -20,7 +20,14 @@ from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import Chunk, ReadSlices, Slices, fill_local, fill_slices, identity_chunk, local_part
-from fsdp_runtime.sharded.collectives import ModelRanks, mesh_ranks, own_rank, raise_on_all, required_device
+from fsdp_runtime.sharded.collectives import (
+    ModelRanks,
+    mesh_ranks,
+    own_rank,
+    raise_on_all,
+    require_equal_on_all,
+    required_device,
+)
 from fsdp_runtime.sharded.file_systems import FilePlace, file_place
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
@@ -99,7 +106,8 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing, truncated or corrupt, the index names one outside its directory, or another
             process replaced the checkpoint while ranks opened it, or wrote to its files while they were read.
-        OptionError: the path is empty, ``readers`` unknown, or ``bucket_bytes`` not positive.
+        OptionError: the path is empty, ``readers`` unknown, ``bucket_bytes`` not positive, or one of the two not the
+            same on every rank.
         MismatchError: tensors are missing or of another shape, all listed; or the checkpoint has several tensors for
             one tied tensor of the model, and their values differ.
         ConversionError: tensors to be fused, merged or split for the model do not fit together, or the model's weights
@@ -119,14 +127,10 @@ def load_weights(
         ...     load_weights(nn.Linear(2, 3), directory)
         LoadReport(tensors=2, bytes_read=36, unexpected=(), bytes_sent=0, bytes_received=0)
     """
-    if readers not in ("host", "job") or bucket_bytes < 1:
-        raise OptionError(
-            f"readers={readers!r}, bucket_bytes={bucket_bytes}: write 'host' or 'job', and a positive number"
-        )
     with leave_inference_mode():
         entries = state_entries(model)
         ranks = mesh_ranks(entries)
-        checkpoint, places = _open_on_all(path, ranks)
+        checkpoint, places = _open_on_all(path, ranks, readers, bucket_bytes)
         with checkpoint:
             opened = checkpoint.identity()
             with raise_on_all(ranks) as step:
@@ -165,14 +169,22 @@ def load_weights(
 _ATTEMPTS = 5
 
 
-def _open_on_all(path: str | os.PathLike[str], ranks: ModelRanks) -> tuple[HubCheckpoint, dict[int, FilePlace]]:
+def _open_on_all(
+    path: str | os.PathLike[str], ranks: ModelRanks, readers: str, bucket_bytes: int
+) -> tuple[HubCheckpoint, dict[int, FilePlace]]:
     """Open one checkpoint on all ranks, again if another process replaces it meanwhile; return where ranks see it."""
     for _ in range(_ATTEMPTS):
         with raise_on_all(ranks) as step:
+            if readers not in ("host", "job") or bucket_bytes < 1:
+                raise OptionError(
+                    f"readers={readers!r}, bucket_bytes={bucket_bytes}: write 'host' or 'job', and a positive number"
+                )
             checkpoint = HubCheckpoint(path)
-            step.value = checkpoint.identity(), file_place(Path(path))
-        if _are_one([value for value, _ in step.values.values()], [place for _, place in step.values.values()]):
-            return checkpoint, {rank: place for rank, (_, place) in step.values.items()}
+            step.value = checkpoint.identity(), file_place(Path(path)), (readers, bucket_bytes)
+        identities, places, options = zip(*step.values.values(), strict=True)
+        require_equal_on_all("(readers, bucket_bytes)", dict(zip(step.values, options, strict=True)))
+        if _are_one(identities, places):
+            return checkpoint, dict(zip(step.values, places, strict=True))
         with checkpoint:
             pass
     raise CheckpointError(

@@ -139,8 +139,8 @@ def save_weights(
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
         OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``names``, ``writers`` or
-            ``if_saving`` unknown, the directory empty, not the same on every rank, or not seen by one, or an earlier
-            save still being written with ``if_saving="raise"``.
+            ``if_saving`` unknown, the directory empty or not seen by one rank, an option other than ``if_saving`` not
+            the same on every rank, or an earlier save still being written with ``if_saving="raise"``.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on a rank that cannot write; the directory's old contents stay in effect.
         OtherRankError: on the other ranks.
@@ -155,22 +155,33 @@ def save_weights(
         ...     [file.name for file in Path(directory).iterdir()], report.bytes_written
         (['model.safetensors'], 36)
     """
-    if max_shard_bytes < 1 or bucket_bytes < 1:
-        raise OptionError(f"max_shard_bytes={max_shard_bytes}, bucket_bytes={bucket_bytes}: give positive numbers")
-    if writers not in (None, "all", "one"):
-        raise OptionError(f"writers={writers!r}: write 'all', 'one' or None")
+    given: dict[str, Any] = {
+        "max_shard_bytes": max_shard_bytes,
+        "bucket_bytes": bucket_bytes,
+        "dtype": dtype,
+        "names": names,
+        "quantize": quantize,
+        "writers": writers,
+        "asynchronous": asynchronous,
+    }
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(model, entries)
     with raise_on_all(ranks) as step:
+        if max_shard_bytes < 1 or bucket_bytes < 1:
+            raise OptionError(f"max_shard_bytes={max_shard_bytes}, bucket_bytes={bucket_bytes}: give positive numbers")
+        if writers not in (None, "all", "one"):
+            raise OptionError(f"writers={writers!r}: write 'all', 'one' or None")
         target = require_path("directory", directory)
-        step.value = os.path.normpath(target), file_place(target), must_refuse(if_saving)
+        given["directory"] = os.path.normpath(target)
+        step.value = given, file_place(target), must_refuse(if_saving)
         options = WeightExport(dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes)
         export = options.prepare(model, entries)
         items = export.tensors
         config_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
         if quantize is not None:
             config_dtype = dtype or torch.bfloat16
-    require_equal_on_all("directory", {rank: value for rank, (value, _, _) in step.values.items()})
+    for name in given:
+        require_equal_on_all(name, {rank: options[name] for rank, (options, _, _) in step.values.items()})
     require_none_running([rank for rank, (_, _, refuses) in step.values.items() if refuses])
     places = {rank: place for rank, (_, place, _) in step.values.items()}
     share = may_share_files(places.values()) if writers is None else writers == "all"

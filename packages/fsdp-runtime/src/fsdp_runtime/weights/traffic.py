@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from tp_plans.transfer import volume
 
 @dataclass
 class RankTraffic:
-    """Bytes of one rank.
+    """Bytes, and messages, of one rank.
 
     Args:
         read: from files.
@@ -41,6 +42,9 @@ class RankTraffic:
         received: from other ranks.
         gathered: of full tensors that every rank gets by all-gathers, beyond its own shards.
         held: at most, besides the model's own tensors.
+        unneeded: of ``read``, what none of the ranks needs that read for one another.  Columns are read with what lies
+            between them, up to 256 KiB, as one more read takes longer.
+        messages: that it sends and receives; all that an exchange brings from one rank to another is one.
     """
 
     read: int = 0
@@ -49,6 +53,8 @@ class RankTraffic:
     received: int = 0
     gathered: int = 0
     held: int = 0
+    unneeded: int = 0
+    messages: int = 0
 
 
 #: Of each rank, by its global number.
@@ -113,8 +119,11 @@ def load_traffic(
     ahead = dict.fromkeys(readers, 0)
     for batch in plan_reads(in_blocks, stored, readers, min(bucket_bytes, EXCHANGED_BYTES), one_host=one_host):
         exchanged = dict.fromkeys(readers, 0)
+        pairs: set[tuple[int, int]] = set()
         for each in batch:
-            _count_read(each, found, exchanged, ahead)
+            _count_read(each, found, exchanged, ahead, pairs)
+        for rank in itertools.chain(*pairs):
+            found[rank].messages += 1
         for rank, nbytes in exchanged.items():
             found[rank].held = max(found[rank].held, nbytes)
     for rank, nbytes in ahead.items():
@@ -156,6 +165,7 @@ class _StepBytes:
         self, item: ExportedTensor, step: WriteStep, positions: Mapping[int, int], limit: int, *, is_staged: bool
     ) -> None:
         self.step = step  # also keeps its id
+        pairs: set[int] = set()
         found: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])  # written, sent, received, assembled
         for area in step.areas:
             nbytes, own = volume(area.box) * item.dtype.itemsize, found[area.file_rank]
@@ -167,9 +177,11 @@ class _StepBytes:
                     message = message_bytes(item, part.box)
                     found[part.rank][1] += message
                     own[2] += message
+                    pairs.add(positions[part.rank] * len(positions) + positions[area.file_rank])
         self.positions = _integers([positions[rank] for rank in found])
         counts = _integers(list(found.values())).T
-        self.moved, self.messages, self.assembled = counts[:3], counts[1] + counts[2], counts[3]
+        self.moved, self.exchanged, self.assembled = counts[:3], counts[1] + counts[2], counts[3]
+        self.pairs = _integers(list(pairs))  # of ranks that send and receive, as one number
         self.is_held = bool(counts[1:].any())
 
 
@@ -178,8 +190,9 @@ class _Exchanges:
 
     def __init__(self, ranks: Sequence[int], limit: int) -> None:
         self.positions = {rank: position for position, rank in enumerate(ranks)}
-        zeros = _integers([[0] * len(ranks)] * 6)
-        self._moved, (self._messages, self._assembled, self._most) = zeros[:3], zeros[3:]
+        zeros = _integers([[0] * len(ranks)] * 7)
+        self._moved, (self._exchanged, self._assembled, self._most, self._messages) = zeros[:3], zeros[3:]
+        self._pairs: list[Tensor] = []
         self._limit, self._held = limit, 0
         self._gathered = self._gathered_at_once = 0
 
@@ -190,16 +203,22 @@ class _Exchanges:
         self._held += each.step.held
         self._moved.index_add_(1, each.positions, each.moved)
         if each.is_held:
-            self._messages.index_add_(0, each.positions, each.messages)
+            self._exchanged.index_add_(0, each.positions, each.exchanged)
+            self._pairs.append(each.pairs)
             assembled = torch.maximum(self._assembled[each.positions], each.assembled)
             self._assembled[each.positions] = assembled
 
     def flush(self) -> None:
-        """Count what ranks hold in an exchange."""
+        """Count what ranks hold in an exchange, and its messages."""
         self._held = 0
-        torch.maximum(self._most, self._messages + self._assembled, out=self._most)
-        self._messages.zero_()
+        torch.maximum(self._most, self._exchanged + self._assembled, out=self._most)
+        self._exchanged.zero_()
         self._assembled.zero_()
+        if self._pairs:
+            found, count = torch.unique(torch.cat(self._pairs)), len(self.positions)
+            for side in (found // count, found % count):
+                self._messages += side.bincount(minlength=count)
+            self._pairs = []
 
     def gather(self, groups: Iterable[ExportGroup], dtype: torch.dtype | None) -> None:
         """Count full tensors that every rank gets."""
@@ -216,8 +235,10 @@ class _Exchanges:
         """What each rank moves, and holds at most."""
         most = self._most.clamp(min=self._gathered_at_once).tolist()
         return {
-            rank: RankTraffic(written=written, sent=sent, received=received, gathered=self._gathered, held=held)
-            for rank, written, sent, received, held in zip(self.positions, *self._moved.tolist(), most, strict=True)
+            rank: RankTraffic(0, written, sent, received, self._gathered, held, 0, messages)
+            for rank, written, sent, received, held, messages in zip(
+                self.positions, *self._moved.tolist(), most, self._messages.tolist(), strict=True
+            )
         }
 
 
@@ -225,12 +246,16 @@ def _integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
-def _count_read(each: Read, found: ByRank, exchanged: dict[int, int], ahead: dict[int, int]) -> None:
+def _count_read(
+    each: Read, found: ByRank, exchanged: dict[int, int], ahead: dict[int, int], pairs: set[tuple[int, int]]
+) -> None:
     reader = each.area.file_rank
     found[reader].read += each.nbytes
+    found[reader].unneeded += each.nbytes - sum(volume(part.box) for part in each.area.parts) * each.item.dtype.itemsize
     for part in each.area.parts:
         for rank in each.receivers(part):
             nbytes = message_bytes(each.item, part.box)
+            pairs.add((reader, rank))
             found[reader].sent += nbytes
             found[rank].received += nbytes
             exchanged[reader] += nbytes
