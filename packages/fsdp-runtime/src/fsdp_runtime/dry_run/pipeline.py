@@ -24,6 +24,7 @@ from fsdp_runtime.dry_run.scale.scaling import peaks, scale_up
 from fsdp_runtime.dry_run.scale.summary import Summary, Tape, wildcard
 from fsdp_runtime.dry_run.step import StepConfig, trace_step
 from fsdp_runtime.dry_run.trace.assumed_routes import assumed_exchange, routing_assumptions
+from fsdp_runtime.dry_run.trace.attention import kernels_of_attention
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.dry_run.trace.recorder import UntraceableError
 from fsdp_runtime.dry_run.trace.recurrences import kernels_of_recurrences, recurrence_assumptions
@@ -86,7 +87,7 @@ def run(
         report("checking the plan", 1, _STEPS)
         parallelism = resolve_parallelism(model, mesh, **_options(step, exchange))
         full = TracedModel(model, parallelism.structure)
-        with kernels_of_recurrences(model):
+        with kernels_of_recurrences(model), kernels_of_attention():
             trace = _trace(full, parallelism, mesh, step, exact=exact, report=report)
         summary = trace.summary
         traffic = summarize_traffic(summary.traffic, mesh, bandwidths)

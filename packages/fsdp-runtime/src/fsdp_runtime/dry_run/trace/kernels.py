@@ -22,6 +22,7 @@ AttentionKernels = Literal["flash2", "flash3", "none"]
 _BACKWARD = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
 }
 _FLOAT32 = 4
 _ROWS = 128  # rows of a tile, to which both kernels round lengths up

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
 from fsdp_runtime._torch_compat import causal_bias, has_flash_attention
 from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdpa_mask_between
@@ -180,7 +180,7 @@ class ContextAttention:
             return output, None
         shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
         if attention_mask is not None or not causal:
-            output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **shared)
+            output = functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **shared)
         else:
             output = _causal(query, key, value, layout, shared)
         return output.transpose(1, 2).contiguous(), None
@@ -208,7 +208,7 @@ class ContextAttention:
                 output, _ = eager(seen, query, key, value, mask, **seen.options(options))
                 transposed: Tensor = output.transpose(1, 2)
                 return transposed
-            return scaled_dot_product_attention(
+            return functional.scaled_dot_product_attention(
                 query,
                 key,
                 value,
@@ -279,6 +279,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, s
         queries, end = query.narrow(2, index * run, run), (chunk + 1) * run
         bias = causal_bias(run, end, query.device)
         outputs.append(
-            scaled_dot_product_attention(queries, key[:, :, :end], value[:, :, :end], attn_mask=bias, **shared)
+            functional.scaled_dot_product_attention(
+                queries, key[:, :, :end], value[:, :, :end], attn_mask=bias, **shared
+            )
         )
     return torch.cat(outputs, dim=2)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 #: The scores that take as long as one more call of attention.
@@ -134,7 +134,7 @@ def _attend_run(
     if groups > 1:  # the queries of a group follow one another as those of one head: no key is repeated
         queries = torch.unflatten(queries, 1, (key.shape[1], groups)).flatten(2, 3)
         own = own.repeat(1, 1, groups, 1)
-    output = scaled_dot_product_attention(
+    output = functional.scaled_dot_product_attention(
         queries, keys, values, own, dropout_p=options.get("dropout", 0.0), scale=options.get("scaling")
     )
     if groups > 1:

@@ -1,0 +1,66 @@
+"""Attention as an accelerator computes it, where torch on a CPU would hold matrices of scores.
+
+``scaled_dot_product_attention`` holds no scores on CUDA where values are narrower than queries, as those of latent
+attention are, or where weights are dropped: its memory-efficient kernel and cuDNN's take both.  On a CPU it computes
+products and a softmax of all scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias
+
+#: Features of a head, of which the memory-efficient kernel takes multiples.
+_ALIGNED = 8
+
+
+@contextmanager
+def kernels_of_attention() -> Iterator[None]:
+    """Let attention run the memory-efficient kernel where it is what an accelerator would call, and a CPU has none."""
+    # A mode for functions of torch would not reach recomputation: ``Tensor.backward`` leaves it.
+    original: Any = functional.scaled_dot_product_attention
+
+    @wraps(original)
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        found = _efficient(*args, **kwargs)
+        return original(*args, **kwargs) if found is None else found
+
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return attention of the memory-efficient kernel, ``None`` where torch's choice for a CPU is an accelerator's."""
+    widths = query.shape[-1], value.shape[-1]
+    is_taken = query.ndim == 4 and not enable_gqa and not any(width % _ALIGNED for width in widths)
+    if not is_taken or (widths[0] == widths[1] and not dropout_p):
+        return None
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = None, True  # it holds no mask there
+    elif attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    with_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    found: Tensor = kernel(query, key, value, attn_mask, with_gradients, dropout_p, is_causal, scale=scale)[0]
+    return found
