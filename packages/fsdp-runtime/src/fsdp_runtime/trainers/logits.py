@@ -69,15 +69,13 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
 def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
     """Return transformers' label smoother, right for a sharded model."""
     # The trainer decides by the name of the model's class whether to shift labels, and FSDP2 gives the model a class of
-    # another name. Logits that are sharded are refused with the fix.
+    # another name.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     shift = any(cls.__name__ in causal for cls in type(model).__mro__)
 
     def smooth(outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Tensor:
-        if isinstance(outputs["logits"] if isinstance(outputs, dict) else outputs[0], DTensor):
-            raise OptionError("label_smoothing_factor needs plain logits: parallelize(..., logits='full')")
         return label_smoother(outputs, labels, shift_labels=shift_labels or shift, **kwargs)
 
     return smooth

@@ -153,7 +153,7 @@ class MeshAccelerator(StateMixin, Accelerator):
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Deal the batches over ``dp``; workers of the ranks of one ``tp`` group draw the same random numbers.
+        """Deal the batches over ``dp``; ranks of one ``tp`` group, and their workers, draw the same random numbers.
 
         With ``dispatch_batches`` the first rank reads batches, of which each rank of ``dp`` gets an equal part.
 
@@ -171,7 +171,11 @@ class MeshAccelerator(StateMixin, Accelerator):
         if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:  # transformers passes the world's rank
             own = {**seed_worker.keywords, "rank": self.process_index}
             data_loader.worker_init_fn = partial(seed_worker.func, *seed_worker.args, **own)
-        return super().prepare_data_loader(data_loader, *args, **kwargs)
+        self.share_random_state()
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self.num_processes == 1 and self.model_group is not None:
+            prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # that samplers draw from in one process
+        return prepared
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Accumulate gradients locally; the first backward after the ``with`` reduces them over ``dp``."""

@@ -15,6 +15,7 @@ from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import CheckpointError, ModelError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.steps.outputs.generation import gather_logits
 from fsdp_runtime.steps.tensor.lora import save_adapter
 from fsdp_runtime.trainers.logits import compute_losses_on, full, label_smoother_for
 from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator, over_mesh
@@ -47,7 +48,8 @@ class MeshTrainerMixin(LogStepValues):
 
     - Ranks that differ only in ``tp`` or ``cp`` get the same batches; batches are divided over ``dp``.
     - accelerate neither wraps the model nor moves it.
-    - The loss with ``labels`` is computed from logits that are sharded on the vocabulary.
+    - The loss with ``labels`` is computed from logits that are sharded on the vocabulary; label smoothing gathers
+      them.
     - The norm of the gradients, and clipping by it, count every shard once.
     - ``save_model`` writes what ``from_pretrained`` reads; checkpoints resume on this mesh or another.
     - Logged steps come with the values of a ``StepMeter``.
@@ -71,6 +73,7 @@ class MeshTrainerMixin(LogStepValues):
     accelerator: MeshAccelerator
     mesh: DeviceMesh
     _takes_dispatched_batches = False
+    _reads_logits = False
 
     def __init__(
         self,
@@ -93,6 +96,7 @@ class MeshTrainerMixin(LogStepValues):
                 check_optimizer(args)
         rl_logprobs()  # raises where it is missing
         self.mesh = mesh
+        self._reads_logits = self._reads_logits or getattr(args, "label_smoothing_factor", 0) > 0
         self._source = ModelSource(mesh, options, seed=getattr(args, "seed", 0))
         if isinstance(model, nn.Module):
             self._check(model, args)
@@ -131,6 +135,8 @@ class MeshTrainerMixin(LogStepValues):
 
     def _adopt(self, model: nn.Module) -> None:
         compute_losses_on(model, self.mesh)
+        if self._reads_logits:
+            gather_logits(base_model(model))
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model by ``model_init``, and shard it."""

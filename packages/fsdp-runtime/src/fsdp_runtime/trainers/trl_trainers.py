@@ -20,7 +20,7 @@ from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import axis_size, submesh
-from fsdp_runtime.steps.outputs.generation import full_logits, gather_logits
+from fsdp_runtime.steps.outputs.generation import full_logits
 from fsdp_runtime.trainers._trl_compat import (
     CHUNKED_HEAD,
     adds_reference_adapter,
@@ -60,6 +60,7 @@ class TrlMixin(MeshTrainerMixin):
             "VLLMGeneration": server_generation(type(self)) if getattr(args, "use_vllm", False) else None,
         }
         functions = {name: function for name, function in functions.items() if function is not None}
+        self._reads_logits = reads_logits(type(self))
         self._by_name = isinstance(model, str)
         self._adapter, self._adapted = kwargs.get("peft_config"), None
         self._given_reference = kwargs.pop("ref_model", None) if not takes_reference(type(self)) else None
@@ -106,11 +107,6 @@ class TrlMixin(MeshTrainerMixin):
         model = self._source.load(path, architecture, **settings)
         self._adopt(model)
         return model
-
-    def _adopt(self, model: nn.Module) -> None:
-        super()._adopt(model)
-        if reads_logits(type(self)):
-            gather_logits(base_model(model))
 
     def _add_adapter(self, model: Any, config: Any, **options: Any) -> nn.Module:
         """Shard the model in its adapter; in the place of peft's ``get_peft_model``."""
