@@ -76,6 +76,42 @@ def load_verls(path: str, folder: str, *, contents: list[str], **options: Any) -
     return weights(engine)
 
 
+def load_of_exports(path: str, folder: str, contents: list[str], **options: Any) -> tuple[str, float]:
+    """Load the export of an engine after an update; what was said, and how far the weights moved."""
+    checkpoint = {"save_contents": ["hf_model"], "load_contents": contents}
+    engine = drive.build(drive.OURS, path, checkpoint=checkpoint, **options)
+    engine.save_checkpoint(folder)
+    step(engine, 0)
+    before, said = weights(engine), ""
+    try:
+        engine.load_checkpoint(folder)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    now = weights(engine)
+    return said, max(float((now[name] - weight).abs().max()) for name, weight in before.items())
+
+
+def asked_too_early(path: str, **options: Any) -> list[str]:
+    """What a model that is not trained says of each call of training, and of what changed before weights were sent."""
+    engine = drive.build(drive.OURS, path, forward_only=True, **options)
+    batch, loss = drive.batch_of(engine, drive.samples()), drive.loss_of("ppo", engine)
+    calls = (
+        lambda: engine.train_batch(batch, loss),
+        lambda: engine.forward_backward_batch(batch, loss),
+        engine.optimizer_step,
+        engine.lr_scheduler_step,
+        lambda: next(engine.get_per_tensor_param_delta_shard()[0]),
+    )
+    found = []
+    for call in calls:
+        try:
+            call()
+            found.append("nothing was raised")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
 def adapters(path: str, **options: Any) -> dict[str, Any]:
     """An adapter is trained, exported by itself, and switched off for a reference."""
     engine = drive.build(drive.OURS, path, model=LORA, **options)

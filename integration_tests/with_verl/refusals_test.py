@@ -121,3 +121,11 @@ def test_a_step_with_rewards_that_are_not_numbers_changes_nothing(two_ranks: Ran
     before, after, norm = two_ranks.run(actions.not_a_number, path)[0]
     assert norm != norm
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_a_model_that_is_not_trained_says_so_on_every_rank(two_ranks: RankPool, path: str) -> None:
+    """With replicas one rank alone sends weights, and the other one must not wait for it."""
+    for *calls, changes in two_ranks.run(actions.asked_too_early, path, fsdp_size=1):
+        assert len(calls) == 4
+        assert all(each.startswith("OptionError: this engine is forward_only=True") for each in calls)
+        assert re.match(r"OptionError: .*call prime_delta_snapshots\(\) first", changes)

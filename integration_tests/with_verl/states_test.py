@@ -61,6 +61,19 @@ def test_a_checkpoint_of_verls_engine_gives_its_weights_and_nothing_else(
         torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=1e-6)
 
 
+def test_contents_say_what_is_loaded_of_an_export(two_ranks: RankPool, paths: dict[str, str], tmp_path: Path) -> None:
+    """An export of an adapter's model has it merged: over a model with an adapter it would count twice."""
+    for contents, moves in ((["model"], True), ([], False)):
+        for said, moved in two_ranks.run(actions.load_of_exports, paths["dense"], str(tmp_path / "a"), contents):
+            assert (said, moved > 1e-3) == ("", moves)
+    options = {"model": actions.LORA}
+    found = two_ranks.run(actions.load_of_exports, paths["dense"], str(tmp_path / "b"), ["model"], **options)
+    for said, moved in found:
+        assert said.startswith("CheckpointError: ")
+        assert "model.lora_adapter_path" in said
+        assert moved == 0
+
+
 def test_adapters_are_sent_by_themselves_and_switched_off(two_ranks: RankPool, paths: dict[str, str]) -> None:
     dp, tp = (two_ranks.run(actions.adapters, paths["dense"], **mesh)[0] for mesh in ({}, {"tp": 2}))
     for found in (dp, tp):

@@ -76,9 +76,10 @@ class Checkpoints:
         # verl's state of the data of SFT follows: where it is of another number of ranks of dp, its files are
         # rewritten.
         contents = contents_of(self._config, "load_contents")
+        dp = len(list(folder.glob("data_*.pt")))
         if not (folder / _STATE).is_dir() or "model" not in contents:
-            self._load_foreign(folder, contents)
-            dp = len(list(folder.glob("data_*.pt")))
+            if contents:  # with none, weights, optimizer and schedule stay as they are, as with verl's engine
+                self._load_foreign(folder, contents)
         else:
             state = load_training_state(
                 folder / _STATE,
@@ -107,5 +108,11 @@ class Checkpoints:
             raise CheckpointError(
                 f"{folder} has {found}: optimizer and schedule cannot be read from it. Load its weights alone by "
                 "checkpoint.load_contents=[model], which starts both anew"
+            )
+        if hasattr(self._model, "peft_config"):
+            raise CheckpointError(
+                f"{folder} has {found}, and {_HUGGING_FACE}/ has an adapter merged into the weights, so that it would "
+                f"count twice: start from model.path with {_ADAPTER}/ as model.lora_adapter_path, or save "
+                "checkpoint.save_contents=[model]"
             )
         load_weights(self._model, weights)

@@ -136,8 +136,15 @@ class FsdpRuntimeEngine(BaseEngine):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
+    def _require_training(self) -> None:
+        if self.optimizer is None:
+            raise OptionError(
+                "this engine is forward_only=True and has no optimizer: train the actor's or the critic's"
+            )
+
     def optimizer_step(self) -> float:
         """Clip gradients and step, or skip the step where their norm is not finite; return the norm before clipping."""
+        self._require_training()
         limit, parameters = self.optimizer_config.clip_grad, trained_parameters(self.module)
         norms = rl_logprobs()
         norm = norms.grad_norm(parameters) if limit is None else norms.clip_grad_norm_(parameters, limit)
@@ -151,6 +158,7 @@ class FsdpRuntimeEngine(BaseEngine):
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule and return the learning rate of the first group."""
+        self._require_training()
         self.lr_scheduler.step()
         rate: float = self.lr_scheduler.get_last_lr()[0]
         return rate
@@ -159,8 +167,10 @@ class FsdpRuntimeEngine(BaseEngine):
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
         """Run verl's nested batch by micro-batches; return its dict of ``model_output``, ``loss`` and ``metrics``."""
-        if loss_function is None and not forward_only:
-            raise OptionError("a backward needs a loss_function")
+        if not forward_only:
+            self._require_training()
+            if loss_function is None:
+                raise OptionError("a backward needs a loss_function")
         found = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp)
         keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
         outputs = []

@@ -65,6 +65,7 @@ class Shards:
         self._shards = ModelShards(model, export=WeightExport(dtype=dtype or torch.bfloat16))
         self._rank = dist.get_rank()
         self._sent: dict[tuple[str, int], Tensor] = {}
+        self._is_primed = False
 
     def blocks(self) -> Iterator[tuple[str, int, Tensor, BlockPlacement, bool]]:
         """Yield name, number, values, place and whether this rank sends them, in one order on all ranks."""
@@ -103,16 +104,18 @@ class Shards:
         for name, number, values, _, sends in self.blocks():
             if sends:
                 self._keep(name, number, values)
+        self._is_primed = True
 
     def changes(self) -> Iterator[tuple[Any, ...]]:
         """Yield ``(slots, dtype, counts, indices, values, group)``: what changed, in the flat tensors' coordinates."""
+        if not self._is_primed:  # on every rank, also where a peer sends its blocks
+            raise OptionError(
+                "no weights were sent in full, so that nothing says what changed: call prime_delta_snapshots() first"
+            )
         for name, number, values, place, sends in self.blocks():
             index = torch.empty(0, dtype=torch.int64, device=values.device)
             if sends:
-                before = self._sent.get((name, number))
-                if before is None:
-                    raise OptionError(f"{name}: no weights were sent in full: call prime_delta_snapshots() first")
-                index = _differing(values, before.to(values.device))
+                index = _differing(values, self._sent[name, number].to(values.device))
                 self._keep(name, number, values)
             where = translate_flat_indices(index, place).to(torch.int32) if len(index) else index.to(torch.int32)
             counts = torch.tensor([len(index)])
