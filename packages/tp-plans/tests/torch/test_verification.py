@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import os
+import time
 from collections import OrderedDict
 
 import pytest
@@ -27,6 +29,7 @@ from tp_plans import (
 from tp_plans.cli import main
 from tp_plans.errors import ModelError
 from tp_plans.styles import ParallelAttention
+from tp_plans.verification import ranks
 from tp_plans.verification.compare import first_reference_run
 from tp_plans.verification.shrink import shrunk_config
 from tp_plans.verification.tiny import tiny_model
@@ -141,6 +144,33 @@ def test_outputs_and_gradients_of_zeros_are_compared_too():
     report = verify_plan(Silent(), plan())
     assert report.right
     assert max(report.output_error, *report.gradient_errors.values()) == 0
+
+
+def test_ranks_that_hang_at_their_start_are_forked_anew(monkeypatch, tmp_path):
+    real = ranks.dist.init_process_group
+
+    def hang_once(*arguments, rank, **options):
+        if rank == 1 and not (tmp_path / "hung").exists():
+            (tmp_path / "hung").touch()
+            time.sleep(600)
+        real(*arguments, rank=rank, **options)
+
+    monkeypatch.setattr(ranks.dist, "init_process_group", hang_once)
+    monkeypatch.setattr(ranks, "_START_TIMEOUT", 2)
+    assert verify_plan(Own(), plan()).right
+    assert (tmp_path / "hung").exists()
+
+
+def test_ranks_that_never_start_and_ranks_that_end_are_errors(monkeypatch):
+    monkeypatch.setattr(ranks, "_START_TIMEOUT", 0.2)
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda *_, **__: time.sleep(600))
+    with pytest.raises(ModelError, match=r"2 forked ranks did not start in 3 times 0\.2 seconds"):
+        verify_plan(Own(), plan())
+    end_or_hang = {0: lambda: time.sleep(600), 1: lambda: os._exit(1)}
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda *_, rank, **__: end_or_hang[rank]())
+    monkeypatch.setattr(ranks, "_START_TIMEOUT", 60)
+    with pytest.raises(ModelError, match="rank 1 ended without a result"):
+        verify_plan(Own(), plan())
 
 
 PLANTED = {

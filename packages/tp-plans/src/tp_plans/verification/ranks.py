@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ from tp_plans.errors import CapabilityError, ModelError, PlanError, type_name
 
 Work = Callable[[DeviceMesh], list[Any]]
 
-#: Seconds after which a collective, and so a rank, gives up.
+#: Seconds that a collective waits for its peers, and a caller for the next rank that answers.
 _TIMEOUT = 300
+
+#: Seconds within which forked ranks have met, and how often they are forked anew where they have not.
+_START_TIMEOUT, _STARTS = 60, 3
 
 
 def on_new_ranks(work: Work, tp: int) -> list[Any]:
@@ -28,24 +33,40 @@ def on_new_ranks(work: Work, tp: int) -> list[Any]:
     # Forked, so that a model need not be pickled: it may be of a class that is defined in a script or a notebook.
     if (reason := why_no_new_ranks()) is not None:
         raise CapabilityError(reason)
+    # A process that is forked while another thread of its parent holds a lock never gets that lock, so it may hang.
+    for _ in range(_STARTS):
+        with tempfile.TemporaryDirectory() as folder, _forked(work, tp, folder) as ranks:
+            if _answers(ranks, _START_TIMEOUT) is not None:
+                if (results := _answers(ranks, _TIMEOUT)) is None:
+                    raise ModelError(f"the ranks did not answer in {_TIMEOUT} seconds; stderr has their stacks")
+                return results
+    raise ModelError(
+        f"{tp} forked ranks did not start in {_STARTS} times {_START_TIMEOUT} seconds: verify the plan in a process "
+        "with fewer threads, as with tp-plans verify on the command line"
+    )
+
+
+@contextmanager
+def _forked(work: Work, tp: int, folder: str) -> Iterator[list[Connection]]:
+    """Fork ranks, yield a connection to each, and end those that still run afterwards."""
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = []
+    processes, connections = [], []
+    try:
         for rank in range(tp):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_serve, args=(work, rank, tp, str(Path(folder) / "store"), there))
-            process.start()
+            connections.append(here)
+            processes.append(context.Process(target=_serve, args=(work, rank, tp, str(Path(folder) / "store"), there)))
+            processes[-1].start()
             there.close()
-            ranks.append((process, here))
-        try:
-            return [_answer(rank, connection) for rank, (_, connection) in enumerate(ranks)]
-        finally:
-            for process, connection in ranks:
-                connection.close()
-                process.join(timeout=5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def why_no_new_ranks() -> str | None:
@@ -61,17 +82,25 @@ def why_no_new_ranks() -> str | None:
     return None
 
 
-def _answer(rank: int, connection: Connection) -> Any:
-    if not connection.poll(_TIMEOUT):
-        raise ModelError(f"rank {rank} did not answer in {_TIMEOUT} seconds")
-    try:
-        return connection.recv()
-    except EOFError:
-        raise ModelError(f"the process of rank {rank} ended without a result") from None
+def _answers(ranks: Sequence[Connection], seconds: float) -> list[Any] | None:
+    """Return the next message of each rank; ``None`` where no rank sends any for so many seconds."""
+    answers: dict[int, Any] = {}
+    while len(answers) < len(ranks):
+        ready = wait([each for rank, each in enumerate(ranks) if rank not in answers], seconds)
+        if not ready:
+            return None
+        for rank, connection in enumerate(ranks):
+            if connection in ready:
+                try:
+                    answers[rank] = connection.recv()
+                except EOFError:
+                    raise ModelError(f"the process of rank {rank} ended without a result") from None
+    return [answers[rank] for rank in range(len(ranks))]
 
 
 def _serve(work: Work, rank: int, tp: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)  # a forked process has none of the threads that its parent's operators used
+    faulthandler.dump_traceback_later(0.9 * _START_TIMEOUT, file=2)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     dist.init_process_group(
@@ -81,7 +110,10 @@ def _serve(work: Work, rank: int, tp: int, store: str, connection: Connection) -
         world_size=tp,
         timeout=timedelta(seconds=_TIMEOUT),
     )
-    result = work(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)))
+    mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    connection.send("started")
+    faulthandler.dump_traceback_later(0.9 * _TIMEOUT, file=2)
+    result = work(mesh)
     connection.send(result)
     connection.close()
     if not any(each.error for each in result):  # else others may wait in a collective, which this process's end ends
