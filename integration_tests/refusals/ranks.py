@@ -69,6 +69,13 @@ def _uneven_dropout() -> None:
     model(input_ids=ids(1, 4), use_cache=False)
 
 
+def _head_around() -> None:
+    model = parallelize(tiny_model("LlamaForCausalLM"), MeshSpec(dp_shard=2).build(device_type="cpu"))
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    scale.grad = torch.full_like(scale, 1.0 + dist.get_rank())
+    torch.optim.SGD([*model.parameters(), scale]).step()
+
+
 PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
 CASES: Provocations = {
     "fsdp_runtime/steps/context/inputs.py": {"some ranks of cp are given media": _media_over_cp},
@@ -77,6 +84,7 @@ CASES: Provocations = {
         "and others have none": lambda: _media(PIXELS, {}),
         "have different media": lambda: _media({"input_ids": ids(1, 4), **PIXELS}, {"input_ids": ids(1, 4), **SOUND}),
     },
+    "fsdp_runtime/steps/guards/plain_parameters.py": {"as nothing reduces them": _head_around},
     "fsdp_runtime/steps/random_states.py": {"drew different amounts": _uneven_dropout},
     "fsdp_runtime/steps/guards/check_inputs.py": {"were given different inputs": _other_inputs},
 }

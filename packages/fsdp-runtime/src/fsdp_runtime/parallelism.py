@@ -34,6 +34,7 @@ from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.guards.methods import guard_methods
 from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
 from fsdp_runtime.steps.guards.optimizer_kinds import refuse_optimizers_of_full_tensors
+from fsdp_runtime.steps.guards.plain_parameters import compare_plain_gradients
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 from fsdp_runtime.steps.random_states import RandomStates
 from fsdp_runtime.steps.tensor.step import TensorParallel
@@ -108,6 +109,7 @@ class Parallelism:
         runtime_state(model).one_rank = self.setup.meshes.one_rank
         step_meshes_apart()
         refuse_optimizers_of_full_tensors()
+        compare_plain_gradients()
         guard_methods(model)
 
     def __str__(self) -> str:
