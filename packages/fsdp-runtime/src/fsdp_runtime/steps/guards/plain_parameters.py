@@ -37,8 +37,8 @@ def _compare(optimizer: Optimizer, *_: Any) -> None:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     plain = [each for each in parameters if each.requires_grad and not isinstance(each, DTensor)]
-    meshes = dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor))
-    groups = {axis: mesh.get_group(axis) for mesh in meshes for axis in mesh.mesh_dim_names or () if plain}
+    meshes = dict.fromkeys(each.device_mesh for each in parameters if plain and isinstance(each, DTensor))
+    groups = {axis: mesh.get_group(axis) for mesh in meshes for axis in mesh.mesh_dim_names or ()}
     groups = {a: g for a, g in groups.items() if dist.get_world_size(g) > 1 and dist.get_backend(g) != "fake"}
     if not groups:
         return
