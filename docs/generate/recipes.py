@@ -184,7 +184,7 @@ def _cells(row: Mapping[str, Any]) -> str:
     if row["gpus"] is None:
         return "none of up to 64 | - | - | -"
     mesh = format_mesh(row["mesh"]) + (", SP" if row["sequence_parallel"] else "")
-    sent = ", ".join(f"{axis} {format_bytes(size)}" for axis, size in row["sent"].items()) or "-"
+    sent = ", ".join(f"{axis} {format_bytes(size)}" for axis, size in row["sent"].items() if size >= 1024) or "-"
     seconds = "-" if row["seconds"] is None else format_seconds(row["seconds"])
     return f"{row['gpus']}: {mesh} | {format_bytes(row['takes'])} | {seconds} | {sent}"
 
