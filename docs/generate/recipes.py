@@ -1,8 +1,8 @@
 """Recipes of the models that people train, for the pages in docs/recipes.
 
-``python docs/generate/recipes.py MODEL ...`` runs dry runs of these models, keeps what they gave in docs/recipes.json
-and rewrites the pages of their families; without names it only rewrites the pages.  ``--config MODEL`` prints a model's
-config.json, from the sizes in model_sizes.json, for ``fsdp-runtime recipe``.
+``python docs/generate/recipes.py MODEL ...`` runs the dry runs that docs/recipes.json lacks of these models, keeps each
+there as soon as it is done, and rewrites the pages; without names it only rewrites the pages.  ``--config MODEL``
+prints a model's config.json, from the sizes in model_sizes.json, for ``fsdp-runtime recipe``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +77,16 @@ def parameters_of(config: Any) -> int:
     return sum(each.numel() for each in build_model(config, torch.bfloat16).parameters())
 
 
-def run(name: str, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
-    """Return what the page says of a model: for each training, length and memory the fewest GPUs and their mesh."""
+def run(name: str) -> None:
+    """Run what is missing of a model: for each training, length and memory the fewest GPUs and their mesh."""
     config = config_of(name)
     parameters = parameters_of(config)
-    rows = [
-        row
-        for training in TRAININGS
-        for length in lengths
-        for row in fewest(config, training, length, parameters, mixture=is_mixture(name))
-    ]
-    return {"parameters": parameters, "rows": rows}
+    for training, length in product(TRAININGS, LENGTHS):
+        found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+        rows = found.setdefault(name, {"parameters": parameters, "rows": []})["rows"]
+        if not any((row["training"], row["tokens"]) == (training, length) for row in rows):
+            rows += fewest(config, training, length, parameters, mixture=is_mixture(name))
+            FOUND.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def fewest(
@@ -184,7 +184,7 @@ def _cells(row: Mapping[str, Any]) -> str:
     if row["gpus"] is None:
         return "none of up to 64 | - | - | -"
     mesh = format_mesh(row["mesh"]) + (", SP" if row["sequence_parallel"] else "")
-    sent = ", ".join(f"{axis} {format_bytes(size)}" for axis, size in row["sent"].items()) or "-"
+    sent = ", ".join(f"{axis} {format_bytes(size)}" for axis, size in row["sent"].items() if size >= 1024) or "-"
     seconds = "-" if row["seconds"] is None else format_seconds(row["seconds"])
     return f"{row['gpus']}: {mesh} | {format_bytes(row['takes'])} | {seconds} | {sent}"
 
@@ -221,9 +221,7 @@ def main() -> int:
         print(config_of(options.config).to_json_string(use_diff=False))
         return 0
     for name in options.names:
-        estimated = run(name)
-        found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
-        FOUND.write_text(json.dumps({**found, name: estimated}, indent=1) + "\n")
+        run(name)
     found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
     PAGES.mkdir(exist_ok=True)
     for family in families(found):
