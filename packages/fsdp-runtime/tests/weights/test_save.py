@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from fsdp_runtime import (
 from fsdp_runtime.errors import OtherRankError
 from fsdp_runtime.sharded import work_directory
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.steps.tensor import lora
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from fsdp_runtime.sync import WeightExport
 from fsdp_runtime.training_state import save_training_state
@@ -87,12 +91,12 @@ def _files_written_by_a_replica(directory: Path) -> list[str]:
     resolved = resolve_parallelism(model, mesh_for({"dp_replicate": 2, "tp": 2}))
     steps = tuple(each for each in resolved.steps if isinstance(each[0], TensorParallel))
     replace(resolved, steps=steps).apply(model)
-    moved, move = [], save.move_into_place
-    save.move_into_place = lambda file, target: (moved.append(target.name), move(file, target))
+    moved, move = [], Path.replace
+    Path.replace = lambda file, target: (moved.append(target.name), move(file, target))[1]  # type: ignore[method-assign]
     try:
         save_weights(model, directory)
     finally:
-        save.move_into_place = move
+        Path.replace = move  # type: ignore[method-assign]
     return moved
 
 
@@ -361,6 +365,61 @@ def test_a_refused_write_names_file_and_bytes_and_leaves_no_part_of_a_file(tmp_p
         save_adapter(adapted, tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == files
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == saved
+
+
+def _files(directory: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        save_weights,
+        partial(save_weights, max_shard_bytes=SIZES["several"]),
+        lambda model, directory: save_training_state(directory, model, step=1),
+    ],
+    ids=["one file", "several", "state"],
+)
+def test_a_disk_that_any_fsync_finds_full_is_named_and_keeps_nothing_of_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Callable[[nn.Module, Path], Any]
+) -> None:
+    room, fsync = [0], os.fsync
+
+    def full(descriptor: int) -> None:
+        room[0] -= stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    for count in range(100):
+        directory, room[0] = tmp_path / str(count), 10**9
+        saved(_model(seed=1), directory)
+        before, room[0] = _files(directory), count
+        errors = []
+        try:
+            saved(_model(seed=2), directory)
+        except OSError as error:
+            errors.append(error)
+        assert all(each.errno == errno.ENOSPC and str(directory) in str(each) for each in errors)
+        assert not errors or _files(directory) == before
+        assert not list(directory.glob(".*"))
+        if room[0] >= 0:
+            break
+    assert count > 3
+
+
+def test_a_config_that_finds_no_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(save, "save_config", full)
+    monkeypatch.setattr(lora, "save_adapter_config", full)
+    adapted: Any = peft.get_peft_model(_model(), peft.LoraConfig(r=8, target_modules=["q_proj"]))
+    for saved, name in ((save_weights, "config.json"), (save_adapter, "adapter_config.json")):
+        with pytest.raises(OSError, match=rf"could not write {tmp_path}/.*/{name}; what was .* Free space on its disk"):
+            saved(adapted, tmp_path)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_made_ends_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:

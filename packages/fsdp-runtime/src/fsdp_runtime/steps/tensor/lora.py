@@ -27,7 +27,7 @@ from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
-from fsdp_runtime.sharded.fsync import move_into_place
+from fsdp_runtime.sharded.fsync import move_into_place, naming_write_errors
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
@@ -151,7 +151,8 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             with SafetensorsWriter(work / _FILE, headers) as file:
                 for name, tensor in full.items():
                     file.write(name, tensor)
-            save_adapter_config(model, adapter, str(work))
+            with naming_write_errors(work / "adapter_config.json"):
+                save_adapter_config(model, adapter, str(work))
             for name in sorted(path.name for path in work.iterdir() if path.name != _FILE):
                 move_into_place(work / name, target / name)
             move_into_place(work / _FILE, target / _FILE)
