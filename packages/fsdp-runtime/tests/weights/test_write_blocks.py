@@ -17,11 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp_runtime import parallelize, save_weights
 from fsdp_runtime.dry_run import WeightTraffic, describe_weights
 from fsdp_runtime.sharded.file_systems import FilePlace, _type_at, by_host, may_share_files
-from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader, file_runs
 from fsdp_runtime.sync import Quantization, WeightExport
 from fsdp_runtime.weights import file_plan
 from fsdp_runtime.weights.export import ExportedTensor
-from fsdp_runtime.weights.file_plan import Area, FilePlanner, Piece, file_runs, plan_pieces
+from fsdp_runtime.weights.file_plan import Area, FilePlanner, Piece, plan_pieces
 from fsdp_runtime.weights.stream import split_by_bytes
 from fsdp_runtime.weights.write_blocks import SaveReport
 from harness.models import tiny_model

@@ -90,12 +90,14 @@ def load_training_state(
         The step, the user's data, and whether the random number generators were restored.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupt, or one outside the directory is named.
+        CheckpointError: a file is missing, truncated, corrupt or written to while it was read, or one outside the
+            directory is named.
         OptionError: the directory is empty.
         MismatchError: the state does not fit the model or an optimizer; every difference is listed.
         OtherRankError: another rank raised one of these.
 
-    All errors are raised on every rank before anything changes, except a read error in the middle of a file.
+    All errors are raised on every rank before anything changes, except a read error in the middle of a file, and files
+    that are written to meanwhile.
 
     Example:
         >>> import tempfile
@@ -137,6 +139,7 @@ def load_training_state(
             for entry in entries:
                 reader.fill(f"model/{entry.names[0]}", entry.tensor)
             _load_optimizers(optimizers, entries, shared, reader)
+            reader.require_unchanged()
     if scheduler is not None:
         scheduler.load_state_dict(shared["scheduler"])
     if own is not None:
@@ -232,6 +235,9 @@ class _StateReader:
         if (found := str(tensor.dtype).removeprefix("torch.")) != (saved := self.manifest.tensors[name].dtype):
             raise CheckpointError(f"{file}: {name} is {found}, and {saved} was saved: resume from an older state")
         return tensor
+
+    def require_unchanged(self) -> None:
+        self._reader.require_unchanged()
 
     def verify(self, indices: Iterable[int]) -> None:
         """Check the checksums of tensors, given by their index in the manifest."""

@@ -17,8 +17,9 @@ from torch import Tensor
 from fsdp_runtime.errors import WeightsError
 from fsdp_runtime.sharded.chunks import Chunk
 from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key, stored_part
+from fsdp_runtime.sharded.safetensors_io import run_length
 from fsdp_runtime.weights.export import ExportedTensor
-from tp_plans.transfer import Box, StoredBlock, box_shape, full_box, intersection, split_box, volume
+from tp_plans.transfer import Box, StoredBlock, full_box, intersection, split_box, volume
 
 #: Runs of at least this many bytes are written where they belong, without an exchange.
 _LONG_RUN = 2**16
@@ -285,7 +286,7 @@ class _Tensor:
         return [(*box[:dim], side, *box[dim + 1 :]) for side in sides]
 
     def _in_long_runs(self, parts: Sequence[Part]) -> bool:
-        return all(_run(part.box, self._item.shape) * self._itemsize >= _LONG_RUN for part in parts)
+        return all(run_length(part.box, self._item.shape) * self._itemsize >= _LONG_RUN for part in parts)
 
     def _shared_out(self, part: Part) -> Iterator[list[Area]]:
         """A box that lies in long runs in the file: the ranks that have it share it out."""
@@ -344,31 +345,6 @@ class _Tensor:
         count = max(min(count, stop - start), 1)
         borders = [start + (stop - start) * number // count for number in range(count + 1)]
         return [(*box[:dim], (low, high), *box[dim + 1 :]) for low, high in pairwise(borders)]
-
-
-def file_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a box in a tensor's order of elements: first element in the tensor, in the box, and length."""
-    length = _run(box, shape)
-    strides = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    sizes = box_shape(box)
-    for number in range(volume(box) // length if length else 0):
-        rest, start = number * length, 0
-        for dim in reversed(range(len(shape))):
-            rest, index = divmod(rest, sizes[dim])
-            start += (box[dim][0] + index) * strides[dim]
-        yield start, number * length, length
-
-
-def _run(box: Box, shape: Sequence[int]) -> int:
-    """The number of elements of a box that follow one another in the tensor, in each of its runs."""
-    length = 1
-    for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
-        length *= stop - start
-        if stop - start < size:
-            break
-    return length
 
 
 def _first_long(box: Box) -> int:

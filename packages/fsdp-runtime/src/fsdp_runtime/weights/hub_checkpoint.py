@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
+from fsdp_runtime.sharded.collectives import ModelRanks, raise_on_all
+from fsdp_runtime.sharded.file_systems import FilePlace, file_place
 from fsdp_runtime.sharded.paths import file_version, is_file_name, require_path
 from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
 
@@ -71,6 +75,10 @@ class HubCheckpoint:
         """Return what two ranks compare: as :meth:`SafetensorsReader.identity`, picklable."""
         return self._reader.identity()
 
+    def require_unchanged(self) -> None:
+        """Raise :class:`CheckpointError` if its files have been written to since they were opened."""
+        self._reader.require_unchanged()
+
     def _read_headers(self, path: str | os.PathLike[str]) -> dict[str, HubTensor]:
         """Return every header, all of one checkpoint: from here on its files are open, and may be replaced."""
         while True:
@@ -100,9 +108,38 @@ class HubCheckpoint:
     def _header(self, file: Path) -> dict[str, HubTensor]:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is incomplete; download or save it again")
-        headers = self._reader.headers(file)
-        starts = self._reader.starts(file)
-        return {name: HubTensor(file, shape, dtype, starts[name]) for name, (shape, dtype) in headers.items()}
+        return {name: HubTensor(file, *header) for name, header in self._reader.headers(file).items()}
+
+
+#: How often ranks open a checkpoint that another process replaces meanwhile.
+_ATTEMPTS = 5
+
+
+def open_on_all(path: str | os.PathLike[str], ranks: ModelRanks) -> tuple[HubCheckpoint, dict[int, FilePlace]]:
+    """Open one checkpoint on all ranks, again if another process replaces it meanwhile; return where ranks see it."""
+    for _ in range(_ATTEMPTS):
+        with ExitStack() as opened:
+            with raise_on_all(ranks) as step:
+                checkpoint = opened.enter_context(HubCheckpoint(path))
+                step.value = checkpoint.identity(), file_place(Path(path))
+            identities, places = zip(*step.values.values(), strict=True)
+            if _are_one(identities, places):
+                opened.pop_all()
+                return checkpoint, dict(zip(step.values, places, strict=True))
+    raise CheckpointError(
+        f"{os.fspath(path)} is not the same checkpoint on every rank, {_ATTEMPTS} times: another job saves to it, or "
+        "hosts have different copies of it; load it when it is complete, from the same files on every host"
+    )
+
+
+def _are_one(identities: Sequence[Any], places: Sequence[FilePlace]) -> bool:
+    """Whether ranks have opened the same files; hosts may have copies of their own on their own disks."""
+    if len({tuple(file[:3] for file in files) for files in identities}) > 1:
+        return False
+    seen: dict[str, set[Any]] = {}
+    for files, place in zip(identities, places, strict=True):
+        seen.setdefault(place.host, set()).add(tuple(file[3] for file in files))
+    return all(len(found) == 1 for found in seen.values())
 
 
 def _resolve(path: str | os.PathLike[str]) -> Path:
