@@ -36,7 +36,9 @@ def test_slices_have_the_bits_that_safetensors_gives(tmp_path: Path, monkeypatch
 def test_every_dtype_that_torch_has_is_read(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     values = torch.randint(0, 2, (3, 16), dtype=torch.uint8)
-    tensors = {name: values.clone().view(dtype) if name != "BOOL" else values.bool() for name, dtype in STORED_DTYPES.items()}
+    tensors = {
+        name: values.clone().view(dtype) if name != "BOOL" else values.bool() for name, dtype in STORED_DTYPES.items()
+    }
     save_file(tensors, file)
     reader = SafetensorsReader("save it again")
     headers = reader.headers(file)

@@ -21,7 +21,7 @@ from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import Chunk, Slices, fill_local
-from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
+from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
 from fsdp_runtime.training_state.directory import newest_state
@@ -92,7 +92,7 @@ def load_training_state(
     Raises:
         CheckpointError: a file is missing, truncated, corrupt or written to while it was read, or one outside the
             directory is named.
-        OptionError: the directory is empty.
+        OptionError: the directory is empty, or holds another state on one rank.
         MismatchError: the state does not fit the model or an optimizer; every difference is listed.
         OtherRankError: another rank raised one of these.
 
@@ -117,10 +117,12 @@ def load_training_state(
         root = require_path("directory", directory)
         newest.value = newest_state(root).relative_to(root)
     folder = root / newest.values[ranks.global_first]  # one for all: another job may save to the directory just now
-    with raise_on_all(ranks):
+    with raise_on_all(ranks) as opened:
         manifest = read_manifest(folder)
         reader = _StateReader(folder, manifest)
+        opened.value = {"directory: the checksum of the manifest": (folder / MANIFEST).read_text(encoding="utf-8")[:8]}
     with reader, leave_inference_mode():
+        require_equal_on_all(opened.values)
         with raise_on_all(ranks):
             shared = read_object(folder, SHARED_FILE, manifest.files, _SHARED)
             same_mesh = (mesh_sizes(entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)

@@ -134,8 +134,8 @@ def load_weights(
                 raise OptionError(
                     f"readers={readers!r}, bucket_bytes={bucket_bytes}: write 'host' or 'job', and a positive number"
                 )
-            step.value = readers, bucket_bytes
-        require_equal_on_all("(readers, bucket_bytes)", step.values)
+            step.value = {"readers": readers, "bucket_bytes": bucket_bytes}
+        require_equal_on_all(step.values)
         checkpoint, places = open_on_all(path, ranks)
         with checkpoint:
             with raise_on_all(ranks) as step:

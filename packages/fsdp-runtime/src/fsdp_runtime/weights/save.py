@@ -37,7 +37,7 @@ from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, naming_w
 from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter, TensorHeader
-from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, work_directory
+from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, require_seen, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.file_plan import WriteStep
@@ -180,8 +180,7 @@ def save_weights(
         config_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
         if quantize is not None:
             config_dtype = dtype or torch.bfloat16
-    for name in given:
-        require_equal_on_all(name, {rank: options[name] for rank, (options, _, _) in step.values.items()})
+    require_equal_on_all({rank: options for rank, (options, _, _) in step.values.items()})
     require_none_running([rank for rank, (_, _, refuses) in step.values.items() if refuses])
     places = {rank: place for rank, (_, place, _) in step.values.items()}
     share = may_share_files(places.values()) if writers is None else writers == "all"
@@ -240,11 +239,7 @@ def _write_files(
     """Write this rank's parts of every file, or stage them; return calls that return once they are on the disk."""
     rank, first = everyone[ranks.index], everyone[0]
     with raise_on_all(ranks):
-        if not work.is_dir():
-            raise OptionError(
-                f"directory: rank {rank} does not see {work}, which rank {first} created: give a directory on a file "
-                "system that all hosts share"
-            )
+        require_seen(work, ranks)
         layouts = [_layout(each) for each in files]
         for each, layout in zip(files, layouts, strict=True):
             if rank == (first if each.writer is None else each.writer):
