@@ -17,12 +17,14 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError, WeightsError
+from fsdp_runtime.sharded.chunks import to_box
 from fsdp_runtime.sharded.fsync import naming_write_errors, reserve, start_writing
 from fsdp_runtime.sharded.rank_boxes import inside
 from tp_plans.transfer import Box, box_shape, full_box, intersection, split_box, volume
@@ -227,10 +229,16 @@ class SafetensorsReader:
             self._open(file)
         return self._files[file].headers
 
-    def read(self, file: Path, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def read_slices(self, file: Path, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """Return slices of a tensor, all of it without ``slices``, on the CPU in the stored dtype."""
         shape, stored, first = self.headers(file).get(name, ((), "", 0))
-        box, dtype = tuple((side.start, side.stop) for side in slices) or full_box(shape), STORED_DTYPES.get(stored)
+        box, dtype = to_box(slices) or full_box(shape), STORED_DTYPES.get(stored)
         if dtype is None or len(box) != len(shape) or (volume(box) and intersection(box, full_box(shape)) != box):
             found = f"has it as {stored} of shape {shape}" if stored else "lacks it"
             raise CheckpointError(
@@ -255,9 +263,9 @@ class SafetensorsReader:
         """Fill a tensor with a box of the one of a shape that begins at a byte of a file."""
         flat = values.reshape(-1)
         for start, inner, length in file_runs(shape, box):
-            self.read_into(file, first + start * flat.itemsize, flat[inner : inner + length])
+            self.read_bytes(file, first + start * flat.itemsize, flat[inner : inner + length])
 
-    def read_into(self, file: Path, start: int, values: Tensor) -> None:
+    def read_bytes(self, file: Path, start: int, values: Tensor) -> None:
         """Fill a contiguous tensor on the CPU with the bytes of a file from ``start`` on, in large reads."""
         view = _bytes_of(values.reshape(-1))
         try:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -205,13 +204,13 @@ def _load_optimizers(
             reader.fill(prefix + name, empty)
 
 
-class _StateReader:
+class _StateReader(SafetensorsReader):
     """The files of a training state, each opened at its first use."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
+        super().__init__("resume from an older state")
         self.manifest = manifest
         self._directory = directory
-        self._reader = SafetensorsReader("resume from an older state")
         self._chunks = {name: [_chunk(chunk) for chunk in stored.chunks] for name, stored in manifest.tensors.items()}
         needed = {chunk.file for stored in manifest.tensors.values() for chunk in stored.chunks} | set(manifest.files)
         if missing := sorted(name for name in needed if not (directory / name).is_file()):
@@ -223,23 +222,14 @@ class _StateReader:
             )
         _require_room(directory, manifest)
 
-    def __enter__(self) -> _StateReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._reader.close()
-
     def fill(self, name: str, tensor: Tensor) -> None:
         fill_local(tensor, self._chunks[name], lambda file, slices: self._read(self._directory / file, name, slices))
 
     def _read(self, file: Path, name: str, slices: Slices = ()) -> Tensor:
-        tensor = self._reader.read(file, name, slices)
+        tensor = self.read_slices(file, name, slices)
         if (found := str(tensor.dtype).removeprefix("torch.")) != (saved := self.manifest.tensors[name].dtype):
             raise CheckpointError(f"{file}: {name} is {found}, and {saved} was saved: resume from an older state")
         return tensor
-
-    def require_unchanged(self) -> None:
-        self._reader.require_unchanged()
 
     def verify(self, indices: Iterable[int]) -> None:
         """Check the checksums of tensors, given by their index in the manifest."""

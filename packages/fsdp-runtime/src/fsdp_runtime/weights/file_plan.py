@@ -15,7 +15,7 @@ from math import prod
 from torch import Tensor
 
 from fsdp_runtime.errors import WeightsError
-from fsdp_runtime.sharded.chunks import Chunk
+from fsdp_runtime.sharded.chunks import Chunk, to_box
 from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key, stored_part
 from fsdp_runtime.sharded.safetensors_io import run_length
 from fsdp_runtime.weights.export import ExportedTensor
@@ -118,7 +118,7 @@ class FilePlanner:
         """
         turn = self._least_loaded(pieces)
         if (key, turn, writer) not in self._steps:
-            steps = plan_pieces(item, pieces, turn, writer, self._limit, partial=self._partial)
+            steps = tuple(_Tensor(item, turn, writer, self._limit).steps(pieces, partial=self._partial))
             load: dict[int, int] = {}
             for area in (area for step in steps for area in step.areas if not area.moves):
                 load[area.file_rank] = load.get(area.file_rank, 0) + volume(area.box) * item.dtype.itemsize
@@ -186,38 +186,17 @@ class ExportedPieces:
         return key, self._found[key]
 
 
-def plan_pieces(
-    item: ExportedTensor,
-    pieces: Sequence[Piece],
-    turn: int,
-    writer: int | None,
-    limit: int,
-    *,
-    partial: bool = False,
-) -> tuple[WriteStep, ...]:
-    """Return the steps of a tensor.
-
-    Args:
-        item: the tensor.
-        pieces: all of its blocks.
-        turn: the number of the replica whose turn it is.
-        writer: the one rank that may write; ``None`` if all may.
-        limit: the most bytes of an area that is put together from parts.
-        partial: plan what the pieces have; else they have to have every element once.
-    """
-    return tuple(_Tensor(item, turn, writer, limit).steps(pieces, partial=partial))
-
-
 def chunk_key(chunk: Chunk) -> Hashable:
     """Equal for chunks that lie alike in their source and their target."""
-    return tuple((side.start, side.stop) for side in chunk.target), chunk.start, chunk.dims
+    return to_box(chunk.target), chunk.start, chunk.dims
 
 
 class _Tensor:
-    """Plans one tensor; the arguments are those of :func:`plan_pieces`."""
+    """Plans one tensor."""
 
     def __init__(self, item: ExportedTensor, turn: int, writer: int | None, limit: int) -> None:
-        self._item, self._turn, self._writer = item, turn, writer  # of the replica that writes next
+        self._item, self._writer = item, writer
+        self._turn = turn  # the number of the replica that writes or reads next
         self._itemsize = item.dtype.itemsize
         self._limit = max(limit // self._itemsize, 1)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,12 +33,16 @@ class HubTensor:
     start: int  # position of its first byte in the file
 
     @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """Its dtype; ``None`` if it cannot be read in blocks."""
-        return STORED_DTYPES.get(self.dtype)
+    def torch_dtype(self) -> torch.dtype:
+        """Its dtype."""
+        if self.dtype not in STORED_DTYPES:
+            raise CheckpointError(
+                f"{self.file} has tensors of {self.dtype}, which torch lacks: save it in another dtype"
+            )
+        return STORED_DTYPES[self.dtype]
 
 
-class HubCheckpoint:
+class HubCheckpoint(SafetensorsReader):
     """The tensors of a Hugging Face checkpoint; opening it reads headers only.
 
     The path is a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
@@ -47,37 +50,23 @@ class HubCheckpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__("download or save it again")
         self.bytes_read = 0
-        self._reader = SafetensorsReader("download or save it again")
         try:
             self.tensors: Mapping[str, HubTensor] = self._read_headers(path)
         except BaseException:
-            self._reader.close()
+            self.close()
             raise
-
-    def __enter__(self) -> HubCheckpoint:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._reader.close()
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """Return slices of a tensor, on the CPU, in the checkpoint's dtype; no other bytes are read."""
-        tensor = self._reader.read(self.tensors[name].file, name, slices)
+        tensor = self.read_slices(self.tensors[name].file, name, slices)
         self.bytes_read += tensor.nbytes
         return tensor
 
     def read_into(self, stored: HubTensor, first: int, values: Tensor) -> None:
         """Fill a CPU tensor of one dim with a run of a stored tensor's elements from ``first`` on."""
-        self._reader.read_into(stored.file, stored.start + first * values.itemsize, values)
-
-    def identity(self) -> object:
-        """Return what two ranks compare: as :meth:`SafetensorsReader.identity`, picklable."""
-        return self._reader.identity()
-
-    def require_unchanged(self) -> None:
-        """Raise :class:`CheckpointError` if its files have been written to since they were opened."""
-        self._reader.require_unchanged()
+        self.read_bytes(stored.file, stored.start + first * values.itemsize, values)
 
     def _read_headers(self, path: str | os.PathLike[str]) -> dict[str, HubTensor]:
         """Return every header, all of one checkpoint: from here on its files are open, and may be replaced."""
@@ -89,7 +78,7 @@ class HubCheckpoint:
             except CheckpointError:
                 if version is not None and file_version(location) == version:
                     raise
-                self._reader.close()  # another process has saved a checkpoint meanwhile
+                self.close()  # another process has saved a checkpoint meanwhile
 
     def _headers(self, location: Path) -> dict[str, HubTensor]:
         if location.name != INDEX_FILE:
@@ -108,7 +97,7 @@ class HubCheckpoint:
     def _header(self, file: Path) -> dict[str, HubTensor]:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is incomplete; download or save it again")
-        return {name: HubTensor(file, *header) for name, header in self._reader.headers(file).items()}
+        return {name: HubTensor(file, *header) for name, header in self.headers(file).items()}
 
 
 #: How often ranks open a checkpoint that another process replaces meanwhile.

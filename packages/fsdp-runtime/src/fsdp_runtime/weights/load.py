@@ -18,7 +18,15 @@ from fsdp_runtime.errors import MismatchError, OptionError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
-from fsdp_runtime.sharded.chunks import Chunk, ReadSlices, Slices, fill_local, fill_slices, identity_chunk, local_part
+from fsdp_runtime.sharded.chunks import (
+    Chunk,
+    ReadSlices,
+    fill_local,
+    fill_slices,
+    identity_chunk,
+    local_part,
+    to_box,
+)
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
     mesh_ranks,
@@ -35,6 +43,7 @@ from fsdp_runtime.weights.naming import TensorOrigin, WeightMap, map_weights
 from fsdp_runtime.weights.read_blocks import BlockReader
 from fsdp_runtime.weights.read_plan import plan_reads
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
+from tp_plans.transfer import split_box
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +217,7 @@ def filled_in_blocks(
     for entry in entries:
         name = next(name for name in entry.names if name in weights.by_model_name)
         chunks = weights.by_model_name[name].chunks
-        if chunks is None or any(stored[chunk.source].torch_dtype is None for chunk in chunks):
+        if chunks is None:
             others.append((entry.tensor, name))
         else:
             in_blocks.append((entry.tensor, chunks))
@@ -318,7 +327,8 @@ def _differing_ties(
             if expected != found:
                 yield first, other, f"shapes {expected} and {found}"
                 continue
-            for slices in _blocks(local_part(entry.tensor)[1]):
+            for box in split_box(to_box(local_part(entry.tensor)[1]), _COMPARED):
+                slices = tuple(slice(*side) for side in box)
                 parts = []
                 for name in (first, other):
                     part = torch.empty([side.stop - side.start for side in slices], dtype=entry.tensor.dtype)
@@ -327,18 +337,6 @@ def _differing_ties(
                 if not torch.equal(*(part.reshape(-1).view(torch.uint8) for part in parts)):
                     yield first, other, "other values"
                     break
-
-
-def _blocks(slices: Slices) -> Iterator[Slices]:
-    """Split slices along the first dim into blocks of a bounded number of elements."""
-    if not slices:
-        yield slices
-        return
-    first, *others = slices
-    row = max(torch.Size(side.stop - side.start for side in others).numel(), 1)
-    rows = max(_COMPARED // row, 1)
-    for start in range(first.start, first.stop, rows):
-        yield (slice(start, min(start + rows, first.stop)), *others)
 
 
 def _require_equal_ties(differing: Sequence[tuple[str, str, str]]) -> None:
