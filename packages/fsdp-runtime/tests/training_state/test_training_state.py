@@ -28,7 +28,7 @@ from fsdp_runtime.sharded import work_directory
 from fsdp_runtime.sharded.collectives import ModelRanks
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.training_state import directory as step_directories
-from fsdp_runtime.training_state import load_training_state, save, save_training_state
+from fsdp_runtime.training_state import load, load_training_state, save, save_training_state
 from fsdp_runtime.training_state.snapshot import chunks_to_write
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
@@ -417,6 +417,41 @@ def test_damage_is_found_before_anything_changes(two_ranks: RankPool, tmp_path: 
     harm(tmp_path / "step-00000001" / name)
     messages = two_ranks.run(_refusal, tmp_path)
     assert all("CheckpointError" in message and told in message for message in messages)
+
+
+def _resumed_while_written_to(directory: Path, name: str) -> str:
+    """Return the error where another process changes a file once its checksums have been found right."""
+    run, materialize = Run({"dp_shard": 2}, seed=3), load.materialize_entries
+    file, harm, _ = DAMAGE[name]
+
+    def harmed(*arguments: Any) -> None:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            harm(directory / "step-00000001" / file)
+        dist.barrier()
+        materialize(*arguments)
+
+    load.materialize_entries = harmed
+    try:
+        with pytest.raises(WeightsError) as refusal:
+            run.load(directory)
+    finally:
+        load.materialize_entries = materialize
+    dist.barrier()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [("truncated shard", "truncated or corrupt"), ("flipped bit in a shard", "was written to while it was loaded")],
+)
+def test_a_state_that_is_written_to_while_it_is_read_is_refused_on_every_rank(
+    two_ranks: RankPool, tmp_path: Path, damage: str, told: str
+) -> None:
+    two_ranks.run(_saved_on_two, tmp_path)
+    messages = two_ranks.run(_resumed_while_written_to, tmp_path, damage)
+    assert any(told in message for message in messages)
+    assert all(DAMAGE[damage][0] in message for message in messages)
 
 
 class _Harm:

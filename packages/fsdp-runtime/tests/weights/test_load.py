@@ -23,7 +23,7 @@ from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, WeightsError, paral
 from fsdp_runtime.errors import CheckpointError, MismatchError
 from fsdp_runtime.model import state
 from fsdp_runtime.sharded.file_systems import FilePlace
-from fsdp_runtime.weights import load, load_weights, meta_device, save_weights, stream_weights
+from fsdp_runtime.weights import hub_checkpoint, load, load_weights, meta_device, save_weights, stream_weights
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
@@ -151,9 +151,9 @@ def test_copies_on_hosts_of_their_own_are_one_checkpoint_and_other_bytes_are_not
     file = ("model.safetensors", 10, b"header")
     one, other = ((*file, (1, 2)),), ((*file, (3, 4)),)
     a, b = FilePlace("a", "ext4"), FilePlace("b", "ext4")
-    assert load._are_one([one, one, other], [a, a, b])
-    assert not load._are_one([one, other], [a, a])
-    assert not load._are_one([one, (("model.safetensors", 11, b"header", (1, 2)),)], [a, b])
+    assert hub_checkpoint._are_one([one, one, other], [a, a, b])
+    assert not hub_checkpoint._are_one([one, other], [a, a])
+    assert not hub_checkpoint._are_one([one, (("model.safetensors", 11, b"header", (1, 2)),)], [a, b])
 
 
 def test_readers_are_those_of_the_host_or_all(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,11 +29,14 @@ from fsdp_runtime import (
     save_adapter,
     stream_weights,
 )
-from fsdp_runtime.errors import CheckpointError, MismatchError
+from fsdp_runtime.errors import CheckpointError, MismatchError, WeightsError
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from harness.models import tiny_config, tiny_inputs, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
 
+#: The module, whose name in its package is that of its function.
+adapters: Any = importlib.import_module("fsdp_runtime.weights.load_adapter")
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MESHES = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2})
 #: The number of a mesh, and ``init_lora_weights``: both axes at once, and each other way of drawing on one.
@@ -186,6 +192,82 @@ def test_damaged_folders_are_refused(base: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 4)
     with pytest.raises(CheckpointError, match="truncated or corrupt"):
         load_adapter(model, tmp_path)
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, 200)
+
+
+def _overwrite(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
+
+
+def _loaded_while_written_to(folder: Path, harm: Callable[[Path], None]) -> str:
+    """Return the error where another process changes the file once it has been opened."""
+    model = parallelize(_on_meta(), mesh_for({"dp_shard": 2}))
+    materialize = adapters._materialize
+
+    def harmed(*arguments: Any) -> None:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            harm(folder / "adapter_model.safetensors")
+        dist.barrier()
+        materialize(*arguments)
+
+    adapters._materialize = harmed
+    try:
+        with pytest.raises(WeightsError) as refusal:
+            load_adapter(model, folder)
+    finally:
+        adapters._materialize = materialize
+    dist.barrier()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"), [(_truncate, "truncated or corrupt"), (_overwrite, "was written to while it was loaded")]
+)
+def test_a_file_that_is_written_to_while_it_is_read_is_refused_on_every_rank(
+    two_ranks: RankPool, base: Path, tmp_path: Path, harm: Callable[[Path], None], told: str
+) -> None:
+    _saved_by_peft(base, tmp_path)
+    assert all(told in message for message in two_ranks.run(_loaded_while_written_to, tmp_path, harm))
+
+
+def _loaded_while_replaced(folder: Path, times: int) -> dict[str, Tensor] | str:
+    """The first rank opens an older file than the second one, some times."""
+    model = parallelize(_on_meta(), mesh_for({"dp_shard": 2}))
+    original, opened = HubCheckpoint.__init__, []
+
+    def replaced(self: HubCheckpoint, given: Path) -> None:
+        opened.append(given)
+        is_old = dist.get_rank() == 0 and len(opened) <= times
+        original(self, given.parent / "old" / given.name if is_old else given)
+
+    HubCheckpoint.__init__ = replaced  # type: ignore[assignment,method-assign]
+    try:
+        load_adapter(model, folder)
+    except WeightsError as error:
+        dist.barrier()
+        return str(error)
+    finally:
+        HubCheckpoint.__init__ = original  # type: ignore[method-assign]
+    return _adapters(model)
+
+
+def test_ranks_load_one_adapter_though_it_is_replaced_meanwhile(
+    two_ranks: RankPool, base: Path, tmp_path: Path
+) -> None:
+    reference = _adapters(_saved_by_peft(base, tmp_path))
+    (tmp_path / "old").mkdir()
+    older = {name: value + 1 for name, value in load_file(tmp_path / "adapter_model.safetensors").items()}
+    save_file(older, tmp_path / "old" / "adapter_model.safetensors")
+    for found in two_ranks.run(_loaded_while_replaced, tmp_path, 1):
+        assert all(torch.equal(value, found[name]) for name, value in reference.items())
+    for message in two_ranks.run(_loaded_while_replaced, tmp_path, 99):
+        assert "is not the same checkpoint on every rank" in message
 
 
 def test_what_has_no_such_adapter_is_refused(base: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from fsdp_runtime import (
     OptionError,
     WeightsError,
+    load_adapter,
     load_weights,
     parallelize,
     resolve_parallelism,
@@ -32,9 +36,10 @@ from fsdp_runtime import (
 from fsdp_runtime.errors import OtherRankError
 from fsdp_runtime.sharded import work_directory
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.steps.tensor import lora
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from fsdp_runtime.sync import WeightExport
-from fsdp_runtime.training_state import save_training_state
+from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights import save
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from harness.models import ARCHITECTURES, tiny_model
@@ -87,12 +92,12 @@ def _files_written_by_a_replica(directory: Path) -> list[str]:
     resolved = resolve_parallelism(model, mesh_for({"dp_replicate": 2, "tp": 2}))
     steps = tuple(each for each in resolved.steps if isinstance(each[0], TensorParallel))
     replace(resolved, steps=steps).apply(model)
-    moved, move = [], save.move_into_place
-    save.move_into_place = lambda file, target: (moved.append(target.name), move(file, target))
+    moved, move = [], Path.replace
+    Path.replace = lambda file, target: (moved.append(target.name), move(file, target))[1]  # type: ignore[method-assign]
     try:
         save_weights(model, directory)
     finally:
-        save.move_into_place = move
+        Path.replace = move  # type: ignore[method-assign]
     return moved
 
 
@@ -151,31 +156,53 @@ def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
                 call(model, path)  # type: ignore[operator]
 
 
-def _saves_that_differ(directory: Path) -> list[str]:
+def _calls_that_differ(directory: Path) -> list[str]:
     model = parallelize(_model(), mesh_for({"dp_shard": 2}))
+    adapted: Any = peft.get_peft_model(_model(), peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
+    adapted = parallelize(adapted, mesh_for({"dp_shard": 2}))
     rank = dist.get_rank()
+    for number in range(2):
+        save_training_state(directory / "states" / str(number), model, step=1, extra={"run": number})
+    adapter = ("default", "other")[rank]
     messages = []
     for refused in (
         lambda: save_weights(model, directory / str(rank)),
         lambda: save_training_state(directory / str(rank), model, step=1),
+        lambda: save_adapter(adapted, directory / str(rank)),
         lambda: save_training_state(directory, model, step=rank),
+        lambda: save_training_state(directory, model, step=rank - 1),
+        lambda: save_training_state(directory, model, step=1, asynchronous=bool(rank)),
+        lambda: save_adapter(adapted, directory, adapter=adapter),
+        lambda: load_adapter(adapted, directory, adapter=adapter),
+        lambda: load_training_state(directory / "states" / str(rank), model),
     ):
-        with pytest.raises(OptionError) as refusal:
+        with pytest.raises((OptionError, OtherRankError)) as refusal:
             refused()
         messages.append(str(refusal.value))
     return messages
 
 
-def test_ranks_that_name_different_directories_or_steps_are_refused(two_ranks: RankPool, tmp_path: Path) -> None:
-    first, second = two_ranks.run(_saves_that_differ, tmp_path)
-    assert first == second
-    for message in first[:2]:
+def test_ranks_that_give_different_directories_steps_or_adapters_are_refused(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    save_adapter(peft.get_peft_model(_model(), peft.LoraConfig(target_modules=["q_proj"])), tmp_path)
+    before = sorted(tmp_path.iterdir())
+    first, second = two_ranks.run(_calls_that_differ, tmp_path, timeout=60)
+    for message in first[:3]:
         assert message == (
             f"directory is {str(tmp_path / '0')!r} on rank 0 and {str(tmp_path / '1')!r} on rank 1: "
             "give the same on every rank"
         )
-    assert first[2] == "step is 0 on rank 0 and 1 on rank 1: give the same on every rank"
-    assert list(tmp_path.iterdir()) == []
+    for start, message in zip(
+        ("step is 0", "step=-1", "asynchronous is False", *["adapter is 'default'"] * 2, "directory: the checksum of"),
+        first[3:],
+        strict=True,
+    ):
+        assert message.startswith(start)
+    assert second[4].startswith("rank 0: OptionError: step=-1")
+    assert [*first[:4], *first[5:]] == [*second[:4], *second[5:]]
+    assert sorted(tmp_path.iterdir()) == [*before, tmp_path / "states"]
 
 
 def test_a_model_without_a_config_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -363,6 +390,61 @@ def test_a_refused_write_names_file_and_bytes_and_leaves_no_part_of_a_file(tmp_p
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == saved
 
 
+def _files(directory: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        save_weights,
+        partial(save_weights, max_shard_bytes=SIZES["several"]),
+        lambda model, directory: save_training_state(directory, model, step=1),
+    ],
+    ids=["one file", "several", "state"],
+)
+def test_a_disk_that_any_fsync_finds_full_is_named_and_keeps_nothing_of_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Callable[[nn.Module, Path], Any]
+) -> None:
+    room, fsync = [0], os.fsync
+
+    def full(descriptor: int) -> None:
+        room[0] -= stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    for count in range(100):
+        directory, room[0] = tmp_path / str(count), 10**9
+        saved(_model(seed=1), directory)
+        before, room[0] = _files(directory), count
+        errors = []
+        try:
+            saved(_model(seed=2), directory)
+        except OSError as error:
+            errors.append(error)
+        assert all(each.errno == errno.ENOSPC and str(directory) in str(each) for each in errors)
+        assert not errors or _files(directory) == before
+        assert not list(directory.glob(".*"))
+        if room[0] >= 0:
+            break
+    assert count > 3
+
+
+def test_a_config_that_finds_no_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(save, "save_config", full)
+    monkeypatch.setattr(lora, "save_adapter_config", full)
+    adapted: Any = peft.get_peft_model(_model(), peft.LoraConfig(r=8, target_modules=["q_proj"]))
+    for saved, name in ((save_weights, "config.json"), (save_adapter, "adapter_config.json")):
+        with pytest.raises(OSError, match=rf"could not write {tmp_path}/.*/{name}; what was .* Free space on its disk"):
+            saved(adapted, tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_that_cannot_be_made_ends_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     first, second = two_ranks.run(_failing_save, tmp_path / "file", writes_before_failure=0)
@@ -399,19 +481,21 @@ def test_a_file_system_that_cannot_rename_ends_every_rank_and_leaves_the_old_che
     assert not list(tmp_path.glob(".*"))
 
 
-def _unseen(directory: Path) -> str:
-    """Return this rank's error where one rank sees another disk under the directory's name."""
+def _unseen(directory: Path) -> list[str]:
+    """Return this rank's errors where one rank sees another disk under the directory's name."""
     model = parallelize(_model(seed=2), mesh_for({"dp_shard": 2}))
-    is_dir = Path.is_dir
+    is_dir, found = Path.is_dir, []
     if dist.get_rank() == 1:
         Path.is_dir = lambda self, **options: False  # type: ignore[method-assign,assignment]
     try:
-        with pytest.raises((OptionError, WeightsError)) as failure:
-            save_weights(model, directory, asynchronous=True)
+        for save in (save_weights, lambda model, path, **given: save_training_state(path, model, step=1, **given)):
+            with pytest.raises((OptionError, WeightsError)) as failure:
+                save(model, directory, asynchronous=True)
+            found.append(f"{type(failure.value).__name__}: {failure.value}")
     finally:
         Path.is_dir = is_dir  # type: ignore[method-assign]
     dist.barrier()
-    return f"{type(failure.value).__name__}: {failure.value}"
+    return found
 
 
 #: Options of a save or a load on the first and the second rank.
@@ -447,7 +531,7 @@ def test_options_that_differ_between_ranks_are_refused_on_every_rank(two_ranks: 
 
 
 def test_a_directory_that_one_rank_does_not_see_is_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
-    first, second = two_ranks.run(_unseen, tmp_path)
-    assert second.startswith("OptionError: directory: rank 1 does not see")
-    assert first == f"OtherRankError: rank 1: {second}"
+    for first, second in zip(*two_ranks.run(_unseen, tmp_path), strict=True):
+        assert second.startswith("OptionError: directory: rank 1 does not see")
+        assert first == f"OtherRankError: rank 1: {second}"
     assert list(tmp_path.iterdir()) == []

@@ -17,11 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp_runtime import parallelize, save_weights
 from fsdp_runtime.dry_run import WeightTraffic, describe_weights
 from fsdp_runtime.sharded.file_systems import FilePlace, _type_at, by_host, may_share_files
-from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader, file_runs
 from fsdp_runtime.sync import Quantization, WeightExport
 from fsdp_runtime.weights import file_plan
 from fsdp_runtime.weights.export import ExportedTensor
-from fsdp_runtime.weights.file_plan import Area, FilePlanner, Piece, file_runs, plan_pieces
+from fsdp_runtime.weights.file_plan import Area, FilePlanner, Piece
 from fsdp_runtime.weights.stream import split_by_bytes
 from fsdp_runtime.weights.write_blocks import SaveReport
 from harness.models import tiny_model
@@ -252,7 +252,7 @@ def test_rows_need_no_exchange_and_columns_one_copy_at_most() -> None:
         ([Replicate(), Shard(0), Shard(1)], 0.5),
         ([Replicate(), Replicate(), Shard(1)], 0.5),
     ):
-        steps = plan_pieces(item, _pieces(shape, (2, 4, 2), layouts), 0, None, 2**26)
+        steps = FilePlanner(range(16), 2**26).plan(item, item.name, _pieces(shape, (2, 4, 2), layouts))
         areas = [area for step in steps for area in step.areas]
         moved = sum(volume(p.box) * 2 for area in areas for p in area.parts if p.rank != area.file_rank)
         assert moved == sent * nbytes

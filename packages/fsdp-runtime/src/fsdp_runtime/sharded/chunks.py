@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.sharded.shard_offsets import dtensor_slices
+from tp_plans.transfer import Box
 
 #: A rectangular part of a tensor: one slice per dim.
 Slices = tuple[slice, ...]
@@ -65,6 +66,11 @@ def identity_chunk(name: str, shape: Sequence[int]) -> Chunk:
 def full_slices(shape: Sequence[int]) -> Slices:
     """Return the slices that select a full tensor of ``shape``."""
     return tuple(slice(0, size) for size in shape)
+
+
+def to_box(slices: Slices) -> Box:
+    """Return slices as the first and the last index, exclusive, of each dim."""
+    return tuple((side.start, side.stop) for side in slices)
 
 
 def fill_local(tensor: Tensor, chunks: Sequence[Chunk], read: ReadSlices) -> None:

@@ -107,14 +107,14 @@ def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
     step.values = {rank: value for rank, (_, value) in sorted(results.items())}
 
 
-def require_equal_on_all(name: str, values: dict[int, Any]) -> None:
-    """Check that every rank was given the same value of an option; ``values`` are those of a :class:`RankStep`."""
-    first, expected = next(iter(values.items()))
-    for rank, value in values.items():
-        if value != expected:
-            raise OptionError(
-                f"{name} is {expected!r} on rank {first} and {value!r} on rank {rank}: give the same on every rank"
-            )
+def require_equal_on_all(options: Mapping[int, Mapping[str, Any]]) -> None:
+    """Check that every rank was given the same options, by name; they are values of a :class:`RankStep`."""
+    first, expected = next(iter(options.items()))
+    for rank, given in options.items():
+        for name, value in given.items():
+            if value != expected[name]:
+                found = f"{expected[name]!r} on rank {first} and {value!r} on rank {rank}"
+                raise OptionError(f"{name} is {found}: give the same on every rank")
 
 
 #: Backends, or parts of their names, that take tensors on the CPU.

@@ -21,15 +21,15 @@ _ADVICE = {
 
 
 @contextmanager
-def naming_write_errors(path: Path, nbytes: int) -> Iterator[None]:
+def naming_write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
     """Say which file an ``OSError`` of writing is about, with its errno, and how large the file was to become."""
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason, size = error.strerror or str(error), "" if nbytes is None else f", a file of {nbytes} bytes"
         raise OSError(
             error.errno or 0,
-            f"{reason}: could not write {path}, a file of {nbytes} bytes; what was saved before is unchanged. "
+            f"{reason}: could not write {path}{size}; what was saved before is unchanged. "
             f"{_ADVICE.get(error.errno or 0, 'Save to another directory')}",
         ) from error
 
@@ -41,6 +41,8 @@ def fsync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # which does not know the name
+        raise OSError(error.errno or 0, error.strerror or str(error), str(path)) from error
     finally:
         os.close(descriptor)
 

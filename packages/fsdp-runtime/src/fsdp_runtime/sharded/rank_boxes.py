@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sharded.chunks import Chunk, Slices
+from fsdp_runtime.sharded.chunks import Chunk, Slices, to_box
 from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
 from tp_plans.transfer import Box, StoredBlock, intersection, mesh_boxes
 
@@ -37,7 +37,7 @@ class BoxOwners:
                 owners.setdefault(box, []).append(rank)
             self._found[key] = _sides(list(owners)), [(box, tuple(ranks)) for box, ranks in owners.items()]
         sides, found = self._found[key]
-        wanted = _sides([tuple((side.start, side.stop) for side in slices)])
+        wanted = _sides([to_box(slices)])
         overlap = torch.minimum(sides[..., 1], wanted[..., 1]) > torch.maximum(sides[..., 0], wanted[..., 0])
         return (found[number] for number in overlap.all(-1).nonzero().flatten().tolist())
 
@@ -86,7 +86,7 @@ def _twins(mesh: DeviceMesh) -> dict[int, int]:
 
 def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
     """Yield the part of an exported chunk that a rank has, as a block of the exported tensor."""
-    wanted = tuple((side.start, side.stop) for side in chunk.source_slices)
+    wanted = to_box(chunk.source_slices)
     common = intersection(wanted, held)
     if common is None:
         return

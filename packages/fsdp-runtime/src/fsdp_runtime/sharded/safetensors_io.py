@@ -10,20 +10,24 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import math
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError, WeightsError
+from fsdp_runtime.sharded.chunks import to_box
 from fsdp_runtime.sharded.fsync import naming_write_errors, reserve, start_writing
+from fsdp_runtime.sharded.rank_boxes import inside
+from tp_plans.transfer import Box, box_shape, full_box, intersection, split_box, volume
 
 #: The format's names of dtypes.
 DTYPE_NAMES = {
@@ -43,10 +47,23 @@ DTYPE_NAMES = {
 
 
 #: The dtypes that files can be read in, by safetensors' names.
-STORED_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+STORED_DTYPES = {
+    **{name: dtype for dtype, name in DTYPE_NAMES.items()},
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+}
 
 #: Bytes of one system call; the kernel ends a call at 2 GiB.
 _MOVED_AT_ONCE = 2**26
+#: Shorter runs are read with what lies between them, which is faster than a system call for each.
+_LONG_RUN = 2**16
+#: Bytes of such runs that are read at a time.
+_READ_THROUGH = 2**24
 #: Bytes after which the disk is told to start, so that it does not wait for the fsync.
 _STARTED_AFTER = 2**25
 
@@ -165,52 +182,99 @@ def _write_all(descriptor: int, content: bytes | memoryview, offset: int) -> Non
         view = view[os.write(descriptor, view[:_MOVED_AT_ONCE]) :]
 
 
+def file_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs of a box in a tensor's order of elements: first element in the tensor, in the box, and length."""
+    length = run_length(box, shape)
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    sizes = box_shape(box)
+    for number in range(volume(box) // length if length else 0):
+        rest, start = number * length, 0
+        for dim in reversed(range(len(shape))):
+            rest, index = divmod(rest, sizes[dim])
+            start += (box[dim][0] + index) * strides[dim]
+        yield start, number * length, length
+
+
+def run_length(box: Box, shape: Sequence[int]) -> int:
+    """Return the number of elements of a box that follow one another in the tensor, in each of its runs."""
+    length = 1
+    for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
+        length *= stop - start
+        if stop - start < size:
+            break
+    return length
+
+
+@dataclass(frozen=True)
+class _Opened:
+    descriptor: int
+    headers: Mapping[str, tuple[tuple[int, ...], str, int]]
+    version: tuple[int, int]  # what every write to the file changes
+
+
 class SafetensorsReader:
     """Read slices of tensors from files that are kept open; ``advice`` ends the errors about damaged ones."""
 
+    # By system calls: a file that another process truncates ends a process that has mapped it to its memory.
+
     def __init__(self, advice: str) -> None:
         self._advice = advice
-        self._files: dict[Path, Any] = {}
-        self._descriptors: dict[Path, int] = {}
-        self._exit_stack = ExitStack()
+        self._files: dict[Path, _Opened] = {}
 
-    def headers(self, file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shape and the dtype (in safetensors' notation, ``"BF16"``) of every tensor of a file."""
-        try:
-            opened = self._open(file)
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
-            return {name: (tuple(item.get_shape()), item.get_dtype()) for name, item in slices.items()}
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{_describe(file)} is truncated or corrupt ({error}): {self._advice}") from error
+    def headers(self, file: Path) -> Mapping[str, tuple[tuple[int, ...], str, int]]:
+        """Return shape, dtype (in safetensors' notation, ``"BF16"``) and first byte of every tensor of a file."""
+        while file not in self._files:
+            self._open(file)
+        return self._files[file].headers
 
-    def read(self, file: Path, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def read_slices(self, file: Path, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """Return slices of a tensor, all of it without ``slices``, on the CPU in the stored dtype."""
-        try:
-            tensor: Tensor = self._open(file).get_slice(name)[slices or ...]
-        except (SafetensorError, OSError) as error:
+        shape, stored, first = self.headers(file).get(name, ((), "", 0))
+        box, dtype = to_box(slices) or full_box(shape), STORED_DTYPES.get(stored)
+        if dtype is None or len(box) != len(shape) or (volume(box) and intersection(box, full_box(shape)) != box):
+            found = f"has it as {stored} of shape {shape}" if stored else "lacks it"
             raise CheckpointError(
-                f"{_describe(file)} is truncated or corrupt, or lacks the tensor {name} ({error}): {self._advice}"
-            ) from error
-        return tensor
+                f"{_describe(file)}: {box} of the tensor {name} is needed, and the file {found}: {self._advice}"
+            )
+        values = torch.empty(box_shape(box), dtype=dtype)
+        if _in_long_runs(box, shape, dtype):
+            self._read_runs(file, first, shape, box, values)
+            return values
+        limit = _READ_THROUGH // dtype.itemsize * volume(box) // math.prod(shape)
+        for part in split_box(box, max(limit, 1)):
+            wide = part
+            for dim in reversed(range(len(box))):
+                if not _in_long_runs(wide, shape, dtype):
+                    wide = (*wide[:dim], (0, shape[dim]), *wide[dim + 1 :])
+            through = torch.empty(box_shape(wide), dtype=dtype)
+            self._read_runs(file, first, shape, wide, through)
+            values[inside(box, part)].copy_(through[inside(wide, part)])
+        return values
 
-    def starts(self, file: Path) -> dict[str, int]:
-        """Return the position of each tensor's first byte in a file."""
-        self._open(file)
-        size = int.from_bytes(os.pread(self._descriptors[file], 8, 0), "little")
-        header = json.loads(os.pread(self._descriptors[file], size, 8))
-        return {name: 8 + size + item["data_offsets"][0] for name, item in header.items() if name != "__metadata__"}
-
-    def read_into(self, file: Path, start: int, values: Tensor) -> None:
-        """Fill a contiguous tensor on the CPU with the bytes of a file from ``start`` on, in large reads."""
+    def _read_runs(self, file: Path, first: int, shape: Sequence[int], box: Box, values: Tensor) -> None:
+        """Fill a tensor with a box of the one of a shape that begins at a byte of a file."""
         flat = values.reshape(-1)
-        view = _bytes_of(flat)
+        for start, inner, length in file_runs(shape, box):
+            self.read_bytes(file, first + start * flat.itemsize, flat[inner : inner + length])
+
+    def read_bytes(self, file: Path, start: int, values: Tensor) -> None:
+        """Fill a contiguous tensor on the CPU with the bytes of a file from ``start`` on, in large reads."""
+        view = _bytes_of(values.reshape(-1))
         try:
             while view:
-                if not (count := os.preadv(self._descriptors[file], [view[:_MOVED_AT_ONCE]], start)):
+                if not (count := os.preadv(self._files[file].descriptor, [view[:_MOVED_AT_ONCE]], start)):
                     raise EOFError("it ends early")
                 view, start = view[count:], start + count
         except (OSError, EOFError) as error:
-            raise CheckpointError(f"{_describe(file)} is truncated or corrupt ({error}): {self._advice}") from error
+            raise self._damaged(file, error) from error
 
     def identity(self) -> tuple[tuple[str, int, bytes, tuple[int, int]], ...]:
         """Return names, sizes and hashes of headers, the same on two ranks that have opened the same files.
@@ -218,44 +282,67 @@ class SafetensorsReader:
         The inode and the time of change follow, which copies of a file do not share.
         """
         found = []
-        for file, descriptor in sorted(self._descriptors.items()):
-            status = os.fstat(descriptor)
-            size = min(int.from_bytes(os.pread(descriptor, 8, 0), "little"), status.st_size)
-            digest = hashlib.blake2b(os.pread(descriptor, size, 8), digest_size=16).digest()
-            found.append((file.name, status.st_size, digest, (status.st_ino, status.st_mtime_ns)))
+        for file, opened in sorted(self._files.items()):
+            size, changed = opened.version
+            digest = hashlib.blake2b(repr(opened.headers).encode(), digest_size=16).digest()
+            found.append((file.name, size, digest, (os.fstat(opened.descriptor).st_ino, changed)))
         return tuple(found)
+
+    def require_unchanged(self) -> None:
+        """Raise unless the files are as they were when they were opened."""
+        for file, opened in self._files.items():
+            if _version(opened.descriptor) != opened.version:
+                raise CheckpointError(
+                    f"{file} was written to while it was loaded, and the model may have values of both: load it again "
+                    "once it is complete; saves of fsdp_runtime replace files and never write to old ones"
+                )
 
     def close(self) -> None:
         """Close all files."""
+        for opened in self._files.values():
+            os.close(opened.descriptor)
         self._files.clear()
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-        self._exit_stack.close()
 
-    def _open(self, file: Path) -> Any:
-        while file not in self._files:
-            try:
-                descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-            except FileNotFoundError as error:
-                raise self._missing(file) from error
-            try:
-                opened = self._exit_stack.enter_context(safe_open(file, framework="pt"))
-                if os.path.samestat(os.fstat(descriptor), os.stat(file)):  # else another process has replaced the file
-                    self._files[file], self._descriptors[file] = opened, descriptor
-            except (FileNotFoundError, RuntimeError) as error:  # torch opens it once more, with an error of its own
-                if file.exists():
-                    raise
-                raise self._missing(file) from error
-            finally:
-                if file not in self._descriptors:
-                    os.close(descriptor)
-        return self._files[file]
+    def _open(self, file: Path) -> None:
+        """Open a file, unless another process replaces it just now."""
+        descriptor = None
+        try:
+            descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            version = _version(descriptor)
+            with safe_open(file, framework="pt"):  # which checks the header
+                size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+                header = json.loads(os.pread(descriptor, min(size, version[0]), 8))
+                header.pop("__metadata__", None)
+                headers = {
+                    name: (tuple(each["shape"]), each["dtype"], 8 + size + each["data_offsets"][0])
+                    for name, each in header.items()
+                }
+                if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+                    self._files[file] = _Opened(descriptor, headers, version)
+        except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+            raise (self._damaged(file, error) if file.exists() else self._missing(file)) from error
+        finally:
+            if descriptor is not None and file not in self._files:
+                os.close(descriptor)
+
+    def _damaged(self, file: Path, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{_describe(file)} is truncated or corrupt ({error}): {self._advice}")
 
     def _missing(self, file: Path) -> CheckpointError:
         return CheckpointError(
             f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
         )
+
+
+def _in_long_runs(box: Box, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a box is read faster by itself than with what lies between its runs."""
+    run = run_length(box, shape)
+    return run >= volume(box) or run * dtype.itemsize >= _LONG_RUN
+
+
+def _version(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def _bytes_of(flat: Tensor) -> memoryview:

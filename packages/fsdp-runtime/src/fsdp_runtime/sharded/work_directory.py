@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sharded.collectives import ModelRanks, raise_on_all
 
 _WORK, _DISCARDED = ".saving-", ".dropped-"
@@ -36,6 +37,15 @@ def work_directory(target: Path, ranks: ModelRanks) -> Iterator[Path]:
     finally:
         if own is not None:
             remove_work(own)
+
+
+def require_seen(work: Path, ranks: ModelRanks) -> None:
+    """Raise on a rank that does not see the work directory, and is going to write to it."""
+    if not work.is_dir():
+        raise OptionError(
+            f"directory: rank {ranks.rank} does not see {work}, which rank {ranks.global_first} created: give a "
+            "directory on a file system that all hosts share"
+        )
 
 
 def remove_work(own: Path) -> None:

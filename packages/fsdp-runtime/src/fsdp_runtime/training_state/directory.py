@@ -96,8 +96,11 @@ def _listed(directory: Path) -> list[str]:
 def _update_index(directory: Path) -> None:
     while (names := _saved_states(directory)) != _listed(directory):
         new = unused_path(directory)
-        new.write_bytes((json.dumps({"states": names}, indent=2) + "\n").encode())
-        move_into_place(new, directory / INDEX)
+        try:
+            new.write_bytes((json.dumps({"states": names}, indent=2) + "\n").encode())
+            move_into_place(new, directory / INDEX)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def _place(work: Path, step: int) -> Path:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import Chunk, Slices, fill_local
-from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
+from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
 from fsdp_runtime.training_state.directory import newest_state
@@ -90,12 +89,14 @@ def load_training_state(
         The step, the user's data, and whether the random number generators were restored.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupt, or one outside the directory is named.
-        OptionError: the directory is empty.
+        CheckpointError: a file is missing, truncated, corrupt or written to while it was read, or one outside the
+            directory is named.
+        OptionError: the directory is empty, or holds another state on one rank.
         MismatchError: the state does not fit the model or an optimizer; every difference is listed.
         OtherRankError: another rank raised one of these.
 
-    All errors are raised on every rank before anything changes, except a read error in the middle of a file.
+    All errors are raised on every rank before anything changes, except a read error in the middle of a file, and files
+    that are written to meanwhile.
 
     Example:
         >>> import tempfile
@@ -115,10 +116,12 @@ def load_training_state(
         root = require_path("directory", directory)
         newest.value = newest_state(root).relative_to(root)
     folder = root / newest.values[ranks.global_first]  # one for all: another job may save to the directory just now
-    with raise_on_all(ranks):
+    with raise_on_all(ranks) as opened:
         manifest = read_manifest(folder)
         reader = _StateReader(folder, manifest)
+        opened.value = {"directory: the checksum of the manifest": (folder / MANIFEST).read_text(encoding="utf-8")[:8]}
     with reader, leave_inference_mode():
+        require_equal_on_all(opened.values)
         with raise_on_all(ranks):
             shared = read_object(folder, SHARED_FILE, manifest.files, _SHARED)
             same_mesh = (mesh_sizes(entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)
@@ -137,6 +140,7 @@ def load_training_state(
             for entry in entries:
                 reader.fill(f"model/{entry.names[0]}", entry.tensor)
             _load_optimizers(optimizers, entries, shared, reader)
+            reader.require_unchanged()
     if scheduler is not None:
         scheduler.load_state_dict(shared["scheduler"])
     if own is not None:
@@ -200,13 +204,13 @@ def _load_optimizers(
             reader.fill(prefix + name, empty)
 
 
-class _StateReader:
+class _StateReader(SafetensorsReader):
     """The files of a training state, each opened at its first use."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
+        super().__init__("resume from an older state")
         self.manifest = manifest
         self._directory = directory
-        self._reader = SafetensorsReader("resume from an older state")
         self._chunks = {name: [_chunk(chunk) for chunk in stored.chunks] for name, stored in manifest.tensors.items()}
         needed = {chunk.file for stored in manifest.tensors.values() for chunk in stored.chunks} | set(manifest.files)
         if missing := sorted(name for name in needed if not (directory / name).is_file()):
@@ -218,17 +222,11 @@ class _StateReader:
             )
         _require_room(directory, manifest)
 
-    def __enter__(self) -> _StateReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._reader.close()
-
     def fill(self, name: str, tensor: Tensor) -> None:
         fill_local(tensor, self._chunks[name], lambda file, slices: self._read(self._directory / file, name, slices))
 
     def _read(self, file: Path, name: str, slices: Slices = ()) -> Tensor:
-        tensor = self._reader.read(file, name, slices)
+        tensor = self.read_slices(file, name, slices)
         if (found := str(tensor.dtype).removeprefix("torch.")) != (saved := self.manifest.tensors[name].dtype):
             raise CheckpointError(f"{file}: {name} is {found}, and {saved} was saved: resume from an older state")
         return tensor

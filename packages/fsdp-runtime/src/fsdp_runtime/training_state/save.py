@@ -26,7 +26,7 @@ from fsdp_runtime.sharded.collectives import (
 from fsdp_runtime.sharded.host_staging import HostStaging, drained
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
-from fsdp_runtime.sharded.work_directory import work_directory
+from fsdp_runtime.sharded.work_directory import require_seen, work_directory
 from fsdp_runtime.training_state.directory import commit
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor, checksum
 from fsdp_runtime.training_state.optimizers import optimizer_metadata, parameter_names
@@ -121,9 +121,9 @@ def save_training_state(
 
     Raises:
         OptionError: a value cannot be saved in a form that is safe to load, a number is negative, the model is on the
-            meta device, an optimizer holds other parameters, the directory is empty or, as the step, not the same on
-            every rank, or an earlier save is still being written with ``if_saving="raise"``; nothing has been written
-            then.
+            meta device, an optimizer holds other parameters, the directory is empty or not seen by one rank, it or an
+            option other than ``if_saving`` is not the same on every rank, or an earlier save is still being written
+            with ``if_saving="raise"``; nothing has been written then.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on the rank that cannot write; older states stay in effect.
         OtherRankError: on the other ranks.
@@ -139,12 +139,12 @@ def save_training_state(
         ...     save_training_state(directory, model, optimizer, step=7, extra={"tokens": 4096}).name
         'step-00000007'
     """
-    if step < 0 or (keep is not None and keep < 0):
-        raise OptionError(f"step={step}, keep={keep}: give numbers of at least 0")
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(model, entries)
     optimizers = as_list(optimizer)
     with raise_on_all(ranks) as agreed:
+        if step < 0 or (keep is not None and keep < 0):
+            raise OptionError(f"step={step}, keep={keep}: give numbers of at least 0")
         folder = require_path("directory", directory)
         tensors = named_tensors(entries, optimizers)
         require_memory(tensors, "tensors of the training state")
@@ -157,13 +157,14 @@ def save_training_state(
             }
         )
         own_rng = serialize({"rng": rng_states()})
-        agreed.value = (os.path.normpath(folder), step, must_refuse(if_saving))
-    for index, name in enumerate(("directory", "step")):
-        require_equal_on_all(name, {rank: values[index] for rank, values in agreed.values.items()})
-    require_none_running([rank for rank, values in agreed.values.items() if values[2]])
+        options = {"directory": os.path.normpath(folder), "step": step, "keep": keep, "asynchronous": asynchronous}
+        agreed.value = options, must_refuse(if_saving)
+    require_equal_on_all({rank: given for rank, (given, _) in agreed.values.items()})
+    require_none_running([rank for rank, (_, refuses) in agreed.values.items() if refuses])
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(folder, ranks))
         with raise_on_all(ranks):
+            require_seen(work, ranks)
             chunks = _staged_chunks(tensors, ranks, HostStaging() if asynchronous else None)
         objects = {rng_file(ranks.index): own_rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
         save = _Save(work, step, keep, mesh_sizes(entries), chunks, objects, _described(tensors))

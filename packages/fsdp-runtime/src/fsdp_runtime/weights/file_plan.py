@@ -15,10 +15,11 @@ from math import prod
 from torch import Tensor
 
 from fsdp_runtime.errors import WeightsError
-from fsdp_runtime.sharded.chunks import Chunk
+from fsdp_runtime.sharded.chunks import Chunk, to_box
 from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key, stored_part
+from fsdp_runtime.sharded.safetensors_io import run_length
 from fsdp_runtime.weights.export import ExportedTensor
-from tp_plans.transfer import Box, StoredBlock, box_shape, full_box, intersection, split_box, volume
+from tp_plans.transfer import Box, StoredBlock, full_box, intersection, split_box, volume
 
 #: Runs of at least this many bytes are written where they belong, without an exchange.
 _LONG_RUN = 2**16
@@ -117,7 +118,7 @@ class FilePlanner:
         """
         turn = self._least_loaded(pieces)
         if (key, turn, writer) not in self._steps:
-            steps = plan_pieces(item, pieces, turn, writer, self._limit, partial=self._partial)
+            steps = tuple(_Tensor(item, turn, writer, self._limit).steps(pieces, partial=self._partial))
             load: dict[int, int] = {}
             for area in (area for step in steps for area in step.areas if not area.moves):
                 load[area.file_rank] = load.get(area.file_rank, 0) + volume(area.box) * item.dtype.itemsize
@@ -185,38 +186,17 @@ class ExportedPieces:
         return key, self._found[key]
 
 
-def plan_pieces(
-    item: ExportedTensor,
-    pieces: Sequence[Piece],
-    turn: int,
-    writer: int | None,
-    limit: int,
-    *,
-    partial: bool = False,
-) -> tuple[WriteStep, ...]:
-    """Return the steps of a tensor.
-
-    Args:
-        item: the tensor.
-        pieces: all of its blocks.
-        turn: the number of the replica whose turn it is.
-        writer: the one rank that may write; ``None`` if all may.
-        limit: the most bytes of an area that is put together from parts.
-        partial: plan what the pieces have; else they have to have every element once.
-    """
-    return tuple(_Tensor(item, turn, writer, limit).steps(pieces, partial=partial))
-
-
 def chunk_key(chunk: Chunk) -> Hashable:
     """Equal for chunks that lie alike in their source and their target."""
-    return tuple((side.start, side.stop) for side in chunk.target), chunk.start, chunk.dims
+    return to_box(chunk.target), chunk.start, chunk.dims
 
 
 class _Tensor:
-    """Plans one tensor; the arguments are those of :func:`plan_pieces`."""
+    """Plans one tensor."""
 
     def __init__(self, item: ExportedTensor, turn: int, writer: int | None, limit: int) -> None:
-        self._item, self._turn, self._writer = item, turn, writer  # of the replica that writes next
+        self._item, self._writer = item, writer
+        self._turn = turn  # the number of the replica that writes or reads next
         self._itemsize = item.dtype.itemsize
         self._limit = max(limit // self._itemsize, 1)
 
@@ -285,7 +265,7 @@ class _Tensor:
         return [(*box[:dim], side, *box[dim + 1 :]) for side in sides]
 
     def _in_long_runs(self, parts: Sequence[Part]) -> bool:
-        return all(_run(part.box, self._item.shape) * self._itemsize >= _LONG_RUN for part in parts)
+        return all(run_length(part.box, self._item.shape) * self._itemsize >= _LONG_RUN for part in parts)
 
     def _shared_out(self, part: Part) -> Iterator[list[Area]]:
         """A box that lies in long runs in the file: the ranks that have it share it out."""
@@ -344,31 +324,6 @@ class _Tensor:
         count = max(min(count, stop - start), 1)
         borders = [start + (stop - start) * number // count for number in range(count + 1)]
         return [(*box[:dim], (low, high), *box[dim + 1 :]) for low, high in pairwise(borders)]
-
-
-def file_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a box in a tensor's order of elements: first element in the tensor, in the box, and length."""
-    length = _run(box, shape)
-    strides = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    sizes = box_shape(box)
-    for number in range(volume(box) // length if length else 0):
-        rest, start = number * length, 0
-        for dim in reversed(range(len(shape))):
-            rest, index = divmod(rest, sizes[dim])
-            start += (box[dim][0] + index) * strides[dim]
-        yield start, number * length, length
-
-
-def _run(box: Box, shape: Sequence[int]) -> int:
-    """The number of elements of a box that follow one another in the tensor, in each of its runs."""
-    length = 1
-    for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
-        length *= stop - start
-        if stop - start < size:
-            break
-    return length
 
 
 def _first_long(box: Box) -> int:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
+from fsdp_runtime.sharded.collectives import ModelRanks, raise_on_all
+from fsdp_runtime.sharded.file_systems import FilePlace, file_place
 from fsdp_runtime.sharded.paths import file_version, is_file_name, require_path
 from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
 
@@ -30,12 +33,16 @@ class HubTensor:
     start: int  # position of its first byte in the file
 
     @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """Its dtype; ``None`` if it cannot be read in blocks."""
-        return STORED_DTYPES.get(self.dtype)
+    def torch_dtype(self) -> torch.dtype:
+        """Its dtype."""
+        if self.dtype not in STORED_DTYPES:
+            raise CheckpointError(
+                f"{self.file} has tensors of {self.dtype}, which torch lacks: save it in another dtype"
+            )
+        return STORED_DTYPES[self.dtype]
 
 
-class HubCheckpoint:
+class HubCheckpoint(SafetensorsReader):
     """The tensors of a Hugging Face checkpoint; opening it reads headers only.
 
     The path is a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
@@ -43,33 +50,23 @@ class HubCheckpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__("download or save it again")
         self.bytes_read = 0
-        self._reader = SafetensorsReader("download or save it again")
         try:
             self.tensors: Mapping[str, HubTensor] = self._read_headers(path)
         except BaseException:
-            self._reader.close()
+            self.close()
             raise
-
-    def __enter__(self) -> HubCheckpoint:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._reader.close()
 
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
         """Return slices of a tensor, on the CPU, in the checkpoint's dtype; no other bytes are read."""
-        tensor = self._reader.read(self.tensors[name].file, name, slices)
+        tensor = self.read_slices(self.tensors[name].file, name, slices)
         self.bytes_read += tensor.nbytes
         return tensor
 
     def read_into(self, stored: HubTensor, first: int, values: Tensor) -> None:
         """Fill a CPU tensor of one dim with a run of a stored tensor's elements from ``first`` on."""
-        self._reader.read_into(stored.file, stored.start + first * values.itemsize, values)
-
-    def identity(self) -> object:
-        """Return what two ranks compare: as :meth:`SafetensorsReader.identity`, picklable."""
-        return self._reader.identity()
+        self.read_bytes(stored.file, stored.start + first * values.itemsize, values)
 
     def _read_headers(self, path: str | os.PathLike[str]) -> dict[str, HubTensor]:
         """Return every header, all of one checkpoint: from here on its files are open, and may be replaced."""
@@ -81,7 +78,7 @@ class HubCheckpoint:
             except CheckpointError:
                 if version is not None and file_version(location) == version:
                     raise
-                self._reader.close()  # another process has saved a checkpoint meanwhile
+                self.close()  # another process has saved a checkpoint meanwhile
 
     def _headers(self, location: Path) -> dict[str, HubTensor]:
         if location.name != INDEX_FILE:
@@ -100,9 +97,38 @@ class HubCheckpoint:
     def _header(self, file: Path) -> dict[str, HubTensor]:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is incomplete; download or save it again")
-        headers = self._reader.headers(file)
-        starts = self._reader.starts(file)
-        return {name: HubTensor(file, shape, dtype, starts[name]) for name, (shape, dtype) in headers.items()}
+        return {name: HubTensor(file, *header) for name, header in self.headers(file).items()}
+
+
+#: How often ranks open a checkpoint that another process replaces meanwhile.
+_ATTEMPTS = 5
+
+
+def open_on_all(path: str | os.PathLike[str], ranks: ModelRanks) -> tuple[HubCheckpoint, dict[int, FilePlace]]:
+    """Open one checkpoint on all ranks, again if another process replaces it meanwhile; return where ranks see it."""
+    for _ in range(_ATTEMPTS):
+        with ExitStack() as opened:
+            with raise_on_all(ranks) as step:
+                checkpoint = opened.enter_context(HubCheckpoint(path))
+                step.value = checkpoint.identity(), file_place(Path(path))
+            identities, places = zip(*step.values.values(), strict=True)
+            if _are_one(identities, places):
+                opened.pop_all()
+                return checkpoint, dict(zip(step.values, places, strict=True))
+    raise CheckpointError(
+        f"{os.fspath(path)} is not the same checkpoint on every rank, {_ATTEMPTS} times: another job saves to it, or "
+        "hosts have different copies of it; load it when it is complete, from the same files on every host"
+    )
+
+
+def _are_one(identities: Sequence[Any], places: Sequence[FilePlace]) -> bool:
+    """Whether ranks have opened the same files; hosts may have copies of their own on their own disks."""
+    if len({tuple(file[:3] for file in files) for files in identities}) > 1:
+        return False
+    seen: dict[str, set[Any]] = {}
+    for files, place in zip(identities, places, strict=True):
+        seen.setdefault(place.host, set()).add(tuple(file[3] for file in files))
+    return all(len(found) == 1 for found in seen.values())
 
 
 def _resolve(path: str | os.PathLike[str]) -> Path:

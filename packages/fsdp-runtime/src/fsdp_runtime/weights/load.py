@@ -7,19 +7,26 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.conversions import Conversion, remember_rules
-from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
+from fsdp_runtime.errors import MismatchError, OptionError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
-from fsdp_runtime.sharded.chunks import Chunk, ReadSlices, Slices, fill_local, fill_slices, identity_chunk, local_part
+from fsdp_runtime.sharded.chunks import (
+    Chunk,
+    ReadSlices,
+    fill_local,
+    fill_slices,
+    identity_chunk,
+    local_part,
+    to_box,
+)
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
     mesh_ranks,
@@ -28,14 +35,15 @@ from fsdp_runtime.sharded.collectives import (
     require_equal_on_all,
     required_device,
 )
-from fsdp_runtime.sharded.file_systems import FilePlace, file_place
+from fsdp_runtime.sharded.file_systems import FilePlace
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
-from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor, open_on_all
 from fsdp_runtime.weights.messages import EXCHANGED_BYTES
 from fsdp_runtime.weights.naming import TensorOrigin, WeightMap, map_weights
 from fsdp_runtime.weights.read_blocks import BlockReader
 from fsdp_runtime.weights.read_plan import plan_reads
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
+from tp_plans.transfer import split_box
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +138,15 @@ def load_weights(
     with leave_inference_mode():
         entries = state_entries(model)
         ranks = mesh_ranks(entries)
-        checkpoint, places = _open_on_all(path, ranks, readers, bucket_bytes)
+        with raise_on_all(ranks) as step:
+            if readers not in ("host", "job") or bucket_bytes < 1:
+                raise OptionError(
+                    f"readers={readers!r}, bucket_bytes={bucket_bytes}: write 'host' or 'job', and a positive number"
+                )
+            step.value = {"readers": readers, "bucket_bytes": bucket_bytes}
+        require_equal_on_all(step.values)
+        checkpoint, places = open_on_all(path, ranks)
         with checkpoint:
-            opened = checkpoint.identity()
             with raise_on_all(ranks) as step:
                 base_entries = base_state_entries(model, entries)
                 weights = _match(
@@ -154,53 +168,11 @@ def load_weights(
             with raise_on_all(ranks):
                 for entry in drawn:
                     fill_local(entry.tensor, *_drawn(entry, new_modules or {}))
-                if checkpoint.identity() != opened:
-                    raise CheckpointError(
-                        f"{os.fspath(path)} was written to while it was loaded, and the model may have values of both: "
-                        "load it again once it is complete; save_weights replaces files and never writes to old ones"
-                    )
+                checkpoint.require_unchanged()
     remember_rules(base_model(model), weights.rules)
     if training is not None:
         model.train(training)
     return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected), sent, received)
-
-
-#: How often ranks open a checkpoint that another process replaces meanwhile.
-_ATTEMPTS = 5
-
-
-def _open_on_all(
-    path: str | os.PathLike[str], ranks: ModelRanks, readers: str, bucket_bytes: int
-) -> tuple[HubCheckpoint, dict[int, FilePlace]]:
-    """Open one checkpoint on all ranks, again if another process replaces it meanwhile; return where ranks see it."""
-    for _ in range(_ATTEMPTS):
-        with raise_on_all(ranks) as step:
-            if readers not in ("host", "job") or bucket_bytes < 1:
-                raise OptionError(
-                    f"readers={readers!r}, bucket_bytes={bucket_bytes}: write 'host' or 'job', and a positive number"
-                )
-            checkpoint = HubCheckpoint(path)
-            step.value = checkpoint.identity(), file_place(Path(path)), (readers, bucket_bytes)
-        identities, places, options = zip(*step.values.values(), strict=True)
-        require_equal_on_all("(readers, bucket_bytes)", dict(zip(step.values, options, strict=True)))
-        if _are_one(identities, places):
-            return checkpoint, dict(zip(step.values, places, strict=True))
-        with checkpoint:
-            pass
-    raise CheckpointError(
-        f"{os.fspath(path)} is not the same checkpoint on every rank, {_ATTEMPTS} times: another job saves to it, or "
-        "hosts have different copies of it; load it when it is complete, from the same files on every host"
-    )
-
-
-def _are_one(identities: Sequence[Any], places: Sequence[FilePlace]) -> bool:
-    """Whether ranks have opened the same files; hosts may have copies of their own on their own disks."""
-    if len({tuple(file[:3] for file in files) for files in identities}) > 1:
-        return False
-    seen: dict[str, set[Any]] = {}
-    for files, place in zip(identities, places, strict=True):
-        seen.setdefault(place.host, set()).add(tuple(file[3] for file in files))
-    return all(len(found) == 1 for found in seen.values())
 
 
 def _readers(places: Mapping[int, FilePlace], readers: Literal["host", "job"]) -> list[int]:
@@ -245,7 +217,7 @@ def filled_in_blocks(
     for entry in entries:
         name = next(name for name in entry.names if name in weights.by_model_name)
         chunks = weights.by_model_name[name].chunks
-        if chunks is None or any(stored[chunk.source].torch_dtype is None for chunk in chunks):
+        if chunks is None:
             others.append((entry.tensor, name))
         else:
             in_blocks.append((entry.tensor, chunks))
@@ -355,7 +327,8 @@ def _differing_ties(
             if expected != found:
                 yield first, other, f"shapes {expected} and {found}"
                 continue
-            for slices in _blocks(local_part(entry.tensor)[1]):
+            for box in split_box(to_box(local_part(entry.tensor)[1]), _COMPARED):
+                slices = tuple(slice(*side) for side in box)
                 parts = []
                 for name in (first, other):
                     part = torch.empty([side.stop - side.start for side in slices], dtype=entry.tensor.dtype)
@@ -364,18 +337,6 @@ def _differing_ties(
                 if not torch.equal(*(part.reshape(-1).view(torch.uint8) for part in parts)):
                     yield first, other, "other values"
                     break
-
-
-def _blocks(slices: Slices) -> Iterator[Slices]:
-    """Split slices along the first dim into blocks of a bounded number of elements."""
-    if not slices:
-        yield slices
-        return
-    first, *others = slices
-    row = max(torch.Size(side.stop - side.start for side in others).numel(), 1)
-    rows = max(_COMPARED // row, 1)
-    for start in range(first.start, first.stop, rows):
-        yield (slice(start, min(start + rows, first.stop)), *others)
 
 
 def _require_equal_ties(differing: Sequence[tuple[str, str, str]]) -> None:

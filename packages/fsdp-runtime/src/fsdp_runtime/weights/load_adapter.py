@@ -19,9 +19,10 @@ from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
 from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import Slices, fill_local, identity_chunk
-from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
+from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.weights.adapters import adapter_tensors, saved_tensors
-from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 #: Settings of LoRA that change what an adapter computes and that its tensors do not show.
@@ -119,13 +120,14 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         adapter: the name of the model's adapter that takes the weights.
 
     Raises:
-        OptionError: the model has no such adapter, or it is merged.
-        CheckpointError: a file is missing, truncated or corrupt.
+        OptionError: the model has no such adapter, it is merged, or the adapter is not the same on every rank.
+        CheckpointError: a file is missing, truncated or corrupt, written to while it was read, or not the same on every
+            rank.
         MismatchError: tensors are missing, left over or of another shape, or the config scales the adapter otherwise;
             all are listed.
         OtherRankError: another rank raised one of these.
 
-    All are raised on every rank before anything changes, but for a file that fails while it is read.
+    All are raised on every rank before anything changes, but for a file that fails or changes while it is read.
 
     Example:
         >>> import tempfile, peft
@@ -139,16 +141,18 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     """
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(model, entries)
-    folder = Path(directory)
-    with raise_on_all(ranks):
+    with raise_on_all(ranks) as step:
+        folder = require_path("directory", directory)
+        step.value = {"adapter": adapter}
         _require_unmerged_adapters(model)
         tensors = saved_tensors(model, entries, adapter, embeddings=False)
         with_embeddings = saved_tensors(model, entries, adapter, embeddings=True)
         saved = _saved_settings(folder)
-        checkpoint = HubCheckpoint(folder / _WEIGHTS)
-        tensors |= {name: tensor for name, tensor in with_embeddings.items() if name in checkpoint.tensors}
+    require_equal_on_all(step.values)
+    checkpoint, _ = open_on_all(folder / _WEIGHTS, ranks)
     with checkpoint:
         with raise_on_all(ranks):
+            tensors |= {name: tensor for name, tensor in with_embeddings.items() if name in checkpoint.tensors}
             problems = [*_scaling_problems(saved, adapter_settings(model, adapter)), *_problems(tensors, checkpoint)]
             if problems:
                 listed = "\n  ".join(problems)
@@ -158,6 +162,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         with raise_on_all(ranks):
             for name, tensor in tensors.items():
                 fill_local(tensor, [identity_chunk(name, tensor.shape)], checkpoint.read)
+            checkpoint.require_unchanged()
 
 
 def _require_unmerged_adapters(model: nn.Module) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
 from fsdp_runtime.sharded.rank_boxes import inside
-from fsdp_runtime.weights.file_plan import Part, file_runs
+from fsdp_runtime.sharded.safetensors_io import file_runs
+from fsdp_runtime.weights.file_plan import Part
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from fsdp_runtime.weights.messages import EXCHANGED_BYTES, ReusedMemory, in_message, local_view, message_bytes
 from fsdp_runtime.weights.read_plan import Read

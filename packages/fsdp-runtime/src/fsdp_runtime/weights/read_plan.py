@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
-from fsdp_runtime.sharded.chunks import Chunk, local_part
+from fsdp_runtime.sharded.chunks import Chunk, local_part, to_box
 from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.file_plan import Area, FilePlanner, Part, Piece, chunk_key
@@ -120,8 +119,7 @@ def _by_place(filled: Sequence[tuple[Tensor, Sequence[Chunk]]], stored: Mapping[
     for tensor, chunks in filled:
         for chunk in chunks:
             name, given = chunk.source, stored[chunk.source]
-            dtype = given.torch_dtype or torch.uint8
-            found.setdefault(name, _Stored(ExportedTensor(name, given.shape, dtype, None), given))
+            found.setdefault(name, _Stored(ExportedTensor(name, given.shape, given.torch_dtype, None), given))
             found[name].fills.append((chunk, tensor))
     return sorted(found.values(), key=lambda each: (each.stored.file, each.stored.start))
 
@@ -131,7 +129,7 @@ def _filled_block(chunk: Chunk, rank: int, held: Box) -> StoredBlock | None:
     inside = chunk.intersect(tuple(slice(start, stop) for start, stop in held))
     if inside is None:
         return None
-    box = tuple((side.start, side.stop) for side in inside.source_slices)
+    box = to_box(inside.source_slices)
     offset = tuple(side.start - start for side, (start, _) in zip(inside.target, held, strict=True))
     dims = tuple(chunk.dims.index(dim) if dim in chunk.dims else None for dim in range(len(box)))
     return StoredBlock(rank, box, "model", offset, dims)

@@ -33,11 +33,11 @@ from fsdp_runtime.sharded.collectives import (
     required_device,
 )
 from fsdp_runtime.sharded.file_systems import file_place, may_share_files
-from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, move_into_place, write_and_fsync
+from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, naming_write_errors, write_and_fsync
 from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter, TensorHeader
-from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, work_directory
+from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, require_seen, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.file_plan import WriteStep
@@ -180,8 +180,7 @@ def save_weights(
         config_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
         if quantize is not None:
             config_dtype = dtype or torch.bfloat16
-    for name in given:
-        require_equal_on_all(name, {rank: options[name] for rank, (options, _, _) in step.values.items()})
+    require_equal_on_all({rank: options for rank, (options, _, _) in step.values.items()})
     require_none_running([rank for rank, (_, _, refuses) in step.values.items() if refuses])
     places = {rank: place for rank, (_, place, _) in step.values.items()}
     share = may_share_files(places.values()) if writers is None else writers == "all"
@@ -194,7 +193,8 @@ def save_weights(
             blocks, on_disk = _write_files(files, export, work, ranks, list(places), bucket_bytes, staging, resources)
         with raise_on_all(ranks):
             if ranks.is_first and is_transformers_model(base_model(model)):
-                save_config(base_model(model), work, config_dtype)
+                with naming_write_errors(work / "config.json"):
+                    save_config(base_model(model), work, config_dtype)
                 if quantize is not None:
                     config = json.loads((work / "config.json").read_text())
                     config["quantization_config"] = quantize.config(export.kept_modules)
@@ -239,11 +239,7 @@ def _write_files(
     """Write this rank's parts of every file, or stage them; return calls that return once they are on the disk."""
     rank, first = everyone[ranks.index], everyone[0]
     with raise_on_all(ranks):
-        if not work.is_dir():
-            raise OptionError(
-                f"directory: rank {rank} does not see {work}, which rank {first} created: give a directory on a file "
-                "system that all hosts share"
-            )
+        require_seen(work, ranks)
         layouts = [_layout(each) for each in files]
         for each, layout in zip(files, layouts, strict=True):
             if rank == (first if each.writer is None else each.writer):
@@ -318,19 +314,20 @@ def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]
     indexed = len(shards) > 1 or (target / INDEX_FILE).exists()
     decisive = INDEX_FILE if indexed else SINGLE_FILE
     if indexed:
-        weight_map = _place_shards(work, target, shards)
+        weight_map = _name_shards(work, target, shards)
         total_bytes = sum(item.nbytes for items in shards for item in items)
         _write_json(work / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     else:
         (work / shard_name(1, 1)).rename(work / SINGLE_FILE)
-    others = [file for file in work.iterdir() if file.name != decisive]
-    for file in others:  # an fsync of each, and one of the directory: all may wait for the same disk
+    others = sorted((file for file in work.iterdir() if file.name != decisive), key=lambda file: file.suffix == ".json")
+    for file in (*others, work / decisive):  # a disk that is full says so before the first of them is moved
         fsync_path(file)
-    for file in others:
+    for file in others:  # the config last
         file.replace(target / file.name)
     fsync_path(target)
     with freed_in_background(target / SINGLE_FILE):
-        move_into_place(work / decisive, target / decisive)
+        (work / decisive).replace(target / decisive)
+        fsync_path(target)
         if indexed:
             (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer it to an index
             fsync_path(target)
@@ -352,8 +349,8 @@ def _remove_old_shards(work: Path, target: Path) -> None:
                 file.unlink(missing_ok=True)
 
 
-def _place_shards(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> dict[str, str]:
-    """Move shards next to the current ones under names that no file had before; return the weight map.
+def _name_shards(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> dict[str, str]:
+    """Give shards names that no file of the target had before; return the weight map.
 
     The usual names are for the first checkpoint of a directory: another job could remove files of names used again.
     """
@@ -362,7 +359,7 @@ def _place_shards(work: Path, target: Path, shards: Sequence[Sequence[ExportedTe
     weight_map = {}
     for name, items in zip(usual, shards, strict=True):
         final = name.replace("model", stem, 1)
-        (work / name).replace(target / final)
+        (work / name).rename(work / final)
         weight_map.update({item.name: final for item in items})
     return weight_map
 

@@ -285,4 +285,4 @@ def _is_staged(item: ExportedTensor, groups: Sequence[ExportGroup]) -> bool:
 
 
 def _stored_bytes(stored: HubTensor) -> int:
-    return torch.Size(stored.shape).numel() * (stored.torch_dtype or torch.uint8).itemsize
+    return torch.Size(stored.shape).numel() * stored.torch_dtype.itemsize

@@ -11,9 +11,9 @@ from torch import Tensor
 from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
 from fsdp_runtime.sharded.host_staging import StagedWriter
 from fsdp_runtime.sharded.rank_boxes import inside
-from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, file_runs
 from fsdp_runtime.weights.export import ExportedTensor
-from fsdp_runtime.weights.file_plan import Area, Part, WriteStep, file_runs
+from fsdp_runtime.weights.file_plan import Area, Part, WriteStep
 from fsdp_runtime.weights.messages import EXCHANGED_BYTES, ReusedMemory, in_message, local_view, message_bytes
 from tp_plans.transfer import Box, box_shape, split_box, volume
 

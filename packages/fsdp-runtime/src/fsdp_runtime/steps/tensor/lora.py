@@ -26,8 +26,8 @@ from fsdp_runtime._peft_compat import (
 from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all
-from fsdp_runtime.sharded.fsync import move_into_place
+from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.fsync import move_into_place, naming_write_errors
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
@@ -121,7 +121,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         adapter: the adapter's name.
 
     Raises:
-        OptionError: the model has no such adapter.
+        OptionError: the model has no such adapter, or the directory or the adapter is not the same on every rank.
         OSError: on the first rank, when it cannot write.
         OtherRankError: on the other ranks.
 
@@ -138,12 +138,14 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     """
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(model, entries)
-    target = require_path("directory", directory)
     with raise_on_all(ranks) as step:
-        tensors = saved_tensors(model, entries, adapter, embeddings=True)
+        target = require_path("directory", directory)
+        tensors, names = saved_tensors(model, entries, adapter, embeddings=True), []
         if ranks.is_first:  # which alone looks up the base model's config
-            step.value = list(saved_tensors(model, entries, adapter, embeddings="auto"))
-    tensors = {name: tensors[name] for name in step.values[ranks.global_first]}
+            names = list(saved_tensors(model, entries, adapter, embeddings="auto"))
+        step.value = {"directory": os.path.normpath(target), "adapter": adapter}, names
+    require_equal_on_all({rank: given for rank, (given, _) in step.values.items()})
+    tensors = {name: tensors[name] for name in step.values[ranks.global_first][1]}
     full = dict(zip(tensors, full_tensors(list(tensors.values())), strict=True))
     headers = [TensorHeader(name, tuple(tensor.shape), tensor.dtype, tensor.nbytes) for name, tensor in full.items()]
     with work_directory(target, ranks) as work, raise_on_all(ranks):
@@ -151,7 +153,8 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             with SafetensorsWriter(work / _FILE, headers) as file:
                 for name, tensor in full.items():
                     file.write(name, tensor)
-            save_adapter_config(model, adapter, str(work))
+            with naming_write_errors(work / "adapter_config.json"):
+                save_adapter_config(model, adapter, str(work))
             for name in sorted(path.name for path in work.iterdir() if path.name != _FILE):
                 move_into_place(work / name, target / name)
             move_into_place(work / _FILE, target / _FILE)

@@ -1,0 +1,61 @@
+"""Files are read by system calls: every slice and dtype has the bits that safetensors gives."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fsdp_runtime.errors import CheckpointError
+from fsdp_runtime.sharded import safetensors_io
+from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
+
+SHAPES = ((), (0,), (7,), (5, 6), (4, 0, 3), (3, 4, 5), (2, 3, 4, 5))
+
+
+def test_slices_have_the_bits_that_safetensors_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_io, "_LONG_RUN", 2 * 5 * 2)  # some boxes are read with what lies between
+    monkeypatch.setattr(safetensors_io, "_READ_THROUGH", 32)
+    file, draw = tmp_path / "model.safetensors", random.Random(0)
+    save_file({str(shape): torch.randn(shape).bfloat16() for shape in SHAPES}, file)
+    reader = SafetensorsReader("save it again")
+    with safe_open(file, framework="pt") as expected:
+        for shape in SHAPES:
+            assert torch.equal(reader.read_slices(file, str(shape)), expected.get_tensor(str(shape)))
+            for _ in range(100):
+                sides = [sorted(draw.randint(0, size) for _ in range(2)) for size in shape]
+                slices = tuple(slice(*side) for side in sides)
+                assert torch.equal(
+                    reader.read_slices(file, str(shape), slices), expected.get_tensor(str(shape))[slices]
+                )
+    reader.close()
+
+
+def test_every_dtype_that_torch_has_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    values = torch.randint(0, 2, (3, 16), dtype=torch.uint8)
+    tensors = {
+        name: values.clone().view(dtype) if name != "BOOL" else values.bool() for name, dtype in STORED_DTYPES.items()
+    }
+    save_file(tensors, file)
+    reader = SafetensorsReader("save it again")
+    headers = reader.headers(file)
+    for name, expected in tensors.items():
+        found = reader.read_slices(file, name)
+        assert (found.dtype, headers[name][1]) == (expected.dtype, name)
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    reader.close()
+
+
+@pytest.mark.parametrize(("name", "slices"), [("a", (slice(0, 3),)), ("a", (slice(0, 1), slice(0, 1))), ("b", ())])
+def test_what_a_file_lacks_is_named(tmp_path: Path, name: str, slices: tuple[slice, ...]) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(2)}, file)
+    reader = SafetensorsReader("save it again")
+    with pytest.raises(CheckpointError, match=rf"{file} .*of the tensor {name} is needed.*: save it again"):
+        reader.read_slices(file, name, slices)
+    reader.close()
