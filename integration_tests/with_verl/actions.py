@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -279,6 +279,41 @@ def refused(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) 
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+#: What makes one rank's batch wrong, by what its error says of it.
+SPOILS: Mapping[str, Callable[[Any], Any]] = {
+    "sample 2 has the temperature 0": lambda batch: batch.set("temperature", torch.tensor([0.7, 0.7, 0.0, 0.7])),
+    "sample 1 has the token id 317, .*vocabulary of 317": lambda batch: batch["input_ids"].values()[14].fill_(317),
+    "sample 0 has the token id -1": lambda batch: batch["input_ids"].values()[3].fill_(-1),
+    "sample 3 has an empty prompt": lambda batch: _cut(batch, "prompts", slice(0)),
+    "sample 3 has no tokens": lambda batch: _cut(batch, "input_ids", slice(0)),
+    "sample 3 has 9 position_ids for 10 tokens": lambda batch: _cut(batch, "position_ids", slice(9)),
+    "nothing more and old_log_probs less": lambda batch: batch.pop("old_log_probs"),
+    "cannot be read: KeyError.*loss_mask": lambda batch: batch.pop("loss_mask"),
+}
+
+
+def _cut(batch: Any, name: str, kept: slice) -> None:
+    *rows, last = batch[name].unbind()
+    batch[name] = torch.nested.as_nested_tensor([*rows, last[kept]], layout=torch.jagged)
+
+
+def spoiled(path: str, **options: Any) -> dict[str, str]:
+    """The errors of updates on batches that are wrong on one rank of dp, and of one that is right after them."""
+    engine = drive.build(drive.OURS, path, **options)
+    found = {}
+    for name, spoil in {**SPOILS, "fine": len}.items():
+        batch = drive.batch_of(engine, drive.samples())
+        if engine.get_data_parallel_rank() == 1:
+            spoil(batch)
+        try:
+            with engine.train_mode():
+                engine.train_batch(batch, drive.loss_of("ppo", engine))
+            found[name] = "nothing was raised"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def not_a_number(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:

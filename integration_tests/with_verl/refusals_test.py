@@ -117,6 +117,14 @@ def _uneven_is_even(ranks: RankPool, path: str, **options: Any) -> None:
         assert all(tensor.isfinite().all() for _, _, weights in found for tensor in weights.values())
 
 
+def test_a_bad_sample_of_one_rank_is_refused_on_every_rank(two_ranks: RankPool, path: str) -> None:
+    found = two_ranks.run(actions.spoiled, path)
+    assert found[0] == found[1]
+    assert found[0].pop("fine") == "nothing was raised"
+    for message, said in found[0].items():
+        assert re.match(f"OptionError: dp rank 1: .*{message}", said), said
+
+
 def test_a_step_with_rewards_that_are_not_numbers_changes_nothing(two_ranks: RankPool, path: str) -> None:
     before, after, norm = two_ranks.run(actions.not_a_number, path)[0]
     assert norm != norm

@@ -16,6 +16,7 @@ from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl import export
+from fsdp_runtime.trainers.verl.batch_checks import vocabulary_of
 from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
 from fsdp_runtime.trainers.verl.config import check_checkpoint_flags, check_flags, require_own_config, to_dtype
 from fsdp_runtime.trainers.verl.flags import refuse
@@ -171,7 +172,8 @@ class FsdpRuntimeEngine(BaseEngine):
             self._require_training()
             if loss_function is None:
                 raise OptionError("a backward needs a loss_function")
-        found = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp)
+        words = vocabulary_of(self.model_config.hf_config)
+        found = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp, words=words)
         keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
         outputs = []
         for index in range(found.count):
