@@ -58,16 +58,23 @@ class _Rules(NamedTuple):
 
 
 def _rules_of(data: Any, cp: int) -> _Rules:
-    forced = tensordict_utils.get_non_tensor_data(data, "force_group_size", 1)
+    forced = _number(data, "force_group_size") or 1
     if tensordict_utils.get_non_tensor_data(data, "use_dynamic_bsz", True):
-        limit = tensordict_utils.get_non_tensor_data(data, "max_token_len_per_gpu", None)
-        if not limit:
+        limit = _number(data, "max_token_len_per_gpu")
+        if limit is None:
             raise OptionError("use_dynamic_bsz=True needs a limit of tokens: set max_token_len_per_gpu, or False")
         return _Rules(forced, limit, cp, 1)
-    samples = tensordict_utils.get_non_tensor_data(data, "micro_batch_size_per_gpu", None)
-    if not samples:
+    samples = _number(data, "micro_batch_size_per_gpu")
+    if samples is None:
         raise OptionError("use_dynamic_bsz=False needs micro_batch_size_per_gpu")
     return _Rules(forced, 0, cp, samples)
+
+
+def _number(data: Any, name: str) -> int | None:
+    value: int | None = tensordict_utils.get_non_tensor_data(data, name, None)
+    if value is not None and (type(value) is not int or value < 1):
+        raise OptionError(f"{name}={value!r}: give a positive whole number")
+    return value
 
 
 class _Own(NamedTuple):
