@@ -27,6 +27,12 @@ MESHES: Mapping[str, Mapping[str, Any]] = {
     "hsdp": {"fsdp_size": 1},
 }
 PADDED = {"model": {"use_remove_padding": False}}
+#: Whether the model keeps packed documents apart, and whether a batch is packed.
+PADDINGS: Mapping[str, Mapping[str, Any]] = {
+    "packed": {},
+    "padded": PADDED,
+    "padded batch": {"batch": {"use_remove_padding": False}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +63,12 @@ def of_verl(two_ranks: RankPool, checkpoints: dict[str, str]) -> dict[str, Any]:
     return two_ranks.run(drive.run, drive.VERLS, checkpoints["dense"], **OPTIM, timeout=500)[0]
 
 
-@pytest.mark.parametrize("padding", ["packed", "padded"])
+@pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_dense_model_is_trained_as_by_verls_engine(
     mesh: str, padding: str, two_ranks: RankPool, checkpoints: dict[str, str], of_verl: dict[str, Any]
 ) -> None:
-    options = {**MESHES[mesh], **(PADDED if padding == "padded" else {}), **OPTIM}
+    options = {**MESHES[mesh], **PADDINGS[padding], **OPTIM}
     found = two_ranks.run(drive.run, drive.OURS, checkpoints["dense"], **options, timeout=500)[0]
     agree(of_verl, found, scores=("log_probs", "entropy"))
 
@@ -97,8 +103,9 @@ def test_a_hybrid_with_packed_rows_is_trained_as_one_sample_at_a_time(
     path, alone = checkpoints["hybrid"], {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
     if path not in _known:
         _known[path] = two_ranks.run(drive.run, drive.VERLS, path, batch=alone, **PADDED, **OPTIM, timeout=500)[0]
-    found = two_ranks.run(drive.run, drive.OURS, path, **mesh, **OPTIM)[0]
-    agree(_known[path], found, scores=("log_probs", "entropy"))
+    for padding in ("packed", "padded batch"):
+        found = two_ranks.run(drive.run, drive.OURS, path, **mesh, **PADDINGS[padding], **OPTIM)[0]
+        agree(_known[path], found, scores=("log_probs", "entropy"))
 
 
 def test_a_vision_language_model_scores_samples_with_and_without_images(
