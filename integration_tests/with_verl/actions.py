@@ -34,20 +34,25 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().float().clone() for name, tensor in engine.get_per_tensor_param()[0]}
 
 
-def save_and_go_on(path: str, folder: str, **options: Any) -> list[tuple[float, float]]:
+def _trained(path: str, loss: str, options: Mapping[str, Any]) -> Any:
+    kind = "value_model" if loss == "value" else "language_model"
+    return drive.build(drive.OURS, path, checkpoint=SAVED, model_type=kind, **options)
+
+
+def save_and_go_on(path: str, folder: str, *, loss: str = "ppo", **options: Any) -> list[tuple[float, float]]:
     """Two updates, a save, and two more, whose losses and norms are returned."""
-    engine = drive.build(drive.OURS, path, checkpoint=SAVED, **options)
+    engine = _trained(path, loss, options)
     for index in range(2):
-        step(engine, index)
+        step(engine, index, loss)
         engine.save_checkpoint(f"{folder}/global_step_{index}/actor", None, index, 1)
     assert not os.path.exists(f"{folder}/global_step_0/actor")  # max_ckpt_to_keep=1
-    return [step(engine, index) for index in (2, 3)]
+    return [step(engine, index, loss) for index in (2, 3)]
 
 
-def resume(path: str, folder: str, **options: Any) -> list[tuple[float, float]]:
-    engine = drive.build(drive.OURS, path, checkpoint=SAVED, **options)
+def resume(path: str, folder: str, *, loss: str = "ppo", **options: Any) -> list[tuple[float, float]]:
+    engine = _trained(path, loss, options)
     engine.load_checkpoint(f"{folder}/global_step_1/actor", None, False)
-    return [step(engine, index) for index in (2, 3)]
+    return [step(engine, index, loss) for index in (2, 3)]
 
 
 def resume_with_data_of(folder: str, path: str, **options: Any) -> None:
