@@ -286,6 +286,16 @@ def refused(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) 
     return "nothing was raised"
 
 
+def lengths_of_rows(path: str, **options: Any) -> list[int]:
+    """The lengths of rows of the full batch, packed and padded; nothing is run."""
+    from fsdp_runtime.trainers.verl.rows import rows_of
+
+    engine = drive.build(drive.OURS, path, **options)
+    batches = (drive.batch_of(engine, drive.samples(), use_remove_padding=packed) for packed in (True, False))
+    rows = [rows_of(each, engine.mesh, engine.engine_config, packs=True) for each in batches]
+    return [each.tokens.shape[1] for each in rows]
+
+
 #: What makes one rank's batch wrong, by what its error says of it.
 SPOILS: Mapping[str, Callable[[Any], Any]] = {
     "sample 2 has the temperature 0": lambda batch: batch.set("temperature", torch.tensor([0.7, 0.7, 0.0, 0.7])),

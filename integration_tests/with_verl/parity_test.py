@@ -13,7 +13,7 @@ from harness.ranks import RankPool
 
 pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it takes are installed by nox -s verl only")
 
-from with_verl import checkpoints_on_disk, drive, vision_drive  # after the check
+from with_verl import actions, checkpoints_on_disk, drive, vision_drive  # after the check
 
 #: AdamW divides gradients near zero by their own size; this epsilon keeps their rounding apart from the weights.
 OPTIM = {"optim": {"override_optimizer_config": {"eps": 1e-3}}}
@@ -22,7 +22,7 @@ MESHES: Mapping[str, Mapping[str, Any]] = {
     "dp": {},
     "tp": {"tp": 2},
     "sp": {"tp": 2, "sequence_parallel": True},
-    "cp": {"cp": 2},
+    "cp": {"cp": -1, "dp_shard": 1},
     "ulysses": {"ulysses_sequence_parallel_size": 2},
     "hsdp": {"fsdp_size": 1},
 }
@@ -70,6 +70,25 @@ def test_a_dense_model_is_trained_as_by_verls_engine(
 ) -> None:
     options = {**MESHES[mesh], **PADDINGS[padding], **OPTIM}
     found = two_ranks.run(drive.run, drive.OURS, checkpoints["dense"], **options, timeout=500)[0]
+    agree(of_verl, found, scores=("log_probs", "entropy"))
+
+
+def test_rows_of_compiled_blocks_divide_into_shards_of_one_length(
+    two_ranks: RankPool, checkpoints: dict[str, str]
+) -> None:
+    options: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+    for found in two_ranks.run(actions.lengths_of_rows, checkpoints["dense"], compile=True, **options):
+        assert [length % 2 for length in found] == [0, 0]
+    assert any(length % 2 for length in two_ranks.run(actions.lengths_of_rows, checkpoints["dense"], **options)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp", "tp", "sp"])
+def test_compiled_blocks_are_trained_as_by_verls_engine(
+    mesh: str, two_ranks: RankPool, checkpoints: dict[str, str], of_verl: dict[str, Any]
+) -> None:
+    options = {**MESHES[mesh], "compile": True, **OPTIM}
+    found = two_ranks.run(drive.run, drive.OURS, checkpoints["dense"], **options, timeout=900)[0]
     agree(of_verl, found, scores=("log_probs", "entropy"))
 
 

@@ -15,8 +15,9 @@ def vocabulary_of(hf_config: Any) -> int | None:
     """Return the number of token ids that a model takes, ``None`` if its config does not say."""
     words = getattr(hf_config.get_text_config(), "vocab_size", None)
     # Some models have placeholders of images and sounds after their vocabulary, and replace them before they embed.
-    placeholders = [value for name, value in vars(hf_config).items() if name.endswith(("_token_id", "_token_index"))]
-    return words and max(words, *(1 + value for value in placeholders if type(value) is int), 0)
+    named = [f"{kind}_token_{number}" for kind in ("image", "video", "audio") for number in ("id", "index")]
+    placeholders = [getattr(hf_config, name, None) for name in named]
+    return words and max(words, *(1 + value for value in placeholders if value is not None), 0)
 
 
 def require_sound(data: Any, words: int | None) -> None:
@@ -29,7 +30,8 @@ def require_sound(data: Any, words: int | None) -> None:
         raise OptionError("it has no samples: give a batch of at least as many samples as ranks of dp")
     lengths = ids.offsets().diff()
     _require("has no tokens: leave it out", lengths > 0)
-    for name in ("position_ids", *(() if "responses" in data else ("loss_mask",))):  # with them, it is of responses
+    of_samples = data["loss_mask"].is_nested and "response_mask" not in data  # else it is of responses
+    for name in ("position_ids", "loss_mask") if of_samples else ("position_ids",):
         found = data[name].offsets().diff()
         _require(f"has {{}} {name} for {{}} tokens: give one a token", found == lengths, found, lengths)
     flat, samples = ids.values(), torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
@@ -45,9 +47,9 @@ def require_sound(data: Any, words: int | None) -> None:
     given = given.expand(len(lengths))
     fine = (given > 0) & given.isfinite()
     _require("has the temperature {:g}: give a positive one, 1 where greedy tokens are scored", fine, given)
-    if (prompts := data.get("prompts", None)) is not None:
-        nested = prompts.is_nested
-        found = prompts.offsets().diff() if nested else data["attention_mask"][:, : prompts.shape[1]].sum(1)
+    prompts, mask = data.get("prompts", None), data.get("attention_mask", None)
+    if prompts is not None and (prompts.is_nested or mask is not None):
+        found = prompts.offsets().diff() if prompts.is_nested else mask[:, : prompts.shape[1]].sum(1)
         _require("has an empty prompt, so that nothing scores its first token: give it a token", found > 0)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import MeshSpec
@@ -83,7 +84,7 @@ class FsdpRuntimeEngineConfig(EngineConfig):
 
     @property
     def axes(self) -> MeshSpec:
-        """The mesh, with verl's ``fsdp_size`` and ``ulysses_sequence_parallel_size``."""
+        """The mesh, with verl's ``fsdp_size`` and ``ulysses_sequence_parallel_size``; in a world without -1."""
         replicate, shard, cp = self.dp_replicate, self.dp_shard, self.cp
         if self.fsdp_size != -1:
             if (replicate, shard) not in ((1, -1), (-1, self.fsdp_size)):
@@ -98,7 +99,8 @@ class FsdpRuntimeEngineConfig(EngineConfig):
                     f"cp={cp} and context_parallel={self.context_parallel} are given: leave one out"
                 )
             cp = ulysses
-        return MeshSpec(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=self.tp, ep=self.ep)
+        spec = MeshSpec(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=self.tp, ep=self.ep)
+        return spec.resolve(dist.get_world_size()) if dist.is_initialized() else spec
 
     @property
     def context_method(self) -> Any:

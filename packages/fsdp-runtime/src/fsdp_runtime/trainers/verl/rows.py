@@ -105,8 +105,10 @@ def _of_rank(
 
 def _multiple(config: FsdpRuntimeEngineConfig) -> int:
     """The number that the length of a row must be a multiple of."""
-    cp = config.axes.cp
-    return 2 * cp if cp > 1 else 1
+    axes = config.axes
+    # Code that is compiled for shards of one length fails on longer ones of ranks whose numbers of tokens differ.
+    shards = axes.tp if config.sequence_parallel and config.compile else 1
+    return shards * (2 * axes.cp if axes.cp > 1 else 1)
 
 
 def _packed(ids: Any, positions: Any, temperature: Tensor, pad: int, config: FsdpRuntimeEngineConfig) -> Any:
