@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,20 +34,25 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().float().clone() for name, tensor in engine.get_per_tensor_param()[0]}
 
 
-def save_and_go_on(path: str, folder: str, **options: Any) -> list[tuple[float, float]]:
+def _trained(path: str, loss: str, options: Mapping[str, Any]) -> Any:
+    kind = "value_model" if loss == "value" else "language_model"
+    return drive.build(drive.OURS, path, checkpoint=SAVED, model_type=kind, **options)
+
+
+def save_and_go_on(path: str, folder: str, *, loss: str = "ppo", **options: Any) -> list[tuple[float, float]]:
     """Two updates, a save, and two more, whose losses and norms are returned."""
-    engine = drive.build(drive.OURS, path, checkpoint=SAVED, **options)
+    engine = _trained(path, loss, options)
     for index in range(2):
-        step(engine, index)
+        step(engine, index, loss)
         engine.save_checkpoint(f"{folder}/global_step_{index}/actor", None, index, 1)
     assert not os.path.exists(f"{folder}/global_step_0/actor")  # max_ckpt_to_keep=1
-    return [step(engine, index) for index in (2, 3)]
+    return [step(engine, index, loss) for index in (2, 3)]
 
 
-def resume(path: str, folder: str, **options: Any) -> list[tuple[float, float]]:
-    engine = drive.build(drive.OURS, path, checkpoint=SAVED, **options)
+def resume(path: str, folder: str, *, loss: str = "ppo", **options: Any) -> list[tuple[float, float]]:
+    engine = _trained(path, loss, options)
     engine.load_checkpoint(f"{folder}/global_step_1/actor", None, False)
-    return [step(engine, index) for index in (2, 3)]
+    return [step(engine, index, loss) for index in (2, 3)]
 
 
 def resume_with_data_of(folder: str, path: str, **options: Any) -> None:
@@ -279,6 +284,51 @@ def refused(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) 
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def lengths_of_rows(path: str, **options: Any) -> list[int]:
+    """The lengths of rows of the full batch, packed and padded; nothing is run."""
+    from fsdp_runtime.trainers.verl.rows import rows_of
+
+    engine = drive.build(drive.OURS, path, **options)
+    batches = (drive.batch_of(engine, drive.samples(), use_remove_padding=packed) for packed in (True, False))
+    rows = [rows_of(each, engine.mesh, engine.engine_config, packs=True) for each in batches]
+    return [each.tokens.shape[1] for each in rows]
+
+
+#: What makes one rank's batch wrong, by what its error says of it.
+SPOILS: Mapping[str, Callable[[Any], Any]] = {
+    "sample 2 has the temperature 0": lambda batch: batch.set("temperature", torch.tensor([0.7, 0.7, 0.0, 0.7])),
+    "sample 1 has the token id 317, .*vocabulary of 317": lambda batch: batch["input_ids"].values()[14].fill_(317),
+    "sample 0 has the token id -1": lambda batch: batch["input_ids"].values()[3].fill_(-1),
+    "sample 3 has an empty prompt": lambda batch: _cut(batch, "prompts", slice(0)),
+    "sample 3 has no tokens": lambda batch: _cut(batch, "input_ids", slice(0)),
+    "sample 3 has 9 position_ids for 10 tokens": lambda batch: _cut(batch, "position_ids", slice(9)),
+    "nothing more and old_log_probs less": lambda batch: batch.pop("old_log_probs"),
+    "cannot be read: KeyError.*loss_mask": lambda batch: batch.pop("loss_mask"),
+}
+
+
+def _cut(batch: Any, name: str, kept: slice) -> None:
+    *rows, last = batch[name].unbind()
+    batch[name] = torch.nested.as_nested_tensor([*rows, last[kept]], layout=torch.jagged)
+
+
+def spoiled(path: str, **options: Any) -> dict[str, str]:
+    """The errors of updates on batches that are wrong on one rank of dp, and of one that is right after them."""
+    engine = drive.build(drive.OURS, path, **options)
+    found = {}
+    for name, spoil in {**SPOILS, "fine": len}.items():
+        batch = drive.batch_of(engine, drive.samples())
+        if engine.get_data_parallel_rank() == 1:
+            spoil(batch)
+        try:
+            with engine.train_mode():
+                engine.train_batch(batch, drive.loss_of("ppo", engine))
+            found[name] = "nothing was raised"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def not_a_number(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:

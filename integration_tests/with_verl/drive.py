@@ -61,7 +61,9 @@ def build(
             backend=config.strategy,
             model_config=model_config,
             engine_config=config,
-            optimizer_config=FSDPOptimizerConfig(lr=lr, clip_grad=1.0, total_training_steps=8, **(optim or {})),
+            optimizer_config=FSDPOptimizerConfig(
+                lr=lr, **{"clip_grad": 1.0, "total_training_steps": 8, **(optim or {})}
+            ),
             checkpoint_config=None if checkpoint is None else CheckpointConfig(**checkpoint),
         )
     finally:

@@ -12,12 +12,17 @@ import pytest
 pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it takes are installed by nox -s verl only")
 
 from verl.trainer.config import CheckpointConfig  # after the check
-from verl.workers.config import HFModelConfig
+from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.config.engine import EngineRouterReplayConfig
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.verl import engine, flags
-from fsdp_runtime.trainers.verl.config import FsdpRuntimeActorConfig, FsdpRuntimeEngineConfig, engine_config
+from fsdp_runtime.trainers.verl.config import (
+    FsdpRuntimeActorConfig,
+    FsdpRuntimeEngineConfig,
+    check_optimizer,
+    engine_config,
+)
 
 #: The classes whose flags reach the engine or the actor, by the class that has them here.
 CLASSES = {
@@ -54,6 +59,10 @@ class Passed(Exception):
 def defaults(kind: type) -> dict[str, Any]:
     """The defaults that are written as values."""
     return {each.name: each.default for each in fields(kind) if not callable(each.default_factory)}
+
+
+def numeric(value: object) -> bool:
+    return isinstance(value, bool | int | float)
 
 
 def start(kind: str, settings: Mapping[str, Any]) -> None:
@@ -95,6 +104,52 @@ def test_no_other_flag_is_refused(kind: str, name: str) -> None:
         given = {name: not default if isinstance(default, bool) else default + 1}
     with pytest.raises(Passed):
         start(kind, given)
+
+
+@pytest.mark.parametrize("name", [name for name, value in defaults(FsdpRuntimeEngineConfig).items() if numeric(value)])
+def test_text_for_a_flag_or_a_number_is_refused(name: str) -> None:
+    """YAML makes text of what is quoted, and "False" is true to Python."""
+    with pytest.raises(OptionError, match=f"^{name}='.*': give .*, without quotes"):
+        start("EngineConfig", {name: str(defaults(FsdpRuntimeEngineConfig)[name])})
+
+
+@pytest.mark.parametrize("name", [name for name, value in defaults(FSDPOptimizerConfig).items() if numeric(value)])
+def test_text_for_a_number_of_the_optimizer_is_refused(name: str) -> None:
+    with pytest.raises(OptionError, match=f"^optim.{name}='.*': give .*, without quotes"):
+        check_optimizer(FSDPOptimizerConfig(**{name: str(defaults(FSDPOptimizerConfig)[name])}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_grad": -1.0}, "clip_grad=-1.0: give a positive norm, or null"),
+        ({"clip_grad": 0}, "clip_grad=0: give a positive norm"),
+        ({"clip_grad": float("nan")}, "clip_grad=nan"),
+        ({"betas": ("0.9", "0.95")}, "betas=.*: give numbers"),
+        ({"lr_warmup_steps_ratio": -0.5}, "lr_warmup_steps_ratio=-0.5: give a part"),
+        ({"lr_warmup_steps_ratio": 0.1}, "total_training_steps=-1: lr_warmup_steps_ratio needs the number of steps"),
+        ({"lr_scheduler_type": "cosine"}, "total_training_steps=-1: lr_scheduler_type=cosine needs"),
+    ],
+    ids=str,
+)
+def test_numbers_that_the_optimizer_cannot_mean_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=f"^optim.{message}"):
+        check_optimizer(FSDPOptimizerConfig(**settings))
+    check_optimizer(FSDPOptimizerConfig(clip_grad=None, lr_warmup_steps=None))  # type: ignore[arg-type]
+
+
+def test_settings_of_a_role_and_nested_ones_are_refused_by_name() -> None:
+    with pytest.raises(OptionError, match=r"^actor.grad_clip='1.0': give a number"):
+        FsdpRuntimeActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=1, grad_clip="1.0")  # type: ignore[arg-type]
+    for given, message in (
+        ({"mixed_precision": "bf16"}, "mixed_precision='bf16': give a mapping"),
+        ({"mixed_precision": {"parm_dtype": "bf16"}}, "mixed_precision has 'parm_dtype'"),
+        ({"sync_dtype": "x"}, "sync_dtype='x' is no dtype"),
+    ):
+        with pytest.raises(OptionError, match=f"^{message}"):
+            start("EngineConfig", given)
+    with pytest.raises(OptionError, match=r"^model.lora_rank='4': give a whole number"):
+        start("HFModelConfig", {"lora_rank": "4"})
 
 
 def test_a_flag_of_a_later_verl_is_refused_where_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

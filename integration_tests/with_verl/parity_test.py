@@ -13,7 +13,7 @@ from harness.ranks import RankPool
 
 pytest.importorskip("verl", reason="verl 0.9.1 and the transformers that it takes are installed by nox -s verl only")
 
-from with_verl import checkpoints_on_disk, drive, vision_drive  # after the check
+from with_verl import actions, checkpoints_on_disk, drive, vision_drive  # after the check
 
 #: AdamW divides gradients near zero by their own size; this epsilon keeps their rounding apart from the weights.
 OPTIM = {"optim": {"override_optimizer_config": {"eps": 1e-3}}}
@@ -22,11 +22,17 @@ MESHES: Mapping[str, Mapping[str, Any]] = {
     "dp": {},
     "tp": {"tp": 2},
     "sp": {"tp": 2, "sequence_parallel": True},
-    "cp": {"cp": 2},
+    "cp": {"cp": -1, "dp_shard": 1},
     "ulysses": {"ulysses_sequence_parallel_size": 2},
     "hsdp": {"fsdp_size": 1},
 }
 PADDED = {"model": {"use_remove_padding": False}}
+#: Whether the model keeps packed documents apart, and whether a batch is packed.
+PADDINGS: Mapping[str, Mapping[str, Any]] = {
+    "packed": {},
+    "padded": PADDED,
+    "padded batch": {"batch": {"use_remove_padding": False}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +63,32 @@ def of_verl(two_ranks: RankPool, checkpoints: dict[str, str]) -> dict[str, Any]:
     return two_ranks.run(drive.run, drive.VERLS, checkpoints["dense"], **OPTIM, timeout=500)[0]
 
 
-@pytest.mark.parametrize("padding", ["packed", "padded"])
+@pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_dense_model_is_trained_as_by_verls_engine(
     mesh: str, padding: str, two_ranks: RankPool, checkpoints: dict[str, str], of_verl: dict[str, Any]
 ) -> None:
-    options = {**MESHES[mesh], **(PADDED if padding == "padded" else {}), **OPTIM}
+    options = {**MESHES[mesh], **PADDINGS[padding], **OPTIM}
     found = two_ranks.run(drive.run, drive.OURS, checkpoints["dense"], **options, timeout=500)[0]
+    agree(of_verl, found, scores=("log_probs", "entropy"))
+
+
+def test_rows_of_compiled_blocks_divide_into_shards_of_one_length(
+    two_ranks: RankPool, checkpoints: dict[str, str]
+) -> None:
+    options: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+    for found in two_ranks.run(actions.lengths_of_rows, checkpoints["dense"], compile=True, **options):
+        assert [length % 2 for length in found] == [0, 0]
+    assert any(length % 2 for length in two_ranks.run(actions.lengths_of_rows, checkpoints["dense"], **options)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp", "tp", "sp"])
+def test_compiled_blocks_are_trained_as_by_verls_engine(
+    mesh: str, two_ranks: RankPool, checkpoints: dict[str, str], of_verl: dict[str, Any]
+) -> None:
+    options = {**MESHES[mesh], "compile": True, **OPTIM}
+    found = two_ranks.run(drive.run, drive.OURS, checkpoints["dense"], **options, timeout=900)[0]
     agree(of_verl, found, scores=("log_probs", "entropy"))
 
 
@@ -97,8 +122,9 @@ def test_a_hybrid_with_packed_rows_is_trained_as_one_sample_at_a_time(
     path, alone = checkpoints["hybrid"], {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
     if path not in _known:
         _known[path] = two_ranks.run(drive.run, drive.VERLS, path, batch=alone, **PADDED, **OPTIM, timeout=500)[0]
-    found = two_ranks.run(drive.run, drive.OURS, path, **mesh, **OPTIM)[0]
-    agree(_known[path], found, scores=("log_probs", "entropy"))
+    for padding in ("packed", "padded batch"):
+        found = two_ranks.run(drive.run, drive.OURS, path, **mesh, **PADDINGS[padding], **OPTIM)[0]
+        agree(_known[path], found, scores=("log_probs", "entropy"))
 
 
 def test_a_vision_language_model_scores_samples_with_and_without_images(

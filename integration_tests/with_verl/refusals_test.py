@@ -55,6 +55,9 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
         "impl_backend='triton'",
     ),
     "LoRA of Megatron": ({"model": {"lora": {"rank": 8}}}, {}, "model.lora_rank"),
+    "rate": ({"lr": -1.0}, {}, "OptionError: optim: torch.optim.AdamW cannot be built: Invalid learning rate: -1.0"),
+    "no such layer": ({"model": {**actions.LORA, "target_modules": ["x"]}}, {}, "OptionError: peft refuses.*not found"),
+    "limit as text": ({}, {"max_token_len_per_gpu": "40"}, "dp rank 0: max_token_len_per_gpu='40': give a positive"),
     "vision tower": ({"freeze_vision_tower": True}, {}, "ModelError: freeze_vision_tower=True"),
     "schedule": ({"checkpoint": {"async_save": True}}, {}, "async_save=True"),
     "contents": ({"checkpoint": {"save_contents": ["weights"]}}, {}, "has 'weights'"),
@@ -115,6 +118,14 @@ def _uneven_is_even(ranks: RankPool, path: str, **options: Any) -> None:
         assert [loss for loss, _, _ in found] == pytest.approx([even[0]] * len(found), rel=1e-5)
         assert [norm for _, norm, _ in found if norm is not None] == pytest.approx([even[1]] * 2, rel=1e-5)
         assert all(tensor.isfinite().all() for _, _, weights in found for tensor in weights.values())
+
+
+def test_a_bad_sample_of_one_rank_is_refused_on_every_rank(two_ranks: RankPool, path: str) -> None:
+    found = two_ranks.run(actions.spoiled, path)
+    assert found[0] == found[1]
+    assert found[0].pop("fine") == "nothing was raised"
+    for message, said in found[0].items():
+        assert re.match(f"OptionError: dp rank 1: .*{message}", said), said
 
 
 def test_a_step_with_rewards_that_are_not_numbers_changes_nothing(two_ranks: RankPool, path: str) -> None:

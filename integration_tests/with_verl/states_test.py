@@ -19,7 +19,7 @@ from with_verl import actions, checkpoints_on_disk, drive  # after the check
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("checkpoints")
-    return {kind: checkpoints_on_disk.write(kind, folder) for kind in ("dense", "mixture", "value")}
+    return {kind: checkpoints_on_disk.write(kind, folder) for kind in ("dense", "mixture", "hybrid", "value")}
 
 
 def close(one: Any, other: Any, bound: float = 1e-5) -> None:
@@ -47,6 +47,28 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_1" / "actor" / "huggingface")
     assert exported.config.hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "loaded"),
+    [
+        ("mixture", {"ep": 2}, [{"tp": 2}, {"tp": 2, "ep": 2}, {}]),
+        ("hybrid", {"tp": 2}, [{"cp": 2}, {}]),
+        ("value", {"tp": 2}, [{"cp": 2}, {}]),
+    ],
+)
+def test_a_mixture_a_hybrid_and_a_critic_go_on_on_any_mesh(
+    kind: str, saved: Any, loaded: list[Any], two_ranks: RankPool, paths: dict[str, str], tmp_path: Path
+) -> None:
+    options = {"loss": "value" if kind == "value" else "ppo", "optim": {"override_optimizer_config": {"eps": 1e-3}}}
+    expected = two_ranks.run(actions.save_and_go_on, paths[kind], str(tmp_path), **saved, **options)[0]
+    for mesh in loaded:
+        close(expected, two_ranks.run(actions.resume, paths[kind], str(tmp_path), **mesh, **options)[0])
+    transformers = pytest.importorskip("transformers")
+    auto = transformers.AutoModelForTokenClassification if kind == "value" else transformers.AutoModelForCausalLM
+    _, found = auto.from_pretrained(tmp_path / "global_step_1/actor/huggingface", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
 
 
 def test_a_checkpoint_of_verls_engine_gives_its_weights_and_nothing_else(

@@ -115,6 +115,16 @@ def test_masks_that_ignore_positions_are_warned_of(caplog: pytest.LogCaptureFixt
     assert "2 layers of LlamaForCausalLM let documents read one another: LlamaAttention" in caplog.text
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_whose_positions_restart_is_not_warned_of(caplog: pytest.LogCaptureFixture, side: str) -> None:
+    model = _parallelized(tiny_model("LlamaForCausalLM"))
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    mask = mask.flip(-1) if side == "left" else mask
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    model(**tiny_inputs(model, batch=2, length=6), position_ids=positions, attention_mask=mask, use_cache=False)
+    assert "let documents read" not in caplog.text
+
+
 def _warned_under_tensor_parallelism() -> list[str]:
     """Messages of a rank, whose modules' classes are not their own."""
     messages: list[str] = []

@@ -43,10 +43,18 @@ class PackedRowsWatch:
             return
         self.left -= 1
         documents = find_documents(positions, None, None, (positions.shape[-2], positions.shape[-1]))
-        if documents is None or not documents.packed:
+        if documents is None or not documents.packed or _only_padding_restarts(documents, kwargs.get("attention_mask")):
             return
         self.left = 0
         _Report(module, self.mixers, documents)
+
+
+def _only_padding_restarts(documents: Documents, mask: Any) -> bool:
+    """Return True where no token of a row begins a document right after another one that a mask lets through."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != documents.begins.shape[1]:
+        return False
+    real = mask.bool()
+    return not (documents.begins[:, 1:] & real[:, 1:] & real[:, :-1]).any()
 
 
 class _Report:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import MeshSpec
+from fsdp_runtime.trainers.verl.field_types import require_types
 from fsdp_runtime.trainers.verl.flags import refuse
 from fsdp_runtime.trainers.verl.verl_api import ActorConfig, CriticConfig, EngineConfig, PrecisionType
 
@@ -82,20 +84,23 @@ class FsdpRuntimeEngineConfig(EngineConfig):
 
     @property
     def axes(self) -> MeshSpec:
-        """The mesh, with verl's ``fsdp_size`` and ``ulysses_sequence_parallel_size``."""
+        """The mesh, with verl's ``fsdp_size`` and ``ulysses_sequence_parallel_size``; in a world without -1."""
         replicate, shard, cp = self.dp_replicate, self.dp_shard, self.cp
         if self.fsdp_size != -1:
             if (replicate, shard) not in ((1, -1), (-1, self.fsdp_size)):
                 raise OptionError(f"fsdp_size={self.fsdp_size} with dp_shard={shard}: give one of the two")
             replicate, shard = -1, self.fsdp_size
-        if (ulysses := self.ulysses_sequence_parallel_size) > 1:
+        if (ulysses := self.ulysses_sequence_parallel_size) < 1:
+            raise OptionError(f"ulysses_sequence_parallel_size={ulysses}: give a positive number of ranks")
+        if ulysses > 1:
             if cp not in (1, ulysses) or self.context_parallel not in ("allgather", "ulysses"):
                 raise OptionError(
                     f"ulysses_sequence_parallel_size={ulysses} means cp={ulysses} and context_parallel=ulysses, but "
                     f"cp={cp} and context_parallel={self.context_parallel} are given: leave one out"
                 )
             cp = ulysses
-        return MeshSpec(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=self.tp, ep=self.ep)
+        spec = MeshSpec(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=self.tp, ep=self.ep)
+        return spec.resolve(dist.get_world_size()) if dist.is_initialized() else spec
 
     @property
     def context_method(self) -> Any:
@@ -122,6 +127,10 @@ class FsdpRuntimeEngineConfig(EngineConfig):
         return self.compute_dtype if self.forward_only else torch.float32
 
 
+#: What a role hands to the engine and the optimizer.
+_JOINED = ("freeze_vision_tower", "pad_to_length", "grad_clip", "ulysses_sequence_parallel_size")
+
+
 @dataclass
 class FsdpRuntimeActorConfig(ActorConfig):
     """verl's actor and reference with this engine."""
@@ -141,6 +150,7 @@ class FsdpRuntimeActorConfig(ActorConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse("actor.", "ActorConfig", self)
+        require_types("actor.", self, names=_JOINED)
         self.fsdp_runtime.freeze_vision_tower |= self.freeze_vision_tower
         self.fsdp_runtime.pad_to_length |= self.pad_to_length
         _join(self, "fsdp_config")
@@ -161,6 +171,7 @@ class FsdpRuntimeCriticConfig(CriticConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse("critic.", "CriticConfig", self)
+        require_types("critic.", self, names=_JOINED)
         _join(self, "fsdp")
 
 
@@ -203,15 +214,33 @@ def to_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def check_flags(config: FsdpRuntimeEngineConfig) -> None:
-    """Refuse the flags of verl's FSDP engine that have no counterpart."""
+    """Refuse the flags of verl's FSDP engine that have no counterpart, and values that are none of theirs."""
+    require_types("", config)
     refuse("", "EngineConfig", config)
     refuse("", "FSDPEngineConfig", config)
     refuse("router_replay.", "EngineRouterReplayConfig", config.router_replay)
+    if unknown := {*(config.mixed_precision or {})} - {"param_dtype", "reduce_dtype", "buffer_dtype"}:
+        raise OptionError(f"mixed_precision has {min(unknown)!r}: write param_dtype and reduce_dtype")
+    if config.sync_dtype is not None:
+        to_dtype("sync_dtype", config.sync_dtype)
     buffer_dtype = (config.mixed_precision or {}).get("buffer_dtype")
     if buffer_dtype is not None and to_dtype("mixed_precision.buffer_dtype", buffer_dtype) != torch.float32:
         raise OptionError(f"mixed_precision.buffer_dtype={buffer_dtype!r}: buffers keep their dtype; leave it out")
     if config.pad_to_length and config.pad_to_length_bucket < 1:
         raise OptionError(f"pad_to_length_bucket={config.pad_to_length_bucket}: give a positive number of tokens")
+
+
+def check_optimizer(optim: Any) -> None:
+    """Refuse settings of verl's optimizer and schedule that cannot be meant."""
+    require_types("optim.", optim, or_none="clip_grad")
+    if (clip := optim.clip_grad) is not None and not clip > 0:
+        raise OptionError(f"optim.clip_grad={clip!r}: give a positive norm, or null to clip nothing")
+    ratio, steps = optim.lr_warmup_steps_ratio, optim.total_training_steps
+    if not 0 <= ratio <= 1:
+        raise OptionError(f"optim.lr_warmup_steps_ratio={ratio!r}: give a part of all steps, from 0 to 1")
+    needs = "lr_scheduler_type=cosine" if optim.lr_scheduler_type == "cosine" else ratio and "lr_warmup_steps_ratio"
+    if needs and steps < 1:
+        raise OptionError(f"optim.total_training_steps={steps}: {needs} needs the number of steps of the run")
 
 
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")

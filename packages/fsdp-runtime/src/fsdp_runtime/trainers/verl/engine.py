@@ -16,8 +16,16 @@ from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl import export
+from fsdp_runtime.trainers.verl.batch_checks import vocabulary_of
 from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
-from fsdp_runtime.trainers.verl.config import check_checkpoint_flags, check_flags, require_own_config, to_dtype
+from fsdp_runtime.trainers.verl.config import (
+    check_checkpoint_flags,
+    check_flags,
+    check_optimizer,
+    require_own_config,
+    to_dtype,
+)
+from fsdp_runtime.trainers.verl.field_types import require_types
 from fsdp_runtime.trainers.verl.flags import refuse
 from fsdp_runtime.trainers.verl.micro_batches import cut
 from fsdp_runtime.trainers.verl.model import (
@@ -34,6 +42,7 @@ from fsdp_runtime.trainers.verl.scores import TokenScores, values_of
 from fsdp_runtime.trainers.verl.verl_api import (
     BaseEngine,
     BaseEngineCtx,
+    HFModelConfig,
     enable_full_determinism,
     get_device_id,
     get_device_name,
@@ -42,6 +51,9 @@ from fsdp_runtime.trainers.verl.verl_api import (
 )
 
 logger = logging.getLogger(__name__)
+
+#: Fields of verl's model that are read here.
+_OF_MODEL = ("enable_gradient_checkpointing", "use_remove_padding", "trust_remote_code", "lora_rank")
 
 
 class FsdpRuntimeEngine(BaseEngine):
@@ -54,6 +66,9 @@ class FsdpRuntimeEngine(BaseEngine):
         require_own_config(engine_config)
         check_flags(engine_config)
         refuse("model.", "HFModelConfig", model_config)
+        require_types("model.", model_config, kind=HFModelConfig, names=_OF_MODEL)
+        if optimizer_config is not None and not engine_config.forward_only:
+            check_optimizer(optimizer_config)
         check_checkpoint_flags(checkpoint_config)
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
@@ -171,7 +186,8 @@ class FsdpRuntimeEngine(BaseEngine):
             self._require_training()
             if loss_function is None:
                 raise OptionError("a backward needs a loss_function")
-        found = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp)
+        words = vocabulary_of(self.model_config.hf_config)
+        found = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp, words=words)
         keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
         outputs = []
         for index in range(found.count):

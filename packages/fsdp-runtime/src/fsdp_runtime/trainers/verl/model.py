@@ -73,22 +73,25 @@ def _with_adapter(module: nn.Module, model_config: Any) -> nn.Module:
         return module
     from peft import LoraConfig, PeftConfig, TaskType, get_peft_model
 
-    if path is not None:
-        found = PeftConfig.from_pretrained(path)
-        found.inference_mode = False
-        if isinstance(found.task_type, str):
-            found.task_type = TaskType(found.task_type)
-    else:
-        found = LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            r=model_config.lora_rank,
-            lora_alpha=model_config.lora_alpha,
-            target_modules=convert_to_regular_types(model_config.target_modules),
-            target_parameters=convert_to_regular_types(model_config.get("target_parameters", None)),
-            exclude_modules=convert_to_regular_types(model_config.exclude_modules),
-            bias="none",
-        )
-    return get_peft_model(module, found)  # type: ignore[no-any-return]
+    try:
+        if path is not None:
+            found = PeftConfig.from_pretrained(path)
+            found.inference_mode = False
+            if isinstance(found.task_type, str):
+                found.task_type = TaskType(found.task_type)
+        else:
+            found = LoraConfig(
+                task_type=TaskType.CAUSAL_LM,
+                r=model_config.lora_rank,
+                lora_alpha=model_config.lora_alpha,
+                target_modules=convert_to_regular_types(model_config.target_modules),
+                target_parameters=convert_to_regular_types(model_config.get("target_parameters", None)),
+                exclude_modules=convert_to_regular_types(model_config.exclude_modules),
+                bias="none",
+            )
+        return get_peft_model(module, found)  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"peft refuses the model's settings of LoRA: {error}") from error
 
 
 def parallelized(
@@ -139,7 +142,10 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def optimizer_of(model: nn.Module, optim: Any) -> torch.optim.Optimizer:
     """Build the optimizer of verl's config, of any class that it names."""
-    optimizer: torch.optim.Optimizer = build_optimizer(trained_parameters(model), optim)
+    try:
+        optimizer: torch.optim.Optimizer = build_optimizer(trained_parameters(model), optim)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        raise OptionError(f"optim: {optim.optimizer_impl}.{optim.optimizer} cannot be built: {error}") from error
     return optimizer
 
 

@@ -66,8 +66,10 @@ def rows_of(micro_batch: Any, mesh: DeviceMesh, config: FsdpRuntimeEngineConfig,
         raise OptionError("the batch has use_remove_padding=True, but the model's is False: set both alike")
     pad = tensordict_utils.get_non_tensor_data(micro_batch, "pad_token_id", 0) or 0
     media = extract_multi_modal_inputs(micro_batch.get("multi_modal_inputs", []))
-    make = _packed if packed else _padded
-    inputs, targets, heat, tokens = make(ids, positions, temperature, pad, config)
+    if packed:
+        inputs, targets, heat, tokens = _packed(ids, positions, temperature, pad, config)
+    else:
+        inputs, targets, heat, tokens = _padded(ids, positions, temperature, pad, config, packs=packs)
     return _of_rank(inputs, media, targets, heat, tokens, ids.offsets(), mesh, config)
 
 
@@ -103,8 +105,10 @@ def _of_rank(
 
 def _multiple(config: FsdpRuntimeEngineConfig) -> int:
     """The number that the length of a row must be a multiple of."""
-    cp = config.axes.cp
-    return 2 * cp if cp > 1 else 1
+    axes = config.axes
+    # Code that is compiled for shards of one length fails on longer ones of ranks whose numbers of tokens differ.
+    shards = axes.tp if config.sequence_parallel and config.compile else 1
+    return shards * (2 * axes.cp if axes.cp > 1 else 1)
 
 
 def _packed(ids: Any, positions: Any, temperature: Tensor, pad: int, config: FsdpRuntimeEngineConfig) -> Any:
@@ -127,16 +131,20 @@ def _packed(ids: Any, positions: Any, temperature: Tensor, pad: int, config: Fsd
     return inputs, targets[None], heat[None], tokens[None]
 
 
-def _padded(ids: Any, positions: Any, temperature: Tensor, pad: int, config: FsdpRuntimeEngineConfig) -> Any:
-    """One row for each sample, padded on the right."""
+def _padded(
+    ids: Any, positions: Any, temperature: Tensor, pad: int, config: FsdpRuntimeEngineConfig, *, packs: bool
+) -> Any:
+    """One row for each sample, padded on the right; padding is a document of its own of a model that packs."""
     lengths = ids.offsets().diff()
     rows, longest = len(lengths), int(lengths.max())
     longest += -longest % _multiple(config)
     padded = torch.nested.to_padded_tensor(ids, padding=pad, output_size=(rows, longest))
-    tokens = torch.arange(longest, device=lengths.device) < lengths[:, None]
+    places = torch.arange(longest, device=lengths.device)
+    tokens = places < lengths[:, None]
     values = positions.values()  # axes of multimodal positions come first
-    where = values.new_zeros((*values.shape[:-1], rows, longest))
+    where = (places - lengths[:, None]).expand(*values.shape[:-1], rows, longest).clone()
     where[..., tokens] = values
     targets = rl_logprobs().next_token_targets(padded, attention_mask=tokens.long(), ignore_index=_IGNORED)
-    inputs = {"input_ids": padded, "attention_mask": tokens.long(), "position_ids": where}
+    mask = {} if packs else {"attention_mask": tokens.long()}
+    inputs = {"input_ids": padded, **mask, "position_ids": where}
     return inputs, targets, temperature[:, None].expand(rows, longest).contiguous(), tokens
