@@ -170,6 +170,23 @@ class MeshTrainerMixin(LogStepValues):
         """Return this rank's part of the operations of a forward and backward on ``inputs``."""
         return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.mesh.size()
 
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss; the mean over ``dp`` of a mean over labels is that of the labels of all ranks."""
+        weight = self._weight_of_labels(inputs) if num_items_in_batch is None else 1
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return (found[0] * weight, *found[1:]) if return_outputs else found * weight
+
+    def _weight_of_labels(self, inputs: Any) -> Tensor | float:
+        """Return this rank's share of the labels of all ranks, times the ranks."""
+        # For models that say ``accepts_loss_kwargs = False``, as most with images do: they are not given the number.
+        if not self.args.average_tokens_across_devices or not isinstance(inputs.get("labels"), Tensor):
+            return 1
+        labels = inputs.get("shift_labels", inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"])
+        own = labels.ne(-100).sum()
+        return own / self.accelerator.reduce(own, "mean").clamp(min=1 / self.accelerator.num_processes)
+
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch; logits come back as plain tensors."""
         return full(super().prediction_step(*args, **kwargs))
