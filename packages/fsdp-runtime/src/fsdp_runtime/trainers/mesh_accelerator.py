@@ -96,7 +96,8 @@ class MeshAccelerator(StateMixin, Accelerator):
 
         Raises:
             ModelError: an optimizer holds parameters of no model that is, or was, prepared, or has stepped with the
-                parameters that are to be replaced; or a model is sharded on another mesh.
+                parameters that are to be replaced; or a model is sharded on another mesh, or is a module
+                without blocks.
             OptionError: ``device_placement`` is of another length.
         """
         if device_placement is not None and len(device_placement) != len(args):
@@ -104,7 +105,11 @@ class MeshAccelerator(StateMixin, Accelerator):
         models = [each for each in args if isinstance(each, nn.Module)]
         if self._source is not None:
             optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
-            check_parameters(optimizers, [*models, *self._models], [each for each in models if not is_sharded(each)])
+            plain = [each for each in models if not is_sharded(each)]
+            check_parameters(optimizers, [*models, *self._models], plain)
+            if len(plain) > 1:  # else the first would be sharded where another is refused
+                for model in plain:
+                    self._source.check(model)
             for model in models:
                 with follow_parameters(model, [*optimizers, *self._optimizers]):
                     self._shard(model)
@@ -172,10 +177,25 @@ class MeshAccelerator(StateMixin, Accelerator):
             own = {**seed_worker.keywords, "rank": self.process_index}
             data_loader.worker_init_fn = partial(seed_worker.func, *seed_worker.args, **own)
         self.share_random_state()
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        with self._one_data_seed():
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self.num_processes == 1 and self.model_group is not None:
             prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # that samplers draw from in one process
         return prepared
+
+    @contextmanager
+    def _one_data_seed(self) -> Iterator[None]:
+        """Let seedable samplers of all ranks draw one order: by ``data_seed``, or the first rank's seed."""
+        config = self.dataloader_config
+        own = config.data_seed
+        if config.use_seedable_sampler and own is None:
+            seed = [torch.initial_seed()]
+            dist.broadcast_object_list(seed, src=0)
+            config.data_seed = seed[0]
+        try:
+            yield
+        finally:
+            config.data_seed = own
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Accumulate gradients locally; the first backward after the ``with`` reduces them over ``dp``."""

@@ -182,6 +182,10 @@ class GeneratingMixin(TrlMixin):
     def _check_data(self) -> None:
         check_tokens(base_model(self.model), self.processing_class)  # a prompt's completions are dealt, not prompts
 
+    def _check_evaluated(self, name: str, dataset: Any) -> None:
+        """Check the batches of an evaluation set, which may be another than the trainer's."""
+        _check_evaluation(self.args, self.mesh)
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with FSDP2's parameters gathered and plain logits, the same tokens on all ranks of ``tp``."""
         if getattr(self, "use_vllm", False):
