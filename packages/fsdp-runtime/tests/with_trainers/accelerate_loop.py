@@ -159,33 +159,6 @@ def test_batches_that_are_not_split_advance_the_schedule_by_the_ranks_of_dp(four
     assert rates == pytest.approx([1e-2 * (1 - 0.9 * step / 8) for step in (2, 4)])  # two a step, as under DDP
 
 
-def shuffled(axes: Axes) -> list[list[int]]:
-    """What a rank reads in two epochs, where no rank is seeded like another, by each kind of sampler."""
-    found = []
-    for seedable in (False, True):
-        config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=seedable)
-        accelerator = accelerator_on(axes, dataloader_config=config)
-        torch.manual_seed(100 + torch.distributed.get_rank())
-        loader = accelerator.prepare(DataLoader(range(8), batch_size=4, shuffle=True))
-        read = []
-        for _ in range(2):
-            read += torch.cat(list(loader)).tolist()
-            torch.rand(1 + torch.distributed.get_rank())  # as a script that samples on one rank alone
-        found.append(read)
-    return found
-
-
-def test_ranks_of_tp_read_the_same_batches_however_they_are_seeded(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(shuffled, {"tp": 2}, timeout=100)
-    assert first == second
-    assert all(sorted(read[:8]) == list(range(8)) != read[:8] for read in first)
-
-
-def test_ranks_of_dp_read_every_sample_once_however_they_are_seeded(two_ranks: RankPool) -> None:
-    for parts in zip(*two_ranks.run(shuffled, {"dp_shard": 2}, timeout=100), strict=True):
-        assert all(sorted([*parts[0][epoch], *parts[1][epoch]]) == list(range(8)) for epoch in (slice(4), slice(4, 8)))
-
-
 def half_precision(folder: Path, axes: Axes | None) -> list[float]:
     accelerator = accelerator_on(axes, {}, mixed_precision="bf16")
     model, _, loader, _ = parts(folder)

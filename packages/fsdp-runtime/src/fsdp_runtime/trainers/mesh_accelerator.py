@@ -7,12 +7,14 @@ differ only in ``cp`` or ``tp`` compute on the same batch, so to the loop they a
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
@@ -179,9 +181,16 @@ class MeshAccelerator(StateMixin, Accelerator):
         self.share_random_state()
         with self._one_data_seed():
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        if self.num_processes == 1 and self.model_group is not None:
-            prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # that samplers draw from in one process
+        if self.model_group is not None and "begin" not in vars(prepared):
+            prepared.begin = partial(self._begin_epoch, prepared.begin)
+            if self.num_processes == 1:  # of this one and those that skip batches
+                prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # that samplers draw from in one process
         return prepared
+
+    def _begin_epoch(self, begin: Callable[[], None]) -> None:
+        """Begin to read a data loader, whose samplers and data sets may draw random numbers."""
+        begin()
+        self.share_random_state()
 
     @contextmanager
     def _one_data_seed(self) -> Iterator[None]:
@@ -303,6 +312,10 @@ class MeshAccelerator(StateMixin, Accelerator):
             state = read().to(self.device)
             dist.broadcast(state, group=group, group_src=0)
             write(state.cpu())
+        others = [random.getstate(), numpy.random.get_state()]
+        dist.broadcast_object_list(others, group=group, group_src=0)
+        random.setstate(others[0])
+        numpy.random.set_state(others[1])
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         local = tensor.detach().contiguous() if tensor.ndim else tensor.detach().clone()[None]
