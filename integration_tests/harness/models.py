@@ -41,6 +41,16 @@ _VISION = {
     "image_size": 8,
     "patch_size": 2,
 }
+_PATCHES = {
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": HIDDEN,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "patch_size": 4,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -72,6 +82,18 @@ def tiny_config(architecture: str, *, tied: bool = False, **changes: Any) -> Any
                 vision_config=_VISION,
                 mm_tokens_per_image=4,
                 image_token_index=IMAGE_TOKEN,
+                tie_word_embeddings=tied,
+            )
+        case "Qwen2_5_VLForConditionalGeneration":
+            text.pop("head_dim")
+            rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+            return transformers.Qwen2_5_VLConfig(
+                text_config=text | {"rope_parameters": rope},
+                vision_config=_PATCHES,
+                image_token_id=IMAGE_TOKEN,
+                video_token_id=129,
+                vision_start_token_id=128,
+                vision_end_token_id=127,
                 tie_word_embeddings=tied,
             )
         case "Qwen3MoeForCausalLM":

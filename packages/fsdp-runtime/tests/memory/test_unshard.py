@@ -145,3 +145,22 @@ def _loss(model: nn.Module, inputs: dict[str, torch.Tensor], *, below: bool) -> 
 )
 def test_gradients_of_gathered_parameters_are_those_of_one_process(two_ranks: RankPool, compile_options: Any) -> None:
     assert two_ranks.run(_with_gradients, compile_options) == [[], []]
+
+
+def _collectives_of_images() -> list[int]:
+    model = tiny_model("Gemma3ForConditionalGeneration", dtype=torch.float32)
+    parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"))
+    inputs = tiny_inputs(model, batch=1, length=9)
+    found = []
+    with torch.no_grad(), unsharded(model), RecordCollectives() as communication:
+        model(**inputs)
+        found.append(sum(communication.counts().values()))
+    with torch.no_grad(), RecordCollectives() as communication:
+        model(**inputs)
+        found.append(sum(communication.counts().values()))
+    return found
+
+
+def test_ranks_that_hold_all_of_a_model_with_images_wait_for_no_other_rank(two_ranks: RankPool) -> None:
+    for held, sharded in two_ranks.run(_collectives_of_images):  # ranks generate completions of several lengths
+        assert held == 0 < sharded

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -156,28 +157,6 @@ def test_batches_that_are_not_split_advance_the_schedule_by_the_ranks_of_dp(four
     found = same_on_all(four_ranks, trained, folder, {"dp_shard": 2, "tp": 2}, {}, settings=list(settings))
     rates = [rate for _, _, rate in found.figures]
     assert rates == pytest.approx([1e-2 * (1 - 0.9 * step / 8) for step in (2, 4)])  # two a step, as under DDP
-
-
-def shuffled(_: None = None) -> list[list[int]]:
-    """What a rank reads in two epochs, where no rank is seeded like another, by each kind of sampler."""
-    found = []
-    for seedable in (False, True):
-        config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=seedable)
-        accelerator = accelerator_on({"tp": 2}, dataloader_config=config)
-        torch.manual_seed(100 + torch.distributed.get_rank())
-        loader = accelerator.prepare(DataLoader(range(8), batch_size=4, shuffle=True))
-        read = []
-        for _ in range(2):
-            read += torch.cat(list(loader)).tolist()
-            torch.rand(1 + torch.distributed.get_rank())  # as a script that samples on one rank alone
-        found.append(read)
-    return found
-
-
-def test_ranks_of_tp_read_the_same_batches_however_they_are_seeded(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(shuffled, timeout=100)
-    assert first == second
-    assert all(sorted(read[:8]) == list(range(8)) != read[:8] for read in first)
 
 
 def half_precision(folder: Path, axes: Axes | None) -> list[float]:
@@ -397,6 +376,8 @@ def mistakes(folder: Path) -> list[str]:
     stepped(input_ids=torch.ones(1, 3, dtype=torch.long)).logits.sum().backward()
     late.step()
     provoke(ModelError, lambda: accelerator.prepare(stepped, late))
+    provoke(ModelError, lambda: accelerator.prepare(model, nn.Linear(2, 2)))
+    assert not any(isinstance(own, DTensor) for own in model.parameters())
     assert not accelerator._models
     assert not accelerator._optimizers
     prepared = accelerator.prepare(model, optimizer, loader, schedule)
@@ -411,7 +392,7 @@ def mistakes(folder: Path) -> list[str]:
 
 def test_mistakes_are_refused_before_anything_changes(four_ranks: RankPool, folder: Path) -> None:
     for found in four_ranks.run(mistakes, folder, timeout=300):
-        assert len(found) == 8
+        assert len(found) == 9
 
 
 def of_another_shape(folder: Path, output: str) -> None:
@@ -422,7 +403,10 @@ def of_another_shape(folder: Path, output: str) -> None:
     accelerator.prepare(*parts(folder))
     with pytest.raises(MismatchError, match="1 schedulers are prepared, and 0 were saved"):
         accelerator.load_state(output)
+    accelerator.prepare(parts(folder)[0])
+    with pytest.raises(MismatchError, match=r"2 models are prepared, and .* has the states of 1"):
+        accelerator.load_state(output)
 
 
-def test_a_state_with_fewer_schedulers_is_refused(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+def test_a_state_with_fewer_schedulers_or_models_is_refused(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     two_ranks.run(of_another_shape, folder, str(tmp_path / "state"), timeout=200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ class StateMixin(_AnyAccelerator):
             raise OptionError(f"load_state takes no {', '.join(sorted(kwargs)) or 'load_kwargs'} on a mesh")
         optimizers = self._optimizers_of_models()
         folder = Path(input_dir) if input_dir is not None else self._newest_folder()
+        saved = next(index for index in count() if not (folder / _name(index)).is_dir())
+        if saved not in (0, len(optimizers)):
+            raise MismatchError(
+                f"{len(optimizers)} models are prepared, and {folder} has the states of {saved}: prepare the models "
+                "that were saved, in the same order"
+            )
         found = [
             load_training_state(folder / _name(index), model, own, scheduler=_Rest(self) if index == 0 else None).step
             for index, (model, own) in enumerate(zip(self._models, optimizers, strict=True))

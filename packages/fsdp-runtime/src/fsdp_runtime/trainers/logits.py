@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -11,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
-from fsdp_runtime._transformers_compat.models import calls_loss_function
+from fsdp_runtime._transformers_compat.models import calls_loss_function, with_loss_function
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.full_rows import FullRows, rows_in_force, take_full_rows
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
+from fsdp_runtime.wrap import hook_forward
 
 
 def full(values: Any) -> Any:
@@ -66,6 +69,27 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
     return loss
 
 
+def loss_of_sharded_logits(loss_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``compute_loss_func`` whose errors on sharded logits say what they are, and whose loss is plain."""
+
+    @wraps(loss_function)
+    def loss(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            found = loss_function(outputs, *args, **kwargs)
+            return found.full_tensor().clone() if isinstance(found, DTensor) else found  # trainers multiply it in place
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            if not isinstance(getattr(outputs, "logits", None), DTensor):
+                raise
+            raise OptionError(
+                f"compute_loss_func raised {type(error).__name__} on logits that are sharded on the vocabulary "
+                f"(outputs.logits is a DTensor): {error}. Compute the loss with rl_logprobs.token_statistics, which "
+                "takes them, or gather them for every loss: parallelize(..., logits='full'), or "
+                "parallelize_kwargs={'logits': 'full'}"
+            ) from error
+
+    return loss
+
+
 def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
     """Return transformers' label smoother, right for a sharded model."""
     # The trainer decides by the name of the model's class whether to shift labels, and FSDP2 gives the model a class of
@@ -97,6 +121,41 @@ def compute_losses_on(model: nn.Module, mesh: DeviceMesh) -> None:
     if hasattr(base_model(model), "loss_function"):
         take_sharded_logits(base_model(model))
     take_full_rows(model, mesh)
+
+
+class CountOfLabels:
+    """Notices a model that is given the labels of all ranks inside the ``with``, and computes its loss without."""
+
+    # As classes do that compute the loss by code of their own (BERT, BART, T5), or pass nothing on (score heads).
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._given, self._read = model, False, False
+
+    def __enter__(self) -> CountOfLabels:
+        self._stack = ExitStack()
+        handle = hook_forward(self._model, "notices the number of labels", before=self._notice, first=True)
+        self._stack.callback(handle.remove)
+        own = getattr(self._model, "loss_function", None)
+        if own is not None and not getattr(own, "takes_sharded_logits", False):
+            self._stack.enter_context(with_loss_function(self._model, partial(self._loss, own)))
+        elif own is not None:
+            self._read = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def is_ignored(self) -> bool:
+        """True if the loss is a mean over the labels that the model was given."""
+        return self._given and not self._read
+
+    def _notice(self, _model: nn.Module, _args: Any, kwargs: Any) -> None:
+        self._given |= all(kwargs.get(name) is not None for name in ("labels", "num_items_in_batch"))
+
+    def _loss(self, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        self._read |= kwargs.get("num_items_in_batch") is not None
+        return own(*args, **kwargs)
 
 
 def scored_positions(labels: Tensor) -> int:

@@ -7,12 +7,14 @@ differ only in ``cp`` or ``tp`` compute on the same batch, so to the loop they a
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
@@ -96,7 +98,8 @@ class MeshAccelerator(StateMixin, Accelerator):
 
         Raises:
             ModelError: an optimizer holds parameters of no model that is, or was, prepared, or has stepped with the
-                parameters that are to be replaced; or a model is sharded on another mesh.
+                parameters that are to be replaced; or a model is sharded on another mesh, or is a module
+                without blocks.
             OptionError: ``device_placement`` is of another length.
         """
         if device_placement is not None and len(device_placement) != len(args):
@@ -104,7 +107,11 @@ class MeshAccelerator(StateMixin, Accelerator):
         models = [each for each in args if isinstance(each, nn.Module)]
         if self._source is not None:
             optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
-            check_parameters(optimizers, [*models, *self._models], [each for each in models if not is_sharded(each)])
+            plain = [each for each in models if not is_sharded(each)]
+            check_parameters(optimizers, [*models, *self._models], plain)
+            if len(plain) > 1:  # else the first would be sharded where another is refused
+                for model in plain:
+                    self._source.check(model)
             for model in models:
                 with follow_parameters(model, [*optimizers, *self._optimizers]):
                     self._shard(model)
@@ -172,10 +179,32 @@ class MeshAccelerator(StateMixin, Accelerator):
             own = {**seed_worker.keywords, "rank": self.process_index}
             data_loader.worker_init_fn = partial(seed_worker.func, *seed_worker.args, **own)
         self.share_random_state()
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        if self.num_processes == 1 and self.model_group is not None:
-            prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # that samplers draw from in one process
+        with self._one_data_seed():
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if self.model_group is not None and "begin" not in vars(prepared):
+            prepared.begin = partial(self._begin_epoch, prepared.begin)
+            if self.num_processes == 1:  # of this one and those that skip batches
+                prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # that samplers draw from in one process
         return prepared
+
+    def _begin_epoch(self, begin: Callable[[], None]) -> None:
+        """Begin to read a data loader, whose samplers and data sets may draw random numbers."""
+        begin()
+        self.share_random_state()
+
+    @contextmanager
+    def _one_data_seed(self) -> Iterator[None]:
+        """Let seedable samplers of all ranks draw one order: by ``data_seed``, or the first rank's seed."""
+        config = self.dataloader_config
+        own = config.data_seed
+        if config.use_seedable_sampler and own is None:
+            seed = [torch.initial_seed()]
+            dist.broadcast_object_list(seed, src=0)
+            config.data_seed = seed[0]
+        try:
+            yield
+        finally:
+            config.data_seed = own
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Accumulate gradients locally; the first backward after the ``with`` reduces them over ``dp``."""
@@ -283,6 +312,10 @@ class MeshAccelerator(StateMixin, Accelerator):
             state = read().to(self.device)
             dist.broadcast(state, group=group, group_src=0)
             write(state.cpu())
+        others = [random.getstate(), numpy.random.get_state()]
+        dist.broadcast_object_list(others, group=group, group_src=0)
+        random.setstate(others[0])
+        numpy.random.set_state(others[1])
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         local = tensor.detach().contiguous() if tensor.ndim else tensor.detach().clone()[None]

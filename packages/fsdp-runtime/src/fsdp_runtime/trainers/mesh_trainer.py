@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.steps.outputs.generation import gather_logits
 from fsdp_runtime.steps.tensor.lora import save_adapter
-from fsdp_runtime.trainers.logits import compute_losses_on, full, label_smoother_for
+from fsdp_runtime.trainers.logits import (
+    CountOfLabels,
+    compute_losses_on,
+    full,
+    label_smoother_for,
+    loss_of_sharded_logits,
+)
 from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator, over_mesh
 from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
@@ -97,9 +104,12 @@ class MeshTrainerMixin(LogStepValues):
         rl_logprobs()  # raises where it is missing
         self.mesh = mesh
         self._reads_logits = self._reads_logits or getattr(args, "label_smoothing_factor", 0) > 0
+        self._evaluated: set[int] = set()
         self._source = ModelSource(mesh, options, seed=getattr(args, "seed", 0))
         if isinstance(model, nn.Module):
             self._check(model, args)
+        if callable(own := kwargs.get("compute_loss_func")):
+            kwargs = {**kwargs, "compute_loss_func": loss_of_sharded_logits(own)}
         model, kwargs = self._shard_models(model, kwargs)
         super().__init__(model=model, args=args, **kwargs)
         self._adopt(self.model)
@@ -130,8 +140,15 @@ class MeshTrainerMixin(LogStepValues):
         check_samples(self.train_dataset, batch, self.mesh, drop_last=drop_last)
         held_out = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"evaluation": self.eval_dataset}
         for name, dataset in held_out.items():
+            self._check_evaluated(name, dataset)
+
+    def _check_evaluated(self, name: str, dataset: Any) -> None:
+        """Warn, once for a size, where the last batch of an evaluation is filled up."""
+        size = len(dataset) if hasattr(dataset, "__len__") else 0
+        if size not in self._evaluated:
+            self._evaluated.add(size)
             batch, ranks = self.args.eval_batch_size, submesh(self.mesh, "dp").size()
-            warn_of_repeated(name, dataset, batch, ranks, drop_last=drop_last)
+            warn_of_repeated(name, dataset, batch, ranks, drop_last=self.args.dataloader_drop_last)
 
     def _adopt(self, model: nn.Module) -> None:
         compute_losses_on(model, self.mesh)
@@ -169,6 +186,36 @@ class MeshTrainerMixin(LogStepValues):
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's part of the operations of a forward and backward on ``inputs``."""
         return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.mesh.size()
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss; a mean over this rank's labels is weighted by its share of those of all ranks."""
+        ranks = self.accelerator.num_processes
+        if ranks == 1:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with CountOfLabels(base_model(model)) as count:
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        weight: Tensor | float = 1
+        if self.args.average_tokens_across_devices and isinstance(inputs.get("labels"), Tensor):
+            if num_items_in_batch is None:  # classes that say ``accepts_loss_kwargs = False``: most with images
+                weight = self._share_of_labels(inputs) * ranks
+            elif count.is_ignored:  # the trainer has multiplied a mean by the ranks
+                weight = self._share_of_labels(inputs)
+        return (found[0] * weight, *found[1:]) if return_outputs else found * weight
+
+    def _share_of_labels(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return this rank's share of the labels of all ranks."""
+        labels = inputs.get("shift_labels", inputs["labels"])
+        shifts = self._loss_shifts_labels and "shift_labels" not in inputs
+        own = (labels[..., 1:] if shifts else labels).ne(-100).sum()
+        share: Tensor = own / self.accelerator.reduce(own).clamp(min=1)
+        return share
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, or predict, on a set that may be another than the trainer's."""
+        self._check_evaluated("evaluation", dataloader.dataset)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch; logits come back as plain tensors."""

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._transformers_compat.models import auto_class_builds, model_from_config
-from fsdp_runtime.errors import OptionError
+from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.model.buffers import meta_device
+from fsdp_runtime.parallelism import resolve_parallelism
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.steps.context.step import under_context_parallelism
 from fsdp_runtime.weights import init_adapters, load_weights
@@ -60,6 +61,16 @@ class ModelSource:
             model = cast(nn.Module, peft.get_peft_model(model, adapter))
         parallelize(model, self.mesh, **self.options)
         return model
+
+    def check(self, model: nn.Module) -> None:
+        """Raise what :meth:`shard` would for one of several models, before any is sharded."""
+        try:
+            resolve_parallelism(model, self.mesh, **self.options)
+        except ModelError as error:
+            raise ModelError(
+                f"{type(model).__name__} cannot be prepared beside another model: {error}. Make a small module, such "
+                "as a head, a submodule of the model before prepare"
+            ) from error
 
     def load(self, path: str, architecture: Any = None, adapter: Any = None, **settings: Any) -> nn.Module:
         """Build a model under ``meta_device``, shard it and load the checkpoint: every rank reads its own slices."""

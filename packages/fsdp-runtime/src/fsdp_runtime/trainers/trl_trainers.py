@@ -164,6 +164,7 @@ class GeneratingMixin(TrlMixin):
     """
 
     rollout_func: Any
+    _logs: dict[str, Any]
 
     def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
         if args is None:
@@ -181,6 +182,10 @@ class GeneratingMixin(TrlMixin):
     def _check_data(self) -> None:
         check_tokens(base_model(self.model), self.processing_class)  # a prompt's completions are dealt, not prompts
 
+    def _check_evaluated(self, name: str, dataset: Any) -> None:
+        """Check the batches of an evaluation set, which may be another than the trainer's."""
+        _check_evaluation(self.args, self.mesh)
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with FSDP2's parameters gathered and plain logits, the same tokens on all ranks of ``tp``."""
         if getattr(self, "use_vllm", False):
@@ -193,8 +198,31 @@ class GeneratingMixin(TrlMixin):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         gathering = {"gather": self.accelerator.gather_from_first, "gather_object": self.accelerator.gather_objects}
-        with replaced(type(self), gathering):
-            return super()._generate_and_score_completions(inputs)
+        attributes: dict[str, Any] = self.__dict__
+        logs_images = attributes.get("log_multimodal", False)
+        attributes["log_multimodal"] = False  # TRL gathers images over the ranks that have some
+        try:
+            with replaced(type(self), gathering):
+                found = super()._generate_and_score_completions(inputs)
+        finally:
+            attributes["log_multimodal"] = logs_images
+        if logs_images:
+            self._log_images(len(inputs) * self.accelerator.num_processes)
+        return found
+
+    def _log_images(self, number: int) -> None:
+        """Add the images of the newest prompts and completions of all ranks to TRL's log, if they have any."""
+        pairs = list(zip(self._logs["prompt"], self._logs["completion"], strict=True))[-number:]
+        images = [[*_images_of(prompt), *_images_of(completion)] for prompt, completion in pairs]
+        if any(images):
+            self._logs["images"].extend(images)
+
+
+def _images_of(messages: Any) -> Iterator[Any]:
+    """Iterate over the images in the messages of a conversation."""
+    contents = (each["content"] for each in messages if isinstance(each, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return (part["image"] for part in parts if part.get("type") == "image")
 
 
 def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._transformers_compat.models import MEDIA_METHODS, original_class
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.wrap import hook_forward, hook_model
 from tp_plans.runtime import is_at_or_below
 
@@ -56,6 +58,9 @@ class AbsentMedia:
 
     def agree(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Find out which media other ranks have; a forward pre-hook of the model."""
+        self.absent = {}
+        if not torch.is_grad_enabled() and all(map(_is_held, self.model.modules())):
+            return  # no collective of a tower follows, and ranks that generate may call the model at other times
         given = _arguments(module, args, kwargs)
         own = {medium: _media(medium, owners, given) for medium, owners in self.owners.items()}
         flags = [given.get("input_ids") is None, *(bool(media) for media in own.values())]
@@ -67,7 +72,6 @@ class AbsentMedia:
             return
         (embedded, *some), (_, *lacking) = found.view(2, -1).bool().tolist()
         mixed = [medium for medium, has, lacks in zip(own, some, lacking, strict=True) if has and lacks]
-        self.absent = {}
         if not mixed:
             return
         present = [medium for medium, has in zip(own, some, strict=True) if has]
@@ -128,6 +132,11 @@ def apply_absent_media(model: nn.Module, structure: ModelStructure, mesh: Device
     hooks = AbsentMedia(model, owners, groups, projectors, is_dry_run)
     hook_model(model, "agrees on the media of all ranks", hooks.agree, first=True)
     hook_forward(model.get_submodule(tree.embedding), "runs towers without media", after=hooks.run)
+
+
+def _is_held(module: nn.Module) -> bool:
+    """Return False for a module of FSDP2 that is not kept gathered."""
+    return not isinstance(module, FSDPModule) or runtime_state(module).unsharded is True
 
 
 def _media_owners(model: nn.Module, *, several_stacks: bool) -> dict[str, list[nn.Module]]:
