@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp_runtime import parallelize, save_weights
 from fsdp_runtime.dry_run import WeightTraffic, describe_weights
 from fsdp_runtime.sharded.file_systems import FilePlace, _type_at, by_host, may_share_files
-from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader, file_runs
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, file_runs
 from fsdp_runtime.sync import Quantization, WeightExport
 from fsdp_runtime.weights import file_plan
 from fsdp_runtime.weights.export import ExportedTensor
@@ -57,9 +57,8 @@ def _write_in_full(model: nn.Module, directory: Path, options: dict[str, Any]) -
     shards = list(split_by_bytes(export.tensors, SHARD_BYTES))
     stream = export.stream()
     for number, items in enumerate(shards, start=1):
-        headers = [TensorHeader(item.name, item.shape, item.dtype, item.nbytes) for item in items]
         path = directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with SafetensorsWriter(path, headers) as file:
+        with SafetensorsWriter(path, items) as file:
             for name, tensor in itertools.islice(stream, len(items)):
                 file.write(name, tensor)
 

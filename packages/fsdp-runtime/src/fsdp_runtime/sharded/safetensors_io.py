@@ -70,12 +70,16 @@ _STARTED_AFTER = 2**25
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Name, shape, dtype and size of a tensor that a file is going to hold."""
+    """Name, shape and dtype of a tensor that a file is going to hold."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsLayout:

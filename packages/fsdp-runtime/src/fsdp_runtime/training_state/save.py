@@ -252,7 +252,7 @@ def _staged_chunks(tensors: Mapping[str, Tensor], ranks: ModelRanks, staging: Ho
     """Return the chunks that this rank writes; they are copied to host memory now, or each when it is written."""
     chunks = []
     for name, slices, local in chunks_to_write(tensors, ranks):
-        header = TensorHeader(name, tuple(local.shape), local.dtype, local.nbytes)
+        header = TensorHeader(name, tuple(local.shape), local.dtype)
         pieces = _on_host(local) if staging is None else drained(staging.copy(local))
         chunks.append(_Chunk(header, tuple(side.start for side in slices), pieces))
     if staging is not None:

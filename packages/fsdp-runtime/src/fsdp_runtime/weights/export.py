@@ -13,24 +13,17 @@ from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_unquantized
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
+from fsdp_runtime.sharded.safetensors_io import TensorHeader
 from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, lora_factors, merge_lora
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.naming import Names, canonical_names, export_mapping
 
 
 @dataclass(frozen=True)
-class ExportedTensor:
+class ExportedTensor(TensorHeader):
     """A tensor as it is exported."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     chunks: Sequence[Chunk] | None  # of the model's tensors; ``None`` if only the conversion makes it
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the full tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from fsdp_runtime.sharded.file_systems import file_place, may_share_files
 from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, naming_write_errors, write_and_fsync
 from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
-from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter, TensorHeader
+from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
 from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, require_seen, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor
@@ -240,7 +240,7 @@ def _write_files(
     rank, first = everyone[ranks.index], everyone[0]
     with raise_on_all(ranks):
         require_seen(work, ranks)
-        layouts = [_layout(each) for each in files]
+        layouts = [SafetensorsLayout(each.items) for each in files]
         for each, layout in zip(files, layouts, strict=True):
             if rank == (first if each.writer is None else each.writer):
                 SafetensorsWriter(work / each.name, layout).close()  # its header, and its full size
@@ -266,10 +266,6 @@ def _write_files(
     with raise_on_all(ranks):
         blocks.raise_error()
     return blocks, on_disk
-
-
-def _layout(file: PlannedFile) -> SafetensorsLayout:
-    return SafetensorsLayout([TensorHeader(item.name, item.shape, item.dtype, item.nbytes) for item in file.items])
 
 
 def _planned(

@@ -16,7 +16,7 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import model_mesh
-from fsdp_runtime.sharded.safetensors_io import DTYPE_NAMES, SafetensorsLayout, TensorHeader
+from fsdp_runtime.sharded.safetensors_io import DTYPE_NAMES, SafetensorsLayout
 from fsdp_runtime.weights.adapters import base_state_entries
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
 from fsdp_runtime.weights.file_plan import WriteStep
@@ -152,7 +152,7 @@ def saved_tensors(files: Iterable[PlannedFile]) -> dict[str, HubTensor]:
     """The tensors of the checkpoint that a save writes."""
     found: dict[str, HubTensor] = {}
     for each in files:
-        layout = SafetensorsLayout([TensorHeader(i.name, i.shape, i.dtype, i.nbytes) for i in each.items])
+        layout = SafetensorsLayout(each.items)
         for item in each.items:
             found[item.name] = HubTensor(Path(each.name), item.shape, DTYPE_NAMES[item.dtype], layout.offset(item.name))
     return found

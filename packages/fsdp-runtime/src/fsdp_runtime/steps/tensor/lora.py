@@ -147,7 +147,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     require_equal_on_all({rank: given for rank, (given, _) in step.values.items()})
     tensors = {name: tensors[name] for name in step.values[ranks.global_first][1]}
     full = dict(zip(tensors, full_tensors(list(tensors.values())), strict=True))
-    headers = [TensorHeader(name, tuple(tensor.shape), tensor.dtype, tensor.nbytes) for name, tensor in full.items()]
+    headers = [TensorHeader(name, tuple(tensor.shape), tensor.dtype) for name, tensor in full.items()]
     with work_directory(target, ranks) as work, raise_on_all(ranks):
         if ranks.is_first:
             with SafetensorsWriter(work / _FILE, headers) as file:
