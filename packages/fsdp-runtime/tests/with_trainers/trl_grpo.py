@@ -226,6 +226,10 @@ def _refusals(folder: Path, output: Path) -> list[str]:
                 failures.append(f"{words}: {error}")
         else:
             failures.append(f"{words}: accepted")
+    later = trl.GRPOConfig(**{**base, "per_device_eval_batch_size": 12})
+    trainer = GRPOTrainer(model=model, mesh=mesh, args=later, reward_funcs=reward, train_dataset=rows())
+    with pytest.raises(OptionError, match="choose a multiple"):
+        trainer.evaluate(rows(8))
     forget_accelerate()
     over_cp, mesh = model_on(folder, {"cp": 2})
     try:

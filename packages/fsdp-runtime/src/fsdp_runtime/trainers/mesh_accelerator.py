@@ -312,7 +312,7 @@ class MeshAccelerator(StateMixin, Accelerator):
             state = read().to(self.device)
             dist.broadcast(state, group=group, group_src=0)
             write(state.cpu())
-        others = [random.getstate(), numpy.random.get_state()]
+        others: list[Any] = [random.getstate(), numpy.random.get_state()]
         dist.broadcast_object_list(others, group=group, group_src=0)
         random.setstate(others[0])
         numpy.random.set_state(others[1])
