@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +142,22 @@ def _packed_rows_over_tp() -> float:
 
 def test_packed_rows_are_compiled_with_layers_over_tp(two_ranks: RankPool) -> None:
     assert max(two_ranks.run(_packed_rows_over_tp)) < 1e-5
+
+
+def _compiled_from_disk(folder: str) -> list[str]:
+    """Run rows that ``tp`` does not divide in fresh code, then in what the first run has stored; return the tags."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    mesh = MeshSpec(tp=2).build(device_type="cpu")
+    for _ in range(2):
+        torch.compiler.reset()
+        model = tiny_model("Qwen3ForCausalLM", num_hidden_layers=1).float()
+        model = parallelize(model, mesh, packed_sequences=True, sequence_parallel=True, compile=True)
+        tokens = tiny_inputs(model, batch=1, length=7)["input_ids"]
+        model(input_ids=tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]])).logits.mean().backward()
+    del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    return re.findall(r"tp rank \d+", torch.compiler.config.cache_key_tag)
+
+
+@pytest.mark.slow
+def test_code_on_disk_is_that_of_the_rank_where_parts_of_a_sequence_differ(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(_compiled_from_disk, str(tmp_path)) == [["tp rank 0"], ["tp rank 1"]]

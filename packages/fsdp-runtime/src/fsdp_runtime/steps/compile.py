@@ -119,6 +119,9 @@ class Compile(Step):
         """Compile the blocks."""
         if self.async_tensor_parallel and setup.meshes.tp is not None:
             enable_symmetric_memory(setup.meshes.tp.get_group())
+        layers = setup.step(TensorParallel)
+        if layers is not None and layers.sequence_parallel and setup.meshes.tp is not None:
+            _keep_caches_apart(setup.meshes.tp.get_local_rank())
         for path in setup.structure.blocks:
             block = model.get_submodule(path)
             if not _recomputes_in_graph(found.get("backend", "inductor")):
@@ -130,6 +133,15 @@ class Compile(Step):
             hook_forward(module, effect, before=_leave_to_python, after=_compile_again, always=True)
         disable_cache(model)
         logger.info("torch.compile: %d blocks", len(setup.structure.blocks))
+
+
+def _keep_caches_apart(rank: int) -> None:
+    """Keep code that torch stores on disk apart by the rank of ``tp``."""
+    # Its key has the full shape of a DTensor and not that of the part (torch 2.10 to 2.13): where ``tp`` does not
+    # divide a sequence, a later run would get the code of a rank whose part has another length.
+    tag, config = f"[tp rank {rank}]", torch.compiler.config
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag += tag
 
 
 def _leave_to_python(model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
