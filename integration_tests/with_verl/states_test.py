@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from harness.ranks import RankPool, RanksFailed
 
@@ -64,7 +65,6 @@ def test_a_mixture_a_hybrid_and_a_critic_go_on_on_any_mesh(
     expected = two_ranks.run(actions.save_and_go_on, paths[kind], str(tmp_path), **saved, **options)[0]
     for mesh in loaded:
         close(expected, two_ranks.run(actions.resume, paths[kind], str(tmp_path), **mesh, **options)[0])
-    transformers = pytest.importorskip("transformers")
     auto = transformers.AutoModelForTokenClassification if kind == "value" else transformers.AutoModelForCausalLM
     _, found = auto.from_pretrained(tmp_path / "global_step_1/actor/huggingface", output_loading_info=True)
     assert not found["missing_keys"]
