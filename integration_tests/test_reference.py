@@ -17,7 +17,10 @@ ROOMS = {
         "fsdp_runtime",
         "fsdp_runtime.batching",
         "fsdp_runtime.dry_run",
+        "fsdp_runtime.mesh",
         "fsdp_runtime.meters",
+        "fsdp_runtime.model",
+        "fsdp_runtime.monitor",
         "fsdp_runtime.steps",
         "fsdp_runtime.sync",
         "fsdp_runtime.trainers",
@@ -67,3 +70,12 @@ def test_every_public_name_is_on_its_page(package: str) -> None:
     shown = {entry.rpartition(".")[2] for entry in _entries(package)} | set(re.findall(r"`(\w+)`", page))
     public = {name for room in ROOMS[package] for name in getattr(importlib.import_module(room), "__all__", ())}
     assert sorted(public - shown) == []
+
+
+def test_a_section_names_the_room_of_what_the_package_itself_does_not_have() -> None:
+    page = (ROOT / "docs" / "reference" / "fsdp-runtime.md").read_text()
+    top = {*importlib.import_module("fsdp_runtime").__all__, *vars(importlib.import_module("fsdp_runtime.errors"))}
+    for section in page.split("\n## ")[1:]:
+        names = {entry.rpartition(".")[2] for entry in re.findall(r"^::: (\S+)$", section, re.MULTILINE)} - top
+        rooms = {room for room in ROOMS["fsdp-runtime"] if names & set(importlib.import_module(room).__all__)}
+        assert [room for room in sorted(rooms) if f"`{room}`" not in section] == [], section.partition("\n")[0]
