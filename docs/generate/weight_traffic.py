@@ -24,8 +24,8 @@ INTRODUCTION = """# Weights on big meshes
 
 Look up what a save, a load or a stream of three large models reads, sends and holds on a rank. The numbers are those of
 `fsdp_runtime.dry_run.estimate_weights`, which counts the plans that the calls make; call it for a model and a mesh of
-yours. Each is that of the rank with the most. Weights are in bfloat16 under the names of the checkpoint, eight ranks are
-a host, and everything else is a default.
+yours. Each is that of the rank with the most. Weights are in bfloat16 under the names of the checkpoint, eight ranks
+are a host, and everything else is a default.
 
 - *Read* and *written* are bytes of files, *sent* and *received* what ranks exchange. A load reads whole rows where a
   host needs only some of their columns, unless more than 256 KiB lie between them: a disk that reads 0.8 GB/s takes 0.2
