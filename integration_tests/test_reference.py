@@ -12,7 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "tp-plans": ("tp_plans", "tp_plans.transfer", "tp_plans.styles"),
+    "tp-plans": (
+        "tp_plans",
+        "tp_plans.explanation",
+        "tp_plans.models",
+        "tp_plans.styles",
+        "tp_plans.transfer",
+        "tp_plans.verification",
+    ),
     "fsdp-runtime": (
         "fsdp_runtime",
         "fsdp_runtime.batching",
@@ -72,10 +79,11 @@ def test_every_public_name_is_on_its_page(package: str) -> None:
     assert sorted(public - shown) == []
 
 
-def test_a_section_names_the_room_of_what_the_package_itself_does_not_have() -> None:
-    page = (ROOT / "docs" / "reference" / "fsdp-runtime.md").read_text()
-    top = {*importlib.import_module("fsdp_runtime").__all__, *vars(importlib.import_module("fsdp_runtime.errors"))}
+@pytest.mark.parametrize("package", ["tp-plans", "fsdp-runtime"])
+def test_a_section_names_the_room_of_what_the_package_itself_does_not_have(package: str) -> None:
+    page, name = (ROOT / "docs" / "reference" / f"{package}.md").read_text(), package.replace("-", "_")
+    top = {*importlib.import_module(name).__all__, *vars(importlib.import_module(f"{name}.errors"))}
     for section in page.split("\n## ")[1:]:
         names = {entry.rpartition(".")[2] for entry in re.findall(r"^::: (\S+)$", section, re.MULTILINE)} - top
-        rooms = {room for room in ROOMS["fsdp-runtime"] if names & set(importlib.import_module(room).__all__)}
+        rooms = {room for room in ROOMS[package] if names & set(importlib.import_module(room).__all__)}
         assert [room for room in sorted(rooms) if f"`{room}`" not in section] == [], section.partition("\n")[0]
