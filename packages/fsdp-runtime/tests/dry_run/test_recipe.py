@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, MixtralConfig
 
 from fsdp_runtime import MeshSpec, cli
 from fsdp_runtime.dry_run import Estimate, EstimateError, compare, recipe, sweep
@@ -67,12 +68,31 @@ def test_long_sequences_are_tried_on_ranks_of_cp(monkeypatch: pytest.MonkeyPatch
         return rank_candidates(gpus, [])
 
     monkeypatch.setattr(recipe, "sweep", answer)
-    recipes("config.json", 8, device_memory="80GiB", trainings=("full",))
+    recipes("config.json", 8, device_memory="80GiB", trainings=("full",), ep=(1,))
     assert [(each["seq_len"], each["cp"], each["sequence_parallel"]) for each in asked] == [
         (length, cp, (True,)) for length, cp in ((8192, [1]), (32768, [1, 2]), (131072, [1, 2, 4, 8]))
     ]
     with pytest.raises(EstimateError, match="half"):
         recipes("config.json", 8, device_memory="80GiB", trainings=("half",))
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "sizes"),
+    [(MixtralConfig, 16, (8, 1)), (MixtralConfig, 12, (4, 1)), (MixtralConfig, 1, (1,)), (LlamaConfig, 16, (1,))],
+)
+def test_mixtures_are_tried_on_ranks_of_ep(
+    monkeypatch: pytest.MonkeyPatch, config: Any, gpus: int, sizes: tuple[int, ...]
+) -> None:
+    asked: list[object] = []
+
+    def answer(_model: object, gpus: int, *, ep: object, **_: object) -> object:
+        asked.append(ep)
+        return rank_candidates(gpus, [])
+
+    monkeypatch.setattr(recipe, "sweep", answer)
+    small = config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=16)
+    recipes(small, gpus, device_memory="80GiB", trainings=("full",), lengths=(8192,))
+    assert asked == [sizes]
 
 
 def test_what_does_not_fit_and_what_is_refused_is_listed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def recipes(
     device_memory: int | str,
     lengths: Sequence[int] = (8192, 32768, 131072),
     trainings: Sequence[str] = ("full", "lora"),
-    ep: Sequence[int] = (1,),
+    ep: Sequence[int] | None = None,
     hardware: str = "H100",
     every: bool = False,
     workers: int = 2,
@@ -36,13 +37,14 @@ def recipes(
     # The least divided meshes are tried first, up to one that fits; ``every`` sweeps them all. Blocks recompute,
     # activations are sharded over ``tp`` where it has several ranks, the loss holds no logits, and the optimizer is the
     # fused AdamW. ``"full"`` training has float32 shards, gradients and moments, ``"lora"`` bfloat16. Long sequences
-    # are also tried on several ranks of ``cp``.
+    # are also tried on several ranks of ``cp``, and with ``ep=None`` mixtures on 8 ranks of ``ep`` where these divide
+    # the GPUs.
     require_model_source(model)
     if unknown := [name for name in trainings if name not in _TRAININGS]:
         raise EstimateError(f"training {unknown[0]!r}: write one of {', '.join(_TRAININGS)}")
     options: dict[str, Any] = {
         "device_memory": parse_bytes(device_memory),
-        "ep": ep,
+        "ep": _sizes_of_ep(model, gpus) if ep is None else ep,
         "hardware": hardware,
         "enough": None if every else 1,
         "workers": workers,
@@ -69,6 +71,19 @@ def recipes(
         for training in trainings
         for length in lengths
     ]
+
+
+def _sizes_of_ep(model: str | Path | Any, gpus: int) -> tuple[int, ...]:
+    import torch  # with the model, when a recipe is made
+
+    from fsdp_runtime.dry_run.build_model import build_model
+    from tp_plans import CapabilityError, with_expert_parallelism
+
+    try:
+        with_expert_parallelism(None, build_model(model, torch.bfloat16))
+    except CapabilityError:  # no stacked experts
+        return (1,)
+    return tuple(dict.fromkeys((math.gcd(8, gpus), 1)))
 
 
 def _sizes_of_cp(gpus: int, seq_len: int) -> list[int]:
