@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_runtime.dry_run.adapters import WithAdapters
+from fsdp_runtime.dry_run.adapters import WithAdapters, not_adapted
 from fsdp_runtime.dry_run.compare import sweep
 from fsdp_runtime.dry_run.parse_args import parse_bytes, require_model_source
 from fsdp_runtime.dry_run.sweep_types import Recipe
@@ -42,9 +42,10 @@ def recipes(
     require_model_source(model)
     if unknown := [name for name in trainings if name not in _TRAININGS]:
         raise EstimateError(f"training {unknown[0]!r}: write one of {', '.join(_TRAININGS)}")
+    sizes_of_ep, without_adapters = _ask(model, gpus)
     options: dict[str, Any] = {
         "device_memory": parse_bytes(device_memory),
-        "ep": _sizes_of_ep(model, gpus) if ep is None else ep,
+        "ep": sizes_of_ep if ep is None else ep,
         "hardware": hardware,
         "enough": None if every else 1,
         "workers": workers,
@@ -67,23 +68,26 @@ def recipes(
                 **_TRAININGS[training],
                 **options,
             ),
+            without_adapters=without_adapters,
         )
         for training in trainings
         for length in lengths
     ]
 
 
-def _sizes_of_ep(model: str | Path | Any, gpus: int) -> tuple[int, ...]:
+def _ask(model: str | Path | Any, gpus: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the sizes of ``ep`` that a model is tried with, and the layers that LoRA leaves as they are."""
     import torch  # with the model, when a recipe is made
 
     from fsdp_runtime.dry_run.build_model import build_model
     from tp_plans import CapabilityError, with_expert_parallelism
 
+    built = build_model(model, torch.bfloat16)
     try:
-        with_expert_parallelism(None, build_model(model, torch.bfloat16))
+        with_expert_parallelism(None, built)
     except CapabilityError:  # no stacked experts
-        return (1,)
-    return tuple(dict.fromkeys((math.gcd(8, gpus), 1)))
+        return (1,), not_adapted(built)
+    return tuple(dict.fromkeys((math.gcd(8, gpus), 1))), not_adapted(built)
 
 
 def _sizes_of_cp(gpus: int, seq_len: int) -> list[int]:
