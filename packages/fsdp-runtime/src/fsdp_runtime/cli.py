@@ -99,7 +99,7 @@ def _add_recipe(commands: Any) -> None:
     )
     command.add_argument("--lengths", type=_integers, default=(8192, 32768, 131072), metavar="TOKENS,...")
     command.add_argument("--trainings", default="full,lora", metavar="KIND,...", help="full, lora (default: both)")
-    command.add_argument("--ep", type=_integers, default=(1,), metavar="N,...", help="sizes of ep (default: 1)")
+    command.add_argument("--ep", type=_integers, metavar="N,...", help="sizes of ep (default: 8 and 1 for a mixture)")
     command.add_argument(
         "--hardware", default="H100", help="whose time orders meshes: A100, H100 (default), H200, B200"
     )
