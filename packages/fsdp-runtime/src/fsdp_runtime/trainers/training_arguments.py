@@ -27,8 +27,8 @@ _SAMPLING = frozenset({"random", "sequential"})
 _DISPATCHED = "accelerator_config's dispatch_batches"
 #: Where an option is set that is refused, its name, and what to do instead.
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (lambda args: bool(args.fsdp), "fsdp", "it is sharded already: use parallelize(..., fsdp=FSDPOptions(...))"),
-    (lambda args: bool(args.deepspeed), "deepspeed", "it is sharded already: use MeshSpec(dp_shard=...)"),
+    (lambda args: bool(args.fsdp), "fsdp", "use parallelize(..., fsdp=FSDPOptions(...))"),
+    (lambda args: bool(args.deepspeed), "deepspeed", "use MeshSpec(dp_shard=...)"),
     (
         lambda args: args.parallelism_config is not None,
         "parallelism_config",
