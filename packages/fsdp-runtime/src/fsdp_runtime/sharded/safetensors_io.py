@@ -69,23 +69,29 @@ _STARTED_AFTER = 2**25
 
 
 @dataclass(frozen=True)
-class TensorHeader:
-    """Name, shape and dtype of a tensor that a file is going to hold."""
+class WeightInfo:
+    """The metadata with which a file, or a receiver, allocates a weight.
+
+    Args:
+        name: the weight's name.
+        dtype: its dtype.
+        shape: its full shape.
+    """
 
     name: str
-    shape: tuple[int, ...]
     dtype: torch.dtype
+    shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full tensor."""
+        """Bytes of the weight."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsLayout:
     """Where each tensor of a safetensors file lies, known before the first byte is written."""
 
-    def __init__(self, tensors: Sequence[TensorHeader]) -> None:
+    def __init__(self, tensors: Sequence[WeightInfo]) -> None:
         # Wider elements first, so that every tensor begins at a multiple of its element's size.
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
         offsets: dict[str, int] = {}
@@ -118,7 +124,7 @@ class SafetensorsWriter:
     Without ``create`` another process has made the file, which is opened at the first write.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[TensorHeader] | SafetensorsLayout, *, create: bool = True) -> None:
+    def __init__(self, path: Path, tensors: Sequence[WeightInfo] | SafetensorsLayout, *, create: bool = True) -> None:
         self._layout = tensors if isinstance(tensors, SafetensorsLayout) else SafetensorsLayout(tensors)
         self._path, self._descriptor, self._unstarted = path, -1, 0
         if create:

@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks
-from fsdp_runtime.weights.stream import Bucket, WeightExport, WeightInfo
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
+from fsdp_runtime.weights.stream import Bucket, WeightExport
 
 
 def send_weights(

@@ -140,7 +140,7 @@ def _adapter_groups(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) ->
     groups = []
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        item = ExportedTensor(name, shape, dtype or tensor.dtype, [identity_chunk(name, shape)])
+        item = ExportedTensor(name, dtype or tensor.dtype, shape, [identity_chunk(name, shape)])
         groups.append(ExportGroup({name: tensor}, [item], None, {}, item.nbytes))
     return groups
 

@@ -24,8 +24,9 @@ from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.weights.stream import WeightExport, WeightInfo
+from fsdp_runtime.weights.stream import WeightExport
 from tp_plans.transfer import Box, TransferLayout
 
 _base: Any = None

@@ -15,9 +15,10 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sharded.collectives import own_rank
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sync.engine_client import EngineClient
 from fsdp_runtime.sync.vllm_source import WeightSource
-from fsdp_runtime.weights.stream import WeightExport, WeightInfo
+from fsdp_runtime.weights.stream import WeightExport
 
 #: The longest that one rank waits for the others to say what became of an update, beyond the update's own time.
 GRACE_S = 10.0

@@ -25,7 +25,7 @@ from fsdp_runtime.sharded.collectives import (
 )
 from fsdp_runtime.sharded.host_staging import HostStaging, drained
 from fsdp_runtime.sharded.paths import require_path
-from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
 from fsdp_runtime.sharded.work_directory import require_seen, work_directory
 from fsdp_runtime.training_state.directory import commit
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor, checksum
@@ -177,7 +177,7 @@ def save_training_state(
 class _Chunk:
     """A chunk that this rank writes, and its bytes, which may be taken once: on the host, in order, in pieces."""
 
-    header: TensorHeader
+    header: WeightInfo
     start: tuple[int, ...]
     pieces: Iterator[Tensor]
 
@@ -252,7 +252,7 @@ def _staged_chunks(tensors: Mapping[str, Tensor], ranks: ModelRanks, staging: Ho
     """Return the chunks that this rank writes; they are copied to host memory now, or each when it is written."""
     chunks = []
     for name, slices, local in chunks_to_write(tensors, ranks):
-        header = TensorHeader(name, tuple(local.shape), local.dtype)
+        header = WeightInfo(name, local.dtype, tuple(local.shape))
         pieces = _on_host(local) if staging is None else drained(staging.copy(local))
         chunks.append(_Chunk(header, tuple(side.start for side in slices), pieces))
     if staging is not None:

@@ -13,14 +13,14 @@ from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_unquantized
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
-from fsdp_runtime.sharded.safetensors_io import TensorHeader
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, lora_factors, merge_lora
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.naming import Names, canonical_names, export_mapping
 
 
 @dataclass(frozen=True)
-class ExportedTensor(TensorHeader):
+class ExportedTensor(WeightInfo):
     """A tensor as it is exported."""
 
     chunks: Sequence[Chunk] | None  # of the model's tensors; ``None`` if only the conversion makes it
@@ -82,11 +82,11 @@ def export_groups(
     for name in tensors:
         if (target := mapping.renamed.get(name)) is not None:
             spec = specs[name]
-            exported = [ExportedTensor(target, spec.shape, spec.dtype, [identity_chunk(name, spec.shape)])]
+            exported = [ExportedTensor(target, spec.dtype, spec.shape, [identity_chunk(name, spec.shape)])]
             groups.append(_group([name], exported, None, tensors, factors))
         elif (conversion := conversion_at.get(name)) is not None:
             converted = trace_conversion(conversion, specs)
-            exported = [ExportedTensor(out, item.shape, item.dtype, item.chunks) for out, item in converted.items()]
+            exported = [ExportedTensor(out, item.dtype, item.shape, item.chunks) for out, item in converted.items()]
             groups.append(_group(conversion.sources, exported, conversion, tensors, factors))
     return groups
 

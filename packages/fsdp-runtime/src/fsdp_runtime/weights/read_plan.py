@@ -119,7 +119,7 @@ def _by_place(filled: Sequence[tuple[Tensor, Sequence[Chunk]]], stored: Mapping[
     for tensor, chunks in filled:
         for chunk in chunks:
             name, given = chunk.source, stored[chunk.source]
-            found.setdefault(name, _Stored(ExportedTensor(name, given.shape, given.torch_dtype, None), given))
+            found.setdefault(name, _Stored(ExportedTensor(name, given.torch_dtype, given.shape, None), given))
             found[name].fills.append((chunk, tensor))
     return sorted(found.values(), key=lambda each: (each.stored.file, each.stored.start))
 
