@@ -24,23 +24,13 @@ from fsdp_runtime.weights import stream_weights
 from fsdp_runtime.weights.adapters import adapter_tensors
 from fsdp_runtime.weights.stream import WeightExport
 
-_ADAPTER = "default"
-
-
-def full_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight in full, an adapter merged, by the names of the checkpoint.  Collective."""
-    return stream_weights(model, dtype=dtype)
-
-
-def adapter_config(model: Any) -> dict[str, Any]:
-    """Return the adapter's config as verl hands it to rollouts: peft's, with its types as enums."""
-    config: dict[str, Any] = model.peft_config[_ADAPTER].to_dict()
-    return config
+#: The name of the adapter that verl trains.
+ADAPTER = "default"
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapter's factors in full, by the names that peft gives them on disk.  Collective."""
-    for name, tensor in adapter_tensors(model, state_entries(model), _ADAPTER).items():
+    for name, tensor in adapter_tensors(model, state_entries(model), ADAPTER).items():
         full = tensor.detach()
         yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
@@ -48,7 +38,7 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under an adapter, by the names that a rollout with adapters has for them.  Collective."""
     # A rollout with adapters wraps the layers that have one: vLLM's loader takes ``….base_layer.weight`` for these.
-    config = model.peft_config[_ADAPTER]
+    config = model.peft_config[ADAPTER]
     with model.disable_adapter():
         for name, tensor in stream_weights(model, dtype=dtype):
             yield replace_lora_wrapper(name, config), tensor
