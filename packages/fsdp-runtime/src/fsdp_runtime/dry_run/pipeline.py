@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -154,7 +154,7 @@ def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, tra
         compiled=step.compiled,
         offload_activations=step.offload_activations,
         attention_kernels=step.attention_kernels,
-        blocks=trace.blocks,
+        blocks=trace.summary.blocks,
         traced=trace.traced,
         scaling=trace.scaling,
     )
@@ -173,13 +173,12 @@ def _names_single_blocks(parallelism: Parallelism) -> bool:
 
 
 class _Trace(NamedTuple):
-    """The summary of the full model, its number of blocks, those of each trace, how they were scaled, and the tapes."""
+    """The summary of the full model, the blocks of each trace, and how they were scaled."""
 
     summary: Summary
-    blocks: int
     traced: tuple[int, ...]
     scaling: str
-    tapes: tuple[Tape, ...]
+    smaller: Tape | None = None  # of the smaller of two traces
     repeated: RepeatedBlocks | None = None
 
 
@@ -202,7 +201,7 @@ def _trace(
         report("adding up", 3, _STEPS)
         reason = ", as requested" if exact else ", because the plan has rules for single blocks" if by_block else ""
         reason = reason or ": too few of them repeat to trace fewer"
-        return _Trace(summary, blocks, (summary.blocks,), f"all {blocks} blocks were traced{reason}", _tapes(summary))
+        return _Trace(summary, (blocks,), f"all {blocks} blocks were traced{reason}")
     stack = full.structure.decoder[0].rpartition(".")[0]
     summaries: list[Summary] = []
     for done, count in enumerate((repeated.min_count, repeated.min_count + 1), start=2):
@@ -221,12 +220,8 @@ def _trace(
         f"each of the others, which are identical (blocks {repeated.start} to "
         f"{repeated.start + repeated.count * repeated.period - 1} repeat)"
     )
-    full_summary = scale_up(small, large, repeated, shift_block)
-    return _Trace(full_summary, blocks, (small.blocks, large.blocks), scaling, _tapes(small, large), repeated)
-
-
-def _tapes(*summaries: Summary) -> tuple[Tape, ...]:
-    return tuple(summary.tape for summary in summaries if summary.tape is not None)
+    scaled = scale_up(small, large, repeated, shift_block)
+    return _Trace(scaled, (small.blocks, large.blocks), scaling, small.tape, repeated)
 
 
 def _trace_traceable(
@@ -249,7 +244,8 @@ def _trace_traceable(
             summary = trace_step(traced, parallelism, mesh, step, without_grad)
         except UntraceableError as error:
             pattern = wildcard(error.module)
-            if pattern in left_out or not _is_inside(error.module, template.structure.decoder):
+            inside_blocks = any(error.module.startswith(f"{block}.") for block in template.structure.decoder)
+            if pattern in left_out or not inside_blocks:
                 raise
             left_out[pattern] = error.operator
             continue
@@ -259,10 +255,6 @@ def _trace_traceable(
             continue
         assumptions = tuple((operator, pattern, LEFT_OUT) for pattern, operator in left_out.items())
         return replace(summary, assumptions=(*summary.assumptions, *assumptions))
-
-
-def _is_inside(module: str, blocks: Sequence[str]) -> bool:
-    return any(module.startswith(f"{block}.") for block in blocks)
 
 
 def _return_input(*args: Any, **kwargs: Any) -> Any:
@@ -283,7 +275,9 @@ def _memory(trace: _Trace, step: StepConfig, world_size: int, device_memory: int
         Peak(phase=phase, module=sample.event.module, operator=sample.event.operator, nbytes=on_device(sample.nbytes))
         for phase, sample in peaks(summary).items()
     )
-    constants = constant_costs(step.constants, world_size=world_size, axes=_used_axes(summary))
+    # Groups of ranks that communicate have a communicator each.
+    groups = len({ranks for _, _, ranks in summary.traffic if len(ranks) > 1})
+    constants = constant_costs(step.constants, world_size=world_size, axes=groups)
     available = None if device_memory is None else device_memory - sum(constants.values())
     return Memory(
         resident=on_device(_without(summary.before, ("inputs",))),
@@ -304,9 +298,9 @@ def _reserved(trace: _Trace, step: StepConfig, available: int | None, *, offload
     reserved: int | None = None
     for settings in (*limited, step.allocator):
         found = replay(
-            trace.tapes[-1],
+            trace.summary.tape,
             settings,
-            smaller=trace.tapes[0] if trace.repeated is not None else None,
+            smaller=trace.smaller,
             repeated=trace.repeated,
             micro_batches=step.micro_batches,
             workspaces=WORKSPACES if "cublas" in step.constants else 0,
@@ -316,11 +310,6 @@ def _reserved(trace: _Trace, step: StepConfig, available: int | None, *, offload
         if found is None or found.fits:
             break
     return reserved
-
-
-def _used_axes(summary: Summary) -> int:
-    """Return the number of groups of ranks that communicate, each over a communicator of its own."""
-    return len({ranks for _, _, ranks in summary.traffic if len(ranks) > 1})
 
 
 def _without(nbytes: MemoryBreakdown, categories: Collection[str]) -> MemoryBreakdown:
