@@ -102,8 +102,12 @@ def _as_forward(function: Callable[..., Tensor]) -> Forward:
 
 def _on_logits(compute: OnLogits) -> Forward:
     def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
-        logits = _logits(model(**inputs))
-        targets = inputs["input_ids"]
+        output, targets = model(**inputs), inputs["input_ids"]
+        logits = logits_of(output)
+        if logits is None:
+            raise EstimateError(
+                f"the model returned a {type(output).__name__} without logits: pass logprobs=function(model, inputs)"
+            )
         if logits.ndim != targets.ndim + 1:
             raise EstimateError(
                 f"{type(model).__name__} gives logits of shape {[*logits.shape]}, not of every token: pass "
@@ -129,15 +133,6 @@ def _on_hidden(compute: HeadLoss) -> Forward:
         return found
 
     return forward
-
-
-def _logits(output: Any) -> Tensor:
-    found = logits_of(output)
-    if found is None:
-        raise EstimateError(
-            f"the model returned a {type(output).__name__} without logits: pass logprobs=function(model, inputs)"
-        )
-    return found
 
 
 def _from_rl_logprobs(name: str) -> Callable[..., Any]:

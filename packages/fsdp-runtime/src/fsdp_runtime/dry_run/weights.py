@@ -106,6 +106,7 @@ def describe_weights(
     from fsdp_runtime.sharded.file_systems import FilePlace
     from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, WeightExport
     from fsdp_runtime.weights.traffic import (
+        RankTraffic,
         load_traffic,
         model_ranks,
         save_traffic,
@@ -128,7 +129,10 @@ def describe_weights(
         "stream": stream_traffic(export, options, ranks),
     }
     if transfer is not None:
-        found["sync"] = _of_transfer(transfer, options.bucket_bytes)
+        for rank in transfer.ranks:
+            sent, received = transfer.bytes_sent(rank), transfer.bytes_received(rank)
+            held = min(options.bucket_bytes, sent + received)
+            found.setdefault("sync", {})[rank] = RankTraffic(sent=sent, received=received, held=held)
     return [WeightTraffic(action, by_rank, ranks_per_host) for action, by_rank in found.items()]
 
 
@@ -170,13 +174,3 @@ def estimate_weights(
     built = build_model(model, parse_dtype(dtype))
     with fake_world(parse_mesh_spec(mesh), rank=0) as device_mesh:
         return describe_weights(parallelize(built, device_mesh, **(options or {})), **described)
-
-
-def _of_transfer(plan: TransferPlan, bucket_bytes: int) -> ByRank:
-    from fsdp_runtime.weights.traffic import RankTraffic
-
-    found = {}
-    for rank in plan.ranks:
-        sent, received = plan.bytes_sent(rank), plan.bytes_received(rank)
-        found[rank] = RankTraffic(sent=sent, received=received, held=min(bucket_bytes, sent + received))
-    return found
