@@ -223,11 +223,10 @@ def _inputs(model: nn.Module, mesh: DeviceMesh, step: StepConfig) -> dict[str, T
 
 
 class _LocalOptimizer:
-    """An optimizer on this rank's shards, with the state that it has from the second step on.
+    """An optimizer on this rank's shards, with the state that it has from the second step on."""
 
-    It allocates what the same optimizer allocates on the DTensors, whose operators work on the shards one by one; the
-    search for a sharding of every list of DTensors, a third of the time of a trace, is left out.
-    """
+    # It allocates what the same optimizer allocates on the DTensors, whose operators work on the shards one by one; the
+    # search for a sharding of every list of DTensors, a third of the time of a trace, is left out.
 
     def __init__(
         self, make: Callable[[list[Any]], torch.optim.Optimizer], model: nn.Module, without_grad: frozenset[str]

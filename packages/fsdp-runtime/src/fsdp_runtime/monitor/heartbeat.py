@@ -36,10 +36,9 @@ class LostRank:
 
 
 class HeartbeatStore:
-    """The keys of one monitor in a store; ``name`` is equal on every rank, and different for every monitor.
+    """The keys of one monitor in a store; ``name`` is equal on every rank, and different for every monitor."""
 
-    A connection of ``connect`` serves one call at a time, and some calls wait.
-    """
+    # A connection of ``connect`` serves one call at a time, and some calls wait.
 
     def __init__(self, connect: Callable[[], Store], name: str, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
@@ -96,11 +95,10 @@ def _tick_key(count: int) -> str:
 
 
 class FailureDetector:
-    """Count for how many rounds each rank's heartbeat has not changed.
+    """Count for how many rounds each rank's heartbeat has not changed."""
 
-    Rounds are counted instead of clock seconds, so that a process that was itself stopped for a while does not take the
-    others for dead when it continues.
-    """
+    # Rounds are counted instead of clock seconds, so that a process that was itself stopped for a while does not take
+    # the others for dead when it continues.
 
     def __init__(self, interval: float, timeout: float) -> None:
         self._interval, self._timeout = interval, timeout

@@ -89,10 +89,8 @@ class RankStep:
 
 @contextmanager
 def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
-    """Run a rank-local step on every rank; an exception on one rank raises on all.  Collective.
-
-    Other ranks than the one that failed raise :class:`OtherRankError`.
-    """
+    """Run a rank-local step on every rank; an exception on one rank raises on all.  Collective."""
+    # Other ranks than the one that failed raise :class:`OtherRankError`.
     step = RankStep()
     try:
         yield step
@@ -164,10 +162,8 @@ _EXCHANGE_TAG = 3000
 
 
 def exchange_bytes(ranks: ModelRanks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-    """Send one tensor to each of some ranks and fill one from each of some, all at once; ranks are global.
-
-    Pairs that one axis connects use its group, whose connections other collectives have made already.
-    """
+    """Send one tensor to each of some ranks and fill one from each of some, all at once; ranks are global."""
+    # Pairs that one axis connects use its group, whose connections other collectives have made already.
     members = [set(dist.get_process_group_ranks(group)) for group in ranks.groups]
     by_group: dict[ProcessGroup | None, list[dist.P2POp]] = {}
     for way, tensors in ((dist.isend, outgoing), (dist.irecv, incoming)):

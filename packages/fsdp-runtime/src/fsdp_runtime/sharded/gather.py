@@ -58,12 +58,10 @@ class _GatheredChunks:
 def full_tensors(
     tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None, to: int | None = None
 ) -> Iterator[Tensor]:
-    """Return an iterator over the full tensors in order; plain tensors are unchanged.  Collective.
-
-    All communication has started when this returns, after a conversion of floating-point tensors to ``dtype``.  With
-    ``to``, a global rank, the others take part in the gathers that it needs: they exhaust the iterator, whose tensors
-    are of no use there.
-    """
+    """Return an iterator over the full tensors in order; plain tensors are unchanged.  Collective."""
+    # All communication has started when this returns, after a conversion of floating-point tensors to ``dtype``. With
+    # ``to``, a global rank, the others take part in the gathers that it needs: they exhaust the iterator, whose tensors
+    # are of no use there.
     pending = [_pending(tensor.detach(), dtype, to) for tensor in tensors]
     ready: list[Tensor | _GatheredChunks] = [item.tensor for item in pending]
     while waiting := [index for index, item in enumerate(pending) if item.steps]:

@@ -17,20 +17,16 @@ _POSITION, _MIX = 2654435761, -7046029254386353131
 
 
 def hash_bits(local: Tensor) -> Tensor:
-    """Return a 64-bit hash of the elements' bits and positions, a 0-d int64 tensor on the tensor's device.
-
-    Folding after the multiplication keeps sums from cancelling, as they would for two small integers changed in
-    opposite directions.
-    """
+    """Return a 64-bit hash of the elements' bits and positions, a 0-d int64 tensor on the tensor's device."""
+    # Folding after the multiplication keeps sums from cancelling, as they would for two small integers changed in
+    # opposite directions.
     return hash_box(local, local.shape, full_box(local.shape))
 
 
 @torch.no_grad()
 def hash_box(values: Tensor, shape: Sequence[int], box: Box) -> Tensor:
-    """Return the addend of a box to the hash of a full tensor of ``shape``; those of its parts sum to it.
-
-    Sums wrap around in 64 bits, equally on every rank.
-    """
+    """Return the addend of a box to the hash of a full tensor of ``shape``; those of its parts sum to it."""
+    # Sums wrap around in 64 bits, equally on every rank.
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     if not values.numel():
         return total

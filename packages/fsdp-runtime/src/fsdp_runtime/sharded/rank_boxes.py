@@ -18,14 +18,10 @@ from tp_plans.transfer import Box, StoredBlock, intersection, mesh_boxes
 
 
 class BoxOwners:
-    """Finds the ranks that have a part of a tensor; all tensors of one layout are looked through once.
-
-    Args:
-        everyone: the ranks that have a plain tensor.
-    """
+    """Finds the ranks that have a part of a tensor; all tensors of one layout are looked through once."""
 
     def __init__(self, everyone: Sequence[int]) -> None:
-        self._everyone = everyone
+        self._everyone = everyone  # the ranks that have a plain tensor
         self._found: dict[Hashable, tuple[Tensor, list[tuple[Box, tuple[int, ...]]]]] = {}
 
     def near(self, tensor: Tensor, slices: Slices) -> Iterator[tuple[Box, tuple[int, ...]]]:
@@ -66,11 +62,9 @@ def rank_boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]
 
 
 def _twins(mesh: DeviceMesh) -> dict[int, int]:
-    """The rank of a mesh that holds the same as each rank of its root mesh.
-
-    A tensor on a submesh, as FSDP2 puts what ``tp`` does not shard, is replicated over the axes that the submesh lacks:
-    a rank holds the same as the one of the submesh with its coordinate on all other axes.
-    """
+    """The rank of a mesh that holds the same as each rank of its root mesh."""
+    # A tensor on a submesh, as FSDP2 puts what ``tp`` does not shard, is replicated over the axes that the submesh
+    # lacks: a rank holds the same as the one of the submesh with its coordinate on all other axes.
     ranks = root_mesh(mesh).mesh
     places = {
         int(rank): place

@@ -119,10 +119,9 @@ class SafetensorsLayout:
 
 
 class SafetensorsWriter:
-    """Write a safetensors file whose tensors are known beforehand, in any order, alone or with other processes.
+    """Write a safetensors file whose tensors are known beforehand, in any order, alone or with other processes."""
 
-    Without ``create`` another process has made the file, which is opened at the first write.
-    """
+    # Without ``create`` another process has made the file, which is opened at the first write.
 
     def __init__(self, path: Path, tensors: Sequence[WeightInfo] | SafetensorsLayout, *, create: bool = True) -> None:
         self._layout = tensors if isinstance(tensors, SafetensorsLayout) else SafetensorsLayout(tensors)
@@ -287,10 +286,8 @@ class SafetensorsReader:
             raise self._damaged(file, error) from error
 
     def identity(self) -> tuple[tuple[str, int, bytes, tuple[int, int]], ...]:
-        """Return names, sizes and hashes of headers, the same on two ranks that have opened the same files.
-
-        The inode and the time of change follow, which copies of a file do not share.
-        """
+        """Return names, sizes and hashes of headers, the same on two ranks that have opened the same files."""
+        # The inode and the time of change follow, which copies of a file do not share.
         found = []
         for file, opened in sorted(self._files.items()):
             size, changed = opened.version

@@ -33,12 +33,10 @@ def mesh_layout_of(placement: Placement) -> MeshLayout:
 def local_slices(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[slice, ...]:
-    """Return the slices of a full tensor of ``shape`` that the rank at ``coordinate`` of the mesh holds.
-
-    They match FSDP2's layout for uneven strided shards too, where DTensor's own arithmetic (torch 2.13) is wrong from
-    three data-parallel ranks on: for a dim of 7 over ``dp_shard=3, tp=2`` it expects the last element on rank (2, 0),
-    and FSDP2 stores it on (2, 1).
-    """
+    """Return the slices of a full tensor of ``shape`` that the rank at ``coordinate`` of the mesh holds."""
+    # They match FSDP2's layout for uneven strided shards too, where DTensor's own arithmetic (torch 2.13) is wrong from
+    # three data-parallel ranks on: for a dim of 7 over ``dp_shard=3, tp=2`` it expects the last element on rank (2, 0),
+    # and FSDP2 stores it on (2, 1).
     start, size = [0] * len(shape), list(shape)
     for step in shard_steps(placements, mesh_shape):
         offset, length = step.chunk_range(size[step.dim], coordinate[step.axis])

@@ -52,12 +52,11 @@ class _Shared:
 
 
 class QuantizedShards:
-    """The quantized parts of a model's shards: their layout on all ranks, and this rank's local tensors.
+    """The quantized parts of a model's shards: their layout on all ranks, and this rank's local tensors."""
 
-    A block whose borders cut no cell with one scale is quantized without communication.  The largest magnitudes of cut
-    cells, and of full weights where the format needs them, are combined over the model's ranks.  The bits are those of
-    :meth:`Quantization.quantize` on the full weight.
-    """
+    # A block whose borders cut no cell with one scale is quantized without communication. The largest magnitudes of cut
+    # cells, and of full weights where the format needs them, are combined over the model's ranks. The bits are those of
+    # :meth:`Quantization.quantize` on the full weight.
 
     def __init__(
         self,
@@ -146,11 +145,9 @@ class QuantizedShards:
         return block_view(self._source, own.weight, own.block, own.block.box)
 
     def _magnitudes(self) -> tuple[dict[int, Tensor], Tensor]:
-        """The magnitudes of this rank's blocks that others need too, and those of all ranks.
-
-        They are exchanged as the bits of float32 numbers, whose order for numbers from zero is that of integers, with
-        NaN the largest: a maximum of floats may lose a NaN.
-        """
+        """The magnitudes of this rank's blocks that others need too, and those of all ranks."""
+        # They are exchanged as the bits of float32 numbers, whose order for numbers from zero is that of integers, with
+        # NaN the largest: a maximum of floats may lose a NaN.
         device = next((self._view(own).device for own in self._own), torch.device("cpu"))
         numbers = torch.zeros(self._count, dtype=torch.int32, device=device)
         kept = {}

@@ -35,10 +35,8 @@ ALIGNMENT = 8
 
 
 def windows_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], bucket_bytes: int) -> int:
-    """Return into how many equal windows a plan has to be cut for a rank to have at most a bucket in each.
-
-    A power of two: a rank that needs fewer can do with more, so that ranks need to agree on the largest.
-    """
+    """Return into how many equal windows a plan has to be cut for a rank to have at most a bucket in each."""
+    # A power of two: a rank that needs fewer can do with more, so that ranks need to agree on the largest.
     remote = [(each, aligned(each.nbytes)) for each in transfers if not each.is_local]
     limit = bucket_bytes // ALIGNMENT * ALIGNMENT
     windows = 1
@@ -54,12 +52,11 @@ def fits_in_one_round(plan: TransferPlan, bucket_bytes: int) -> bool:
 
 
 def rounds_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], windows: int) -> list[Round]:
-    """Return the rounds in which a rank has part, in order; each has one message for another rank at most.
-
-    The plan's transfers follow one another on a line, which is cut into windows; a round is what ranks send themselves
-    in a window, or what they pass on once, twice and so on.  All ranks have the same windows, and a rank the rounds of
-    its own transfers, so that both ranks of a message make the same one, in the same order as their others.
-    """
+    """Return the rounds in which a rank has part, in order; each has one message for another rank at most."""
+    # The plan's transfers follow one another on a line, which is cut into windows; a round is what ranks send
+    # themselves in a window, or what they pass on once, twice and so on. All ranks have the same windows, and a rank
+    # the rounds of its own transfers, so that both ranks of a message make the same one, in the same order as their
+    # others.
     tensors = plan.destination.tensors
     remote = [(each, each) for each in transfers if not each.is_local]
     return [

@@ -27,10 +27,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SharedBuckets:
-    """This rank's bucket and those of the other ranks of its host; a context manager.
+    """This rank's bucket and those of the other ranks of its host; a context manager."""
 
-    What the group carries for a message is the place of its bytes in the bucket of the sender.
-    """
+    # What the group carries for a message is the place of its bytes in the bucket of the sender.
 
     def __init__(self, rounds: Sequence[Round], rank: int, handshake: Handshake) -> None:
         self._rank, self._maps = rank, dict[int, mmap.mmap]()

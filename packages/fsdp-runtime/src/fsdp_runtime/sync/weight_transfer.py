@@ -203,10 +203,9 @@ class WeightTransfer:
             )
 
     def _bounded(self, part: Callable[[], Any], what: str) -> None:
-        """Run a part of an update in a thread, and wait for it no longer than ``timeout_s``.
-
-        A collective that a lost peer does not answer cannot be interrupted; the thread that waits in it is left behind.
-        """
+        """Run a part of an update in a thread, and wait for it no longer than ``timeout_s``."""
+        # A collective that a lost peer does not answer cannot be interrupted; the thread that waits in it is left
+        # behind.
         if self._thread is not None and self._thread.is_alive():
             raise WeightSyncError("an earlier update still waits for the server or another rank: restart the trainer")
         outcome: list[BaseException] = []

@@ -132,10 +132,9 @@ def _is_inside(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
 
 
 def _overlap(chunks: Sequence[StoredChunk]) -> bool:
-    """Return whether two chunks have an element in common; a chunk is compared with those that reach its first index.
-
-    Along the dim on which most chunks begin at different indices these are few, for shards of a mesh.
-    """
+    """Return whether two chunks have an element in common."""
+    # A chunk is compared with those that reach its first index. Along the dim on which most chunks begin at different
+    # indices these are few, for shards of a mesh.
     filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
     if len(filled) < 2:
         return False

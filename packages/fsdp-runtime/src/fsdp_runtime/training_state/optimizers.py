@@ -127,10 +127,8 @@ def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping
 def restore_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], saved: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Restore an optimizer's settings, and give it a state of empty tensors in place of its own.
-
-    Yields ``<parameter>/<key>`` and the tensor to fill.
-    """
+    """Restore an optimizer's settings, and give it a state of empty tensors in place of its own."""
+    # Yields ``<parameter>/<key>`` and the tensor to fill.
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in settings.items():
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):

@@ -39,11 +39,9 @@ class LoraFactors:
 def base_state_entries(
     model: nn.Module, entries: Sequence[StateEntry] | None = None, *, exported: bool = False
 ) -> list[StateEntry]:
-    """Return the state entries of a model without its adapters, under the names of the base model.
-
-    Of a module that an adapter trains in full there are two copies.  The base model's is returned, and the adapter's
-    without data; with ``exported`` the copy of the adapter in force alone.
-    """
+    """Return the state entries of a model without its adapters, under the names of the base model."""
+    # Of a module that an adapter trains in full there are two copies. The base model's is returned, and the adapter's
+    # without data; with ``exported`` the copy of the adapter in force alone.
     if not is_peft_model(model):
         return state_entries(model) if entries is None else list(entries)
     base = base_model(model)
@@ -106,11 +104,9 @@ def _require_disabled(place: Place) -> None:
 def merge_lora(
     weight: Tensor, factors: Sequence[LoraFactors], full: Mapping[str, Tensor], box: Sequence[slice] | None = None
 ) -> Tensor:
-    """Return a weight or a part of it plus its adapters, computed in float32 or a wider dtype, in the weight's dtype.
-
-    The outer products of the ranks are added one by one: the order in which a matrix product adds depends on the shape
-    of the part, and so would the last bit.  ``box`` has the rows and columns of a part, the experts first.
-    """
+    """Return a weight or a part of it plus its adapters, computed in float32 or wider, in the weight's dtype."""
+    # The outer products of the ranks are added one by one: the order in which a matrix product adds depends on the
+    # shape of the part, and so would the last bit. ``box`` has the rows and columns of a part, the experts first.
     exact = torch.promote_types(weight.dtype, torch.float32)
     merged = weight.to(exact, copy=True)
     product, term = torch.empty_like(merged), torch.empty_like(merged)

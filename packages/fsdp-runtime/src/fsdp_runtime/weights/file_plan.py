@@ -36,17 +36,11 @@ _SCATTER = 2654435761
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of an exported tensor, and the ranks that have it.
+    """A block of an exported tensor, and the ranks that have it."""
 
-    Args:
-        chunk: the number of the exported tensor's chunk that the block is a part of.
-        block: where it lies in a rank's local tensor of the chunk's source; its rank is the first of ``owners``.
-        owners: the ranks, in order.
-    """
-
-    chunk: int
-    block: StoredBlock
-    owners: tuple[int, ...]
+    chunk: int  # the number of the exported tensor's chunk that the block is a part of
+    block: StoredBlock  # where it lies in a rank's local tensor of the chunk's source; its rank is the first owner
+    owners: tuple[int, ...]  # in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +74,17 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class WriteStep:
-    """Areas that are exchanged together.
+    """Areas that are exchanged together."""
 
-    Args:
-        areas: of one exported tensor.
-        held: the most bytes that a rank holds for them besides its tensors; 0 if each writer has its areas already.
-    """
-
-    areas: tuple[Area, ...]
-    held: int
+    areas: tuple[Area, ...]  # of one exported tensor
+    held: int  # the most bytes that a rank holds for them besides its tensors; 0 if each writer has its areas already
 
 
 class FilePlanner:
-    """Plans tensors one after another; what several tensors have in common is planned once.
+    """Plans tensors one after another; what several tensors have in common is planned once."""
 
-    Args:
-        everyone: the ranks that write or read, in order.
-        limit: the most bytes of an area that is put together from parts.
-        partial: plan what ``pieces`` have of a tensor; else they have to have every element once.
-    """
+    # ``everyone`` are the ranks that write or read, in order; ``limit`` is the most bytes of an area that is put
+    # together from parts. With ``partial`` what pieces have of a tensor is planned; else they have every element once.
 
     def __init__(self, everyone: Sequence[int], limit: int, *, partial: bool = False) -> None:
         self._limit, self._partial = max(limit, 16), partial
@@ -108,14 +94,9 @@ class FilePlanner:
     def plan(
         self, item: ExportedTensor, key: Hashable, pieces: Sequence[Piece], *, writer: int | None = None
     ) -> Sequence[WriteStep]:
-        """Return the steps in which a tensor is written or read, equal on every rank, without communication.
-
-        Args:
-            item: the tensor.
-            key: equal for tensors of one shape, dtype and equal pieces.
-            pieces: its blocks.
-            writer: the one rank that may write to the tensor's file; ``None`` if all may.
-        """
+        """Return the steps in which a tensor is written or read, equal on every rank, without communication."""
+        # ``key`` is equal for tensors of one shape, dtype and equal pieces. ``writer`` is the one rank that may write
+        # to the tensor's file, ``None`` if all may.
         turn = self._least_loaded(pieces)
         if (key, turn, writer) not in self._steps:
             steps = tuple(_Tensor(item, turn, writer, self._limit).steps(pieces, partial=self._partial))
@@ -152,11 +133,7 @@ class FilePlanner:
 
 
 class ExportedPieces:
-    """The pieces of exported tensors in the shards of a model.
-
-    Args:
-        everyone: the ranks of the model, in order.
-    """
+    """The pieces of exported tensors in the shards of a model on some ranks, in order."""
 
     def __init__(self, everyone: Sequence[int]) -> None:
         self._owners = {gathered: BoxOwners(everyone if gathered else everyone[:1]) for gathered in (False, True)}
@@ -165,14 +142,9 @@ class ExportedPieces:
     def __call__(
         self, item: ExportedTensor, sources: Mapping[str, Tensor], *, gathered: bool = False
     ) -> tuple[Hashable, tuple[Piece, ...]]:
-        """Return the pieces of a tensor with chunks, and a key that equal ones share.
-
-        Args:
-            item: the tensor.
-            sources: the model's tensors that its chunks are of, by name.
-            gathered: every rank has the plain tensors of ``sources`` with the same values; else the first rank's
-                copy of a plain tensor counts.
-        """
+        """Return the pieces of a tensor with chunks of ``sources``, and a key that equal ones share."""
+        # ``gathered``: every rank has the plain tensors of ``sources`` with the same values; else the first rank's copy
+        # of a plain tensor counts.
         chunks = tuple(item.chunks or ())
         layouts = tuple((chunk_key(chunk), layout_key(sources[chunk.source])) for chunk in chunks)
         key = item.shape, item.dtype, gathered, layouts

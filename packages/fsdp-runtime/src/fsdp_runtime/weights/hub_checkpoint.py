@@ -43,11 +43,10 @@ class HubTensor:
 
 
 class HubCheckpoint(SafetensorsReader):
-    """The tensors of a Hugging Face checkpoint; opening it reads headers only.
+    """The tensors of a Hugging Face checkpoint; opening it reads headers only."""
 
-    The path is a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
-    hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
-    """
+    # The path is a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
+    # hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__("download or save it again")

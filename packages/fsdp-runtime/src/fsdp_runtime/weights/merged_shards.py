@@ -13,10 +13,9 @@ from fsdp_runtime.weights.export import ExportGroup
 
 
 class MergedShards:
-    """The merged shards of the weights that have active adapters; factors are gathered, a weight's at a time.
+    """The merged shards of the weights that have active adapters; factors are gathered, a weight's at a time."""
 
-    The bits are those of ``stream_weights``, as the products of the factors are added one by one.
-    """
+    # The bits are those of ``stream_weights``, as the products of the factors are added one by one.
 
     def __init__(self, groups: Sequence[ExportGroup], dtype: torch.dtype | None) -> None:
         self._dtype = dtype

@@ -69,11 +69,9 @@ def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping
 
 
 def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[tuple[str, ...]]:
-    """Return the names under which each entry is saved, none for entries that are not saved.
-
-    A tied tensor is saved once.  transformers ties again only what a model's class declares: a tensor that is shared
-    without a declaration is saved under each of its names.
-    """
+    """Return the names under which each entry is saved, none for entries that are not saved."""
+    # A tied tensor is saved once. transformers ties again only what a model's class declares: a tensor that is shared
+    # without a declaration is saved under each of its names.
     aliases, ignored = declared_aliases(model), ignored_on_save(model)
     several = is_transformers_model(model)
     saved = []

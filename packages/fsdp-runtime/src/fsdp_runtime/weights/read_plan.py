@@ -88,12 +88,10 @@ def plan_reads(
     *,
     one_host: bool,
 ) -> list[list[Read]]:
-    """Return batches of reads in the order of the files; those of a batch are exchanged together.
-
-    Equal on all of ``readers``, without communication.  Each byte is read by one of them, if any of them needs it.
-    On one host, ranks that need the same long run of bytes all read it, at about the same time: a copy from the page
-    cache is several times faster than a message.
-    """
+    """Return batches of reads in the order of the files; those of a batch are exchanged together."""
+    # Equal on all of ``readers``, without communication. Each byte is read by one of them, if any of them needs it. On
+    # one host, ranks that need the same long run of bytes all read it, at about the same time: a copy from the page
+    # cache is several times faster than a message.
     planner, pieces_of = FilePlanner(readers, bucket_bytes // 4, partial=True), _FilledPieces(readers)
     own = {id(tensor): local_part(tensor)[0].detach() for tensor, _ in filled}
     batches: list[list[Read]] = [[]]

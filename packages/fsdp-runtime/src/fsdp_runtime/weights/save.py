@@ -302,11 +302,9 @@ def _fsync_and_close(file: SafetensorsWriter | StagedWriter) -> None:
 
 
 def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> None:
-    """Move the files of a complete checkpoint into the directory; the file that readers look for first comes last.
-
-    Of several jobs that save to the directory, the last one to move that file is in effect.  An index stays where one
-    is: if it could be removed for one file, and that file for an index, two jobs could leave neither.
-    """
+    """Move the files of a complete checkpoint into the directory; the file that readers look for first comes last."""
+    # Of several jobs that save to the directory, the last one to move that file is in effect. An index stays where one
+    # is: if it could be removed for one file, and that file for an index, two jobs could leave neither.
     indexed = len(shards) > 1 or (target / INDEX_FILE).exists()
     decisive = INDEX_FILE if indexed else SINGLE_FILE
     if indexed:
@@ -346,10 +344,8 @@ def _remove_old_shards(work: Path, target: Path) -> None:
 
 
 def _name_shards(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> dict[str, str]:
-    """Give shards names that no file of the target had before; return the weight map.
-
-    The usual names are for the first checkpoint of a directory: another job could remove files of names used again.
-    """
+    """Give shards names that no file of the target had before; return the weight map."""
+    # The usual names are for the first checkpoint of a directory: another job could remove files of names used again.
     usual = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     stem = "model" if _claims_usual_names(target, usual[0]) else f"model-{uuid.uuid4().hex[:8]}"
     weight_map = {}

@@ -119,10 +119,9 @@ class WeightExport:
 
 
 class ExportedModel:
-    """A model's weights with names and conversions resolved: metadata, a stream, buckets, each as often as wanted.
+    """A model's weights with names and conversions resolved: metadata, a stream, buckets, each as often as wanted."""
 
-    It refers to the model's tensors: prepare a new one after these were replaced (values may change, as in training).
-    """
+    # It refers to the model's tensors: prepare a new one after these were replaced (values may change, as in training).
 
     def __init__(self, options: WeightExport, groups: list[ExportGroup]) -> None:
         self._options, self._quantize = options, options.quantize

@@ -70,14 +70,7 @@ def model_ranks(model: nn.Module) -> list[int]:
 def save_traffic(
     export: ExportedModel, files: Sequence[PlannedFile], everyone: Sequence[int], bucket_bytes: int
 ) -> ByRank:
-    """Count what :func:`~fsdp_runtime.save_weights` moves.
-
-    Args:
-        export: the weights, also on the meta device.
-        files: what each file has.
-        everyone: the ranks of the model, in order.
-        bucket_bytes: the most bytes that a rank holds for exchanges.
-    """
+    """Count what :func:`~fsdp_runtime.save_weights` moves of weights, also on the meta device."""
     limit = min(bucket_bytes, EXCHANGED_BYTES)
     counts = _Exchanges(everyone, limit)
     steps: dict[int, _StepBytes] = {}
@@ -102,15 +95,7 @@ def save_traffic(
 def load_traffic(
     model: nn.Module, stored: Mapping[str, HubTensor], readers: Sequence[int], bucket_bytes: int, *, one_host: bool
 ) -> ByRank:
-    """Count what :func:`~fsdp_runtime.load_weights` moves on ranks that read for one another.
-
-    Args:
-        model: parallelized; also on the meta device.
-        stored: the tensors of the checkpoint.
-        readers: the ranks, such as those of a host.
-        bucket_bytes: the most bytes that a rank holds for others.
-        one_host: whether they share a page cache.
-    """
+    """Count what :func:`~fsdp_runtime.load_weights` moves on ranks, such as a host's, that read for one another."""
     entries = base_state_entries(model, state_entries(model, allow_offloaded=True))
     weights = map_weights(base_model(model), entries, stored)
     known = [entry for entry in entries if weights.by_model_name.keys() & {*entry.names}]

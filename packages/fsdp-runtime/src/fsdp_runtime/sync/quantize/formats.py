@@ -114,20 +114,16 @@ class Quantization:
         return {"fp8_block": (BLOCK, BLOCK), "mxfp8": (1, MX_GROUP), "nvfp4": (1, NV_GROUP)}.get(self.format, (1, 1))
 
     def cell_amax(self, weight: Tensor, start: tuple[int, int]) -> Tensor:
-        """Return the largest magnitude of each cell that a box of a weight touches; see ``kernels``.
-
-        A single number where a scale is for the full weight only.
-        """
+        """Return the largest magnitude of each cell that a box of a weight touches; see ``kernels``."""
+        # A single number where a scale is for the full weight only.
         weight = weight.to(torch.bfloat16)
         if self.cell == (1, 1):
             return weight.abs().amax().float().view(1, 1) if weight.numel() else weight.new_zeros(1, 1).float()
         return cell_amax(weight, start, self.cell)
 
     def quantize_box(self, weight: Tensor, start: tuple[int, int], cells: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of a box of a weight, rounded to bfloat16 first: those of the full weight, cut.
-
-        The arguments are those of ``kernels``; ``amax`` counts only where :attr:`needs_amax`.
-        """
+        """Return the parts of a box of a weight, rounded to bfloat16 first: those of the full weight, cut."""
+        # The arguments are those of ``kernels``; ``amax`` counts only where :attr:`needs_amax`.
         weight = weight.to(torch.bfloat16)
         match self.format:
             case "fp8":

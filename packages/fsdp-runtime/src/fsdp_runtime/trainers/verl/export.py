@@ -45,11 +45,10 @@ def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
 
 class Shards:
-    """This rank's blocks of the checkpoint's tensors, and what changed of them since a snapshot.
+    """This rank's blocks of the checkpoint's tensors, and what changed of them since a snapshot."""
 
-    Blocks that several ranks hold are sent by the first of these.  The gathering group of verl's checkpoint engine is
-    the world in every entry, so that all ranks pass the same entries in the same order.
-    """
+    # Blocks that several ranks hold are sent by the first of these. The gathering group of verl's checkpoint engine is
+    # the world in every entry, so that all ranks pass the same entries in the same order.
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._shards = ModelShards(model, export=WeightExport(dtype=dtype or torch.bfloat16))
