@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import all_gather_flat
 from fsdp_runtime.sharded.collectives import own_rank
-from fsdp_runtime.sharded.shard_offsets import dtensor_slices, shard_steps
+from fsdp_runtime.sharded.shard_offsets import dtensor_box, shard_steps
 from tp_plans.transfer import ShardStep
 
 #: Shards of at least this many bytes have an all-gather each, which avoids two copies through a shared buffer.
@@ -99,7 +99,7 @@ def _pending(tensor: Tensor, dtype: torch.dtype | None, to: int | None) -> _Pend
         tensor = tensor.to(dtype)
     if not isinstance(tensor, DTensor):
         return _PendingGather(tensor, [])
-    dtensor_slices(tensor)  # raises if the local tensor does not have the shape its placements imply
+    dtensor_box(tensor)  # raises if the local tensor does not have the shape its placements imply
     mesh = tensor.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
     size, steps = list(tensor.shape), []

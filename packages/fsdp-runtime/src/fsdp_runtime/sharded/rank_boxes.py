@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sharded.chunks import Chunk, Slices, to_box
-from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
+from fsdp_runtime.sharded.chunks import Chunk
+from fsdp_runtime.sharded.shard_offsets import dtensor_box, mesh_layout_of
 from tp_plans.transfer import Box, StoredBlock, intersection, mesh_boxes
 
 
@@ -24,8 +24,8 @@ class BoxOwners:
         self._everyone = everyone  # the ranks that have a plain tensor
         self._found: dict[Hashable, tuple[Tensor, list[tuple[Box, tuple[int, ...]]]]] = {}
 
-    def near(self, tensor: Tensor, slices: Slices) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Yield the boxes of a tensor that overlap some of its slices, each with the ranks that have it."""
+    def near(self, tensor: Tensor, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Yield the boxes of a tensor that overlap one of it, each with the ranks that have it."""
         key = layout_key(tensor)
         if key not in self._found:
             owners: dict[Box, list[int]] = {}
@@ -33,8 +33,8 @@ class BoxOwners:
                 owners.setdefault(box, []).append(rank)
             self._found[key] = _sides(list(owners)), [(box, tuple(ranks)) for box, ranks in owners.items()]
         sides, found = self._found[key]
-        wanted = _sides([to_box(slices)])
-        overlap = torch.minimum(sides[..., 1], wanted[..., 1]) > torch.maximum(sides[..., 0], wanted[..., 0])
+        near = _sides([wanted])
+        overlap = torch.minimum(sides[..., 1], near[..., 1]) > torch.maximum(sides[..., 0], near[..., 0])
         return (found[number] for number in overlap.all(-1).nonzero().flatten().tolist())
 
 
@@ -54,7 +54,7 @@ def rank_boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]
     """The box of a model's tensor on each rank that has one."""
     if not isinstance(tensor, DTensor):
         return [(rank, tuple((0, size) for size in tensor.shape)) for rank in everyone]
-    dtensor_slices(tensor)  # raises if the local tensor does not have the shape its placements imply
+    dtensor_box(tensor)  # raises if the local tensor does not have the shape its placements imply
     mesh = tensor.device_mesh
     boxes = mesh_boxes(tensor.shape, mesh.shape, [mesh_layout_of(placement) for placement in tensor.placements])
     by_rank = dict(zip(mesh.mesh.flatten().tolist(), boxes, strict=True))
@@ -80,26 +80,16 @@ def _twins(mesh: DeviceMesh) -> dict[int, int]:
 
 def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
     """Yield the part of an exported chunk that a rank has, as a block of the exported tensor."""
-    wanted = to_box(chunk.source_slices)
-    common = intersection(wanted, held)
+    common = intersection(chunk.source_box, held)
     if common is None:
         return
+    moved = [(low - first, high - first) for (low, high), first in zip(common, chunk.start, strict=True)]
     box = tuple(
-        (side.start, side.stop)
-        if dim is None
-        else (
-            side.start + common[dim][0] - chunk.start[dim],
-            side.start + common[dim][1] - chunk.start[dim],
-        )
+        side if dim is None else (side[0] + moved[dim][0], side[0] + moved[dim][1])
         for side, dim in zip(chunk.target, chunk.dims, strict=True)
     )
     offset = tuple(start - first for (start, _), (first, _) in zip(common, held, strict=True))
     yield StoredBlock(rank, box, chunk.source, offset, chunk.dims)
-
-
-def inside(box: Box, part: Box) -> tuple[slice, ...]:
-    """Return the slices of a tensor of a box's shape that hold a part of the box."""
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, box, strict=True))
 
 
 def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, part: Box) -> Tensor:

@@ -24,9 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError, WeightsError
-from fsdp_runtime.sharded.chunks import to_box
+from fsdp_runtime.sharded.chunks import inside
 from fsdp_runtime.sharded.fsync import naming_write_errors, reserve, start_writing
-from fsdp_runtime.sharded.rank_boxes import inside
 from tp_plans.transfer import Box, box_shape, full_box, intersection, split_box, volume
 
 #: The format's names of dtypes.
@@ -244,10 +243,10 @@ class SafetensorsReader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def read_slices(self, file: Path, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        """Return slices of a tensor, all of it without ``slices``, on the CPU in the stored dtype."""
+    def read_box(self, file: Path, name: str, wanted: Box | None = None) -> Tensor:
+        """Return a box of a tensor, by default all of it, on the CPU in the stored dtype."""
         shape, stored, first = self.headers(file).get(name, ((), "", 0))
-        box, dtype = to_box(slices) or full_box(shape), STORED_DTYPES.get(stored)
+        box, dtype = full_box(shape) if wanted is None else wanted, STORED_DTYPES.get(stored)
         if dtype is None or len(box) != len(shape) or (volume(box) and intersection(box, full_box(shape)) != box):
             found = f"has it as {stored} of shape {shape}" if stored else "lacks it"
             raise CheckpointError(

@@ -251,10 +251,10 @@ def _described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...]
 def _staged_chunks(tensors: Mapping[str, Tensor], ranks: ModelRanks, staging: HostStaging | None) -> list[_Chunk]:
     """Return the chunks that this rank writes; they are copied to host memory now, or each when it is written."""
     chunks = []
-    for name, slices, local in chunks_to_write(tensors, ranks):
+    for name, box, local in chunks_to_write(tensors, ranks):
         header = WeightInfo(name, local.dtype, tuple(local.shape))
         pieces = _on_host(local) if staging is None else drained(staging.copy(local))
-        chunks.append(_Chunk(header, tuple(side.start for side in slices), pieces))
+        chunks.append(_Chunk(header, tuple(start for start, _ in box), pieces))
     if staging is not None:
         staging.synchronize()
     return chunks

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry
-from fsdp_runtime.sharded.chunks import Slices, local_part
+from fsdp_runtime.sharded.chunks import local_part
 from fsdp_runtime.sharded.collectives import ModelRanks
 from fsdp_runtime.sharded.shard_offsets import shard_steps
 from fsdp_runtime.training_state.optimizers import optimizer_tensors, parameter_names
+from tp_plans.transfer import Box
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
@@ -35,13 +36,13 @@ def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]
     return tensors
 
 
-def chunks_to_write(tensors: Mapping[str, Tensor], ranks: ModelRanks) -> Iterator[tuple[str, Slices, Tensor]]:
-    """Yield names, slices and data of what this rank writes; over all ranks, every element is written once."""
+def chunks_to_write(tensors: Mapping[str, Tensor], ranks: ModelRanks) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield names, boxes and data of what this rank writes; over all ranks, every element is written once."""
     for index, (name, tensor) in enumerate(tensors.items()):
         if _writes(tensor, index, ranks):
-            local, slices = local_part(tensor.detach())
+            local, box = local_part(tensor.detach())
             if local.numel() or not tensor.numel():
-                yield name, slices, local
+                yield name, box, local
 
 
 def _writes(tensor: Tensor, index: int, ranks: ModelRanks) -> bool:

@@ -97,15 +97,16 @@ def _same(tensor: TracedTensor, **_: Any) -> TracedTensor:
 
 def _permute(tensor: TracedTensor, order: Sequence[int]) -> TracedTensor:
     order = [dim % tensor.ndim for dim in order]
+    return _with_dims(tensor, order)
+
+
+def _with_dims(tensor: TracedTensor, kept: Sequence[int]) -> TracedTensor:
+    """Some of a tensor's dims, in an order; the others have size 1."""
     chunks = [
-        replace(
-            chunk,
-            target=tuple(chunk.target[dim] for dim in order),
-            dims=tuple(chunk.dims[dim] for dim in order),
-        )
+        replace(chunk, target=tuple(chunk.target[dim] for dim in kept), dims=tuple(chunk.dims[dim] for dim in kept))
         for chunk in tensor.chunks
     ]
-    return TracedTensor([tensor.shape[dim] for dim in order], tensor.dtype, chunks)
+    return TracedTensor([tensor.shape[dim] for dim in kept], tensor.dtype, chunks)
 
 
 def _transpose(tensor: TracedTensor, one: int, other: int) -> TracedTensor:
@@ -137,7 +138,7 @@ def _unsqueeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     chunks = [
         replace(
             chunk,
-            target=(*chunk.target[:dim], slice(0, 1), *chunk.target[dim:]),
+            target=(*chunk.target[:dim], (0, 1), *chunk.target[dim:]),
             dims=(*chunk.dims[:dim], None, *chunk.dims[dim:]),
         )
         for chunk in tensor.chunks
@@ -149,15 +150,7 @@ def _squeeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     dim %= tensor.ndim
     if tensor.shape[dim] != 1:
         return _same(tensor)
-    chunks = [
-        replace(
-            chunk,
-            target=(*chunk.target[:dim], *chunk.target[dim + 1 :]),
-            dims=(*chunk.dims[:dim], *chunk.dims[dim + 1 :]),
-        )
-        for chunk in tensor.chunks
-    ]
-    return TracedTensor([*tensor.shape[:dim], *tensor.shape[dim + 1 :]], tensor.dtype, chunks)
+    return _with_dims(tensor, [kept for kept in range(tensor.ndim) if kept != dim])
 
 
 def _squeeze_all(tensor: TracedTensor) -> TracedTensor:
@@ -175,10 +168,10 @@ def _slice(
         raise _NotAChunkError(f"a slice with step {step} is not one chunk")
     dim %= tensor.ndim
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
-    slices = [slice(0, size) for size in tensor.shape]
-    slices[dim] = slice(first, last)
-    inside = (chunk.intersect(tuple(slices)) for chunk in tensor.chunks)
-    shape = [side.stop - side.start for side in slices]
+    box = [(0, size) for size in tensor.shape]
+    box[dim] = (first, last)
+    inside = (chunk.intersect(tuple(box)) for chunk in tensor.chunks)
+    shape = [*tensor.shape[:dim], last - first, *tensor.shape[dim + 1 :]]
     return TracedTensor(shape, tensor.dtype, [_shifted(chunk, dim, -first) for chunk in inside if chunk is not None])
 
 
@@ -206,9 +199,8 @@ def _split_with_sizes(tensor: TracedTensor, sizes: Sequence[int], dim: int = 0) 
 
 
 def _shifted(chunk: Chunk, dim: int, by: int) -> Chunk:
-    side = chunk.target[dim]
-    moved = slice(side.start + by, side.stop + by)
-    return replace(chunk, target=(*chunk.target[:dim], moved, *chunk.target[dim + 1 :]))
+    start, stop = chunk.target[dim]
+    return replace(chunk, target=(*chunk.target[:dim], (start + by, stop + by), *chunk.target[dim + 1 :]))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

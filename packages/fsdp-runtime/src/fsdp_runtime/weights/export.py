@@ -12,7 +12,7 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_unquantized
-from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
+from fsdp_runtime.sharded.chunks import Chunk, identity_chunk, slices_of
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, lora_factors, merge_lora
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
@@ -107,11 +107,11 @@ def _group(
 
 
 def _assemble(item: ExportedTensor, full: Mapping[str, Tensor]) -> Tensor:
-    parts = [(chunk, chunk.to_target(full[chunk.source][chunk.source_slices])) for chunk in item.chunks or ()]
+    parts = [(chunk, chunk.to_target(full[chunk.source][slices_of(chunk.source_box)])) for chunk in item.chunks or ()]
     if len(parts) == 1:
         return parts[0][1].contiguous()
     any_source = next(iter(full.values()))
     tensor = torch.empty(item.shape, dtype=item.dtype, device=any_source.device)
     for chunk, values in parts:
-        tensor[chunk.target] = values
+        tensor[slices_of(chunk.target)] = values
     return tensor

@@ -15,7 +15,7 @@ from math import prod
 from torch import Tensor
 
 from fsdp_runtime.errors import WeightsError
-from fsdp_runtime.sharded.chunks import Chunk, to_box
+from fsdp_runtime.sharded.chunks import Chunk
 from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key, stored_part
 from fsdp_runtime.sharded.safetensors_io import run_length
 from fsdp_runtime.weights.export import ExportedTensor
@@ -152,7 +152,7 @@ class ExportedPieces:
             self._found[key] = tuple(
                 Piece(number, block, owners)
                 for number, chunk in enumerate(chunks)
-                for held, owners in self._owners[gathered].near(sources[chunk.source], chunk.source_slices)
+                for held, owners in self._owners[gathered].near(sources[chunk.source], chunk.source_box)
                 for block in stored_part(chunk, owners[0], held)
             )
         return key, self._found[key]
@@ -160,7 +160,7 @@ class ExportedPieces:
 
 def chunk_key(chunk: Chunk) -> Hashable:
     """Equal for chunks that lie alike in their source and their target."""
-    return to_box(chunk.target), chunk.start, chunk.dims
+    return chunk.target, chunk.start, chunk.dims
 
 
 class _Tensor:

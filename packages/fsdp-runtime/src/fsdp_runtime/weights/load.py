@@ -20,12 +20,12 @@ from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import (
     Chunk,
-    ReadSlices,
+    ReadBox,
+    fill_box,
     fill_local,
-    fill_slices,
     identity_chunk,
     local_part,
-    to_box,
+    slices_of,
 )
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
@@ -43,7 +43,7 @@ from fsdp_runtime.weights.naming import TensorOrigin, WeightMap, map_weights
 from fsdp_runtime.weights.read_blocks import BlockReader
 from fsdp_runtime.weights.read_plan import plan_reads
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
-from tp_plans.transfer import split_box
+from tp_plans.transfer import box_shape, split_box
 
 logger = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ def _deviation(entry: StateEntry, new: Mapping[str, float]) -> float | None:
     return next(inside, None)
 
 
-def _drawn(entry: StateEntry, new: Mapping[str, float]) -> tuple[Sequence[Chunk], ReadSlices]:
+def _drawn(entry: StateEntry, new: Mapping[str, float]) -> tuple[Sequence[Chunk], ReadBox]:
     """Return a source of initial values that follow from the tensor's name."""
     name, shape = entry.names[0], tuple(entry.tensor.shape)
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
@@ -299,12 +299,12 @@ def _drawn(entry: StateEntry, new: Mapping[str, float]) -> tuple[Sequence[Chunk]
     value = torch.zeros(shape)
     if len(shape) > 1:
         value.normal_(std=_deviation(entry, new) or 0.0, generator=generator)
-    return [identity_chunk(name, shape)], lambda _, slices: value[slices]
+    return [identity_chunk(name, shape)], lambda _, box: value[slices_of(box)]
 
 
 def _source(
     name: str, weights: WeightMap, checkpoint: HubCheckpoint, converter: _Converter
-) -> tuple[Sequence[Chunk], ReadSlices]:
+) -> tuple[Sequence[Chunk], ReadBox]:
     """Return the chunks that a tensor of the model is filled from, and the function that reads them."""
     origin = weights.by_model_name[name]
     if origin.chunks is not None:
@@ -327,12 +327,11 @@ def _differing_ties(
             if expected != found:
                 yield first, other, f"shapes {expected} and {found}"
                 continue
-            for box in split_box(to_box(local_part(entry.tensor)[1]), _COMPARED):
-                slices = tuple(slice(*side) for side in box)
+            for box in split_box(local_part(entry.tensor)[1], _COMPARED):
                 parts = []
                 for name in (first, other):
-                    part = torch.empty([side.stop - side.start for side in slices], dtype=entry.tensor.dtype)
-                    fill_slices(part, slices, *_source(name, weights, checkpoint, converter))
+                    part = torch.empty(box_shape(box), dtype=entry.tensor.dtype)
+                    fill_box(part, box, *_source(name, weights, checkpoint, converter))
                     parts.append(part)
                 if not torch.equal(*(part.reshape(-1).view(torch.uint8) for part in parts)):
                     yield first, other, "other values"
@@ -357,9 +356,9 @@ class _Converter:
         self._last: Conversion | None = None
         self._outputs: dict[str, Tensor] = {}
 
-    def reader(self, origin: TensorOrigin) -> ReadSlices:
+    def reader(self, origin: TensorOrigin) -> ReadBox:
         if self._last is not origin.conversion and origin.conversion is not None:
             self._outputs.clear()
             inputs = {name: self.checkpoint.read(name) for name in origin.conversion.sources}
             self._last, self._outputs = origin.conversion, origin.conversion.run(inputs)
-        return lambda name, slices: self._outputs[name][slices]
+        return lambda name, box: self._outputs[name][slices_of(box)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_runtime.sharded.chunks import local_part
+from fsdp_runtime.sharded.chunks import local_part, slices_of
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.weights.adapters import merge_lora
 from fsdp_runtime.weights.export import ExportGroup
@@ -35,4 +35,4 @@ class MergedShards:
             full = dict(zip(named, full_tensors(list(named.values()), dtype=self._dtype), strict=True))
             local, box = local_part(weight)
             merged = self.local[name]
-            merged.copy_(merge_lora(local.detach().to(merged.dtype), factors, full, box))
+            merged.copy_(merge_lora(local.detach().to(merged.dtype), factors, full, slices_of(box)))

@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from fsdp_runtime.sharded.chunks import inside
 from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
-from fsdp_runtime.sharded.rank_boxes import inside
 from fsdp_runtime.sharded.safetensors_io import file_runs
 from fsdp_runtime.weights.file_plan import Part
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint

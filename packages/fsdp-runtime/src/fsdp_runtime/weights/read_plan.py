@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from fsdp_runtime.sharded.chunks import Chunk, local_part, to_box
+from fsdp_runtime.sharded.chunks import Chunk, local_part
 from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.file_plan import Area, FilePlanner, Part, Piece, chunk_key
@@ -124,11 +124,11 @@ def _by_place(filled: Sequence[tuple[Tensor, Sequence[Chunk]]], stored: Mapping[
 
 def _filled_block(chunk: Chunk, rank: int, held: Box) -> StoredBlock | None:
     """The box of the stored tensor that goes into the part ``held`` of a model's tensor, and where it goes there."""
-    inside = chunk.intersect(tuple(slice(start, stop) for start, stop in held))
+    inside = chunk.intersect(held)
     if inside is None:
         return None
-    box = to_box(inside.source_slices)
-    offset = tuple(side.start - start for side, (start, _) in zip(inside.target, held, strict=True))
+    box = inside.source_box
+    offset = tuple(low - start for (low, _), (start, _) in zip(inside.target, held, strict=True))
     dims = tuple(chunk.dims.index(dim) if dim in chunk.dims else None for dim in range(len(box)))
     return StoredBlock(rank, box, "model", offset, dims)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsdp_runtime.sharded.chunks import inside
 from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
 from fsdp_runtime.sharded.host_staging import StagedWriter
-from fsdp_runtime.sharded.rank_boxes import inside
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, file_runs
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.file_plan import Area, Part, WriteStep
