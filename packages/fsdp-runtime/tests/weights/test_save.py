@@ -235,7 +235,7 @@ def test_files_hold_any_dtype_and_shape_aligned_and_in_any_order(tmp_path: Path)
 
 def _tensors(directory: Path) -> dict[str, Tensor]:
     with HubCheckpoint(directory) as checkpoint:
-        return {name: checkpoint.read(name, ()) for name in checkpoint.tensors}
+        return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
 SIZES = {"one file": 10**9, "several": 100_000}
