@@ -75,7 +75,11 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
             continue
         layer = layers.get(place.path)
         if layer is None:
-            _require_disabled(place)
+            if not is_disabled(place.module):
+                raise OptionError(
+                    f"{place.path} is adapted by peft's {kind_of(place.module)}, which is not merged for export: "
+                    "export the base model inside model.disable_adapter(), and the adapter with save_adapter"
+                )
             continue
         name = layer.parameter or (layer.matrix or "weight").rpartition(".")[2]
         weight = f"{place.base}.{name}"
@@ -91,14 +95,6 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
             found = LoraFactors(a, b, tensors[a], tensors[b], scaling, layer.transposed, experts)
             factors.setdefault(weight, []).append(found)
     return factors
-
-
-def _require_disabled(place: Place) -> None:
-    if not is_disabled(place.module):
-        raise OptionError(
-            f"{place.path} is adapted by peft's {kind_of(place.module)}, which is not merged for export: export "
-            "the base model inside model.disable_adapter(), and the adapter with save_adapter"
-        )
 
 
 def merge_lora(

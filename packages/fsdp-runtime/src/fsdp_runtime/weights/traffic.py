@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from math import prod
 from pathlib import Path
 
 import torch
@@ -74,7 +75,7 @@ def save_traffic(
     limit = min(bucket_bytes, EXCHANGED_BYTES)
     counts = _Exchanges(everyone, limit)
     steps: dict[int, _StepBytes] = {}
-    ends = _ends(files)
+    ends = {*accumulate(len(each.items) for each in files)}  # numbers of tensors after which a file is complete
     number = 0
     for planned in plan_writes(export, everyone, bucket_bytes, files):
         if planned.gathered:
@@ -98,8 +99,7 @@ def load_traffic(
     """Count what :func:`~fsdp_runtime.load_weights` moves on ranks, such as a host's, that read for one another."""
     entries = base_state_entries(model, state_entries(model, allow_offloaded=True))
     weights = map_weights(base_model(model), entries, stored)
-    known = [entry for entry in entries if weights.by_model_name.keys() & {*entry.names}]
-    in_blocks, others = filled_in_blocks(known, weights, stored)
+    in_blocks, others = filled_in_blocks(entries, weights)
     found = {rank: RankTraffic() for rank in readers}
     ahead = dict.fromkeys(readers, 0)
     for batch in plan_reads(in_blocks, stored, readers, min(bucket_bytes, EXCHANGED_BYTES), one_host=one_host):
@@ -107,7 +107,7 @@ def load_traffic(
         pairs: set[tuple[int, int]] = set()
         for each in batch:
             _count_read(each, found, exchanged, ahead, pairs)
-        for rank in itertools.chain(*pairs):
+        for rank in chain(*pairs):
             found[rank].messages += 1
         for rank, nbytes in exchanged.items():
             found[rank].held = max(found[rank].held, nbytes)
@@ -116,7 +116,7 @@ def load_traffic(
     for _, name in others:
         origin = weights.by_model_name[name]
         sources = origin.conversion.sources if origin.conversion is not None else origin.stored
-        whole = sum(_stored_bytes(stored[source]) for source in sources)
+        whole = sum(prod(stored[name].shape) * stored[name].torch_dtype.itemsize for name in sources)
         for own in found.values():
             own.read += whole
             own.held = max(own.held, 2 * whole)
@@ -249,15 +249,6 @@ def _count_read(
         ahead[reader] += each.nbytes
 
 
-def _ends(files: Iterable[PlannedFile]) -> set[int]:
-    """The numbers of tensors after which a file is complete."""
-    ends, number = set[int](), 0
-    for each in files:
-        number += len(each.items)
-        ends.add(number)
-    return ends
-
-
 def _is_staged(item: ExportedTensor, groups: Sequence[ExportGroup]) -> bool:
     """Whether values are converted, copied from a device, or put in order before they are written."""
     for chunk in item.chunks or ():
@@ -267,7 +258,3 @@ def _is_staged(item: ExportedTensor, groups: Sequence[ExportGroup]) -> bool:
         if chunk != identity_chunk(chunk.source, item.shape):
             return True
     return False
-
-
-def _stored_bytes(stored: HubTensor) -> int:
-    return torch.Size(stored.shape).numel() * stored.torch_dtype.itemsize
