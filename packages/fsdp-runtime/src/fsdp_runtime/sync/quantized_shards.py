@@ -135,7 +135,8 @@ class QuantizedShards:
             amax = cells.new_zeros(())
             shared = self._shared.get(own.weight)
             if shared is not None:
-                self._read_cells(own, shared, numbers, cells)
+                for strip, part in self._strips(own, shared, numbers, cells.view(torch.int32)):
+                    part.copy_(strip)
                 amax = amax if shared.amax is None else numbers[shared.amax].view(torch.float32)
             parts = self._quantization.quantize_box(view, own.start, cells, amax)
             for local, part in zip(own.parts, parts, strict=True):
@@ -165,12 +166,6 @@ class QuantizedShards:
                 for strip, part in self._strips(own, shared, numbers, cells.view(torch.int32)):
                     torch.maximum(strip, part, out=strip)
         return kept, all_reduce_over(self._groups, numbers, dist.ReduceOp.MAX)
-
-    def _read_cells(self, own: _OwnBlock, shared: _Shared, numbers: Tensor, cells: Tensor) -> None:
-        if shared.rows or shared.columns:
-            bits = cells.view(torch.int32)
-            for strip, part in self._strips(own, shared, numbers, bits):
-                part.copy_(strip)
 
     def _strips(self, own: _OwnBlock, shared: _Shared, numbers: Tensor, cells: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pairs of views of the same cells: among the numbers of all ranks, and among those of a block."""
