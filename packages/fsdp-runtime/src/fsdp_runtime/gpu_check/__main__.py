@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_runtime.errors import OptionError
@@ -68,11 +69,9 @@ def _of_world(world: World) -> list[list[Check]]:
 def _run(world: World, checks: list[Check]) -> list[CheckResult]:
     found = run_checks(world, checks, lambda line: print(line, file=sys.stderr, flush=True))
     if world.backend == "gloo" and world.device_type != "cpu":  # gloo has few collectives of tensors on a device
-        reasons = [f"{f.figure} (gloo on a device)" if f.state == "failed" else f.figure for f in found]
-        states = ["not run" if f.state == "failed" else f.state for f in found]
         found = [
-            CheckResult(f.section, f.what, reason, f.bound, state)
-            for f, reason, state in zip(found, reasons, states, strict=True)
+            replace(f, figure=f"{f.figure} (gloo on a device)", state="not run") if f.state == "failed" else f
+            for f in found
         ]
     lines = [f"  {verdict(found)}", *(f"  failed: {f.what}: {f.figure}" for f in found if f.state == "failed")]
     print("\n".join(lines), file=sys.stderr, flush=True)
