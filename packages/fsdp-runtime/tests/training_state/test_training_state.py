@@ -29,7 +29,7 @@ from fsdp_runtime.sharded.collectives import ModelRanks
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.training_state import directory as step_directories
 from fsdp_runtime.training_state import load, load_training_state, save, save_training_state
-from fsdp_runtime.training_state.snapshot import chunks_to_write
+from fsdp_runtime.training_state.save import chunks_to_write
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
 from harness.processes import preloaded_context

@@ -26,6 +26,7 @@ from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
 from fsdp_runtime.training_state.directory import newest_state
 from fsdp_runtime.training_state.manifest import MANIFEST, Manifest, StoredTensor, checksum, read_manifest
 from fsdp_runtime.training_state.optimizers import (
+    as_list,
     parameter_names,
     require_same_class,
     require_same_groups,
@@ -35,7 +36,6 @@ from fsdp_runtime.training_state.optimizers import (
 from fsdp_runtime.training_state.rng_state import require_rng_states, set_rng_states
 from fsdp_runtime.training_state.safe_pickle import read_object
 from fsdp_runtime.training_state.save import SHARED_FILE, Stateful, mesh_sizes, rng_file
-from fsdp_runtime.training_state.snapshot import as_list
 from tp_plans.transfer import Box
 
 logger = logging.getLogger(__name__)

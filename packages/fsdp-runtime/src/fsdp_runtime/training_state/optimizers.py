@@ -33,6 +33,13 @@ class OptimizerTensor:
     placement: StatePlacement
 
 
+def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """Return one optimizer, several or none as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[OptimizerTensor]:
     """Yield every tensor of an optimizer's state; ``names`` are those of :func:`parameter_names`."""
     for parameter, state in optimizer.state.items():

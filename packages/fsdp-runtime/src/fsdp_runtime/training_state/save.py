@@ -1,4 +1,4 @@
-"""Save a training state atomically."""
+"""Save a training state atomically: its tensors, the chunks of them that each rank writes, and all else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_memory, state_entries
 from fsdp_runtime.sharded.async_saves import IfSaving, SaveFuture, must_refuse, require_none_running, save_in_thread
+from fsdp_runtime.sharded.chunks import local_part
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
     mesh_or_world_ranks,
@@ -26,13 +28,14 @@ from fsdp_runtime.sharded.collectives import (
 from fsdp_runtime.sharded.host_staging import HostStaging, drained
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
+from fsdp_runtime.sharded.shard_offsets import shard_steps
 from fsdp_runtime.sharded.work_directory import require_seen, work_directory
 from fsdp_runtime.training_state.directory import commit
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor, checksum
-from fsdp_runtime.training_state.optimizers import optimizer_metadata, parameter_names
+from fsdp_runtime.training_state.optimizers import as_list, optimizer_metadata, optimizer_tensors, parameter_names
 from fsdp_runtime.training_state.rng_state import rng_states
 from fsdp_runtime.training_state.safe_pickle import serialize, write_object
-from fsdp_runtime.training_state.snapshot import as_list, chunks_to_write, named_tensors
+from tp_plans.transfer import Box
 
 SHARED_FILE = "shared.pt"
 
@@ -245,6 +248,43 @@ def mesh_sizes(entries: Sequence[StateEntry]) -> dict[str, int]:
 
 def _described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
+
+
+def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return every tensor by its name in the manifest, in the same order on all ranks."""
+    if on_meta := [entry.names[0] for entry in entries if entry.tensor.is_meta]:
+        raise OptionError(f"{len(on_meta)} tensors are on the meta device, first {on_meta[0]}: load weights first")
+    names = parameter_names(entries, optimizers)
+    tensors = {f"model/{entry.names[0]}": entry.tensor for entry in entries}
+    for index, optimizer in enumerate(optimizers):
+        for item in optimizer_tensors(optimizer, names):
+            tensors[f"optimizer/{index}/{item.parameter}/{item.key}"] = item.tensor
+    return tensors
+
+
+def chunks_to_write(tensors: Mapping[str, Tensor], ranks: ModelRanks) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield names, boxes and data of what this rank writes; over all ranks, every element is written once."""
+    for index, (name, tensor) in enumerate(tensors.items()):
+        if _writes(tensor, index, ranks):
+            local, box = local_part(tensor.detach())
+            if local.numel() or not tensor.numel():
+                yield name, box, local
+
+
+def _writes(tensor: Tensor, index: int, ranks: ModelRanks) -> bool:
+    """Assign replicated tensors to ranks round-robin, to balance the bytes that they write."""
+    if not isinstance(tensor, DTensor):
+        return index % ranks.count == ranks.index
+    mesh = tensor.device_mesh
+    if ranks.global_first not in mesh.mesh:  # another part of the model's mesh holds the same tensor
+        return False
+    sharded_axes = {step.axis for step in shard_steps(tensor.placements, mesh.shape)}
+    replica, replicas = 0, 1
+    for axis, coordinate in enumerate(mesh.get_coordinate() or ()):
+        if axis not in sharded_axes:
+            replica = replica * mesh.shape[axis] + coordinate
+            replicas *= mesh.shape[axis]
+    return index % replicas == replica
 
 
 @torch.no_grad()

@@ -39,10 +39,9 @@ from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
 from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, require_seen, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
-from fsdp_runtime.weights.export import ExportedTensor
+from fsdp_runtime.weights.export import ExportedTensor, MergedShards
 from fsdp_runtime.weights.file_plan import WriteStep
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
-from fsdp_runtime.weights.merged_shards import MergedShards
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, ExportedModel, WeightExport
 from fsdp_runtime.weights.write_blocks import BlockWriter, SaveReport
