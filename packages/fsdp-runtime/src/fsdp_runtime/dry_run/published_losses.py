@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,13 +86,9 @@ class _LocalLossParallel(torch.autograd.Function):
         return found * gradient
 
 
-def chunked_tokens(chunks: int) -> OnHidden:
-    """Return a cross-entropy of parts of the tokens, whose logits are computed again in backward (torchtitan, TRL)."""
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return _mean_of_parts(_nll_sum, hidden.chunk(chunks), weight, targets.chunk(chunks))
-
-    return loss
+def chunked_tokens(chunks: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of parts of the tokens, whose logits are computed again in backward (torchtitan, TRL)."""
+    return _mean_of_parts(_nll_sum, hidden.chunk(chunks), weight, targets.chunk(chunks))
 
 
 def _mean_of_parts(loss: OnHidden, hidden: Sequence[Tensor], weight: Tensor, targets: Sequence[Tensor]) -> Tensor:
@@ -104,14 +101,10 @@ def _nll_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum")
 
 
-def chunked_float32(tokens: int) -> OnHidden:
-    """Return TRL's chunked loss: some tokens at a time, from float32 copies of hidden states and the whole weight."""
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        packed = hidden[torch.arange(len(hidden))]
-        return _mean_of_parts(_float32_nll_sum, torch.split(packed, tokens), weight, torch.split(targets, tokens))
-
-    return loss
+def chunked_float32(tokens: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """TRL's chunked loss: some tokens at a time, from float32 copies of hidden states and the whole weight."""
+    packed = hidden[torch.arange(len(hidden))]
+    return _mean_of_parts(_float32_nll_sum, torch.split(packed, tokens), weight, torch.split(targets, tokens))
 
 
 def _float32_nll_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -121,7 +114,7 @@ def _float32_nll_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return found
 
 
-def fused_linear(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def fused_linear(_: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Liger Kernel's fused linear cross-entropy: gradients of all tokens in forward, a part of the tokens at a time."""
     return _FusedLinear.apply(hidden, weight, targets)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -152,13 +145,9 @@ class _FusedLinear(torch.autograd.Function):
         return grad_hidden.mul_(gradient), grad_weight, None
 
 
-def chunked_vocabulary(rows: int) -> OnHidden:
-    """Return prime-rl's log-probabilities: float32 logits of all tokens for some rows of the vocabulary at a time."""
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return _ChunkedVocabulary.apply(hidden, weight, targets, rows)[0].mean()  # type: ignore[no-untyped-call,no-any-return]
-
-    return loss
+def chunked_vocabulary(rows: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of prime-rl: float32 logits of all tokens for some rows of the vocabulary at a time."""
+    return _ChunkedVocabulary.apply(hidden, weight, targets, rows)[0].mean()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _representative(starts: range) -> Iterator[int]:
@@ -215,11 +204,11 @@ ON_LOGITS: Mapping[str, OnLogits] = {
     "cross-entropy": own_dtype_logits,
 }
 #: By name: losses on hidden states, with the number of a name that gives none after a colon.
-ON_HIDDEN: Mapping[str, tuple[Callable[[int], OnHidden], int]] = {
+ON_HIDDEN: Mapping[str, tuple[Callable[[int, Tensor, Tensor, Tensor], Tensor], int]] = {
     "chunked": (chunked_tokens, 8),  # parts of the tokens
     "chunked-float32": (chunked_float32, 256),  # tokens of a part
     "chunked-vocabulary": (chunked_vocabulary, 2048),  # rows of the vocabulary of a part
-    "fused-linear": (lambda _: fused_linear, 0),
+    "fused-linear": (fused_linear, 0),
 }
 
 
@@ -228,5 +217,5 @@ def hidden_loss(name: str) -> OnHidden | None:
     kind, _, number = name.partition(":")
     if kind not in ON_HIDDEN or (number and not number.isdigit()) or number == "0":
         return None
-    make, default = ON_HIDDEN[kind]
-    return make(int(number) if number else default)
+    loss, default = ON_HIDDEN[kind]
+    return partial(loss, int(number) if number else default)
