@@ -85,6 +85,13 @@ def fill_box(part: Tensor, box: Box, chunks: Sequence[Chunk], read: ReadBox) -> 
             part[inside(box, needed.target)].copy_(needed.to_target(read(needed.source, needed.source_box)))
 
 
+@torch.no_grad()
+def fill_from(tensor: Tensor, full: Tensor) -> None:
+    """Fill this rank's shard of a tensor with its part of the full values."""
+    part, box = local_part(tensor)
+    part.copy_(full[slices_of(box)])
+
+
 def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
     """Return this rank's local tensor and the box of the full tensor that it holds."""
     if isinstance(tensor, DTensor):

@@ -22,6 +22,7 @@ from fsdp_runtime.sharded.chunks import (
     Chunk,
     ReadBox,
     fill_box,
+    fill_from,
     fill_local,
     identity_chunk,
     local_part,
@@ -165,7 +166,7 @@ def load_weights(
             with raise_on_all(ranks):
                 for entry in present:
                     if weights.name_of(entry) is None:
-                        fill_local(entry.tensor, *_drawn(entry, new_modules or {}))
+                        fill_from(entry.tensor, _drawn(entry, new_modules or {}))
                 checkpoint.require_unchanged()
     remember_rules(base_model(model), weights.rules)
     if training is not None:
@@ -288,15 +289,14 @@ def _deviation(entry: StateEntry, new: Mapping[str, float]) -> float | None:
     return next(inside, None)
 
 
-def _drawn(entry: StateEntry, new: Mapping[str, float]) -> tuple[Sequence[Chunk], ReadBox]:
-    """Return a source of initial values that follow from the tensor's name."""
-    name, shape = entry.names[0], tuple(entry.tensor.shape)
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+def _drawn(entry: StateEntry, new: Mapping[str, float]) -> Tensor:
+    """Return initial values that follow from the tensor's name, in full."""
+    digest = hashlib.blake2b(entry.names[0].encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
-    value = torch.zeros(shape)
-    if len(shape) > 1:
+    value = torch.zeros(entry.tensor.shape)
+    if value.ndim > 1:
         value.normal_(std=_deviation(entry, new) or 0.0, generator=generator)
-    return [identity_chunk(name, shape)], lambda _, box: value[slices_of(box)]
+    return value
 
 
 #: Elements of a tied tensor that are compared at a time.
