@@ -170,7 +170,8 @@ def save_training_state(
             require_seen(work, ranks)
             chunks = _staged_chunks(tensors, ranks, HostStaging() if asynchronous else None)
         objects = {rng_file(ranks.index): own_rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
-        save = _Save(work, step, keep, mesh_sizes(entries), chunks, objects, _described(tensors))
+        described = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+        save = _Save(work, step, keep, mesh_sizes(entries), chunks, objects, described)
         if not asynchronous:
             return save.finish(ranks)
         return save_in_thread(save.finish, ranks, list(agreed.values), resources)
@@ -200,7 +201,7 @@ class _Save:
     def finish(self, ranks: ModelRanks) -> Path:
         """Write this rank's files; the state takes effect once all ranks have.  Return its directory.  Collective."""
         with raise_on_all(ranks) as written:
-            chunks = _write_shards(self.work, rank_file(ranks.index), self.chunks)
+            chunks = _write_shards(self.work, f"rank-{ranks.index:05d}.safetensors", self.chunks)
             files: dict[str, tuple[int, int]] = {}
             for name, content in self.objects.items():
                 files |= write_object(self.work, name, content)
@@ -227,11 +228,6 @@ class _Save:
         return Manifest(step=self.step, world_size=ranks.count, mesh=self.mesh, tensors=stored, files=files)
 
 
-def rank_file(index: int) -> str:
-    """Return the name of the file with a rank's tensors."""
-    return f"rank-{index:05d}.safetensors"
-
-
 def rng_file(index: int) -> str:
     """Return the name of the file with a rank's RNG states."""
     return f"rank-{index:05d}.rng.pt"
@@ -244,10 +240,6 @@ def mesh_sizes(entries: Sequence[StateEntry]) -> dict[str, int]:
         return {}
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     return {name: size for name, size in zip(names, mesh.shape, strict=True) if size > 1}
-
-
-def _described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
 
 
 def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
