@@ -197,7 +197,7 @@ def _shard_of_seven_rows(rank: int) -> list[tuple[list[int], list[float]]]:
     module.weight = nn.Parameter(distribute_tensor(torch.arange(7.0), mesh["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(module, mesh=mesh["dp_shard"])
     own = chunks_to_write({"weight": module.weight}, ModelRanks(index=rank, count=6))
-    return [([slices[0].start, slices[0].stop], local.tolist()) for _, slices, local in own]
+    return [(box[0], local.tolist()) for _, box, local in own]
 
 
 def test_uneven_shards_over_tp_are_written_at_fsdps_offsets() -> None:

@@ -153,7 +153,7 @@ def load_weights(
                 weights = _match(
                     model, base_entries, checkpoint, strict=strict, warn=ranks.is_first, new=new_modules or {}
                 )
-                sources = _Sources(weights, checkpoint)
+                sources = _ValueSources(weights, checkpoint)
                 step.value = list(_differing_ties(base_entries, sources))
             _require_equal_ties([tie for ties in step.values.values() for tie in ties])
             with raise_on_all(ranks):
@@ -185,7 +185,7 @@ def _readers(places: Mapping[int, FilePlace], readers: Literal["host", "job"]) -
 
 def _fill(
     entries: Sequence[StateEntry],
-    sources: _Sources,
+    sources: _ValueSources,
     readers: Sequence[int],
     ranks: ModelRanks,
     bucket_bytes: int,
@@ -303,7 +303,7 @@ def _drawn(entry: StateEntry, new: Mapping[str, float]) -> Tensor:
 _COMPARED = 2**24
 
 
-def _differing_ties(entries: Sequence[StateEntry], sources: _Sources) -> Iterator[tuple[str, str, str]]:
+def _differing_ties(entries: Sequence[StateEntry], sources: _ValueSources) -> Iterator[tuple[str, str, str]]:
     """Yield pairs of names of a tied tensor whose stored values differ in this rank's slices, and why."""
     for entry in entries:
         origins = sources.weights.by_model_name
@@ -334,7 +334,7 @@ def _require_equal_ties(differing: Sequence[tuple[str, str, str]]) -> None:
         )
 
 
-class _Sources:
+class _ValueSources:
     """Where the values of the model's tensors come from; conversions run on full tensors."""
 
     def __init__(self, weights: WeightMap, checkpoint: HubCheckpoint) -> None:
