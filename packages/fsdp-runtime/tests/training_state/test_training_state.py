@@ -189,7 +189,7 @@ def test_a_state_resumes_on_other_meshes(
     assert loss == pytest.approx(expected[-1], rel=1e-5)
 
 
-def _shard_of_seven_rows(rank: int) -> list[tuple[list[int], list[float]]]:
+def _shard_of_seven_rows(rank: int) -> list[tuple[tuple[int, int], list[float]]]:
     """What a rank of a pretended dp_shard=3, tp=2 writes of seven rows: where, and what."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp_shard", "tp"))
