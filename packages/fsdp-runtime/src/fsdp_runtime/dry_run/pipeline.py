@@ -52,7 +52,6 @@ from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
-from tp_plans.runtime import TokenExchange
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -85,14 +84,19 @@ def run(
         report("building the model", 0, _STEPS)
         model = build_model(source, step.dtype, step.frozen_dtype)
         report("checking the plan", 1, _STEPS)
-        parallelism = resolve_parallelism(model, mesh, **_options(step, exchange))
+        others = [each for each in step.options.get("steps", ()) if not isinstance(each, ExpertParallel)]
+        steps = (*others, ExpertParallel(exchange))  # which assumes where tokens go
+        # Compiled code cannot be traced: the trace leaves out what a compiler fuses.
+        options: Options = {**step.options, "fsdp": step.fsdp, "compile": False, "steps": steps}
+        parallelism = resolve_parallelism(model, mesh, **options)
         full = TracedModel(model, parallelism.structure)
         with kernels_of_recurrences(model), kernels_of_attention():
             trace = _trace(full, parallelism, mesh, step, exact=exact, report=report)
         summary = trace.summary
         traffic = summarize_traffic(summary.traffic, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
-    settings = _settings(model, spec, rank, step, trace, parallelism.setup)
+    setup = parallelism.setup
+    settings = _settings(model, spec, rank, step, trace, setup)
     memory = _memory(trace, step, math.prod(spec.sizes.values()), device_memory, offload=settings.offload)
     return Estimate(
         settings=settings,
@@ -112,7 +116,7 @@ def run(
                 for operator, module, text in summary.assumptions
             ),
             *untrained_assumptions(model, summary.untrained, step),
-            *routing_assumptions(exchange, _path_of_experts(parallelism)),
+            *routing_assumptions(exchange, next((path for path, _ in (setup.expert_plan or Plan({})).items()), "")),
             *recurrence_assumptions(model),
             *quantization_assumptions(model),
         ),
@@ -120,13 +124,6 @@ def run(
         advice=advice_for(settings, memory, device_memory),
         seconds=time.perf_counter() - started,
     )
-
-
-def _options(step: StepConfig, exchange: type[TokenExchange]) -> Options:
-    """Return the keywords of ``parallelize``, with the exchange that assumes where tokens go."""
-    others = [each for each in step.options.get("steps", ()) if not isinstance(each, ExpertParallel)]
-    # Compiled code cannot be traced: the trace leaves out what a compiler fuses.
-    return {**step.options, "fsdp": step.fsdp, "compile": False, "steps": (*others, ExpertParallel(exchange))}
 
 
 def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace, setup: Setup) -> Settings:
@@ -158,11 +155,6 @@ def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, tra
         traced=trace.traced,
         scaling=trace.scaling,
     )
-
-
-def _path_of_experts(parallelism: Parallelism) -> str:
-    """Return the path of the modules whose tokens are dispatched, or ``""``."""
-    return next((pattern for pattern, _ in (parallelism.setup.expert_plan or Plan({})).items()), "")
 
 
 def _names_single_blocks(parallelism: Parallelism) -> bool:

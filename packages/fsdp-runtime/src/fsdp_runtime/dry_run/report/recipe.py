@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from fsdp_runtime.dry_run.report.format import format_bytes, format_seconds
 from fsdp_runtime.dry_run.report.sections import Section, candidate_errors
@@ -58,7 +58,8 @@ def markdown_lines(sections: Iterable[Section]) -> Iterator[str]:
         if section.rows:
             header, *rows = section.rows
             rules = ["---" if column < section.left else "---:" for column in range(len(header))]
-            yield from (_markdown_row(row) for row in (header, rules, *rows))
+            for row in (header, rules, *rows):
+                yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
             yield ""
         if section.code:
             yield from ("```python", *section.lines, "```", "")
@@ -82,7 +83,3 @@ def _row(candidate: Candidate) -> list[str]:
         "-" if candidate.seconds is None else format_seconds(candidate.seconds),
         ", ".join(f"{axis} {format_bytes(size)}" for axis, size in sent.items() if size) or "-",
     ]
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
