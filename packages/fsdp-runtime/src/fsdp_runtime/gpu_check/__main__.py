@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     findings = machine(device)
     for world in chosen:
-        for checks in _of_world(world):
+        alone = ALONE if world.device_type != "cpu" else [[check for checks in ALONE for check in checks]]
+        for checks in TOGETHER if world.size > 1 else alone:  # on a CPU no allocator counts, and all share processes
             findings += _run(world, checks)
     page = markdown(findings)
     options.output.write_text(page, encoding="utf-8")
@@ -57,13 +58,6 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--max-ranks", type=int, default=8, metavar="N", help="the most ranks (default: 8)")
     command.add_argument("--output", type=Path, default=Path("gpu-check.md"), help="the report (default: gpu-check.md)")
     return command
-
-
-def _of_world(world: World) -> list[list[Check]]:
-    """Return the checks of a world by processes; on a CPU no allocator counts, and all share them."""
-    if world.size > 1:
-        return TOGETHER
-    return [[check for checks in ALONE for check in checks]] if world.device_type == "cpu" else ALONE
 
 
 def _run(world: World, checks: list[Check]) -> list[CheckResult]:

@@ -67,14 +67,11 @@ def world_ranks() -> ModelRanks:
     return ModelRanks(() if world is None else (world,), dist.get_rank(), dist.get_world_size())
 
 
-def _on_one_rank(model: nn.Module) -> bool:
-    """Return whether the model, or a part of it, was parallelized on a mesh of one rank."""
-    return any(RUNTIME_STATE in module.__dict__ and runtime_state(module).one_rank for module in model.modules())
-
-
 def mesh_or_world_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> ModelRanks:
     """Return the ranks that write a model's checkpoint: those of its mesh, the world for a model without one."""
-    if model_mesh(entries) is not None or _on_one_rank(model):
+    # A model, or a part of it, that was parallelized on a mesh of one rank has plain tensors.
+    states = (runtime_state(module) for module in model.modules() if RUNTIME_STATE in module.__dict__)
+    if model_mesh(entries) is not None or any(state.one_rank for state in states):
         return mesh_ranks(entries)
     return world_ranks()
 

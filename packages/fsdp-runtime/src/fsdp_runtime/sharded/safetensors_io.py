@@ -326,18 +326,17 @@ class SafetensorsReader:
                 if os.path.samestat(os.fstat(descriptor), os.stat(file)):
                     self._files[file] = _Opened(descriptor, headers, version)
         except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-            raise (self._damaged(file, error) if file.exists() else self._missing(file)) from error
+            if file.exists():
+                raise self._damaged(file, error) from error
+            raise CheckpointError(
+                f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
+            ) from error
         finally:
             if descriptor is not None and file not in self._files:
                 os.close(descriptor)
 
     def _damaged(self, file: Path, error: Exception) -> CheckpointError:
         return CheckpointError(f"{_describe(file)} is truncated or corrupt ({error}): {self._advice}")
-
-    def _missing(self, file: Path) -> CheckpointError:
-        return CheckpointError(
-            f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
-        )
 
 
 def _in_long_runs(box: Box, shape: Sequence[int], dtype: torch.dtype) -> bool:

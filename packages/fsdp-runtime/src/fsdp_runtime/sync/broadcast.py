@@ -85,12 +85,10 @@ def flatten_bucket(bucket: Bucket) -> Tensor:
     """
     if not bucket:
         raise OptionError("bucket is empty: give at least one name and tensor")
-    return torch.cat([_bytes_of(tensor) for _, tensor in bucket])
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().view(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+    flat = (tensor.contiguous().view(-1) for _, tensor in bucket)
+    return torch.cat(
+        [each.as_strided(each.shape, (1,)).view(torch.uint8) for each in flat]
+    )  # of one element any stride
 
 
 def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:

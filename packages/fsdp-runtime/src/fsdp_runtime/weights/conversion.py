@@ -40,23 +40,18 @@ def trace_conversion(conversion: Conversion, specs: Mapping[str, TensorSpec]) ->
                 {name: traced_input(name, spec.shape, spec.dtype) for name, spec in inputs.items()}
             )
         except _NotAChunkError:
-            outputs = conversion.run({name: _on_meta(spec) for name, spec in inputs.items()})
+            on_meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in inputs.items()}
+            outputs = conversion.run(on_meta)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         listed = ", ".join(f"{name} {spec.shape}" for name, spec in list(inputs.items())[:8])
         raise ConversionError(
             f"{len(inputs)} tensors cannot be converted between checkpoint and model ({error}): {listed}. Tensors are "
             "missing, or their shapes differ from the config's"
         ) from error
-    return {name: _converted(tensor) for name, tensor in outputs.items()}
-
-
-def _converted(tensor: Tensor) -> TensorSpec:
-    chunks = tensor.chunks if isinstance(tensor, TracedTensor) else None
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, chunks)
-
-
-def _on_meta(spec: TensorSpec) -> Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    return {
+        name: TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.chunks if isinstance(tensor, TracedTensor) else None)
+        for name, tensor in outputs.items()
+    }
 
 
 class _NotAChunkError(Exception):

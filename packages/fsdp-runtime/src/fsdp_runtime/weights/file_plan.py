@@ -273,10 +273,10 @@ class _Tensor:
         writer, turn = self._writer or 0, self._next_turn()
         areas = []
         for small in split_box(box, self._limit):
-            inside = [
-                Part(each.box, writer if writer in each.piece.owners else _in_turn(each.piece.owners, turn), each.piece)
-                for each in _clipped(parts, small)
-            ]
+            inside = []
+            for each in _clipped(parts, small):
+                owners = each.piece.owners
+                inside.append(Part(each.box, writer if writer in owners else owners[turn % len(owners)], each.piece))
             areas.append(Area(writer, small, tuple(inside)))
         return areas
 
@@ -322,10 +322,6 @@ def _clipped(parts: Sequence[Part], box: Box) -> Iterator[Part]:
     for part in parts:
         if (common := intersection(part.box, box)) is not None:
             yield Part(common, part.rank, part.piece)
-
-
-def _in_turn(ranks: Sequence[int], turn: int) -> int:
-    return ranks[turn % len(ranks)]
 
 
 def _taken_by(area: Area, rank: int) -> Area:
