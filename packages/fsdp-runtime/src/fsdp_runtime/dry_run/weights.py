@@ -124,10 +124,11 @@ def describe_weights(
         "stream": traffic.stream_traffic(export, options, ranks),
     }
     if transfer is not None:
+        found["sync"] = {}
         for rank in transfer.ranks:
             sent, received = transfer.bytes_sent(rank), transfer.bytes_received(rank)
             held = min(options.bucket_bytes, sent + received)
-            found.setdefault("sync", {})[rank] = traffic.RankTraffic(sent=sent, received=received, held=held)
+            found["sync"][rank] = traffic.RankTraffic(sent=sent, received=received, held=held)
     return [WeightTraffic(action, by_rank, ranks_per_host) for action, by_rank in found.items()]
 
 

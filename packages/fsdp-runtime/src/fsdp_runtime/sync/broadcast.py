@@ -85,10 +85,9 @@ def flatten_bucket(bucket: Bucket) -> Tensor:
     """
     if not bucket:
         raise OptionError("bucket is empty: give at least one name and tensor")
+    # A single element may have any stride.
     flat = (tensor.contiguous().view(-1) for _, tensor in bucket)
-    return torch.cat(
-        [each.as_strided(each.shape, (1,)).view(torch.uint8) for each in flat]
-    )  # of one element any stride
+    return torch.cat([each.as_strided(each.shape, (1,)).view(torch.uint8) for each in flat])
 
 
 def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
