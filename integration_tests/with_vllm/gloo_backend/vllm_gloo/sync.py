@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError, WeightSyncError
-from fsdp_runtime.sync import WeightInfo
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sync.broadcast import flatten_bucket
 from fsdp_runtime.sync.vllm_source import WeightSource
 from vllm_gloo.background import LAST_WORD_S, Background, ignore_errors
