@@ -37,13 +37,14 @@ from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 
-#: Optimizers by name; ``adamw_single`` is the one without ``foreach``, whose temporaries are of one parameter.
-OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True),
-    "adamw_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True),
-    "adamw_single": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=False),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True),
-    "none": None,
+#: Optimizers by name, and the bytes of state per byte of a parameter; ``adamw_single`` is the one without ``foreach``,
+#: whose temporaries are of one parameter.
+OPTIMIZERS: dict[str, tuple[Callable[[list[Any]], torch.optim.Optimizer] | None, int]] = {
+    "adamw": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True), 2),
+    "adamw_fused": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True), 2),
+    "adamw_single": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=False), 2),
+    "sgd": (lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True), 1),
+    "none": (None, 0),
 }
 
 
@@ -132,7 +133,7 @@ def trace_step(
     with fake_tensors_without_data(), rl_logprobs_on_accelerator() as tile_multiplicity:
         model.to_empty(device="cpu")
         inputs = _inputs(model, mesh, step)
-        make = OPTIMIZERS[step.optimizer]
+        make, _ = OPTIMIZERS[step.optimizer]
         optimizer = None if make is None else _LocalOptimizer(make, model, without_grad)
         accumulated = _accumulated_gradients(model, without_grad) if step.micro_batches > 1 else []
         recorder = Recorder(

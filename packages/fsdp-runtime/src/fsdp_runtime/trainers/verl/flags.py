@@ -161,13 +161,11 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "record_file": Flag("refused", "routes travel with the batch; no engine of verl reads it"),
         "replay_file": Flag("refused", "routes travel with the batch; no engine of verl reads it"),
     },
-    "FSDPOptimizerConfig": {
-        **_same(
-            "_target_ lr lr_warmup_steps_ratio total_training_steps weight_decay lr_warmup_steps betas clip_grad "
-            "grad_clip optimizer optimizer_impl min_lr_ratio warmup_style lr_scheduler_type num_cycles "
-            "override_optimizer_config zero_indexed_step"
-        )
-    },
+    "FSDPOptimizerConfig": _same(
+        "_target_ lr lr_warmup_steps_ratio total_training_steps weight_decay lr_warmup_steps betas clip_grad "
+        "grad_clip optimizer optimizer_impl min_lr_ratio warmup_style lr_scheduler_type num_cycles "
+        "override_optimizer_config zero_indexed_step"
+    ),
 }
 
 
