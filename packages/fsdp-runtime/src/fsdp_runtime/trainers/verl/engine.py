@@ -19,15 +19,7 @@ from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl import export
 from fsdp_runtime.trainers.verl.batch_checks import vocabulary_of
 from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
-from fsdp_runtime.trainers.verl.config import (
-    check_checkpoint_flags,
-    check_flags,
-    check_optimizer,
-    require_own_config,
-    to_dtype,
-)
-from fsdp_runtime.trainers.verl.field_types import require_types
-from fsdp_runtime.trainers.verl.flags import refuse
+from fsdp_runtime.trainers.verl.config import check_configs, to_dtype
 from fsdp_runtime.trainers.verl.micro_batches import cut
 from fsdp_runtime.trainers.verl.model import (
     build_module,
@@ -43,7 +35,6 @@ from fsdp_runtime.trainers.verl.scores import TokenScores, values_of
 from fsdp_runtime.trainers.verl.verl_api import (
     BaseEngine,
     BaseEngineCtx,
-    HFModelConfig,
     enable_full_determinism,
     get_device_id,
     get_device_name,
@@ -54,9 +45,6 @@ from fsdp_runtime.weights import stream_weights
 
 logger = logging.getLogger(__name__)
 
-#: Fields of verl's model that are read here.
-_OF_MODEL = ("enable_gradient_checkpointing", "use_remove_padding", "trust_remote_code", "lora_rank")
-
 
 class FsdpRuntimeEngine(BaseEngine):
     """What both kinds of models share, built from verl's configs of model, optimizer and checkpoints, and its own."""
@@ -65,13 +53,7 @@ class FsdpRuntimeEngine(BaseEngine):
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
-        require_own_config(engine_config)
-        check_flags(engine_config)
-        refuse("model.", "HFModelConfig", model_config)
-        require_types("model.", model_config, kind=HFModelConfig, names=_OF_MODEL)
-        if optimizer_config is not None and not engine_config.forward_only:
-            check_optimizer(optimizer_config)
-        check_checkpoint_flags(checkpoint_config)
+        check_configs(model_config, engine_config, optimizer_config, checkpoint_config)
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
