@@ -46,10 +46,15 @@ class Chunk:
         return tuple((first, first + count) for first, count in zip(self.start, size, strict=True))
 
     def to_target(self, tensor: Tensor) -> Tensor:
-        """Permute and reshape a tensor read from :attr:`source_box` to the target's dims."""
-        used = [dim for dim in self.dims if dim is not None]
-        unused = [dim for dim in range(tensor.ndim) if dim not in used]
-        return tensor.permute([*used, *unused]).reshape(box_shape(self.target))
+        """Return a view of what was read from :attr:`source_box` in the target's dims."""
+        return in_dims(tensor, self.dims, box_shape(self.target))
+
+
+def in_dims(tensor: Tensor, dims: Sequence[int | None], shape: Sequence[int]) -> Tensor:
+    """Return a view of a tensor with these of its dims, one of size 1 for ``None``; those left out have size 1."""
+    used = [dim for dim in dims if dim is not None]
+    unused = [dim for dim in range(tensor.ndim) if dim not in used]
+    return tensor.permute([*used, *unused]).view(tuple(shape))
 
 
 def identity_chunk(name: str, shape: Sequence[int]) -> Chunk:

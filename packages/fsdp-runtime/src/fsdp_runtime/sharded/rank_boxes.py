@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sharded.chunks import Chunk
+from fsdp_runtime.sharded.chunks import Chunk, in_dims, slices_of
 from fsdp_runtime.sharded.shard_offsets import dtensor_box, mesh_layout_of
-from tp_plans.transfer import Box, StoredBlock, intersection, mesh_boxes
+from tp_plans.transfer import Box, StoredBlock, box_shape, intersection, mesh_boxes
 
 
 class BoxOwners:
@@ -102,14 +102,4 @@ def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, par
             f"the local tensor {block.local} {has} on rank {block.rank}; its layout stores part of {tensor} there, up "
             f"to index {reach}: give the tensors that the layout was made for"
         )
-    for dim, (start, stop) in enumerate(block.local_box(part)):
-        view = view.narrow(dim, start, stop - start)
-    used = [dim for dim in block.dims if dim is not None]
-    unused = [dim for dim in range(view.ndim) if dim not in used]
-    view = view.permute([*used, *unused])
-    for _ in unused:
-        view = view.squeeze(-1)
-    for position, local_dim in enumerate(block.dims):
-        if local_dim is None:
-            view = view.unsqueeze(position)
-    return view
+    return in_dims(view[slices_of(block.local_box(part))], block.dims, box_shape(part))

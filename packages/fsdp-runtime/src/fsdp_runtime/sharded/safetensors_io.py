@@ -143,7 +143,7 @@ class SafetensorsWriter:
             if self._descriptor < 0:
                 self._descriptor = _open(self._path)
             offset = self._layout.offset(name) + start * flat.itemsize
-            _write_all(self._descriptor, _bytes_of(flat), offset)
+            _write_all(self._descriptor, memory_of(flat), offset)
         self._unstarted += flat.nbytes
         if self._unstarted >= _STARTED_AFTER:
             self._unstarted = 0
@@ -275,7 +275,7 @@ class SafetensorsReader:
 
     def read_bytes(self, file: Path, start: int, values: Tensor) -> None:
         """Fill a contiguous tensor on the CPU with the bytes of a file from ``start`` on, in large reads."""
-        view = _bytes_of(values.reshape(-1))
+        view = memory_of(values.reshape(-1))
         try:
             while view:
                 if not (count := os.preadv(self._files[file].descriptor, [view[:_MOVED_AT_ONCE]], start)):
@@ -350,7 +350,7 @@ def _version(descriptor: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _bytes_of(flat: Tensor) -> memoryview:
+def memory_of(flat: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU; ``Tensor.numpy`` would fix the size of its storage."""
     if not flat.nbytes:
         return memoryview(b"")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import zlib
@@ -17,6 +16,7 @@ from torch import Tensor
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.fsync import write_and_fsync
 from fsdp_runtime.sharded.paths import is_file_name
+from fsdp_runtime.sharded.safetensors_io import memory_of
 from tp_plans.transfer import Box, intersection, volume
 
 T = TypeVar("T")
@@ -91,9 +91,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def checksum(tensor: Tensor, before: int = 0) -> int:
     """Return the CRC-32 of the bytes of a contiguous tensor on the CPU, which follow those with a CRC ``before``."""
-    if not tensor.nbytes:
-        return before
-    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), before)
+    return zlib.crc32(memory_of(tensor), before)
 
 
 # The manifest of a file: nothing in it is taken for granted, whatever its checksum.

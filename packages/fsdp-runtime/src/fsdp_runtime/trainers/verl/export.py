@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.hashing import WORDS
 from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.sync import ModelShards
 from fsdp_runtime.trainers.verl.verl_api import (
@@ -120,5 +121,5 @@ class Shards:
 
 def _differing(values: Tensor, before: Tensor) -> Tensor:
     """Return the indices of elements whose bits differ, so that a changed sign of zero and NaN count."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    bits = WORDS[values.element_size()]
     return (values.view(bits) != before.view(bits)).nonzero().squeeze(-1)
