@@ -199,7 +199,7 @@ def _trace(
     for done, count in enumerate((repeated.min_count, repeated.min_count + 1), start=2):
         indices = repeated.block_indices(count)
         report(f"tracing {len(indices)} of {repeated.blocks} blocks", done, _STEPS)
-        known = summaries[0].params_without_grad if summaries and not step.assume_gradients else frozenset()
+        known = frozenset(summaries[0].untrained if summaries and not step.assume_gradients else ())
         summaries.append(_trace_traceable(full.with_blocks(indices), parallelism, mesh, step, known))
 
     def shift_block(path: str, by: int) -> str:
@@ -241,9 +241,9 @@ def _trace_traceable(
                 raise
             left_out[pattern] = error.operator
             continue
-        unknown = summary.params_without_grad != without_grad and not step.assume_gradients
+        unknown = summary.untrained.keys() != without_grad and not step.assume_gradients
         if unknown and step.optimizer != "none":
-            without_grad = summary.params_without_grad
+            without_grad = frozenset(summary.untrained)
             continue
         assumptions = tuple((operator, pattern, LEFT_OUT) for pattern, operator in left_out.items())
         return replace(summary, assumptions=(*summary.assumptions, *assumptions))

@@ -7,8 +7,9 @@ only the slices that it needs of a merged tensor, and no conversion is known by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -184,13 +185,7 @@ def _split(tensor: TracedTensor, size: int, dim: int = 0) -> list[TracedTensor]:
 
 
 def _split_with_sizes(tensor: TracedTensor, sizes: Sequence[int], dim: int = 0) -> list[TracedTensor]:
-    def parts() -> Iterator[TracedTensor]:
-        start = 0
-        for size in sizes:
-            yield _slice(tensor, dim, start, start + size)
-            start += size
-
-    return list(parts())
+    return [_slice(tensor, dim, start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def _shifted(chunk: Chunk, dim: int, by: int) -> Chunk:

@@ -81,11 +81,6 @@ class Summary:
     assumptions: tuple[tuple[str, str, str], ...] = ()  # (operator, module, assumption), block indices as ``*``
     untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the same of what got no gradient
 
-    @property
-    def params_without_grad(self) -> frozenset[str]:
-        """Name patterns of trainable parameters that got no gradient."""
-        return frozenset(self.untrained)
-
 
 def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int]) -> Summary:
     """Return the summary of a recording."""
