@@ -22,35 +22,6 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
 from verl.workers.engine.utils import enable_full_determinism, postprocess_batch_func, prepare_micro_batches
 
-__all__ = [
-    "SIGNATURES",
-    "ActorConfig",
-    "BaseEngine",
-    "BaseEngineCtx",
-    "BlockPlacement",
-    "CriticConfig",
-    "DatasetPadMode",
-    "EngineConfig",
-    "EngineRegistry",
-    "HFModelConfig",
-    "PrecisionType",
-    "ShardSpec",
-    "build_optimizer",
-    "convert_to_regular_types",
-    "enable_full_determinism",
-    "extract_multi_modal_inputs",
-    "get_constant_schedule_with_warmup",
-    "get_cosine_schedule_with_warmup",
-    "get_device_id",
-    "get_device_name",
-    "get_hf_auto_model_class",
-    "postprocess_batch_func",
-    "prepare_micro_batches",
-    "replace_lora_wrapper",
-    "tensordict_utils",
-    "translate_flat_indices",
-]
-
 #: What is called or overridden of verl 0.9.1, by module.
 _USED = {
     "verl.workers.engine.base": """
