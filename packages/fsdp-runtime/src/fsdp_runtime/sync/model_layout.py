@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
@@ -73,10 +73,7 @@ class ModelShards:
         for group in groups:
             _require_blocks(group)
             adapters = {part for each in group.adapters.values() for f in each for part in (f.a_name, f.b_name)}
-            for name, tensor in group.sources.items():
-                if name in adapters:
-                    continue
-                local[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            local |= {name: local_tensor(each).detach() for name, each in group.sources.items() if name not in adapters}
             for item in group.tensors:
                 tensors[item.name] = CheckpointTensor(item.shape, str(item.dtype).removeprefix("torch."))
                 chunks, (_, pieces) = item.chunks or (), pieces_of(item, group.sources, gathered=True)

@@ -16,9 +16,9 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.checkpoints import save_config
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
@@ -281,10 +281,7 @@ def _planned(
             next(gathered, None)  # it has to be exhausted
             continue
         (group,) = planned.groups
-        local = {
-            name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            for name, tensor in group.sources.items()
-        }
+        local = {name: local_tensor(tensor).detach() for name, tensor in group.sources.items()}
         if group.adapters:
             merged = MergedShards([group], export.exported_dtype)
             merged.refresh()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import model_mesh
@@ -211,9 +211,8 @@ class _Exchanges:
         for group in groups:
             for tensor in group.sources.values():
                 own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 whole += tensor.numel() * own.itemsize
-                self._gathered += (tensor.numel() - local.numel()) * own.itemsize
+                self._gathered += (tensor.numel() - local_tensor(tensor).numel()) * own.itemsize
         self._gathered_at_once = max(self._gathered_at_once, whole)
 
     def found(self) -> ByRank:
