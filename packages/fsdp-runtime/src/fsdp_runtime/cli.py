@@ -107,7 +107,7 @@ def _add_recipe(commands: Any) -> None:
     )
     command.add_argument("--lengths", type=_integers, metavar="TOKENS,...", help="(default: 8192,32768,131072)")
     command.add_argument("--trainings", type=_words, metavar="KIND,...", help="full, lora (default: both)")
-    command.add_argument("--ep", type=_integers, metavar="N,...", help="sizes of ep (default: 1)")
+    command.add_argument("--ep", type=_integers, metavar="N,...", help="sizes of ep (default: 8 and 1 for a mixture)")
     command.add_argument("--hardware", help="whose time orders meshes: A100, H100 (default), H200, B200")
     command.add_argument("--every", action="store_true", help="try every mesh, not up to the first that fits")
     command.add_argument("--workers", type=int, metavar="N", help="parallel dry runs (default: 2)")

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_runtime._torch_compat import clone_default_store
-from fsdp_runtime.errors import FsdpRuntimeError, LostRankError, OptionError
+from fsdp_runtime.errors import FsdpRuntimeError, LostRankError, OptionError, OtherRankError
 from fsdp_runtime.monitor.heartbeat import FailureDetector, Heartbeat, HeartbeatStore, LostRank, no_heartbeat
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,8 @@ class DistributedMonitor(RankMonitor):
     def fail(self, error: BaseException) -> None:
         """Report an exception of this rank, unless another rank's failure caused it."""
         if not isinstance(error, LostRankError):
-            if isinstance(error, RuntimeError) and not isinstance(error, FsdpRuntimeError):
+            own = isinstance(error, FsdpRuntimeError) and not isinstance(error, OtherRankError)
+            if isinstance(error, RuntimeError) and not own:  # perhaps the end of another rank, which is known soon
                 self._lost_known.wait(self._timeout + 3 * self._interval)
             if self._lost_known.is_set():
                 self._drain()
@@ -250,8 +251,9 @@ def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
     process logs the same message and exits with status 75.  An exception of this rank is reported to the others and
     passes through, with a note that names rank and phase.
 
-    A ``RuntimeError`` may be the consequence of another rank's failure, so it is delayed until all other ranks have
-    sent heartbeats for ``timeout``.  Collective over the world; rank 0 leaves last.  A single process is not monitored.
+    A ``RuntimeError`` of torch or of the user, or an :class:`OtherRankError`, may be the consequence of another rank's
+    failure, so it is delayed until all other ranks have sent heartbeats for ``timeout``.  Collective over the world;
+    rank 0 leaves last.  A single process is not monitored.
 
     Heartbeats use the store of ``init_process_group``: one small message per rank and round, and one per phase.  Rank 0
     reads all of them and announces a lost rank; the other ranks follow rank 0.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -198,11 +197,13 @@ def _mesh_and_way(candidate: Candidate) -> str:
 
 
 def candidate_errors(failed: Sequence[Candidate]) -> list[str]:
-    """Return each mesh and error once, with the number of candidates that share them."""
-    counts = Counter((candidate.error, _mesh_and_way(candidate)) for candidate in failed)
+    """Return each error once, with its meshes and the number of candidates."""
+    meshes: dict[str, list[str]] = {}
+    for candidate in failed:
+        meshes.setdefault(candidate.error, []).append(_mesh_and_way(candidate))
     return [
-        f"{mesh} ({count} {'candidate' if count == 1 else 'candidates'}): {error}"
-        for (error, mesh), count in counts.items()
+        f"{', '.join(dict.fromkeys(found))} ({len(found)} {'candidate' if len(found) == 1 else 'candidates'}): {error}"
+        for error, found in meshes.items()
     ]
 
 

@@ -142,7 +142,18 @@ class _Taken:
         if len(shape) >= 3 and shape[2] == tokens and shape[1] in (1, rows):  # one for each axis of a rotary embedding
             moved = value.expand(-1, rows, *shape[2:]).movedim(0, -1)
             return self.batch.take(moved).movedim(-1, 0)
+        if shape == (tokens, tokens):
+            return self._of_pairs(value)
         return value
+
+    def _of_pairs(self, value: Tensor) -> Tensor:
+        if not torch.equal(value[1:, 1:], value[:-1, :-1]):
+            raise LayoutError(
+                f"an input {list(value.shape)} has a value for each pair of tokens that does not follow from their "
+                "distance: the documents of packed rows cannot share it; give rows of one document"
+            )
+        length = self.batch.tokens.shape[1]
+        return value[:length, :length]
 
 
 def _put_together(outputs: list[Any], documents: Documents, batches: list[DocumentBatch]) -> Any:
