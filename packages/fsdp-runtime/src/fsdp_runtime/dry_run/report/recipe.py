@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp_runtime.dry_run.report.format import format_bytes, format_seconds
 from fsdp_runtime.dry_run.report.sections import Section, candidate_errors
