@@ -52,7 +52,9 @@ def _with_lora(build: Callable[[], nn.Module], rank: int) -> nn.Module:
 
 def not_adapted(model: nn.Module) -> tuple[str, ...]:
     """Return the names of linear layers without LoRA: routers, which return several tensors, and what PEFT refuses."""
-    from torch import nn
+    from torch import nn  # with the model
+
+    from fsdp_runtime._peft_compat import refused_by_lora
 
     from fsdp_runtime._peft_compat import refused_by_lora  # imports torch
 

@@ -1,4 +1,4 @@
-"""The monitor of several ranks: a heartbeat thread, a thread that ends a blocked process, and their state."""
+"""The monitor of one rank, and that of several: a heartbeat thread, and a thread that ends a blocked process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from fsdp_runtime._torch_compat import clone_default_store
 from fsdp_runtime.errors import FsdpRuntimeError, LostRankError, OptionError, OtherRankError
 from fsdp_runtime.monitor.heartbeat import FailureDetector, Heartbeat, HeartbeatStore, LostRank, no_heartbeat
-from fsdp_runtime.monitor.rank_monitor import RankMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,62 @@ _numbers = itertools.count()
 
 #: How often rank 0 reads at its end whether the others have finished; rounds of the detector stay an interval apart.
 _END_SECONDS = 0.1
+
+
+class RankMonitor:
+    """The running monitor of :func:`monitor_ranks`, which creates it.
+
+    This class serves a single process: it only keeps the phase for error messages.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self._phase = "start"
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name this rank's current phase for error messages, on this rank and on others.
+
+        Args:
+            name: such as ``"forward"``; the enclosing phase is current again afterwards.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            LostRankError: another rank is known to be lost.
+
+        Example:
+            >>> from fsdp_runtime.monitor import monitor_ranks
+            >>> with monitor_ranks() as monitor:
+            ...     with monitor.phase("forward"):
+            ...         pass
+        """
+        enclosing = self._phase
+        self.set_phase(name)
+        yield
+        self.set_phase(enclosing)  # not after an error, whose message has to name the inner phase
+
+    def set_phase(self, name: str) -> None:
+        """Change the current phase."""
+        self._phase = name
+
+    def start(self) -> None:
+        """Begin to send and to observe heartbeats."""
+
+    def finish(self) -> None:
+        """Report the end of the monitored block."""
+
+    def fail(self, error: BaseException) -> None:
+        """Report an exception that leaves the monitored block; may raise another rank's failure instead."""
+        if not isinstance(error, LostRankError):
+            error.add_note(f"on rank {self.rank}, in phase {self._phase!r}")
+
+    def stop(self) -> None:
+        """End all threads."""
 
 
 class DistributedMonitor(RankMonitor):

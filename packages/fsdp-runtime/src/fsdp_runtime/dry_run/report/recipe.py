@@ -59,7 +59,8 @@ def markdown_lines(sections: Iterable[Section]) -> Iterator[str]:
         if section.rows:
             header, *rows = section.rows
             rules = ["---" if column < section.left else "---:" for column in range(len(header))]
-            yield from (_markdown_row(row) for row in (header, rules, *rows))
+            for row in (header, rules, *rows):
+                yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
             yield ""
         if section.code:
             yield from ("```python", *section.lines, "```", "")
@@ -83,7 +84,3 @@ def _row(candidate: Candidate) -> list[str]:
         "-" if candidate.seconds is None else format_seconds(candidate.seconds),
         ", ".join(f"{axis} {format_bytes(size)}" for axis, size in sent.items() if size) or "-",
     ]
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
