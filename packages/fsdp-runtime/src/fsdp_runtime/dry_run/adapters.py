@@ -56,8 +56,6 @@ def not_adapted(model: nn.Module) -> tuple[str, ...]:
 
     from fsdp_runtime._peft_compat import refused_by_lora
 
-    from fsdp_runtime._peft_compat import refused_by_lora  # imports torch
-
     found = {
         path.rpartition(".")[2]: None
         for path, module in model.named_modules()
