@@ -130,7 +130,7 @@ def _fault(words: list[str], page: str) -> str | None:
 
 def _missing_extra(requirement: str) -> str | None:
     """What an extra of ours, as in ``fsdp-runtime[transformers]``, lacks."""
-    found = re.fullmatch(r"([a-z-]+)\[([a-z-]+)\]", requirement)
+    found = re.fullmatch(r"(?:\./packages/)?([a-z-]+)\[([a-z-]+)\]", requirement)
     if found is None or not (ROOT / "packages" / found[1]).exists():
         return None
     project = tomllib.loads((ROOT / "packages" / found[1] / "pyproject.toml").read_text())["project"]

@@ -12,12 +12,22 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "tp-plans": ("tp_plans", "tp_plans.transfer", "tp_plans.styles"),
+    "tp-plans": (
+        "tp_plans",
+        "tp_plans.explanation",
+        "tp_plans.models",
+        "tp_plans.styles",
+        "tp_plans.transfer",
+        "tp_plans.verification",
+    ),
     "fsdp-runtime": (
         "fsdp_runtime",
         "fsdp_runtime.batching",
         "fsdp_runtime.dry_run",
+        "fsdp_runtime.mesh",
         "fsdp_runtime.meters",
+        "fsdp_runtime.model",
+        "fsdp_runtime.monitor",
         "fsdp_runtime.steps",
         "fsdp_runtime.sync",
         "fsdp_runtime.trainers",
@@ -67,3 +77,13 @@ def test_every_public_name_is_on_its_page(package: str) -> None:
     shown = {entry.rpartition(".")[2] for entry in _entries(package)} | set(re.findall(r"`(\w+)`", page))
     public = {name for room in ROOMS[package] for name in getattr(importlib.import_module(room), "__all__", ())}
     assert sorted(public - shown) == []
+
+
+@pytest.mark.parametrize("package", ["tp-plans", "fsdp-runtime"])
+def test_a_section_names_the_room_of_what_the_package_itself_does_not_have(package: str) -> None:
+    page, name = (ROOT / "docs" / "reference" / f"{package}.md").read_text(), package.replace("-", "_")
+    top = {*importlib.import_module(name).__all__, *vars(importlib.import_module(f"{name}.errors"))}
+    for section in page.split("\n## ")[1:]:
+        names = {entry.rpartition(".")[2] for entry in re.findall(r"^::: (\S+)$", section, re.MULTILINE)} - top
+        rooms = {room for room in ROOMS[package] if names & set(importlib.import_module(room).__all__)}
+        assert [room for room in sorted(rooms) if f"`{room}`" not in section] == [], section.partition("\n")[0]

@@ -51,9 +51,9 @@ _OF_ARGUMENT = ("type", "map", "sorted", "list", "dict", "str", "tuple", "repr")
 #: The longest expression that stands for its own value.
 _LONGEST = 30
 INTRODUCTION = (
-    "Every error that `parallelize` and a parallelized model raise on purpose, {count} in all: what is refused, why, "
-    "and what to do instead. `{{name}}` stands for a value of the call. A `LayoutError` is about the inputs of a call; "
-    "what `parallelize` raises comes before it has changed a module. "
+    "Look up an error of `parallelize` or of a parallelized model, or see before a run what is refused: why, and what "
+    "to do instead. These are all {count} that are raised on purpose. `{{name}}` stands for a value of the call. A "
+    "`LayoutError` is about the inputs of a call; what `parallelize` raises comes before it has changed a module. "
     "`docs/generate/refusals.py` writes this page from the sources, and a test provokes each row."
 )
 

@@ -22,9 +22,10 @@ DISK, NETWORK = "2GB/s", "25GB/s"
 COUNTED = ("read", "written", "sent", "received", "gathered", "held")
 INTRODUCTION = """# Weights on big meshes
 
-What `save_weights`, `load_weights` and `stream_weights` move, as `fsdp_runtime.dry_run.estimate_weights` counts it
-without the ranks: the plans are those that the calls make. Each number is that of the rank with the most. Weights are
-in bfloat16 under the names of the checkpoint, eight ranks are a host, and everything else is a default.
+Look up what a save, a load or a stream of three large models reads, sends and holds on a rank. The numbers are those of
+`fsdp_runtime.dry_run.estimate_weights`, which counts the plans that the calls make; call it for a model and a mesh of
+yours. Each is that of the rank with the most. Weights are in bfloat16 under the names of the checkpoint, eight ranks
+are a host, and everything else is a default.
 
 - *Read* and *written* are bytes of files, *sent* and *received* what ranks exchange. A load reads whole rows where a
   host needs only some of their columns, unless more than 256 KiB lie between them: a disk that reads 0.8 GB/s takes 0.2
@@ -100,8 +101,8 @@ def page() -> Iterator[str]:
     """Yield the lines of the page."""
     yield from INTRODUCTION.splitlines()
     for model in dict.fromkeys(row.model for row in ROWS):
-        yield from ("", f"## {model}", "", f"| ranks, mesh | call | {' | '.join(COUNTED)} | seconds |")
-        yield "| --- | --- |" + " ---: |" * (len(COUNTED) + 1)
+        yield from ("", f"## {model}", "", f"| ranks, mesh | call | {' | '.join(COUNTED)} | messages | seconds |")
+        yield "| --- | --- |" + " ---: |" * (len(COUNTED) + 2)
         for row in ROWS:
             if row.model == model:
                 yield from lines(row)

@@ -46,9 +46,9 @@ def resolve_plan(
 
     Args:
         plan: ``"auto"`` (the architecture's own plan, else the one that transformers ships for it, else one that is
-            inferred and certain), ``"inferred"`` (what ``suggest`` proposes, with its doubts), the name of an
-            architecture, a :class:`Plan`, a dict of pattern to style or style word, or a dotted path
-            (``"package.module.name"``) to one of these or to a function that returns one.
+            inferred, and verified by a run where it has doubts), ``"inferred"`` (what ``suggest`` proposes, with its
+            doubts), the name of an architecture, a :class:`Plan`, a dict of pattern to style or style word, or a dotted
+            path (``"package.module.name"``) to one of these or to a function that returns one.
         model: the model that the plan is for.
         sequence_parallel: wanted of ``"auto"``; a plan of the user's must then be a sequence-parallel one.
         mesh: the axis whose ranks run a small copy of the model where an inferred plan has doubts, all of which have
@@ -62,7 +62,7 @@ def resolve_plan(
     Raises:
         CustomPlanError: the user's plan cannot be used; the message says what was wrong with it.
         UnknownStyleError: it holds a word that names no style.
-        UnknownArchitectureError: ``"auto"`` found no plan that is certain.
+        UnknownArchitectureError: ``"auto"`` found no plan that is certain or verified.
         CapabilityError: sequence parallelism was asked of a model that has no such form, or the architecture cannot be
             split over as many ranks as ``mesh`` has.
         PlanError: ``towers_tp`` is not a positive number.

@@ -49,6 +49,26 @@ def test_a_public_name_is_the_same_whatever_was_imported_before(first):
     assert printed.strip() == "True"
 
 
+ONE_BY_ONE = """
+import importlib, sys
+for name in sys.argv[1:]:
+    for loaded in [each for each in sys.modules if each.partition(".")[0] == "tp_plans"]:
+        del sys.modules[loaded]
+    importlib.import_module(name)
+"""
+
+
+def test_any_module_can_be_imported_first():
+    import tp_plans
+
+    folder = Path(tp_plans.__file__).parent
+    paths = [path.relative_to(folder.parent).with_suffix("") for path in sorted(folder.rglob("*.py"))]
+    names = [".".join(path.parts).removesuffix(".__init__") for path in paths if path.stem != "__main__"]
+    without_torch = [name for name in names if name.split(".")[1:2] not in (["torch_styles"], ["verification"])]
+    done = subprocess.run([sys.executable, "-c", ONE_BY_ONE, *without_torch], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_public_name_is_also_a_module():
     """A module would take the name's place once it is imported."""
     import tp_plans

@@ -270,7 +270,7 @@ def test_a_rule_of_the_users_own_comes_first():
 
 def test_sizes_that_no_engine_has_are_refused_with_numbers():
     for message, options in (
-        ("8 attention heads cannot be split over tp=3", {"tp": 3}),
+        ("8 heads and tp=3: use a tp that divides", {"tp": 3}),
         ("3 key/value heads and tp=8", {"tp": 8, "num_key_value_heads": 3}),
         ("ep=3 does not divide tp=4", {"tp": 4, "ep": 3}),
         ("tp is 0", {"tp": 0}),

@@ -147,7 +147,7 @@ def _router(structure: ModelStructure, path: str, mixture: str) -> Router:
     counts = [count for *_, count in told]
     counts += [_count_below(tree, child) for child in tree.children[mixture] if _are_experts(tree, child)]
     if kind is None or not counts:
-        raise ModelError(f"{path} ({type(module).__name__}) has no attribute that counts its experts")
+        raise ModelError(f"{path} ({type(module).__name__}) has none of {', '.join(EXPERT_COUNTS)}: set one of them")
     blocks = structure.decoder
     layer = next((index for index, block in enumerate(blocks) if f"{path}.".startswith(f"{block}.")), None)
     configs = [each.config for each in (module, around) if hasattr(each, "config")]

@@ -54,7 +54,8 @@ def check_ranks(accelerator: Accelerator, mesh: DeviceMesh) -> None:
             "mesh first, or alone"
         )
     if state.mixed_precision not in _PRECISIONS:
-        raise OptionError(f"an earlier Accelerator of this process has mixed_precision={state.mixed_precision!r}")
+        precision = f"mixed_precision={state.mixed_precision!r}"
+        raise OptionError(f"an earlier Accelerator of this process has {precision}: use 'bf16' or 'no'")
     if state.num_processes != mesh.size():
         raise OptionError(
             f"accelerate counts {state.num_processes} processes and the mesh has {mesh.size()} ranks: start the script "

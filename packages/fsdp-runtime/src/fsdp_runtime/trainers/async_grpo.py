@@ -50,9 +50,7 @@ class AsyncGRPOMixin(TrlMixin):
     def _create_model(self, path: str, architecture: Any = None, **settings: Any) -> nn.Module:
         config: Any = transformers.AutoConfig.from_pretrained(path)
         if config.get_text_config() is not config:
-            raise OptionError(
-                f"{path} is a vision-language model, which AsyncGRPOTrainer is not covered with on a mesh"
-            )
+            raise OptionError(f"{path} is a vision-language model: use GRPOTrainer, or AsyncGRPOTrainer without a mesh")
         return super()._create_model(path, architecture, **settings)
 
     def get_train_dataloader(self) -> Any:

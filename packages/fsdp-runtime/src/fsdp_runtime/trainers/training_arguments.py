@@ -27,14 +27,14 @@ _SAMPLING = frozenset({"random", "sequential"})
 _DISPATCHED = "accelerator_config's dispatch_batches"
 #: Where an option is set that is refused, its name, and what to do instead.
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (lambda args: bool(args.fsdp), "fsdp", "the model is sharded already: parallelize(..., fsdp=FSDPOptions(...))"),
-    (lambda args: bool(args.deepspeed), "deepspeed", "the model is sharded already: MeshSpec(dp_shard=...)"),
+    (lambda args: bool(args.fsdp), "fsdp", "use parallelize(..., fsdp=FSDPOptions(...))"),
+    (lambda args: bool(args.deepspeed), "deepspeed", "use MeshSpec(dp_shard=...)"),
     (
         lambda args: args.parallelism_config is not None,
         "parallelism_config",
-        "the trainer's mesh is the model's: MeshSpec(...)",
+        "the trainer's mesh is the model's: use MeshSpec(...)",
     ),
-    (lambda args: args.fp16, "fp16", "its gradient scaler does not know of shards: bf16=True"),
+    (lambda args: args.fp16, "fp16", "its gradient scaler does not know of shards: use bf16=True"),
     (
         lambda args: args.fp16_full_eval or args.bf16_full_eval,
         "fp16_full_eval and bf16_full_eval",
@@ -43,19 +43,19 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (
         lambda args: args.auto_find_batch_size,
         "auto_find_batch_size",
-        "ranks that run out of memory at different times would part: fsdp-runtime estimate",
+        "ranks run out of memory at different times: find the size with fsdp-runtime estimate",
     ),
-    (lambda args: args.neftune_noise_alpha is not None, "neftune_noise_alpha", "its noise would differ between ranks"),
+    (lambda args: args.neftune_noise_alpha is not None, "neftune_noise_alpha", "noise differs by rank: leave it out"),
     (
         lambda args: getattr(args, "enable_jit_checkpoint", False),
         "enable_jit_checkpoint",
-        "ranks could save at different steps: fsdp_runtime.monitor.stop_on_signal",
+        "ranks could save at different steps: use fsdp_runtime.monitor.stop_on_signal",
     ),
-    (lambda args: args.eval_use_gather_object, "eval_use_gather_object", "gather tensors"),
+    (lambda args: args.eval_use_gather_object, "eval_use_gather_object", "objects are not gathered: return tensors"),
     (
         lambda args: args.accelerator_config.dispatch_batches is True,
         _DISPATCHED,
-        "every rank reads its own batches: dispatch_batches=False",
+        "every rank reads its own batches: set dispatch_batches=False",
     ),
     (lambda args: args.n_gpu > 1, "DataParallel over several GPUs of one process", "start one process a GPU: torchrun"),
 )

@@ -120,7 +120,6 @@ def save_weights(
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: store linear layers in low precision, with their scales, and say so in the config; other weights then
             default to bfloat16.
-
         writers: ``"all"`` lets every rank write its blocks into every file, ``"one"`` gives each file to one rank, to
             which the others send their blocks, for file systems where several hosts may not write to one file.
             ``None`` takes ``"all"`` if all ranks are on one host, or the file system is known to keep their writes

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from tp_plans import naming
+import tp_plans.naming as naming
 from tp_plans._validate import is_integer
 from tp_plans.layouts import Layout, Shard
 from tp_plans.model_tree import ModelTree, join, parent

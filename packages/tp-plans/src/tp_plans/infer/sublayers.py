@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tp_plans import naming
+import tp_plans.naming as naming
 from tp_plans._validate import is_integer
 from tp_plans.layouts import Shard
 from tp_plans.model_tree import ModelTree, join, parent

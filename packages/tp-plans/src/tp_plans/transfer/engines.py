@@ -46,7 +46,7 @@ class EngineSize:
         if self.num_key_value_heads is not None and self.num_key_value_heads < 1:
             raise TransferError(f"num_key_value_heads is {self.num_key_value_heads}: give 1 or more, or None")
         if self.num_attention_heads % self.tp:
-            raise TransferError(f"{self.num_attention_heads} attention heads cannot be split over tp={self.tp}")
+            raise TransferError(f"{self.num_attention_heads} heads and tp={self.tp}: use a tp that divides the heads")
         kv = self.kv_heads
         if kv % self.tp and self.tp % kv:
             raise TransferError(

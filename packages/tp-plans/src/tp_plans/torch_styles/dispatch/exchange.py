@@ -202,7 +202,7 @@ def exchange_class(exchange: object) -> type[TokenExchange]:
         reason = "has no adapter here" if installed else "is not installed"
         raise CapabilityError(
             f"exchange={exchange!r} needs the kernels of {package}, which {reason}: use 'all_to_all', or pass a "
-            "subclass of tp_plans.torch_styles.TokenExchange that calls them"
+            "subclass of tp_plans.runtime.TokenExchange that calls them"
         )
     raise PlanError(
         f"exchange={exchange!r} is unknown: write 'all_to_all', {', '.join(map(repr, _KERNELS))}, or a TokenExchange"
