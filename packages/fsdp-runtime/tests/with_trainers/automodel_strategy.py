@@ -1,7 +1,7 @@
 """NeMo Automodel's parallelizer on our plans against one process; run by ``nox -s trainers``.
 
-Its recipes need CUDA; what they call is driven here as they call it: ``MeshContext.build``, ``parallelize_model``,
-``ContextParallelSharder`` and the scale of the loss.
+Its recipes need CUDA; what they call is driven here as they call it: ``MeshContext.build``, ``parallelize_model`` of a
+model on the meta device, ``initialize_model_weights``, ``ContextParallelSharder`` and the scales of loss and gradients.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from nemo_automodel._transformers.capabilities import ModelSupports
+from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
 from nemo_automodel.components.distributed import model_parallelizer
 from nemo_automodel.components.distributed.config import FSDP2Config, MoEParallelizerConfig
 from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder
@@ -21,11 +22,13 @@ from nemo_automodel.components.distributed.context_parallel.sharder import shard
 from nemo_automodel.components.distributed.context_parallel.utils import attach_context_parallel_hooks
 from nemo_automodel.components.distributed.mesh import MeshContext, ParallelismSizes
 from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
-from torch import Tensor
+from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
+from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_runtime import OptionError
+from fsdp_runtime import OptionError, load_weights, meta_device
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.trainers import _automodel_compat, automodel
 from harness.ranks import RankPool
@@ -61,27 +64,48 @@ def context_of(sizes: dict[str, int], **settings: Any) -> MeshContext:
     )
 
 
+def sharded(folder: Path, context: MeshContext) -> nn.Module:
+    """A model as recipes get it: built on the meta device, sharded, initialized, and then loaded."""
+    with meta_device():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = model_parallelizer.parallelize_model(model, context)
+    Checkpointer.initialize_model_weights(model, torch.device("cpu"))
+    load_weights(model, folder)
+    if context.cp_size > 1 and context.ep_size == 1:
+        attach_context_parallel_hooks(model)
+    return model
+
+
 def gradients(folder: Path, sizes: dict[str, int] | None, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """A backward as recipes run it; on a mesh, the gradients in full."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    """A backward as recipes run it; on a mesh, the gradients that its optimizer gets, in full."""
     rows = {name: torch.tensor([row[name] for row in token_rows(4)]) for name in ("input_ids", "labels")}
     rows["labels"] = torch.nn.functional.pad(rows["labels"][:, 1:], (0, 1), value=-100)  # as Automodel's collaters do
-    labelled, ranks, mesh = int((rows["labels"] != -100).sum()), 1, None
-    if sizes is not None:
+    labelled, ranks, mesh, experts = int((rows["labels"] != -100).sum()), 1, None, None
+    if sizes is None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
         context = context_of(sizes, **settings)
-        mesh = context.device_mesh
-        model = model_parallelizer.parallelize_model(model, context)
+        mesh, experts = context.device_mesh, context.moe_mesh
+        model = sharded(folder, context)
         dp, rank = context.dp_size, mesh["dp"].get_local_rank()
         ranks = dp * context.cp_size
         rows = {name: value.chunk(dp)[rank] for name, value in rows.items()}
-        if context.cp_size > 1:
-            attach_context_parallel_hooks(model)  # as the infrastructure does after sharding
     entered, batch = ContextParallelSharder(model, mesh, dict(rows), padding_token_id=0).shard(dict(rows))
     labels = batch.pop("labels")
     with entered():
         logits = model(**batch).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labelled
         (loss * ranks).backward()
+    synchronize_tp_replica_gradients([model], mesh)
+    scale_grads_and_clip_grad_norm(
+        None,
+        [model],
+        device_mesh=mesh,
+        moe_mesh=experts,
+        ep_axis_name="ep" if experts is not None and "ep" in experts.mesh_dim_names else None,
+        num_label_tokens=labelled,
+        dp_group_size=ranks,
+    )
     named = dict(model.named_parameters())
     found = full_tensors([own.grad for own in named.values()])
     return {
@@ -108,13 +132,23 @@ def test_every_gradient_is_that_of_one_process(
         assert errors(found, expected) == {}
 
 
-@pytest.mark.parametrize("sizes", [{"dp_size": 2, "ep_size": 2}, {"dp_size": 2, "tp_size": 2, "ep_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp_size": 2, "ep_size": 2},
+        {"dp_size": 4, "ep_size": 2},
+        {"dp_size": 2, "tp_size": 2, "ep_size": 2},
+        {"dp_size": 2, "cp_size": 2, "ep_size": 4},
+    ],
+    ids=str,
+)
 def test_experts_are_divided_and_their_gradients_are_those_of_one_process(
     two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
     write_checkpoint(tmp_path, architecture="Qwen3MoeForCausalLM")
     expected = gradients(tmp_path, None, {})
-    for found in (four_ranks if "tp_size" in sizes else two_ranks).run(gradients, tmp_path, sizes, {}, timeout=300):
+    ranks = two_ranks if sizes == {"dp_size": 2, "ep_size": 2} else four_ranks
+    for found in ranks.run(gradients, tmp_path, sizes, {}, timeout=300):
         assert errors(found, expected) == {}
 
 

@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import AXES, adopt_mesh, axis_size
+from fsdp_runtime.model.materialize import materialize
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
-from fsdp_runtime.trainers._automodel_compat import allow_expert_parallelism, set_parallelizer
+from fsdp_runtime.trainers._automodel_compat import allow_expert_parallelism, keep_expert_gradients, set_parallelizer
 from tp_plans import TpPlansError, with_expert_parallelism
 
 _RECOMPUTED = {False: "none", None: "none", True: "block", "full": "block", "selective": "selective"}
@@ -62,6 +63,8 @@ class MeshParallelizer(ModelParallelizer):
         if mesh_context.reapply_trainability is not None:
             mesh_context.reapply_trainability(model)
         parallelize(model, adopted, fsdp=fsdp, logits="full", **options)
+        keep_expert_gradients(model)
+        materialize(model)  # recipes would do it without the attributes and hooks of parameters
         if axis_size(adopted, "cp") > 1:
             sharder = _Sharder(adopted)
             model.__dict__["prepare_model_inputs_for_cp"] = sharder.prepare
