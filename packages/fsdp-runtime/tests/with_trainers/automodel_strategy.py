@@ -18,8 +18,8 @@ from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
 from nemo_automodel.components.distributed import model_parallelizer
 from nemo_automodel.components.distributed.config import FSDP2Config, MoEParallelizerConfig
 from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder
+from nemo_automodel.components.distributed.context_parallel import utils as context_parallel
 from nemo_automodel.components.distributed.context_parallel.sharder import shard_batch_identity
-from nemo_automodel.components.distributed.context_parallel.utils import attach_context_parallel_hooks
 from nemo_automodel.components.distributed.mesh import MeshContext, ParallelismSizes
 from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
 from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
@@ -72,13 +72,18 @@ def sharded(folder: Path, context: MeshContext) -> nn.Module:
     Checkpointer.initialize_model_weights(model, torch.device("cpu"))
     load_weights(model, folder)
     if context.cp_size > 1 and context.ep_size == 1:
-        attach_context_parallel_hooks(model)
+        context_parallel.attach_context_parallel_hooks(model)
     return model
 
 
-def gradients(folder: Path, sizes: dict[str, int] | None, settings: dict[str, Any]) -> dict[str, Tensor]:
+def gradients(
+    folder: Path, sizes: dict[str, int] | None, settings: dict[str, Any], *, padded: bool = False
+) -> dict[str, Tensor]:
     """A backward as recipes run it; on a mesh, the gradients that its optimizer gets, in full."""
-    rows = {name: torch.tensor([row[name] for row in token_rows(4)]) for name in ("input_ids", "labels")}
+    names = ("input_ids", "labels", *["attention_mask"] * padded)
+    rows = {name: torch.tensor([row[name] for row in token_rows(4)]) for name in names}
+    if padded:  # on the left, where tokens would read it without the mask
+        rows = {name: value.flip(1) for name, value in rows.items()}
     rows["labels"] = torch.nn.functional.pad(rows["labels"][:, 1:], (0, 1), value=-100)  # as Automodel's collaters do
     labelled, ranks, mesh, experts = int((rows["labels"] != -100).sum()), 1, None, None
     if sizes is None:
@@ -149,6 +154,16 @@ def test_experts_are_divided_and_their_gradients_are_those_of_one_process(
     expected = gradients(tmp_path, None, {})
     ranks = two_ranks if sizes == {"dp_size": 2, "ep_size": 2} else four_ranks
     for found in ranks.run(gradients, tmp_path, sizes, {}, timeout=300):
+        assert errors(found, expected) == {}
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
+def test_padding_and_windows_are_masked_on_cp_as_in_one_process(
+    two_ranks: RankPool, tmp_path: Path, architecture: str
+) -> None:
+    write_checkpoint(tmp_path, architecture=architecture)
+    expected = gradients(tmp_path, None, {}, padded=True)
+    for found in two_ranks.run(gradients, tmp_path, {"cp_size": 2}, {}, padded=True, timeout=300):
         assert errors(found, expected) == {}
 
 

@@ -12,6 +12,7 @@
   contexts, the batch and a ``ShardLayout``.
 - Recipes divide the gradients of DTensors on an axis ``ep`` by their own ratio of ranks; a parameter with the attribute
   ``_nemo_model_owned_grad_divisor`` is divided by that.
+- ``attach_context_parallel_hooks(model)`` takes the masks from attention, whose own context parallelism is causal only.
 - ``ModelSupports.supports_ep`` asks for a class of Automodel's own before a model is built with ``ep_size > 1``.
 """
 
@@ -54,6 +55,19 @@ def keep_expert_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
             parameter.__dict__["_nemo_model_owned_grad_divisor"] = 1.0
+
+
+def keep_attention_masks(has_own_attention: Callable[[nn.Module], bool]) -> None:
+    """Let recipes leave the masks to models whose attention spans the ranks of ``cp`` itself."""
+    from nemo_automodel.components.distributed.context_parallel import utils
+
+    attach = utils.attach_context_parallel_hooks
+
+    def attach_to_others(model: nn.Module) -> None:
+        if not has_own_attention(model):
+            attach(model)
+
+    utils.attach_context_parallel_hooks = attach_to_others
 
 
 def allow_expert_parallelism(parallelizer: Any, has_experts: Callable[[Any], bool]) -> None:

@@ -29,7 +29,12 @@ from fsdp_runtime.model.materialize import materialize
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
-from fsdp_runtime.trainers._automodel_compat import allow_expert_parallelism, keep_expert_gradients, set_parallelizer
+from fsdp_runtime.trainers._automodel_compat import (
+    allow_expert_parallelism,
+    keep_attention_masks,
+    keep_expert_gradients,
+    set_parallelizer,
+)
 from tp_plans import TpPlansError, with_expert_parallelism
 
 _RECOMPUTED = {False: "none", None: "none", True: "block", "full": "block", "selective": "selective"}
@@ -41,6 +46,8 @@ _REFUSED = {
 }
 #: What fills the end of rows whose length does not divide; other integers are filled with zeros.
 _FILL = {"labels": -100}
+#: What recipes call for a sharder of batches.
+_PREPARES = "prepare_model_inputs_for_cp"
 
 
 class MeshParallelizer(ModelParallelizer):
@@ -66,8 +73,7 @@ class MeshParallelizer(ModelParallelizer):
         keep_expert_gradients(model)
         materialize(model)  # recipes would do it without the attributes and hooks of parameters
         if axis_size(adopted, "cp") > 1:
-            sharder = _Sharder(adopted)
-            model.__dict__["prepare_model_inputs_for_cp"] = sharder.prepare
+            model.__dict__[_PREPARES] = _Sharder(adopted).prepare
         return model
 
 
@@ -172,3 +178,4 @@ def has_experts(model: Any) -> bool:
 PARALLELIZER = MeshParallelizer()
 set_parallelizer(PreTrainedModel, PARALLELIZER)
 allow_expert_parallelism(PARALLELIZER, has_experts)
+keep_attention_masks(lambda model: _PREPARES in model.__dict__)
