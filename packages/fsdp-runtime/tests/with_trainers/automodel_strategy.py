@@ -14,21 +14,29 @@ from typing import Any
 import pytest
 import torch
 from nemo_automodel._transformers.capabilities import ModelSupports
+from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
 from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
 from nemo_automodel.components.distributed import model_parallelizer
-from nemo_automodel.components.distributed.config import FSDP2Config, MoEParallelizerConfig
+from nemo_automodel.components.distributed.config import (
+    FSDP2Config,
+    MoEParallelizerConfig,
+    MultimodalDistributedConfig,
+    MultimodalVisionConfig,
+)
 from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder
 from nemo_automodel.components.distributed.context_parallel import utils as context_parallel
 from nemo_automodel.components.distributed.context_parallel.sharder import shard_batch_identity
+from nemo_automodel.components.distributed.cp_vision_frame_shard import CpVisionFrameShardingConfig
 from nemo_automodel.components.distributed.mesh import MeshContext, ParallelismSizes
 from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
 from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
 from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_runtime import OptionError, load_weights, meta_device
+from fsdp_runtime import MeshError, OptionError, load_weights, meta_device
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.trainers import _automodel_compat, automodel
 from harness.ranks import RankPool
@@ -167,25 +175,64 @@ def test_padding_and_windows_are_masked_on_cp_as_in_one_process(
         assert errors(found, expected) == {}
 
 
+SHARDED_FRAMES = MultimodalVisionConfig(frame_sharding=CpVisionFrameShardingConfig(enabled=True))
+REFUSED: dict[str, dict[str, Any]] = {
+    "enable_compile": {"enable_compile": True},
+    "patch_is_packed_sequence": {"patch_is_packed_sequence": True},
+    "activation_checkpointing_scope": {"activation_checkpointing_scope": "vision"},
+    "frame_sharding": {"multimodal": MultimodalDistributedConfig(vision=SHARDED_FRAMES)},
+}
+
+
+def refusal(folder: Path, context: MeshContext, *, adapted: bool = False) -> str:
+    """What is said of a model that nothing has sharded after."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if adapted:
+        apply_lora_to_linear_modules(model, PeftConfig(target_modules=["*.q_proj"]))
+    with pytest.raises((OptionError, MeshError)) as error:
+        model_parallelizer.parallelize_model(model, context)
+    assert not any(isinstance(own, torch.distributed.tensor.DTensor) for own in model.parameters())
+    return str(error.value)
+
+
 def refusals(folder: Path) -> list[str]:
-    said = []
-    for settings in (
-        {"enable_compile": True},
-        {"patch_is_packed_sequence": True},
-        {"activation_checkpointing_scope": "vision"},
-    ):
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        with pytest.raises(OptionError) as error:
-            model_parallelizer.parallelize_model(model, context_of({"tp_size": 2}, **settings))
-        said.append(str(error.value))
-        assert not any(isinstance(own, torch.distributed.tensor.DTensor) for own in model.parameters())
-    return said
+    tp = context_of({"tp_size": 2})
+    unknown = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    experts = MoEParallelizerConfig(wrap_outer_model=False)
+    return [
+        *(refusal(folder, context_of({"tp_size": 2}, **settings)) for settings in REFUSED.values()),
+        refusal(folder, tp, adapted=True),
+        refusal(folder, dataclasses.replace(tp, cp_ring_degree=2)),
+        refusal(folder, dataclasses.replace(tp, moe_parallel_config=experts)),
+        refusal(folder, MeshContext.from_meshes(unknown, strategy_config=FSDP2Config())),
+    ]
 
 
 def test_settings_that_are_not_covered_are_refused(two_ranks: RankPool, folder: Path) -> None:
+    names = [*REFUSED, "q_proj computes its adapter", "cp_ring_degree", "wrap_outer_model", "the mesh has axes dp"]
     for found in two_ranks.run(refusals, folder, timeout=100):
-        names = ("enable_compile", "patch_is_packed_sequence", "activation_checkpointing_scope")
-        assert [name in text for name, text in zip(names, found, strict=True)] == [True] * 3
+        assert [name for name, text in zip(names, found, strict=True) if name not in text] == []
+
+
+def sharded_on_two_axes(folder: Path) -> list[tuple[str, ...]]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    context = MeshContext.from_meshes(mesh, strategy_config=FSDP2Config(mp_policy=MixedPrecisionPolicy()))
+    model = model_parallelizer.parallelize_model(AutoModelForCausalLM.from_pretrained(folder), context)
+    return list({own.device_mesh.mesh_dim_names for own in model.parameters()})
+
+
+def test_a_mesh_may_lack_axes_of_size_one(two_ranks: RankPool, folder: Path) -> None:
+    for found in two_ranks.run(sharded_on_two_axes, folder, timeout=100):
+        assert found == [("dp_shard", "tp")]
+
+
+@pytest.mark.parametrize(("own", "moe", "expected"), [(None, False, False), (None, True, True), (True, False, True)])
+def test_blocks_of_mixtures_are_kept_gathered_as_automodel_keeps_them(
+    own: bool | None, moe: bool, expected: bool
+) -> None:
+    context = MeshContext(moe_parallel_config=MoEParallelizerConfig(reshard_after_forward=moe))
+    options = automodel._fsdp(FSDP2Config(reshard_after_forward=own), context, 1.0)
+    assert options.reshard_after_forward is expected
 
 
 def test_models_with_experts_may_have_ep(tmp_path: Path) -> None:
