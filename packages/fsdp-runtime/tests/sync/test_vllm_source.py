@@ -147,7 +147,8 @@ def test_local_parts_have_adapters_merged_with_their_present_values(two_ranks: R
 
 def test_a_source_sends_what_the_model_has_at_each_pass() -> None:
     model = peft.get_peft_model(
-        tiny_model("LlamaForCausalLM", **SMALL), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        tiny_model("LlamaForCausalLM", **SMALL),
+        peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
     )
     source = source_class()(model)
     for change in (

@@ -109,7 +109,9 @@ class WeightSource(_Base):
         export = self._options.prepare(self._model)
         for declared, found in itertools.zip_longest(self._declared, export.metadata()):
             if declared != found:
-                was, now = (f"{each.name} {each.dtype} {each.shape}" if each else "nothing" for each in (declared, found))
+                was, now = (
+                    f"{each.name} {each.dtype} {each.shape}" if each else "nothing" for each in (declared, found)
+                )
                 raise OptionError(f"{was} was declared, and the model has {now}: make a new WeightSource of it")
         self._export, self._shards, self._tensors = export, _shards(self._model, self._options), tensors
 

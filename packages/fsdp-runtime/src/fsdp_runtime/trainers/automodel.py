@@ -90,9 +90,13 @@ def _options(config: Any, mesh_context: Any) -> dict[str, Any]:
     if (scope := tuple(config.activation_checkpointing_scope)) != ("all",):
         raise OptionError(f"distributed.activation_checkpointing_scope={scope}: blocks are recomputed all, or none")
     if config.multimodal.vision.frame_sharding.enabled:
-        raise OptionError("distributed.multimodal.vision.frame_sharding: every rank of cp computes all frames: disable it")
+        raise OptionError(
+            "distributed.multimodal.vision.frame_sharding: every rank of cp computes all frames: disable it"
+        )
     if mesh_context.cp_ring_degree != 1 or mesh_context.cp_ulysses_degree not in (None, mesh_context.cp_size):
-        raise OptionError("cp_ring_degree and cp_ulysses_degree: the ranks of cp exchange keys and values: leave them out")
+        raise OptionError(
+            "cp_ring_degree and cp_ulysses_degree: the ranks of cp exchange keys and values: leave them out"
+        )
     moe = mesh_context.moe_parallel_config
     if moe is not None and moe.lm_head_precision is not None:
         raise OptionError("moe.lm_head_precision: load the model in float32 instead")
