@@ -134,9 +134,12 @@ def build(model: Any, mesh: Any, dp: int, *, name: str, output: str, teacher: An
         **more,
         **{key: teacher if key == "teacher_model" else value for key, value in others.items()},
     }
-    if mesh is not None:
-        return on_mesh(cls)(**common, mesh=mesh)
-    trainer = without_triton()(cls)(**common)
+    return alone(cls, common) if mesh is None else on_mesh(cls)(**common, mesh=mesh)
+
+
+def alone(cls: Any, arguments: dict[str, Any]) -> Any:
+    """TRL's own trainer in one process, which needs no Triton."""
+    trainer = without_triton()(cls)(**arguments)
     for name in ("train", "evaluate"):
         setattr(trainer, name, without_triton()(getattr(trainer, name)))
     return trainer
