@@ -140,4 +140,8 @@ class GKDMixin(TrlMixin):
         total: Tensor = rl_logprobs().token_divergence(
             student_logits, teacher_logits, beta=beta, temperature=temperature, mask=valid
         )
-        return total.sum() / (valid.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        if num_items_in_batch is None:
+            return total.sum() / valid.sum().clamp(min=1)
+        # TRL divides by the labels of all ranks, and leaves the sum over them to a mean.
+        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        return total.sum() * ranks / num_items_in_batch
