@@ -143,5 +143,5 @@ class GKDMixin(TrlMixin):
         if num_items_in_batch is None:
             return total.sum() / valid.sum().clamp(min=1)
         # TRL divides by the labels of all ranks, and leaves the sum over them to a mean.
-        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        ranks: int = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         return total.sum() * ranks / num_items_in_batch
