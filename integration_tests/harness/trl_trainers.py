@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import trl
 from datasets import Dataset
+from transformers import LogitsProcessor
 from trl.experimental import gkd, gmpo
 
 from fsdp_runtime.trainers import on_mesh
@@ -64,6 +66,28 @@ def greedy(**more: Any) -> dict[str, Any]:
     return {"max_completion_length": 6, "generation_kwargs": {"do_sample": False}, **more}
 
 
+class _SecondChoice(LogitsProcessor):
+    """Lets the samples of every other place in the batch of all ranks begin with their second best token."""
+
+    def __init__(self) -> None:
+        self.begun = False
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if not self.begun:
+            first = len(scores) * (dist.get_rank() if dist.is_initialized() else 0)  # odd only where a rank has one
+            scores[(first + 1) % SAMPLED :: SAMPLED].scatter_(
+                1, scores[(first + 1) % SAMPLED :: SAMPLED].argmax(1, keepdim=True), float("-inf")
+            )
+        self.begun = True
+        return scores
+
+
+def sample_apart(model: Any) -> None:
+    """Let greedy completions of one prompt differ, so that their advantages do not cancel, alike on every mesh."""
+    generate = model.generate
+    model.generate = lambda *args, **given: generate(*args, logits_processor=[_SecondChoice()], **given)
+
+
 def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(word[1:]) for word in text.split() if word[1:].isdigit()) / 100 for text in completions]
 
@@ -113,6 +137,8 @@ def trainers() -> dict[str, tuple[type, type, Callable[[], Dataset], dict[str, A
 def build(model: Any, mesh: Any, dp: int, *, name: str, output: str, teacher: Any = None, **options: Any) -> Any:
     """A trainer of two steps, on a mesh or, for ``mesh=None``, TRL's own."""
     cls, config, data, settings, others, _ = trainers()[name]
+    if "reward_funcs" in others:
+        sample_apart(model)
     given = {
         **COMMON,
         "output_dir": output,
@@ -134,9 +160,12 @@ def build(model: Any, mesh: Any, dp: int, *, name: str, output: str, teacher: An
         **more,
         **{key: teacher if key == "teacher_model" else value for key, value in others.items()},
     }
-    if mesh is not None:
-        return on_mesh(cls)(**common, mesh=mesh)
-    trainer = without_triton()(cls)(**common)
+    return alone(cls, common) if mesh is None else on_mesh(cls)(**common, mesh=mesh)
+
+
+def alone(cls: Any, arguments: dict[str, Any]) -> Any:
+    """TRL's own trainer in one process, which needs no Triton."""
+    trainer = without_triton()(cls)(**arguments)
     for name in ("train", "evaluate"):
         setattr(trainer, name, without_triton()(getattr(trainer, name)))
     return trainer

@@ -10,6 +10,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,6 +117,57 @@ def test_placements_of_two_axes_and_none_where_no_mesh_of_ranks_in_order_says_it
     assert placed((2, 2), replicate, replicate) is None
     uneven = {"weight": tp_plans.transfer.CheckpointTensor((7, 4))}
     assert mesh_placement(tp_plans.transfer.mesh_layout(uneven, (4,), {"weight": [shard(0)]}), "weight", 4) is None
+
+
+def _adapted_pieces() -> list[str]:
+    from fsdp_runtime.sync import WeightSource
+
+    model = peft.get_peft_model(
+        tiny_model("Qwen3ForCausalLM", **SMALL),
+        peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+    parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"))
+    source, wrong = WeightSource(model), []
+    for _ in range(2):
+        full = dict(stream_weights(model))
+        for meta, (name, tensor) in zip(source.metadata, source.iter_local(), strict=True):
+            wrong += [name] * (not torch.equal(_part(full[name], meta, dist.get_rank()), tensor))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+    return wrong
+
+
+def test_local_parts_have_adapters_merged_with_their_present_values(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_adapted_pieces) == [[], []]
+
+
+def test_a_source_sends_what_the_model_has_at_each_pass() -> None:
+    model = peft.get_peft_model(
+        tiny_model("LlamaForCausalLM", **SMALL),
+        peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+    )
+    source = source_class()(model)
+    for change in (
+        lambda: model.load_state_dict({name: each + 1 for name, each in model.state_dict().items()}, assign=True),
+        lambda: model.base_model.disable_adapter_layers(),
+    ):
+        change()
+        assert {name: each.tolist() for name, each in source} == {
+            name: each.tolist() for name, each in stream_weights(model)
+        }
+
+
+def test_weights_that_are_no_longer_as_declared_are_refused() -> None:
+    model = tiny_model("LlamaForCausalLM", **SMALL)
+    source = source_class()(model)
+    model.to(torch.bfloat16)
+    for weights in (source.iter_full, source.iter_local):
+        with pytest.raises(OptionError, match=r"embed_tokens.weight .*float32.*bfloat16.*new WeightSource"):
+            next(iter(weights()))
 
 
 def test_example_prints_what_it_says() -> None:

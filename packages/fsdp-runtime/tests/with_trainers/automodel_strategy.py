@@ -1,7 +1,7 @@
 """NeMo Automodel's parallelizer on our plans against one process; run by ``nox -s trainers``.
 
-Its recipes need CUDA; what they call is driven here as they call it: ``MeshContext.build``, ``parallelize_model``,
-``ContextParallelSharder`` and the scale of the loss.
+Its recipes need CUDA; what they call is driven here as they call it: ``MeshContext.build``, ``parallelize_model`` of a
+model on the meta device, ``initialize_model_weights``, ``ContextParallelSharder`` and the scales of loss and gradients.
 """
 
 from __future__ import annotations
@@ -14,18 +14,29 @@ from typing import Any
 import pytest
 import torch
 from nemo_automodel._transformers.capabilities import ModelSupports
+from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
+from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
 from nemo_automodel.components.distributed import model_parallelizer
-from nemo_automodel.components.distributed.config import FSDP2Config, MoEParallelizerConfig
+from nemo_automodel.components.distributed.config import (
+    FSDP2Config,
+    MoEParallelizerConfig,
+    MultimodalDistributedConfig,
+    MultimodalVisionConfig,
+)
 from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder
+from nemo_automodel.components.distributed.context_parallel import utils as context_parallel
 from nemo_automodel.components.distributed.context_parallel.sharder import shard_batch_identity
-from nemo_automodel.components.distributed.context_parallel.utils import attach_context_parallel_hooks
+from nemo_automodel.components.distributed.cp_vision_frame_shard import CpVisionFrameShardingConfig
 from nemo_automodel.components.distributed.mesh import MeshContext, ParallelismSizes
 from nemo_automodel.components.distributed.parallelizer import ModelParallelizer
-from torch import Tensor
+from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
+from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_runtime import OptionError
+from fsdp_runtime import MeshError, OptionError, load_weights, meta_device
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.trainers import _automodel_compat, automodel
 from harness.ranks import RankPool
@@ -61,27 +72,53 @@ def context_of(sizes: dict[str, int], **settings: Any) -> MeshContext:
     )
 
 
-def gradients(folder: Path, sizes: dict[str, int] | None, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """A backward as recipes run it; on a mesh, the gradients in full."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rows = {name: torch.tensor([row[name] for row in token_rows(4)]) for name in ("input_ids", "labels")}
+def sharded(folder: Path, context: MeshContext) -> nn.Module:
+    """A model as recipes get it: built on the meta device, sharded, initialized, and then loaded."""
+    with meta_device():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = model_parallelizer.parallelize_model(model, context)
+    Checkpointer.initialize_model_weights(model, torch.device("cpu"))
+    load_weights(model, folder)
+    if context.cp_size > 1 and context.ep_size == 1:
+        context_parallel.attach_context_parallel_hooks(model)
+    return model
+
+
+def gradients(
+    folder: Path, sizes: dict[str, int] | None, settings: dict[str, Any], *, padded: bool = False
+) -> dict[str, Tensor]:
+    """A backward as recipes run it; on a mesh, the gradients that its optimizer gets, in full."""
+    names = ("input_ids", "labels", *["attention_mask"] * padded)
+    rows = {name: torch.tensor([row[name] for row in token_rows(4)]) for name in names}
+    if padded:  # on the left, where tokens would read it without the mask
+        rows = {name: value.flip(1) for name, value in rows.items()}
     rows["labels"] = torch.nn.functional.pad(rows["labels"][:, 1:], (0, 1), value=-100)  # as Automodel's collaters do
-    labelled, ranks, mesh = int((rows["labels"] != -100).sum()), 1, None
-    if sizes is not None:
+    labelled, ranks, mesh, experts = int((rows["labels"] != -100).sum()), 1, None, None
+    if sizes is None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
         context = context_of(sizes, **settings)
-        mesh = context.device_mesh
-        model = model_parallelizer.parallelize_model(model, context)
+        mesh, experts = context.device_mesh, context.moe_mesh
+        model = sharded(folder, context)
         dp, rank = context.dp_size, mesh["dp"].get_local_rank()
         ranks = dp * context.cp_size
         rows = {name: value.chunk(dp)[rank] for name, value in rows.items()}
-        if context.cp_size > 1:
-            attach_context_parallel_hooks(model)  # as the infrastructure does after sharding
     entered, batch = ContextParallelSharder(model, mesh, dict(rows), padding_token_id=0).shard(dict(rows))
     labels = batch.pop("labels")
     with entered():
         logits = model(**batch).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labelled
         (loss * ranks).backward()
+    synchronize_tp_replica_gradients([model], mesh)
+    scale_grads_and_clip_grad_norm(
+        None,
+        [model],
+        device_mesh=mesh,
+        moe_mesh=experts,
+        ep_axis_name="ep" if experts is not None and "ep" in experts.mesh_dim_names else None,
+        num_label_tokens=labelled,
+        dp_group_size=ranks,
+    )
     named = dict(model.named_parameters())
     found = full_tensors([own.grad for own in named.values()])
     return {
@@ -108,35 +145,94 @@ def test_every_gradient_is_that_of_one_process(
         assert errors(found, expected) == {}
 
 
-@pytest.mark.parametrize("sizes", [{"dp_size": 2, "ep_size": 2}, {"dp_size": 2, "tp_size": 2, "ep_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp_size": 2, "ep_size": 2},
+        {"dp_size": 4, "ep_size": 2},
+        {"dp_size": 2, "tp_size": 2, "ep_size": 2},
+        {"dp_size": 2, "cp_size": 2, "ep_size": 4},
+    ],
+    ids=str,
+)
 def test_experts_are_divided_and_their_gradients_are_those_of_one_process(
     two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
     write_checkpoint(tmp_path, architecture="Qwen3MoeForCausalLM")
     expected = gradients(tmp_path, None, {})
-    for found in (four_ranks if "tp_size" in sizes else two_ranks).run(gradients, tmp_path, sizes, {}, timeout=300):
+    ranks = two_ranks if sizes == {"dp_size": 2, "ep_size": 2} else four_ranks
+    for found in ranks.run(gradients, tmp_path, sizes, {}, timeout=300):
         assert errors(found, expected) == {}
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
+def test_padding_and_windows_are_masked_on_cp_as_in_one_process(
+    two_ranks: RankPool, tmp_path: Path, architecture: str
+) -> None:
+    write_checkpoint(tmp_path, architecture=architecture)
+    expected = gradients(tmp_path, None, {}, padded=True)
+    for found in two_ranks.run(gradients, tmp_path, {"cp_size": 2}, {}, padded=True, timeout=300):
+        assert errors(found, expected) == {}
+
+
+SHARDED_FRAMES = MultimodalVisionConfig(frame_sharding=CpVisionFrameShardingConfig(enabled=True))
+REFUSED: dict[str, dict[str, Any]] = {
+    "enable_compile": {"enable_compile": True},
+    "patch_is_packed_sequence": {"patch_is_packed_sequence": True},
+    "activation_checkpointing_scope": {"activation_checkpointing_scope": "vision"},
+    "frame_sharding": {"multimodal": MultimodalDistributedConfig(vision=SHARDED_FRAMES)},
+}
+
+
+def refusal(folder: Path, context: MeshContext, *, adapted: bool = False) -> str:
+    """What is said of a model that nothing has sharded after."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if adapted:
+        apply_lora_to_linear_modules(model, PeftConfig(target_modules=["*.q_proj"]))
+    with pytest.raises((OptionError, MeshError)) as error:
+        model_parallelizer.parallelize_model(model, context)
+    assert not any(isinstance(own, torch.distributed.tensor.DTensor) for own in model.parameters())
+    return str(error.value)
+
+
 def refusals(folder: Path) -> list[str]:
-    said = []
-    for settings in (
-        {"enable_compile": True},
-        {"patch_is_packed_sequence": True},
-        {"activation_checkpointing_scope": "vision"},
-    ):
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        with pytest.raises(OptionError) as error:
-            model_parallelizer.parallelize_model(model, context_of({"tp_size": 2}, **settings))
-        said.append(str(error.value))
-        assert not any(isinstance(own, torch.distributed.tensor.DTensor) for own in model.parameters())
-    return said
+    tp = context_of({"tp_size": 2})
+    unknown = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    experts = MoEParallelizerConfig(wrap_outer_model=False)
+    return [
+        *(refusal(folder, context_of({"tp_size": 2}, **settings)) for settings in REFUSED.values()),
+        refusal(folder, tp, adapted=True),
+        refusal(folder, dataclasses.replace(tp, cp_ring_degree=2)),
+        refusal(folder, dataclasses.replace(tp, moe_parallel_config=experts)),
+        refusal(folder, MeshContext.from_meshes(unknown, strategy_config=FSDP2Config())),
+    ]
 
 
 def test_settings_that_are_not_covered_are_refused(two_ranks: RankPool, folder: Path) -> None:
+    names = [*REFUSED, "q_proj computes its adapter", "cp_ring_degree", "wrap_outer_model", "the mesh has axes dp"]
     for found in two_ranks.run(refusals, folder, timeout=100):
-        names = ("enable_compile", "patch_is_packed_sequence", "activation_checkpointing_scope")
-        assert [name in text for name, text in zip(names, found, strict=True)] == [True] * 3
+        assert [name for name, text in zip(names, found, strict=True) if name not in text] == []
+
+
+def sharded_on_two_axes(folder: Path) -> list[tuple[str, ...]]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    context = MeshContext.from_meshes(mesh, strategy_config=FSDP2Config(mp_policy=MixedPrecisionPolicy()))
+    model = model_parallelizer.parallelize_model(AutoModelForCausalLM.from_pretrained(folder), context)
+    return list({own.device_mesh.mesh_dim_names for own in model.parameters()})
+
+
+def test_a_mesh_may_lack_axes_of_size_one(two_ranks: RankPool, folder: Path) -> None:
+    for found in two_ranks.run(sharded_on_two_axes, folder, timeout=100):
+        assert found == [("dp_shard", "tp")]
+
+
+@pytest.mark.parametrize(("own", "moe", "expected"), [(None, False, False), (None, True, True), (True, False, True)])
+def test_blocks_of_mixtures_are_kept_gathered_as_automodel_keeps_them(
+    own: bool | None, moe: bool, expected: bool
+) -> None:
+    context = MeshContext(moe_parallel_config=MoEParallelizerConfig(reshard_after_forward=moe))
+    options = automodel._fsdp(FSDP2Config(reshard_after_forward=own), context, 1.0)
+    assert options.reshard_after_forward is expected
 
 
 def test_models_with_experts_may_have_ep(tmp_path: Path) -> None:

@@ -32,8 +32,10 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _compare(
     pool: RankPool, name: str, folder: Path, axes: dict[str, int], output: Path, **options: Any
 ) -> tuple[Outcome, Outcome, tuple[str, ...]]:
-    set_up = partial(build, name=name, output=str(output), teacher=str(folder), **options)
+    teacher = write_checkpoint(output / "teacher", seed=1) if name in ("GKD", "Distillation") else None
+    set_up = partial(build, name=name, output=str(output), teacher=teacher and str(teacher), **options)
     found, expected = compare(pool, set_up, folder, axes, key=f"{name} {folder} {options}")
+    assert min(expected.logged("grad_norm")) > 0.01
     return found, expected, ("loss", "grad_norm", *trainers()[name][-1])
 
 

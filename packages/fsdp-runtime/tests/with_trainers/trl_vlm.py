@@ -29,6 +29,7 @@ from harness.trainers import (
     tokenizer,
     write_checkpoint,
 )
+from harness.trl_trainers import alone, sample_apart
 
 MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2})
 PATCH, PLACE = 4, "<image> t9 "
@@ -172,7 +173,9 @@ def build(model: Any, mesh: Any, dp: int, *, name: str, output: str, **options: 
         "processing_class": Processor(tokenizer(), patches=hasattr(model.config, "video_token_id")),
         **({"reward_funcs": reward} if name == "GRPO" else {}),
     }
-    return cls(**common) if mesh is None else on_mesh(cls)(**common, mesh=mesh)
+    if name == "GRPO":
+        sample_apart(model)
+    return alone(cls, common) if mesh is None else on_mesh(cls)(**common, mesh=mesh)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)

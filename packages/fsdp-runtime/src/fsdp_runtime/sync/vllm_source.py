@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_runtime._peft_compat import is_peft_model
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
+from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
@@ -64,7 +66,7 @@ class WeightSource(_Base):
     vLLM's own ``ModuleSource`` sends ``named_parameters()``.  This source also renames, divides and merges as the
     checkpoint has it (experts one by one, fused matrices apart), sends a tied weight once, casts before it gathers, and
     gathers a bucket at a time.  Every rank of the model creates one and iterates alike; rank numbers are those of the
-    default process group.
+    default process group.  Each pass reads the model's present tensors and adapters.
 
     Shards (``iter_local``) are declared where a tensor's parts on the ranks, in their order, are those of one or two
     mesh axes; any other tensor is gathered and declared replicated.
@@ -92,17 +94,28 @@ class WeightSource(_Base):
     is_collective = True
 
     def __init__(self, model: nn.Module, *, export: WeightExport = WeightExport()) -> None:
-        self._export, self._shards = export.prepare(model), None
-        if export.quantize is None:
-            try:
-                self._shards = ModelShards(model, export=export)
-            except (ConversionError, OptionError):  # no blocks of the model's tensors: full tensors only
-                self._shards = None
+        self._model, self._options, self._tensors = model, export, _tensors(model)
+        self._export = export.prepare(model)
+        self._shards, self._declared = _shards(model, export), self._export.metadata()
 
     @property
     def weights(self) -> list[WeightInfo]:
         """Names, dtypes and full shapes in the order of the iterations."""
-        return self._export.metadata()
+        return self._declared
+
+    def _prepare(self) -> None:
+        """Prepare anew where the model may have other tensors or adapters than at the last pass."""
+        tensors = _tensors(self._model)
+        if tensors == self._tensors and not is_peft_model(self._model):
+            return
+        export = self._options.prepare(self._model)
+        for declared, found in itertools.zip_longest(self._declared, export.metadata()):
+            if declared != found:
+                was, now = (
+                    f"{each.name} {each.dtype} {each.shape}" if each else "nothing" for each in (declared, found)
+                )
+                raise OptionError(f"{was} was declared, and the model has {now}: make a new WeightSource of it")
+        self._export, self._shards, self._tensors = export, _shards(self._model, self._options), tensors
 
     @cached_property
     def metadata(self) -> _Metadata:
@@ -114,10 +127,12 @@ class WeightSource(_Base):
 
     def iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as a full tensor, on every rank; collective over the model's ranks."""
+        self._prepare()
         return self._export.stream()
 
     def iter_local(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of every weight, as ``metadata`` declares it; collective where one is gathered."""
+        self._prepare()
         return without_inference_mode(self._iter_local())
 
     def implements_iter_full(self) -> bool:
@@ -131,6 +146,7 @@ class WeightSource(_Base):
     def _iter_local(self) -> Iterator[tuple[str, Tensor]]:
         if self._shards is None:
             raise OptionError("these weights are computed from full tensors: iterate with iter_full()")
+        self._shards.refresh()
         rank = own_rank()
         for group in self._export.groups:
             gathered: dict[str, Tensor] = {}
@@ -168,6 +184,21 @@ class WeightSource(_Base):
             mesh_shape=placement.mesh_shape,
             placements=tuple(replicate() if dim is None else shard(dim) for dim in placement.dims),
         )
+
+
+def _tensors(model: nn.Module) -> list[tuple[int, torch.dtype]]:
+    """The identities and dtypes of a model's tensors."""
+    return [(id(entry.tensor), entry.tensor.dtype) for entry in state_entries(model)]
+
+
+def _shards(model: nn.Module, export: WeightExport) -> ModelShards | None:
+    """The shards of the weights, ``None`` where they are computed from full tensors."""
+    if export.quantize is not None:
+        return None
+    try:
+        return ModelShards(model, export=export)
+    except (ConversionError, OptionError):
+        return None
 
 
 def _placement_classes() -> tuple[Any, Any]:

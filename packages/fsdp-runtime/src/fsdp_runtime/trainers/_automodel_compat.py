@@ -10,6 +10,9 @@
 - ``ContextParallelSharder(model, device_mesh, batch)`` calls ``model.prepare_model_inputs_for_cp(batch, num_chunks=1)``
   for a sharder, whose ``shard_batch(cp_mesh, tp_mesh, batch, loss_mask, padding_token_id)`` returns a factory of
   contexts, the batch and a ``ShardLayout``.
+- Recipes divide the gradients of DTensors on an axis ``ep`` by their own ratio of ranks; a parameter with the attribute
+  ``_nemo_model_owned_grad_divisor`` is divided by that.
+- ``attach_context_parallel_hooks(model)`` takes the masks from attention, whose own context parallelism is causal only.
 - ``ModelSupports.supports_ep`` asks for a class of Automodel's own before a model is built with ``ep_size > 1``.
 """
 
@@ -17,6 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 #: The fields of ``FSDP2Config``, with what this package does about each.
 FIELDS = {
@@ -42,6 +48,26 @@ FIELDS = {
 def set_parallelizer(cls: Any, parallelizer: Any) -> None:
     """Let Automodel shard the models of a class, and of those that derive from it, by an object of ours."""
     cls.parallelizer = parallelizer
+
+
+def keep_expert_gradients(model: nn.Module) -> None:
+    """Let recipes take the gradients of experts as they are: complete, like all others."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
+            parameter.__dict__["_nemo_model_owned_grad_divisor"] = 1.0
+
+
+def keep_attention_masks(has_own_attention: Callable[[nn.Module], bool]) -> None:
+    """Let recipes leave the masks to models whose attention spans the ranks of ``cp`` itself."""
+    from nemo_automodel.components.distributed.context_parallel import utils
+
+    attach = utils.attach_context_parallel_hooks
+
+    def attach_to_others(model: nn.Module) -> None:
+        if not has_own_attention(model):
+            attach(model)
+
+    utils.attach_context_parallel_hooks = attach_to_others
 
 
 def allow_expert_parallelism(parallelizer: Any, has_experts: Callable[[Any], bool]) -> None:

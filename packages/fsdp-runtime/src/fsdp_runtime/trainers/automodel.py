@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from nemo_automodel.components._peft.lora import LinearLoRA
 from nemo_automodel.components.distributed.config import FSDP2Config
 from nemo_automodel.components.distributed.context_parallel.sharder import (
     ContextParallelSharder,
@@ -24,11 +25,17 @@ from transformers import PreTrainedModel
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.mesh.spec import AXES, adopt_mesh, axis_size
+from fsdp_runtime.mesh.spec import adopt_mesh, axis_size
+from fsdp_runtime.model.materialize import materialize
 from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
-from fsdp_runtime.trainers._automodel_compat import allow_expert_parallelism, set_parallelizer
+from fsdp_runtime.trainers._automodel_compat import (
+    allow_expert_parallelism,
+    keep_attention_masks,
+    keep_expert_gradients,
+    set_parallelizer,
+)
 from tp_plans import TpPlansError, with_expert_parallelism
 
 _RECOMPUTED = {False: "none", None: "none", True: "block", "full": "block", "selective": "selective"}
@@ -40,6 +47,8 @@ _REFUSED = {
 }
 #: What fills the end of rows whose length does not divide; other integers are filled with zeros.
 _FILL = {"labels": -100}
+#: What recipes call for a sharder of batches.
+_PREPARES = "prepare_model_inputs_for_cp"
 
 
 class MeshParallelizer(ModelParallelizer):
@@ -56,15 +65,18 @@ class MeshParallelizer(ModelParallelizer):
             parallel: nn.Module = super().parallelize(model, mesh_context)
             return parallel
         options = _options(config, mesh_context)
+        if mesh_context.tp_size > 1:
+            _refuse_own_adapters(model)
         adopted = _adopted(mesh_context)
         divisor = axis_size(adopted, "dp_replicate") * axis_size(adopted, "dp_shard") * axis_size(adopted, "cp")
         fsdp = _fsdp(config, mesh_context, float(divisor))
         if mesh_context.reapply_trainability is not None:
             mesh_context.reapply_trainability(model)
         parallelize(model, adopted, fsdp=fsdp, logits="full", **options)
+        keep_expert_gradients(model)
+        materialize(model)  # recipes would do it without the attributes and hooks of parameters
         if axis_size(adopted, "cp") > 1:
-            sharder = _Sharder(adopted)
-            model.__dict__["prepare_model_inputs_for_cp"] = sharder.prepare
+            model.__dict__[_PREPARES] = _Sharder(adopted).prepare
         return model
 
 
@@ -77,9 +89,19 @@ def _options(config: Any, mesh_context: Any) -> dict[str, Any]:
         raise OptionError(f"distributed.pp_size={mesh_context.pp_size}: pipelines are not covered: use 1")
     if (scope := tuple(config.activation_checkpointing_scope)) != ("all",):
         raise OptionError(f"distributed.activation_checkpointing_scope={scope}: blocks are recomputed all, or none")
+    if config.multimodal.vision.frame_sharding.enabled:
+        raise OptionError(
+            "distributed.multimodal.vision.frame_sharding: every rank of cp computes all frames: disable it"
+        )
+    if mesh_context.cp_ring_degree != 1 or mesh_context.cp_ulysses_degree not in (None, mesh_context.cp_size):
+        raise OptionError(
+            "cp_ring_degree and cp_ulysses_degree: the ranks of cp exchange keys and values: leave them out"
+        )
     moe = mesh_context.moe_parallel_config
     if moe is not None and moe.lm_head_precision is not None:
         raise OptionError("moe.lm_head_precision: load the model in float32 instead")
+    if moe is not None and not moe.wrap_outer_model:
+        raise OptionError("moe.wrap_outer_model=False: FSDP2 shards the whole model: leave it out")
     if (mode := mesh_context.activation_checkpointing) not in _RECOMPUTED:
         raise OptionError(f"activation_checkpointing={mode!r}: choose one of true, full, selective")
     return {
@@ -91,12 +113,14 @@ def _options(config: Any, mesh_context: Any) -> dict[str, Any]:
 
 def _fsdp(config: Any, mesh_context: Any, divisor: float) -> FSDPOptions:
     moe = mesh_context.moe_parallel_config
-    prefetch = config.enable_fsdp2_prefetch
+    prefetch, reshard = config.enable_fsdp2_prefetch, config.reshard_after_forward
+    if reshard is None and moe is not None:
+        reshard = moe.reshard_after_forward
     return FSDPOptions(
         mp_policy=config.mp_policy if moe is None or moe.mp_policy is None else moe.mp_policy,
         offload_policy=config.offload_policy if isinstance(config.offload_policy, CPUOffloadPolicy) else None,
-        reshard_after_forward=config.reshard_after_forward is not False,
-        reshard_last_block=config.reshard_after_forward is True,
+        reshard_after_forward=reshard is not False,
+        reshard_last_block=reshard is True,
         prefetch_forward=config.fsdp2_forward_prefetch_depth if prefetch else 0,
         prefetch_backward=config.fsdp2_backward_prefetch_depth if prefetch else 1,
         frozen_params=_FROZEN[config.multimodal.frozen_sharding],  # type: ignore[arg-type]
@@ -106,9 +130,16 @@ def _fsdp(config: Any, mesh_context: Any, divisor: float) -> FSDPOptions:
 
 def _adopted(mesh_context: Any) -> DeviceMesh:
     """Return Automodel's meshes as one of this package, over the same process groups."""
-    experts = mesh_context.moe_mesh
+    mesh, experts = mesh_context.device_mesh, mesh_context.moe_mesh
     expert_mesh = None if experts is None or mesh_context.ep_size == 1 else experts["ep_shard", "ep"]
-    return adopt_mesh(mesh_context.device_mesh[AXES], expert_mesh=expert_mesh, efsdp="ep_shard")
+    axes = tuple(axis for axis in mesh.mesh_dim_names if axis != "pp")
+    return adopt_mesh(mesh[axes], expert_mesh=expert_mesh, efsdp="ep_shard")
+
+
+def _refuse_own_adapters(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, LinearLoRA):
+            raise OptionError(f"peft: {path} computes its adapter on whole layers: use distributed.tp_size=1")
 
 
 class _Sharder:
@@ -169,3 +200,4 @@ def has_experts(model: Any) -> bool:
 PARALLELIZER = MeshParallelizer()
 set_parallelizer(PreTrainedModel, PARALLELIZER)
 allow_expert_parallelism(PARALLELIZER, has_experts)
+keep_attention_masks(lambda model: _PREPARES in model.__dict__)

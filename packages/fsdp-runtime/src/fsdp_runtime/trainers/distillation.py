@@ -137,7 +137,13 @@ class GKDMixin(TrlMixin):
     ) -> Tensor:
         """Return what TRL's does, from logits ``[batch, tokens, vocab]`` that may be sharded on the vocabulary."""
         valid = labels != -100
-        total: Tensor = rl_logprobs().token_divergence(
+        divergence: Tensor = rl_logprobs().token_divergence(
             student_logits, teacher_logits, beta=beta, temperature=temperature, mask=valid
         )
-        return total.sum() / (valid.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        total = divergence.sum()
+        if num_items_in_batch is None:
+            return total / valid.sum().clamp(min=1)
+        # TRL divides by the labels of all ranks, and leaves the sum over them to a mean.
+        ranks: int = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        mean: Tensor = total * ranks / num_items_in_batch
+        return mean
