@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tp_plans._torch_compat import own_children, own_parameters
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
 from tp_plans.layouts import Layout, Shard
+from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.styles import ParameterStyle, Style, parameter_layout
 from tp_plans.torch_styles.boundaries import drop_parts, share_parts
 from tp_plans.torch_styles.gradients import local_view, parameter_view
@@ -51,6 +52,13 @@ class ForwardContext:
         """Put a plain view in the place of a parameter of another module, below the one that is called."""
         self.swapped.append((owner, name, parameter))
         own_parameters(owner)[name] = view
+
+    def count_own_experts(self, module: nn.Module, experts: int, own: range) -> None:
+        """Let a module that counts all experts count those of this rank during its forward."""
+        for name in EXPERT_COUNTS:
+            if getattr(module, name, None) == experts:
+                self.attributes[name] = experts
+                setattr(module, name, len(own))
 
     def restore(self, module: nn.Module) -> None:
         """Give the module its DTensor parameters and its attributes again, and others what was swapped."""
