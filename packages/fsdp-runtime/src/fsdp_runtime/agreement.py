@@ -41,10 +41,8 @@ Description = dict[str, dict[str, str]]
 
 
 def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> None:
-    """Raise on every rank of the meshes unless all were given the same model and options; values are not compared.
-
-    One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
-    """
+    """Raise on every rank of the meshes unless all were given the same model and options; values are not compared."""
+    # One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
     groups = list(_groups(meshes))
     if not groups:
         return

@@ -155,10 +155,8 @@ def resolve_parallelism(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Op
 def resolve_steps(
     model: nn.Module, meshes: Meshes, steps: Iterable[Step], *, allow_dtensors: bool = False
 ) -> Parallelism:
-    """Resolve and check steps, in any order, against a model on one mesh per axis; change nothing.
-
-    ``allow_dtensors`` accepts parameters that are DTensors already, unless a plan is to be applied.
-    """
+    """Resolve and check steps, in any order, against a model on one mesh per axis; change nothing."""
+    # ``allow_dtensors`` accepts parameters that are DTensors already, unless a plan is to be applied.
     given = list(steps)
     require_same_setup(model, meshes, given)
     if runtime_state(model).offloaded is not None:

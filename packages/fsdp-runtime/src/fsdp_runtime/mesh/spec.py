@@ -288,11 +288,9 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def _axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return an axis of a mesh, the same object each time.
-
-    DTensor keeps layouts with the mesh that they were first met on, and compiled code guards on which object it is: the
-    blocks of a second model on an equal mesh would be compiled twice.
-    """
+    """Return an axis of a mesh, the same object each time."""
+    # DTensor keeps layouts with the mesh that they were first met on, and compiled code guards on which object it is:
+    # the blocks of a second model on an equal mesh would be compiled twice.
     known: dict[str, DeviceMesh] = mesh.__dict__.setdefault(_KEPT_AXES, {})
     if axis not in known:
         known[axis] = mesh[axis]

@@ -208,10 +208,8 @@ def _scores(
 
 
 def _indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the indices that a function selects; it saves nothing for backward.
-
-    Recording and replaying thus save the same tensors, as a recomputation of the one by the other has to.
-    """
+    """Return the indices that a function selects; it saves nothing for backward."""
+    # Recording and replaying thus save the same tensors, as a recomputation of the one by the other has to.
     with torch.no_grad():
         indices: Tensor = func(*args, **kwargs).indices
     return indices

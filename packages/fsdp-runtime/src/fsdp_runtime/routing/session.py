@@ -45,10 +45,8 @@ class Session:
         self.by_module = {router.module: router for router in routers.by_path.values()}
 
     def select(self, router: Router, kept: dict[str, Tensor] | None, forward: Callable[[], Any]) -> Any:
-        """Run a router's forward; record or replay its selection.
-
-        ``kept`` are the experts that the first run of a recomputed part selected, to be filled in by it.
-        """
+        """Run a router's forward; record or replay its selection."""
+        # ``kept`` are the experts that the first run of a recomputed part selected, to be filled in by it.
         again = None if kept is None else kept.get(router.path)
         wanted = again if again is not None or self.wanted is None else self.wanted(router)
         selection = SELECTIONS[router.kind](
@@ -94,12 +92,10 @@ def activated(session: Session) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class CarriedRoutes:
-    """The selections of a forward, in its recomputation.
+    """The selections of a forward, in its recomputation."""
 
-    ``routers`` are those inside of a module that sends tokens to other ranks: other selections would exchange other
-    numbers of tokens than were saved.  ``None`` where only sessions of users are carried.
-    """
-
+    # Those inside of a module that sends tokens to other ranks: other selections would exchange other numbers of tokens
+    # than were saved. None where only sessions of users are carried.
     routers: Routers | None = None
 
     def bind(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,16 +43,12 @@ def tile_size(device: torch.device) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class LMHead:
-    """The head's vocabulary shard, and its map of products ``x`` to logits.
-
-    Logits are ``softcap * tanh(logit_scale * x / softcap)``.  With ``reduce_hidden_grad`` the backward pass all-reduces
-    the hidden gradient over the vocabulary's ranks; otherwise the caller reduces it.
-    """
+    """The head's shard, and its map of products ``x`` to logits: ``softcap * tanh(logit_scale * x / softcap)``."""
 
     shard: VocabColumns
     logit_scale: float = 1.0
     softcap: float | None = None
-    reduce_hidden_grad: bool = True
+    reduce_hidden_grad: bool = True  # the backward pass sums the hidden gradient over the ranks, else the caller
 
 
 def linear_softmax_statistics(

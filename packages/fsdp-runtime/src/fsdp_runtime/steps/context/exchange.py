@@ -17,10 +17,8 @@ from fsdp_runtime.steps.context.sharding import SequenceLayout
 
 
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
-    """All-gather ``[batch, heads, seq / cp, *]`` that differ in the last dim over ``cp`` in sequence order, at once.
-
-    Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
-    """
+    """All-gather ``[batch, heads, seq / cp, *]`` that differ in the last dim over ``cp`` in sequence order, at once."""
+    # Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
     gathered: Tensor = _Gather.apply(torch.cat(parts, dim=-1), layout, group)  # type: ignore[no-untyped-call]
     return list(torch.split(gathered, [part.shape[-1] for part in parts], dim=-1))
 
@@ -36,11 +34,10 @@ def gather_tokens(local: Tensor, layout: SequenceLayout, group: ProcessGroup, *,
 def tokens_to_heads(
     parts: Sequence[Tensor], layout: SequenceLayout, group: ProcessGroup, *, heads_dim: int, tokens_dim: int
 ) -> tuple[Tensor, ...]:
-    """Give each rank its share of the heads on all tokens, in sequence order, by one all-to-all for each dtype.
-
-    Tensors are ``[batch, heads, seq / cp, *]`` or ``[batch, seq / cp, heads, *]``, by ``heads_dim`` and ``tokens_dim``;
-    the ranks divide the heads.  Source of the method: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
-    """
+    """Give each rank its share of the heads on all tokens, in sequence order, by one all-to-all for each dtype."""
+    # Tensors are ``[batch, heads, seq / cp, *]`` or ``[batch, seq / cp, heads, *]``, by ``heads_dim`` and
+    # ``tokens_dim``; the ranks divide the heads. Source of the method: Jacobs et al., DeepSpeed Ulysses,
+    # arXiv:2309.14509.
     exchange = _HeadExchange(layout, group, heads_dim, tokens_dim)
     exchanged: tuple[Tensor, ...] = _ToHeads.apply(exchange, *parts)  # type: ignore[no-untyped-call]
     return exchanged
@@ -57,10 +54,8 @@ def heads_to_tokens(
 
 
 def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
-    """Return the ``count`` tokens before each chunk of this rank, zeros before the first; by one all-gather of ends.
-
-    From ``[batch, seq / cp, features]`` to ``[batch, chunks, count, features]``.
-    """
+    """Return the ``count`` tokens before each chunk of this rank, zeros before the first; by one all-gather of ends."""
+    # From ``[batch, seq / cp, features]`` to ``[batch, chunks, count, features]``.
     chunks = torch.unflatten(local, 1, (layout.chunks_per_rank, -1))
     kept = min(count, chunks.shape[2])  # of shorter chunks the ends are the full sequence
     ends = chunks[:, :, chunks.shape[2] - kept :].flatten(1, 2)

@@ -124,10 +124,8 @@ class _Full:
         self.local = layout.length // layout.ranks
 
     def of(self, name: str, value: Any) -> Any:
-        """Return an argument with the tokens of all ranks in every tensor that has those of this rank.
-
-        A padding mask, of which a model may have cut off what is not this rank's, is replaced by that of full rows.
-        """
+        """Return an argument with the tokens of all ranks in every tensor that has those of this rank."""
+        # A padding mask, of which a model may have cut off what is not this rank's, is replaced by that of full rows.
         if isinstance(value, SequenceMask):
             return value.full
         return map_tensors(

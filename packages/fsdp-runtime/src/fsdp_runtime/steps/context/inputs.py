@@ -315,10 +315,8 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool | None = None) -> None:
-    """Check that the last dim of a tensor has this rank's tokens, or where allowed those of the ``full`` rows.
-
-    ``fits`` says that the other dims are right; by default it is one.
-    """
+    """Check that the last dim of a tensor has this rank's tokens, or where allowed those of the ``full`` rows."""
+    # ``fits`` says that the other dims are right; by default it is one.
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if not shape or shape[-1] not in (share, full) or not (len(shape) == 2 if fits is None else fits):
         given = shape if isinstance(value, Tensor) else type(value).__name__
@@ -327,10 +325,8 @@ def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool 
 
 
 def _require_order(positions: Tensor, layout: SequenceLayout) -> None:
-    """Check that positions ``[..., seq]`` go on from chunk to chunk in a layout's order rather than another's.
-
-    Waits for the device.
-    """
+    """Check that positions ``[..., seq]`` go on from chunk to chunk in a layout's order rather than another's."""
+    # Waits for the device.
     chunks = 2 * layout.ranks
     others: LoadBalancer = None if layout.load_balancer else "headtail"
     if layout.ranks == 1 or layout.length % chunks:

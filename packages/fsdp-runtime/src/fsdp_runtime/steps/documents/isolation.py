@@ -73,12 +73,10 @@ class PackedMixer(Wrapper):
 def run_per_document(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], documents: Documents, *, alone: bool
 ) -> Any:
-    """Run a forward on documents as rows of a batch; its output is for the rows, ``None`` for attention weights.
-
-    Documents of similar length run together, padded at their ends, which no causal module shows to earlier tokens.
-    So a module runs once for each power of two between the shortest and the longest document; ``alone`` runs each by
-    itself, for a module whose results depend on padding.
-    """
+    """Run a forward on documents as rows of a batch; its output is for the rows, ``None`` for attention weights."""
+    # Documents of similar length run together, padded at their ends, which no causal module shows to earlier tokens. So
+    # a module runs once for each power of two between the shortest and the longest document; ``alone`` runs each by
+    # itself, for a module whose results depend on padding.
     batches = documents.singles if alone else documents.batches
     given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     outputs = []

@@ -108,10 +108,8 @@ def _forward_without_mixing(cls: type) -> Callable[..., Any]:
 
 @torch.no_grad()
 def _is_token_wise(forward: Callable[[Tensor], Any], like: Tensor) -> bool | None:
-    """Return True if the output of a token depends neither on its place nor on the others; ``None`` without data.
-
-    Half of the tokens are moved to other places among others, then the other half.  Waits for the device.
-    """
+    """Return True if the output of a token depends neither on its place nor on the others; ``None`` without data."""
+    # Half of the tokens are moved to other places among others, then the other half. Waits for the device.
     values = torch.arange(2 * len(_MOVED) * like.shape[2], device=like.device).view(2, 1, len(_MOVED), -1)
     if not has_values(values):  # also where ``like`` is a DTensor of fake ones
         return None

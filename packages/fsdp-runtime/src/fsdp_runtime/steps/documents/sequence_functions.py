@@ -126,11 +126,9 @@ def original_function(cls: type, name: str) -> Callable[..., Any]:
 
 @cache
 def takes_boundaries(function: Callable[..., Any], name: str) -> bool:
-    """Return True where a kernel is installed that takes the boundaries of documents.
-
-    transformers wraps the kernel or its own function, which ignores or refuses boundaries, in a function that has the
-    one in use as a variable.
-    """
+    """Return True where a kernel is installed that takes the boundaries of documents."""
+    # transformers wraps the kernel or its own function, which ignores or refuses boundaries, in a function that has the
+    # one in use as a variable.
     found = getclosurevars(function).nonlocals.get("implementation", function) if isfunction(function) else function
     return name in signature(found).parameters
 
@@ -168,10 +166,8 @@ def convolve_documents(
     activation: str | None,
     numbers: Tensor,
 ) -> Tensor:
-    """Convolve without reading another document: by a kernel that takes ``seq_idx``, or tap by tap.
-
-    Tokens are ``[batch, features, seq]``, the weight ``[features, taps]``, the documents' numbers ``[batch, seq]``.
-    """
+    """Convolve without reading another document: by a kernel that takes ``seq_idx``, or tap by tap."""
+    # Tokens are ``[batch, features, seq]``, the weight ``[features, taps]``, the documents' numbers ``[batch, seq]``.
     if takes_boundaries(function, "seq_idx"):
         return function(tokens, weight, bias, activation=activation, seq_idx=numbers.to(torch.int32).contiguous())
     length, taps = tokens.shape[2], weight.shape[1]

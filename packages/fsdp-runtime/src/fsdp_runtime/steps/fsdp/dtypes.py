@@ -56,12 +56,10 @@ def resolve_fsdp_dtypes(
     experts: Iterable[str] = (),
     over_tp: bool = False,
 ) -> FSDPDtypes:
-    """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed.
-
-    ``wrapped`` and ``experts`` are paths of blocks, and of modules of experts, that become FSDP modules.  ``over_tp``:
-    layers are sharded, and a parameter of one element may meet a DTensor: FSDP2 does not reduce the gradient that it
-    has then.  FSDP2 takes no parameter without a dim in any case.
-    """
+    """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed."""
+    # ``wrapped`` and ``experts`` are paths of blocks, and of modules of experts, that become FSDP modules. ``over_tp``:
+    # layers are sharded, and a parameter of one element may meet a DTensor: FSDP2 does not reduce the gradient that it
+    # has then. FSDP2 takes no parameter without a dim in any case.
     dtypes = _dtypes(model, options)
     replicated = [name for name, each in model.named_parameters() if each.ndim == 0 or (over_tp and each.numel() == 1)]
     units: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)  # by path of the FSDP module
@@ -91,10 +89,8 @@ def resolve_fsdp_dtypes(
 
 
 def _dtypes(model: nn.Module, options: FSDPOptions) -> dict[str, _Dtypes]:
-    """Return the dtypes of the parameters whose dtype matters: trainable ones, and frozen ones that a cast changes.
-
-    FSDP2 gathers frozen parameters of any dtype together with others; only a policy casts them.
-    """
+    """Return the dtypes of the parameters whose dtype matters: trainable ones, and frozen ones that a cast changes."""
+    # FSDP2 gathers frozen parameters of any dtype together with others; only a policy casts them.
     compute = options.mp_policy.param_dtype if options.mp_policy is not None else None
     floating = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     trainable = {name: each for name, each in floating.items() if each.requires_grad}
@@ -177,11 +173,9 @@ def _refuse_experts(path: str, parameters: Mapping[str, nn.Parameter], dtypes: M
 
 
 def reduce_gradients(parameter: nn.Parameter, mesh: DeviceMesh, divisor: float) -> None:
-    """Sum the gradient of a replicated parameter over FSDP2's mesh in every backward, and divide it.
-
-    The hook gets the gradient of one backward before it is accumulated, so that accumulation over micro-batches is
-    right with and without ``set_requires_gradient_sync``.  A parameter that is frozen now may be trained later.
-    """
+    """Sum the gradient of a replicated parameter over FSDP2's mesh in every backward, and divide it."""
+    # The hook gets the gradient of one backward before it is accumulated, so that accumulation over micro-batches is
+    # right with and without ``set_requires_gradient_sync``. A parameter that is frozen now may be trained later.
 
     def reduce(gradient: Tensor) -> Tensor:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

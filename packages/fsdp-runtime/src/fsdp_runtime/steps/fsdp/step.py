@@ -77,11 +77,9 @@ class FSDP2(Step):
 
 
 def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOptions, dtypes: FSDPDtypes) -> None:
-    """Wrap every block and then the model with ``fully_shard``, in place.
-
-    A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
-    parameter; embedding and head belong to the root too, so a tied weight is gathered once.
-    """
+    """Wrap every block and then the model with ``fully_shard``, in place."""
+    # A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
+    # parameter; embedding and head belong to the root too, so a tied weight is gathered once.
     structure = setup.structure
     if options.master_dtype is not None:
         _convert_trainable(model, options.master_dtype)
@@ -188,12 +186,10 @@ class _GatheredAlone:
 
 
 def _divide_gradients(module: nn.Module, scale: float) -> None:
-    """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``.
-
-    The mean is over the ranks that the module is sharded over: those of ``efsdp`` for experts, to which the tokens of
-    ``ep`` ranks were sent.  FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice where
-    replicas have no shards (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
-    """
+    """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``."""
+    # The mean is over the ranks that the module is sharded over: those of ``efsdp`` for experts, to which the tokens of
+    # ``ep`` ranks were sent. FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice
+    # where replicas have no shards (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
 
     def rescale(gradients: torch.Tensor) -> None:
         gradients.mul_(scale)
@@ -203,11 +199,9 @@ def _divide_gradients(module: nn.Module, scale: float) -> None:
 
 
 def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
-    """Return the dim to shard a parameter on if it has fewer rows than ranks; ``None`` for rows, FSDP2's default.
-
-    A rank of ``tp`` may hold one or two merged experts: sharded by rows they would be on as many ranks, and the other
-    ranks would hold nothing.  FSDP2 shards dims other than the first into equal parts only.
-    """
+    """Return the dim to shard a parameter on if it has fewer rows than ranks; ``None`` for rows, FSDP2's default."""
+    # A rank of ``tp`` may hold one or two merged experts: sharded by rows they would be on as many ranks, and the other
+    # ranks would hold nothing. FSDP2 shards dims other than the first into equal parts only.
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if isinstance(placement, Shard)]
     if local.ndim < 2 or local.shape[0] >= shards:

@@ -25,11 +25,9 @@ _REPLACED = "_fsdp_runtime_replaced"
 
 @contextmanager
 def carry_over_parameters(model: nn.Module) -> Iterator[None]:
-    """Carry attributes and hooks over to the parameters that take the place of others inside the ``with``.
-
-    Hooks of ``register_post_accumulate_grad_hook`` get the new parameter with its complete gradient, those of
-    ``register_hook`` the gradient as a DTensor; FSDP2, which runs none of the latter, refuses them before.
-    """
+    """Carry attributes and hooks over to the parameters that take the place of others inside the ``with``."""
+    # Hooks of ``register_post_accumulate_grad_hook`` get the new parameter with its complete gradient, those of
+    # ``register_hook`` the gradient as a DTensor; FSDP2, which runs none of the latter, refuses them before.
     attached = {}
     for path, parameter in model.named_parameters():
         attached[path] = dict(vars(parameter)), parameter_hooks(parameter)

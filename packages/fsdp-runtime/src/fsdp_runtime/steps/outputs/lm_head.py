@@ -289,10 +289,8 @@ def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def _adapted(weight: Tensor, of_base: Tensor, factors: HeadFactors) -> Tensor:
-    """Return a weight with an adapter.
-
-    DoRA scales the rows of the sum, by norms that count as constants: Liu et al., arXiv:2402.09353, section 4.3.
-    """
+    """Return a weight with an adapter."""
+    # DoRA scales the rows of the sum, by norms that count as constants: Liu et al., arXiv:2402.09353, section 4.3.
     product = factors.b @ _with_full_gradient(factors.a) * factors.scaling
     if factors.magnitude is None:
         return weight + product
