@@ -32,9 +32,7 @@ from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.guards.methods import guard_methods
-from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
-from fsdp_runtime.steps.guards.optimizer_kinds import refuse_optimizers_of_full_tensors
-from fsdp_runtime.steps.guards.plain_parameters import compare_plain_gradients
+from fsdp_runtime.steps.guards.optimizers import watch_optimizers
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 from fsdp_runtime.steps.random_states import RandomStates
 from fsdp_runtime.steps.tensor.step import TensorParallel
@@ -107,9 +105,7 @@ class Parallelism:
             for step, found in self.steps:
                 step.apply(model, self.setup, found)
         runtime_state(model).one_rank = self.setup.meshes.one_rank
-        step_meshes_apart()
-        refuse_optimizers_of_full_tensors()
-        compare_plain_gradients()
+        watch_optimizers()
         guard_methods(model)
 
     def __str__(self) -> str:
