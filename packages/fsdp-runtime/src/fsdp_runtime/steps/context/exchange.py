@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 
 from fsdp_runtime._torch_compat import all_gather_flat, reduce_scatter_flat
 from fsdp_runtime.steps.context.sharding import SequenceLayout
+
+_Exchanging = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
@@ -38,8 +40,8 @@ def tokens_to_heads(
     # Tensors are ``[batch, heads, seq / cp, *]`` or ``[batch, seq / cp, heads, *]``, by ``heads_dim`` and
     # ``tokens_dim``; the ranks divide the heads. Source of the method: Jacobs et al., DeepSpeed Ulysses,
     # arXiv:2309.14509.
-    exchange = _HeadExchange(layout, group, heads_dim, tokens_dim)
-    exchanged: tuple[Tensor, ...] = _ToHeads.apply(exchange, *parts)  # type: ignore[no-untyped-call]
+    by = _HeadExchange(layout, group, heads_dim, tokens_dim)
+    exchanged: tuple[Tensor, ...] = _Exchange.apply(by.to_heads, by.to_tokens, *parts)  # type: ignore[no-untyped-call]
     return exchanged
 
 
@@ -47,10 +49,9 @@ def heads_to_tokens(
     heads: Tensor, layout: SequenceLayout, group: ProcessGroup, *, heads_dim: int, tokens_dim: int
 ) -> Tensor:
     """Return all heads of this rank's tokens; the inverse of :func:`tokens_to_heads`."""
-    exchange = _HeadExchange(layout, group, heads_dim, tokens_dim)
-    (exchanged,) = _ToTokens.apply(exchange, heads)  # type: ignore[no-untyped-call]
-    tokens: Tensor = exchanged
-    return tokens
+    by = _HeadExchange(layout, group, heads_dim, tokens_dim)
+    exchanged: tuple[Tensor, ...] = _Exchange.apply(by.to_tokens, by.to_heads, heads)  # type: ignore[no-untyped-call]
+    return exchanged[0]
 
 
 def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
@@ -103,26 +104,15 @@ class _HeadExchange:
         return torch.unflatten(part, dim, (self.layout.ranks, -1)).movedim(dim, 0)
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _HeadExchange, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.to_heads(parts)
+    def forward(ctx: Any, there: _Exchanging, back: _Exchanging, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return there(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.to_tokens(gradients)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: _HeadExchange, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.to_tokens(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.to_heads(gradients)
+        return None, None, *ctx.back(gradients)
 
 
 def _all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
