@@ -10,7 +10,7 @@ a kept result, the module's forward runs once more without keeping results of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -118,9 +118,7 @@ class _WatchWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(outer)
-        stack.enter_context(inner)
+    with outer, inner:
         yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Set
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,29 +42,24 @@ _LABELS = ("labels", "shift_labels")
 _KEPT = "logits_to_keep"
 
 
+@dataclass(eq=False)
 class Inputs:
     """A forward pre-hook that completes the inputs of a rank and refuses inputs that cannot be sharded."""
 
-    def __init__(
-        self,
-        attention: ContextAttention,
-        shared_prefixes: bool,
-        derived: DerivedPositions | None,
-        cuts_padding: bool,
-        head: str | None,
-        name: str | None,
-        media: Media | None,
-        embedded: Set[str],
-    ) -> None:
-        self.media, self.of_tokens = media, {*_OF_TOKENS, *embedded}
-        self.attention, self.shared_prefixes = attention, shared_prefixes
-        self.derived, self.cuts_padding, self.head, self.name = derived, cuts_padding, head, name
-        self.rows: GlobalRows | None = None
-        self.kept: KeptLogits | None = None
-        self.longest: Tensor | int = 0
-        self.own_ids: Tensor | None = None
-        self.full_ids: Tensor | None = None
-        self._stack = ExitStack()
+    attention: ContextAttention
+    shared_prefixes: bool
+    derived: DerivedPositions | None
+    cuts_padding: bool
+    head: str | None  # the path of the language-model head
+    name: str  # of the attention's implementation
+    media: Media | None
+    embedded: Set[str]  # further inputs that a rank gives for its own tokens
+    rows: GlobalRows | None = None
+    kept: KeptLogits | None = None
+    longest: Tensor | int = 0
+    own_ids: Tensor | None = None
+    full_ids: Tensor | None = None
+    _stack: ExitStack = field(default_factory=ExitStack)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a rank's inputs with the mask of the full rows and position ids."""
@@ -79,7 +74,8 @@ class Inputs:
         subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
         asked = {name: kwargs.pop(name) for name in (*_LABELS, _KEPT) if _asks(kwargs.get(name))}
         media = self._media(kwargs)
-        _refuse_unshardable({name: each for name, each in kwargs.items() if name not in self.of_tokens | media})
+        known = {*_OF_TOKENS, *self.embedded, *media}
+        _refuse_unshardable({name: each for name, each in kwargs.items() if name not in known})
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
             raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")

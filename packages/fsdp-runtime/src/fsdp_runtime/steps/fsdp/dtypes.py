@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from fsdp_runtime._transformers_compat.models import kept_in_float32
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from tp_plans.runtime import ancestors
 
 #: A module of parameters in another dtype is sharded from this number of elements on; below it, memory is less than
 #: the cost of an all-gather.
@@ -53,8 +55,8 @@ def resolve_fsdp_dtypes(
     options: FSDPOptions,
     *,
     wrapped: Iterable[str],
-    experts: Iterable[str] = (),
-    over_tp: bool = False,
+    experts: Iterable[str],
+    over_tp: bool,
 ) -> FSDPDtypes:
     """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed."""
     # ``wrapped`` and ``experts`` are paths of blocks, and of modules of experts, that become FSDP modules. ``over_tp``:
@@ -66,7 +68,7 @@ def resolve_fsdp_dtypes(
     paths = {*wrapped, *experts}
     for name, parameter in model.named_parameters():
         if name in dtypes and name not in replicated:
-            units[next((above for above in _modules_above(name) if above in paths), "")][name] = parameter
+            units[next((above for above in ancestors(name) if above in paths), "")][name] = parameter
     modules: list[str] = []
     own_dtype: set[str] = set()
     policy = options.mp_policy
@@ -82,7 +84,7 @@ def resolve_fsdp_dtypes(
         own_dtype |= separate.keys()
         covered = {name for found in separate.values() for name in found}
         replicated += [name for name in parameters if name in others - covered]
-    casts = policy is None or policy.param_dtype != _most(
+    casts = policy is None or policy.param_dtype != _dtype_of_most(
         each for each in model.parameters() if each.is_floating_point()
     )
     return FSDPDtypes(tuple(modules), tuple(replicated), frozenset(own_dtype), casts_block_inputs=casts)
@@ -94,7 +96,7 @@ def _dtypes(model: nn.Module, options: FSDPOptions) -> dict[str, _Dtypes]:
     compute = options.mp_policy.param_dtype if options.mp_policy is not None else None
     floating = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     trainable = {name: each for name, each in floating.items() if each.requires_grad}
-    main, main_of_all = _most(trainable.values()), _most(floating.values())
+    main, main_of_all = _dtype_of_most(trainable.values()), _dtype_of_most(floating.values())
     lower = compute in (torch.bfloat16, torch.float16)
     declared = kept_in_float32(model) if lower else frozenset()
     found: dict[str, _Dtypes] = {}
@@ -110,12 +112,17 @@ def _dtypes(model: nn.Module, options: FSDPOptions) -> dict[str, _Dtypes]:
     return found
 
 
-def _most(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
+def _dtype_of_most(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
     """Return the dtype of most elements, or ``None`` without parameters."""
-    sizes: dict[torch.dtype, int] = defaultdict(int)
-    for parameter in parameters:
-        sizes[parameter.dtype] += parameter.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return _most((each.dtype, each.numel()) for each in parameters)  # type: ignore[no-any-return]
+
+
+def _most(sizes: Iterable[tuple[Any, int]]) -> Any:
+    """Return the key with the largest sum, ``None`` without any."""
+    sums: dict[Any, int] = defaultdict(int)
+    for key, size in sizes:
+        sums[key] += size
+    return max(sums, key=lambda key: sums[key], default=None)
 
 
 def _main(
@@ -125,23 +132,14 @@ def _main(
     head = f"{structure.lm_head}.weight"
     if path == "" and head in parameters and parameters[head].requires_grad:
         return dtypes[head]
-    sizes: dict[_Dtypes, int] = defaultdict(int)
-    trains = any(parameter.requires_grad for parameter in parameters.values())
-    for name, parameter in parameters.items():
-        sizes[dtypes[name]] += parameter.numel() if parameter.requires_grad or not trains else 0
-    return max(sizes, key=lambda pair: sizes[pair])
+    trains = any(each.requires_grad for each in parameters.values())
+    counted = ((dtypes[name], each.numel() * (each.requires_grad or not trains)) for name, each in parameters.items())
+    return _most(counted)  # type: ignore[no-any-return]
 
 
 def _fits(dtypes: _Dtypes, main: _Dtypes, *, trains: bool) -> bool:
     """Return True for a parameter that an FSDP module can hold; frozen ones may be stored in any dtype."""
     return dtypes == main if trains else dtypes[1] == main[1]
-
-
-def _modules_above(name: str) -> Iterator[str]:
-    """Yield the paths of the modules that a parameter is in, the innermost first, without the root."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _separate(
@@ -154,7 +152,7 @@ def _separate(
     """Yield the outermost modules of an FSDP module that are large and hold nothing but other dtypes, all alike."""
     done: set[str] = set()
     for path, module in model.get_submodule(unit).named_modules(prefix=unit) if others else ():
-        if path == unit or any(above in done for above in _modules_above(path)):
+        if path == unit or not done.isdisjoint(ancestors(path)):
             continue
         names = [f"{path}.{name}" for name, _ in module.named_parameters()]
         if not names or not others.issuperset(names):

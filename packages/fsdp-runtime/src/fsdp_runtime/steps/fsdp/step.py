@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,8 +64,11 @@ class FSDP2(Step):
         if setup.meshes.fsdp is None:
             return FSDPDtypes()
         refuse_gradient_hooks(model)
+        blocks = _blocks_to_wrap(model, setup.structure, self.options)
         experts = expert_modules(model, setup.expert_plan)
-        return fsdp_dtypes(model, setup.structure, self.options, experts, over_tp=setup.tp > 1)
+        return resolve_fsdp_dtypes(
+            model, setup.structure, self.options, wrapped=blocks, experts=experts, over_tp=setup.tp > 1
+        )
 
     def apply(self, model: nn.Module, setup: Setup, found: FSDPDtypes) -> None:
         """Wrap the modules; nothing changes where the mesh needs no FSDP2."""
@@ -208,19 +211,6 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
         return None
     free = (dim for dim in range(1, local.ndim) if dim not in sharded and local.shape[dim] % shards == 0)
     return next((Shard(dim) for dim in free), None)
-
-
-def fsdp_dtypes(
-    model: nn.Module,
-    structure: ModelStructure,
-    options: FSDPOptions,
-    experts: Mapping[str, nn.Module] | None = None,
-    *,
-    over_tp: bool = False,
-) -> FSDPDtypes:
-    """Return how FSDP2 keeps the dtypes that the model computes in; the model is not changed."""
-    blocks = _blocks_to_wrap(model, structure, options)
-    return resolve_fsdp_dtypes(model, structure, options, wrapped=blocks, experts=experts or (), over_tp=over_tp)
 
 
 def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> dict[str, nn.Module]:

@@ -139,7 +139,8 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
     finally:
         siblings[name] = head
         hook.remove()
-    return _restored(run.result, output)
+    # A dataclass travels through the hooks as a dict.
+    return dataclasses.replace(run.result, **output) if dataclasses.is_dataclass(run.result) else output  # type: ignore[type-var]
 
 
 #: What each model does with its logits, once measured.
@@ -232,17 +233,14 @@ def _measured(logits: Tensor | None, probes: Tensor) -> LogitsMap | None:
     largest, unit = got[-1], got[_PROBES.index(0.125)] / 0.125
     candidates = [LogitsMap(scale=largest / sent[-1])]
     if largest > 0:
-        candidates.append(LogitsMap(scale=_slope(unit, largest), softcap=largest))
+        # The scale under which ``0.125`` is taken to ``0.125 * unit`` below the soft cap.
+        scale = largest * math.atanh(min(0.125 * unit / largest, 1 - 1e-12)) / 0.125
+        candidates.append(LogitsMap(scale, softcap=largest))
     for candidate in candidates:
         expected = [_mapped(value, candidate) for value in sent]
         if all(math.isclose(x, y, rel_tol=tolerance, abs_tol=1e-9) for x, y in zip(expected, got, strict=True)):
             return candidate
     return None
-
-
-def _slope(unit: float, softcap: float) -> float:
-    """The scale under which ``0.125`` was taken to ``0.125 * unit`` below a soft cap."""
-    return softcap * math.atanh(min(0.125 * unit / softcap, 1 - 1e-12)) / 0.125
 
 
 def _mapped(value: float, logits_map: LogitsMap) -> float:
@@ -255,11 +253,6 @@ def _unknown_map(model: nn.Module, path: str) -> ModelError:
         f"{type(model).__name__} does more with the output of {path} than to scale and soft-cap it, which a loss "
         "without logits would leave out: compute the loss from the logits"
     )
-
-
-def _restored(result: Any, output: Any) -> Any:
-    """The output in the function's own type: a dataclass travels through the hooks as a dict."""
-    return dataclasses.replace(result, **output) if dataclasses.is_dataclass(result) else output  # type: ignore[type-var]
 
 
 def _require_linear(head: nn.Module, path: str) -> None:
