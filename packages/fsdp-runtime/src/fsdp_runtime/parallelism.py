@@ -184,7 +184,8 @@ def _meshes(mesh: DeviceMesh, options: FSDPOptions) -> Meshes:
         shared=submesh(mesh, "tp") if ep > 1 and tp > 1 else None,
         fsdp=shards,
         expert_fsdp=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
-        batches=_ranks_with_different_batches(mesh) if cp > 1 or ep > 1 else None,
+        # Gradients are summed over ``cp``, whose ranks have parts of one batch.
+        batches=axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") if cp > 1 or ep > 1 else None,
         one_rank=root_mesh(mesh).size() == 1,
     )
 
@@ -223,11 +224,6 @@ def _require_no_gradients(model: nn.Module) -> None:
             f"{len(found)} parameters have gradients, first {found[0]}, which their shards would not have: call "
             "model.zero_grad() before parallelize, or take the optimizer's step first"
         )
-
-
-def _ranks_with_different_batches(mesh: DeviceMesh) -> int:
-    """Return the size of ``dp``: gradients are summed over ``cp``, whose ranks have parts of one batch."""
-    return axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
 
 
 def _fsdp_mesh(mesh: DeviceMesh, options: FSDPOptions) -> DeviceMesh | None:

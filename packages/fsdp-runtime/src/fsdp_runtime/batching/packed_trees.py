@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,13 +10,10 @@ from torch import Tensor
 from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
 from fsdp_runtime.batching.packed_rows import read_samples, require_rows_long_enough
 from fsdp_runtime.batching.partition import Items
-from fsdp_runtime.batching.prefix_tree import prefix_tree
-from fsdp_runtime.batching.samples import PAIR_COST, Sample, require_pair_cost, require_ranks, row_sizes
+from fsdp_runtime.batching.prefix_tree import common_prefix_length, prefix_tree
+from fsdp_runtime.batching.samples import PAIR_COST, Sample, row_sizes
 from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, tree_row
 from fsdp_runtime.errors import SampleError
-
-#: Bytes of a token id in a sample.
-_ID_BYTES = 8
 
 
 def pack_tree(
@@ -72,9 +68,14 @@ def pack_tree(
         >>> row.predictors.tolist(), row.targets.tolist()  # the prompt's last token predicts two tokens
         ([0, 1, 2, 3, 3, 2], [6, 7, 8, 9, 11, 10])
     """
-    require_ranks(ranks)
-    require_pair_cost(pair_cost)
-    sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
+    sizes = row_sizes(
+        budget,
+        ranks=ranks,
+        cp=cp,
+        multiple_of=multiple_of,
+        distinct_lengths=distinct_lengths,
+        pair_cost=pair_cost,
+    )
     if not len(groups):
         raise SampleError("no groups: give one or more")
     if loss_masks is not None and len(loss_masks) != len(groups):
@@ -108,29 +109,19 @@ class TreePart:
 def _divided(group: int, samples: Sequence[Sample], capacity: int) -> list[TreePart]:
     """The samples of a group as parts whose trees fit into a row; neighbours share the longest prefixes."""
     parts: list[TreePart] = []
-    keys = [ctypes.string_at(sample.token_ids.data_ptr(), _ID_BYTES * sample.length) for sample in samples]
-    previous = b""
+    keys = [sample.token_ids.numpy().tobytes() for sample in samples]
+    previous = samples[0].token_ids[:0]
     for index in sorted(range(len(samples)), key=keys.__getitem__):  # common prefixes come together in any order of ids
-        length, shared = samples[index].length, _common_bytes(previous, keys[index]) // _ID_BYTES
+        token_ids, length = samples[index].token_ids, samples[index].length
+        shared = common_prefix_length(previous, token_ids)
         if not parts or parts[-1].tokens + length - shared > capacity:
             parts.append(TreePart(group, []))
             shared = 0
-        part, previous = parts[-1], keys[index]
+        part, previous = parts[-1], token_ids
         part.members.append(index)
         part.tokens += length - shared
         part.attended_pairs += (length * (length + 1) - shared * (shared + 1)) // 2
     return parts
-
-
-def _common_bytes(one: bytes, other: bytes) -> int:
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _tree(part: TreePart, samples: Sequence[Sample]) -> Tree:

@@ -316,10 +316,9 @@ def require_axes(mesh: DeviceMesh) -> None:
     """Check the axis names of a mesh."""
     require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
-    known = AXES
-    if not names or (unknown := [name for name in names if name not in known]):
+    if not names or (unknown := [name for name in names if name not in AXES]):
         found = f"axes {', '.join(unknown)}" if names else "unnamed axes"
         raise MeshError(
-            f"the mesh has {found}; name them out of {', '.join(known)}, build it with MeshSpec(...), or rename them "
+            f"the mesh has {found}; name them out of {', '.join(AXES)}, build it with MeshSpec(...), or rename them "
             "with adopt_mesh(...)"
         )

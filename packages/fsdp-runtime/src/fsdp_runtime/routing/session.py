@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,25 +24,20 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.wrap import replace_forward, restore_forward
 
 
+@dataclass(eq=False)
 class Session:
-    """One ``with`` of recording or replaying.
+    """One ``with`` of recording or replaying."""
 
-    ``wanted`` are the routes by router of one forward's local tokens, with ``has_holes`` not of all; those that are
-    ``trusted`` the model selected itself.
-    """
+    routers: Routers
+    wanted: Callable[[Router], Tensor | None] | None = None  # the routes of one forward's local tokens, to be replayed
+    has_holes: bool = False  # some tokens have no route
+    trusted: bool = False  # the model selected the routes itself
+    recorded: dict[str, Tensor] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        routers: Routers,
-        wanted: Callable[[Router], Tensor | None] | None = None,
-        *,
-        has_holes: bool = False,
-        trusted: bool = False,
-    ) -> None:
-        self.routers, self.wanted = routers, wanted
-        self.has_holes, self.trusted = has_holes, trusted
-        self.recorded: dict[str, Tensor] = {}
-        self.by_module = {router.module: router for router in routers.by_path.values()}
+    @cached_property
+    def by_module(self) -> dict[nn.Module, Router]:
+        """The routers by module."""
+        return {router.module: router for router in self.routers.by_path.values()}
 
     def select(self, router: Router, kept: dict[str, Tensor] | None, forward: Callable[[], Any]) -> Any:
         """Run a router's forward; record or replay its selection."""

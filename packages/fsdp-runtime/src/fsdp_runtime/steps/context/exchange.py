@@ -66,6 +66,24 @@ def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: P
     return torch.stack([padded.narrow(1, chunk * kept, count) for chunk in layout.chunks], dim=1)
 
 
+def sum_over_ranks(own: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the sum over the ranks, with the gradient of a rank's own part."""
+    total: Tensor = _Sum.apply(own, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: ProcessGroup | None) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
