@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,13 @@ from torch import Tensor
 from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
 from fsdp_runtime.batching.packed_rows import read_samples, require_rows_long_enough
 from fsdp_runtime.batching.partition import Items
-from fsdp_runtime.batching.prefix_tree import common_prefix_length, prefix_tree
+from fsdp_runtime.batching.prefix_tree import prefix_tree
 from fsdp_runtime.batching.samples import PAIR_COST, Sample, row_sizes
 from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, tree_row
 from fsdp_runtime.errors import SampleError
+
+#: Bytes of a token id in a sample.
+_ID_BYTES = 8
 
 
 def pack_tree(
@@ -109,19 +113,29 @@ class TreePart:
 def _divided(group: int, samples: Sequence[Sample], capacity: int) -> list[TreePart]:
     """The samples of a group as parts whose trees fit into a row; neighbours share the longest prefixes."""
     parts: list[TreePart] = []
-    keys = [sample.token_ids.numpy().tobytes() for sample in samples]
-    previous = samples[0].token_ids[:0]
+    keys = [ctypes.string_at(sample.token_ids.data_ptr(), _ID_BYTES * sample.length) for sample in samples]
+    previous = b""
     for index in sorted(range(len(samples)), key=keys.__getitem__):  # common prefixes come together in any order of ids
-        token_ids, length = samples[index].token_ids, samples[index].length
-        shared = common_prefix_length(previous, token_ids)
+        length, shared = samples[index].length, _common_bytes(previous, keys[index]) // _ID_BYTES
         if not parts or parts[-1].tokens + length - shared > capacity:
             parts.append(TreePart(group, []))
             shared = 0
-        part, previous = parts[-1], token_ids
+        part, previous = parts[-1], keys[index]
         part.members.append(index)
         part.tokens += length - shared
         part.attended_pairs += (length * (length + 1) - shared * (shared + 1)) // 2
     return parts
+
+
+def _common_bytes(one: bytes, other: bytes) -> int:
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _tree(part: TreePart, samples: Sequence[Sample]) -> Tree:

@@ -38,7 +38,7 @@ def prefix_tree(sequences: Sequence[Tensor]) -> PrefixTree:
     total = 0
     for index in order:
         sequence = sequences[index]
-        shared = common_prefix_length(previous, sequence)
+        shared = _common_prefix_length(previous, sequence)
         closed.append((path[shared:], total))
         path = torch.cat([path[:shared], torch.arange(total, total + len(sequence) - shared)])
         added.append(sequence[shared:])
@@ -51,8 +51,7 @@ def prefix_tree(sequences: Sequence[Tensor]) -> PrefixTree:
     return PrefixTree(torch.cat(added), torch.cat(depths), subtree_end, tuple(paths))
 
 
-def common_prefix_length(one: Tensor, other: Tensor) -> int:
-    """Return the number of tokens that two sequences begin with alike."""
+def _common_prefix_length(one: Tensor, other: Tensor) -> int:
     length = min(len(one), len(other))
     differ = (one[:length] != other[:length]).nonzero()
     return int(differ[0]) if len(differ) else length

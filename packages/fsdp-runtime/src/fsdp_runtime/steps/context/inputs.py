@@ -121,7 +121,8 @@ class Inputs:
         if self.media is None:
             return set()
         known = self.media.names - {*_OF_TOKENS, *_CACHES}
-        names = {name for name, value in kwargs.items() if name in known and _has_tensors(value)}
+        given = {name: _leaves(value) for name, value in kwargs.items() if name in known}
+        names = {name for name, leaves in given.items() if any(isinstance(leaf, Tensor) for leaf in leaves)}
         tokens = next((value for value in kwargs.values() if isinstance(value, Tensor)), torch.empty(0))
         flags = torch.tensor([bool(names), not names], dtype=torch.int32, device=tokens.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.attention.group)
@@ -291,10 +292,6 @@ def _positions_in_text(full: Tensor | None, *, has_media: bool) -> Tensor | None
     if full is not None and full.dim() == 3 and len(full) == 4:
         return full[0]
     return None if has_media else full
-
-
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in _leaves(value))
 
 
 def _asks(value: Any) -> bool:
