@@ -13,12 +13,10 @@ from fsdp_runtime._torch_compat.meshes import local_tensor
 
 
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
-    """FSDP2's sharded parameters by owning module and name; tied ones under every owner.
-
-    While a unit is gathered its modules hold other tensors, in the dtype of the mixed-precision policy, and torch
-    2.10 to 2.15 have no public way to the shards but to drop the gathered ones (``FSDPModule.reshard``;
-    pytorch/pytorch#120879).
-    """
+    """FSDP2's sharded parameters by owning module and name; tied ones under every owner."""
+    # While a unit is gathered its modules hold other tensors, in the dtype of the mixed-precision policy, and torch
+    # 2.10 to 2.15 have no public way to the shards but to drop the gathered ones (``FSDPModule.reshard``;
+    # pytorch/pytorch#120879).
     found: dict[tuple[nn.Module, str], nn.Parameter] = {}
     for fsdp_parameter in _fsdp_parameters(model):
         found.update(dict.fromkeys(_places(fsdp_parameter._module_info), fsdp_parameter.sharded_param))

@@ -49,13 +49,11 @@ _SEEDS = 2**40
 
 @dataclass(frozen=True)
 class RandomStates(Step):
-    """Let the ranks of ``tp`` draw alike in training forwards of a model with dropout or other noise.
+    """Let the ranks of ``tp`` draw alike in training forwards of a model with dropout or other noise."""
 
-    One all-gather of 8 bytes over ``tp`` and a wait for it before such a forward, and another after it; none for a
-    model whose probabilities are 0, or that evaluates.  Attention draws for its own heads, except in compiled blocks.
-    Ranks of ``cp``, which have different tokens, draw differently.
-    """
-
+    # One all-gather of 8 bytes over ``tp`` and a wait for it before such a forward, and another after it; none for a
+    # model whose probabilities are 0, or that evaluates. Attention draws for its own heads, except in compiled blocks.
+    # Ranks of ``cp``, which have different tokens, draw differently.
     tp: DeviceMesh | None = field(repr=False)
 
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:

@@ -66,10 +66,8 @@ class SelectiveContexts:
 
 
 def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return torch's contexts for a module that is compiled in one graph; those that run eagerly for any other module.
-
-    A module with code that the compiler leaves to Python, such as that of packed rows, runs its checkpoint there.
-    """
+    """Return torch's contexts for a module that is compiled in one graph, and eager ones for any other."""
+    # A module with code that the compiler leaves to Python, such as that of packed rows, runs its checkpoint there.
     kept, reused = create_selective_checkpoint_contexts(list(saved))  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling():
         return kept, reused
@@ -77,11 +75,10 @@ def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[A
 
 
 class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands the operators whose results are kept on to torch's mode, which refuses a recomputation with any others.
+    """Hands the operators whose results are kept on to torch's mode, which refuses a recomputation with any others."""
 
-    FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are there
-    already in the other.
-    """
+    # FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are there
+    # already in the other.
 
     def __init__(self, saved: Iterable[Any], mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -70,11 +70,10 @@ class ForwardContext:
 
 
 class LocalTensorStyle(ParallelStyle):
-    """Base of the styles: distributes a module's parameters and runs its forward on local tensors.
+    """Base of the styles: distributes a module's parameters and runs its forward on local tensors."""
 
-    A subclass says how each parameter is viewed locally and how activations enter and leave.  ``style`` is ``None``
-    where only parameters of a module have rules: ``parameter_rules``, by name or pattern.
-    """
+    # A subclass says how each parameter is viewed locally and how activations enter and leave. ``style`` is ``None``
+    # where only parameters of a module have rules: ``parameter_rules``, by name or pattern.
 
     #: Further attributes of the classes that modules get.
     class_attributes: ClassVar[Mapping[str, Any]] = {}
@@ -166,12 +165,10 @@ class FirstTensorStyle(LocalTensorStyle):
 
 
 class _TensorParallelMixin:
-    """Mixed in before a module's class: runs its forward between a style's ``pre_forward`` and ``post_forward``.
+    """Mixed in before a module's class: runs its forward between a style's ``pre_forward`` and ``post_forward``."""
 
-    A class rather than hooks: ``torch.compile`` guards on the ids of hooks that are always called, which differ
-    from block to block, and an interrupt skips hooks.  deepcopy keeps a class and copies no state with it.
-    """
-
+    # A class rather than hooks: ``torch.compile`` guards on the ids of hooks that are always called, which differ from
+    # block to block, and an interrupt skips hooks. deepcopy keeps a class and copies no state with it.
     tp_style: ClassVar[LocalTensorStyle]
     tp_mesh: ClassVar[DeviceMesh]
 

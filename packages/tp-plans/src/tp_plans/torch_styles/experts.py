@@ -40,11 +40,9 @@ class AllReduceOutputImpl(LocalTensorStyle):
 
 
 class ExpertsParallelImpl(AllReduceOutputImpl):
-    """``ExpertsParallel``: runs this rank's experts on all tokens, sums over the ranks.
+    """``ExpertsParallel``: runs this rank's experts on all tokens, sums over the ranks."""
 
-    Routes to other ranks' experts get the index that stands for no expert, and the weight zero.
-    """
-
+    # Routes to other ranks' experts get the index that stands for no expert, and the weight zero.
     style: ExpertsParallel
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -155,11 +155,9 @@ class Inputs:
             attention.positions = positions[0] if positions.dim() == 3 else positions
 
     def gather_router_logits(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Put the router logits of full rows into a model's output; their gradients are those of a rank's own tokens.
-
-        An auxiliary loss is a product of two means over all tokens, so that it is no sum over ranks.  Every rank has
-        the loss of the full rows, and the sum of gradients over ``cp`` counts it once.
-        """
+        """Put the router logits of full rows into a model's output; their gradients are those of own tokens."""
+        # An auxiliary loss is a product of two means over all tokens, so that it is no sum over ranks. Every rank has
+        # the loss of the full rows, and the sum of gradients over ``cp`` counts it once.
         found = output.get("router_logits") if isinstance(output, MutableMapping) else None
         if type(found) is tuple and self.rows is not None:
             output["router_logits"] = tuple(self.rows.router_logits(each) for each in found)

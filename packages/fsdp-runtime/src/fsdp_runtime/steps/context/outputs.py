@@ -76,11 +76,10 @@ class KeptLogits:
 
 
 class LossOfRows:
-    """A model's loss function, given a rank's tokens.
+    """A model's loss function, given a rank's tokens."""
 
-    That of causal language models is computed of a rank's tokens, for each of which ``labels`` hold the next token
-    of the full row.  Any other gets the full rows.
-    """
+    # That of causal language models is computed of a rank's tokens, for each of which ``labels`` hold the next token of
+    # the full row. Any other gets the full rows.
 
     def __init__(self, function: Callable[..., Tensor], rows: GlobalRows) -> None:
         self.function, self.rows = function, rows

@@ -33,12 +33,10 @@ SHARDED_FROM = 2**20
 
 @dataclass(frozen=True)
 class FSDPDtypes:
-    """How FSDP2 keeps the dtypes that the model computes in.
+    """How FSDP2 keeps the dtypes that the model computes in."""
 
-    A model that is in the dtype of the policy already passes float32 to its blocks where its code wants float32 (rotary
-    angles, residual streams): such inputs are not cast.
-    """
-
+    # A model that is in the dtype of the policy already passes float32 to its blocks where its code wants float32
+    # (rotary angles, residual streams): such inputs are not cast.
     modules: tuple[str, ...] = ()  # paths of those that become FSDP modules of their own
     replicated: tuple[str, ...] = ()  # parameters that no data-parallel rank shards
     own_dtype: frozenset[str] = frozenset()  # FSDP modules in their parameters' dtype, whatever ``mp_policy``

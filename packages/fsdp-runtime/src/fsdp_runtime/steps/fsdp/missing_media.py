@@ -43,13 +43,11 @@ _INTERMEDIATE = {"hidden_states", "attentions"}
 
 @dataclass(eq=False)
 class AbsentMedia:
-    """Hooks of a model that run its towers where a rank has no media and another rank has.
+    """Hooks of a model that run its towers where a rank has no media and another rank has."""
 
-    One all-reduce of a few bytes, and one wait for its result, a forward and mesh axis.  ``owners`` has by medium the
-    modules with its method, as ``get_image_features``, outermost first; ``projectors`` the parameters that some models
-    call after the method.
-    """
-
+    # One all-reduce of a few bytes, and one wait for its result, a forward and mesh axis. ``owners`` has by medium the
+    # modules with its method, as ``get_image_features``, outermost first; ``projectors`` the parameters that some
+    # models call after the method.
     model: nn.Module
     owners: Mapping[str, Sequence[nn.Module]]
     groups: Sequence[ProcessGroup]

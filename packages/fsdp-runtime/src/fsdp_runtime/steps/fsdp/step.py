@@ -147,10 +147,8 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
 
 
 def _require_root_forward(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:
-    """Gather the root for a call of its own modules (embedding, final norm, head) alone, or refuse one with gradients.
-
-    Modules inside blocks are left alone, so that compiled blocks do not trace the check.
-    """
+    """Gather the root for a call of its own modules (embedding, norm, head) alone, or refuse one with gradients."""
+    # Modules inside blocks are left alone, so that compiled blocks do not trace the check.
     blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
     for path, module in model.named_modules():
         parameter = next((each for each in module.parameters(recurse=False) if each not in replicated), None)

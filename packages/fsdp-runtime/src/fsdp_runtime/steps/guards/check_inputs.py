@@ -55,11 +55,11 @@ def assert_inputs_equal(mesh: DeviceMesh, inputs: Mapping[str, Any], *, axis: st
 
 
 class InputCheck:
-    """A forward pre-hook that compares digests of all inputs over process groups.
+    """A forward pre-hook that compares digests of all inputs over process groups."""
 
-    One all-gather of two int64 a rank and a group, and one wait for its result, a forward.  A rank that was given other
-    inputs makes every rank of the group raise.  Ranks of ``cp`` must get the same names, shapes and ``attention_mask``.
-    """
+    # One all-gather of two int64 a rank and a group, and one wait for its result, a forward. A rank that was given
+    # other inputs makes every rank of the group raise. Ranks of ``cp`` must get the same names, shapes and
+    # ``attention_mask``.
 
     def __init__(self, tp: ProcessGroup | None, cp: ProcessGroup | None) -> None:
         self.tp, self.cp = tp, cp

@@ -265,11 +265,9 @@ def _require_linear(head: nn.Module, path: str) -> None:
 
 
 def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` that a head, or peft's wrapper, computes with.
-
-    Adapters in force are added in the weight's dtype, and get their gradients through the sum.  Of a weight that is
-    sharded over ``tp`` a rank adds its rows only.
-    """
+    """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` that a head, or its wrapper, computes with."""
+    # Adapters in force are added in the weight's dtype, and get their gradients through the sum. Of a weight that is
+    # sharded over ``tp`` a rank adds its rows only.
     found = linear_in_force(head)
     weight: Tensor = found.layer.weight
     bias: Tensor | None = getattr(found.layer, "bias", None)

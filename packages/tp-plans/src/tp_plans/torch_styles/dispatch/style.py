@@ -32,13 +32,11 @@ from tp_plans.torch_styles.placement import plain_full_tensor
 
 
 class DispatchExpertsImpl(LocalTensorStyle):
-    """``DispatchExperts``: brings this rank's experts the tokens of all ranks, and every rank its tokens' sums.
+    """``DispatchExperts``: brings this rank's experts the tokens of all ranks, and every rank its tokens' sums."""
 
-    The module's own forward runs on pairs of a token and one expert, ``top_k = 1``, so that none of its
-    implementations meets an index that stands for no expert.  ``shared_mesh`` is the axis whose ranks have the same
-    tokens (``tp``), which they divide among themselves; ``None`` where every rank has its own.
-    """
-
+    # The module's own forward runs on pairs of a token and one expert, ``top_k = 1``, so that none of its
+    # implementations meets an index that stands for no expert. ``shared_mesh`` is the axis whose ranks have the same
+    # tokens (``tp``), which they divide among themselves; ``None`` where every rank has its own.
     style: DispatchExperts
     #: The compiler leaves the call to Python, FSDP2's hooks included: its sizes are data.
     class_attributes: ClassVar[Mapping[str, Any]] = {
