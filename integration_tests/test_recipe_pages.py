@@ -19,5 +19,5 @@ def test_a_dry_run_gives_the_row_of_the_page(name: str) -> None:
     kept = json.loads(recipes.FOUND.read_text())[name]
     rows = [each for each in kept["rows"] if (each["training"], each["tokens"]) == ("lora", 8192)]
     config = recipes.config_of(name)
-    again = recipes.fewest(config, "lora", 8192, kept["parameters"], mixture=False)
+    again = recipes.fewest(config, "lora", 8192, kept["parameters"])
     assert json.loads(json.dumps(again)) == rows

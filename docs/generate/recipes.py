@@ -49,8 +49,6 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     "Nemotron": ("Nemotron-3-Nano-30B-A3B",),
     "MiniMax": ("MiniMax-M2",),
 }  # fmt: skip
-#: Mixtures run with their experts over a node.
-_MIXTURE_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def config_of(name: str) -> Any:
@@ -59,13 +57,6 @@ def config_of(name: str) -> Any:
 
     sizes = json.loads(SIZES.read_text())[name]
     return getattr(transformers, sizes["config"])(**sizes["fields"])
-
-
-def is_mixture(name: str) -> bool:
-    """Return whether a model has routed experts."""
-    fields = json.loads(SIZES.read_text())[name]["fields"]
-    fields = fields.get("text_config", fields)
-    return any(fields.get(field) for field in _MIXTURE_FIELDS)
 
 
 def parameters_of(config: Any) -> int:
@@ -85,12 +76,12 @@ def run(name: str) -> None:
         found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
         rows = found.setdefault(name, {"parameters": parameters, "rows": []})["rows"]
         if not any((row["training"], row["tokens"]) == (training, length) for row in rows):
-            rows += fewest(config, training, length, parameters, mixture=is_mixture(name))
+            rows += fewest(config, training, length, parameters)
             FOUND.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def fewest(
-    config: Any, training: str, length: int, parameters: int, *, mixture: bool, gpus: Sequence[int] = GPUS
+    config: Any, training: str, length: int, parameters: int, gpus: Sequence[int] = GPUS
 ) -> list[dict[str, Any]]:
     """Return for each memory the row of the smallest number of GPUs that fits, by dry runs of those that may."""
     rows: list[dict[str, Any]] = []
@@ -102,18 +93,17 @@ def fewest(
             continue
         least = larger["gpus"] if larger else 1
         counts = [count for count in gpus if count >= least]
-        rows.insert(0, _row(row, config, parameters, mixture=mixture, gpus=counts))
+        rows.insert(0, _row(row, config, parameters, counts))
     return rows
 
 
-def _row(row: dict[str, Any], config: Any, parameters: int, *, mixture: bool, gpus: Sequence[int]) -> dict[str, Any]:
+def _row(row: dict[str, Any], config: Any, parameters: int, gpus: Sequence[int]) -> dict[str, Any]:
     row = row | {"gpus": None, "refused": []}
     training, length, memory = row["training"], row["tokens"], row["memory"]
     for count in gpus:
         if parameters * _STATE[training] / count / 2**30 > memory:
             continue
-        ep = tuple(dict.fromkeys((min(8, count), 1))) if mixture else (1,)
-        options: dict[str, Any] = {"lengths": (length,), "trainings": (training,), "ep": ep, "workers": 0}
+        options: dict[str, Any] = {"lengths": (length,), "trainings": (training,), "workers": 0}
         (recipe,) = recipes(config, count, device_memory=f"{memory}GiB", **options)
         row["refused"] += [f"{each.label}: {each.error}" for each in recipe.found.candidates if each.error]
         print(training, length, memory, count, [each.label for each in recipe.found.candidates], flush=True)
@@ -205,9 +195,8 @@ def _call(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     candidate = Candidate(mesh=mesh, sequence_parallel=sp, activation_checkpointing="block")
     yield from ("", "The call of the first row, and the command that compares its meshes:", "", "```py")
     yield from parallelize_call(first["training"], candidate)
-    ep = f" --ep {mesh.ep}" if mesh.ep > 1 else ""
     yield from ("```", "", "```bash", f"python docs/generate/recipes.py --config {name} > config.json")
-    yield f"fsdp-runtime recipe config.json --gpus {first['gpus']} --memory {first['memory']}GiB{ep} --every"
+    yield f"fsdp-runtime recipe config.json --gpus {first['gpus']} --memory {first['memory']}GiB --every"
     yield "```"
 
 

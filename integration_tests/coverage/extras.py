@@ -94,6 +94,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GEMMA4,
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "inkling_text": {
         "swa_num_attention_heads": 4,

@@ -64,6 +64,10 @@ SIZES: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
+    # a stack of which the middle runs in loops
+    "n_input_layers": 1,
+    "n_recurrent_layers": 1,
+    "n_output_layers": 1,
     # recurrences
     "linear_num_key_heads": 4,
     "linear_num_value_heads": HEADS,
@@ -120,6 +124,8 @@ def tiny_fields(default: Mapping[str, Any]) -> dict[str, Any]:
 def _kinds(default: Mapping[str, Any]) -> dict[str, Any]:
     kinds = {name: list(dict.fromkeys(default[name])) for name in _KINDS if default.get(name)}
     layers = max([SIZES["num_hidden_layers"], *map(len, kinds.values())])
+    if default.get("n_recurrent_layers"):  # Dory, whose dict lists attention and MLP of each layer
+        kinds["layer_types"].remove("mlp")
     fields: dict[str, Any] = {name: list(islice(cycle(values), layers)) for name, values in kinds.items()}
     return fields | {"num_hidden_layers": layers} if "num_hidden_layers" in default else fields
 

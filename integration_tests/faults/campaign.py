@@ -102,7 +102,7 @@ class Campaign:
             seconds = max(each.at for each in others) - (folder / "broken" / STRUCK).stat().st_mtime
             label = f"{name} (rank {fault.rank})" if rank is None else name
             if kind == "terminate":  # the step is finished, its state saved, and all leave as if it were the last
-                problems = _problems(ended, "asked to stop", f"ranks [{fault.rank}]", good=True)
+                problems = _problems(ended, "received a stop signal", f"ranks [{fault.rank}]", good=True)
                 return self._resumed(label, folder, states, fault.step + 1, seconds, problems)
             named = f"rank {fault.rank}: OSError" if kind == "full" else f"rank {fault.rank}, in phase {phase!r}"
             words = [named, f"phase {phase!r}"]

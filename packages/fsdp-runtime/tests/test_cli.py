@@ -55,7 +55,7 @@ def _sweep_of(*estimates: Estimate) -> Sweep:
     return rank_candidates(8, [plain.with_estimate(estimate, device_flops=None) for estimate in estimates])
 
 
-def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_options_are_passed_to_the_dry_run_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _answer(monkeypatch, made_estimate())
     rest = "--micro-batch 2 --sequence-parallel --activation-checkpointing block --dtype fp16 --master-dtype fp32"
     more = (
@@ -71,12 +71,10 @@ def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
         "micro_batch": 2,
         "plan": TensorParallel(towers="replicated"),
         "sequence_parallel": True,
-        "context_parallel": "allgather",
         "activation_checkpointing": "block",
         "dtype": "fp16",
         "master_dtype": "fp32",
         "optimizer": "sgd",
-        "assume_gradients": False,
         "logprobs": "linear",
         "clip": False,
         "offload": True,
@@ -85,13 +83,6 @@ def test_options_are_passed_to_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
         "routing": "worst",
         "device_memory": "80GiB",
         "bandwidth": {"tp": "450GB/s", "dp_shard": "400Gb/s"},
-        "micro_batches": 1,
-        "offload_activations": False,
-        "attention_kernels": "flash2",
-        "allocator": "",
-        "compile": False,
-        "frozen_dtype": None,
-        "reshard_after_forward": True,
     }
 
 

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from fsdp_runtime._torch_compat import TorchDispatchMode
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.weights.stream import WeightInfo
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from vllm_gloo._vllm_compat import (
     drop_pending,
     lost_parameters,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError, WeightSyncError
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sync.broadcast import flatten_bucket
 from fsdp_runtime.sync.vllm_source import WeightSource
-from fsdp_runtime.weights.stream import WeightInfo
 from vllm_gloo.background import LAST_WORD_S, Background, ignore_errors
 from vllm_gloo.gloo_group import GlooGroup, open_group, open_store
 from vllm_gloo.messages import GlooInit, GlooUpdate, buckets

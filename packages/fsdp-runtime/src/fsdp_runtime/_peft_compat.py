@@ -119,6 +119,13 @@ def is_out_first(wrapper: Any) -> bool:
     return bool(wrapper._did_swap_in_out_features)
 
 
+def refused_by_lora(model: Any) -> tuple[str, ...]:
+    """Return the names of linear layers that LoRA refuses by name, whose weight a fused kernel of Mamba reads."""
+    # ``_check_lora_target_modules_mamba``, which raises for them even with ``target_modules="all-linear"``.
+    kinds = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+    return ("out_proj",) if getattr(getattr(model, "config", None), "model_type", None) in kinds else ()
+
+
 def is_peft_model(module: nn.Module) -> bool:
     """Return True if a module is a ``PeftModel``; false without importing anything where peft is unused."""
     peft = sys.modules.get("peft")

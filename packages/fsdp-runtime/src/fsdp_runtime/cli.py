@@ -7,7 +7,8 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,20 +29,27 @@ from tp_plans import Plan, TpPlansError
 #: Exit codes: the estimate was made and fits (or no device memory was given); it does not fit; the command failed.
 OK, TOO_LARGE, FAILED = 0, 1, 2
 
+#: What a command was given, by option; what it was not given has the default of the call that it is handed to.
+Given = Mapping[str, Any]
+_STEPS = ("sequence_parallel", "activation_checkpointing", "context_parallel", "compile")
+_ESTIMATE = {*signature(estimate).parameters, *_STEPS} - {"model", "mesh"}
+_SWEEP = {*signature(sweep).parameters} - {"model", "world_size"}
+_RECIPES = {*signature(recipes).parameters}
+
 #: Candidates of a sweep that are printed.
 _MAX_SHOWN = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 if an estimate does not fit or ``verl-check`` finds an error, 2 if it failed."""
-    options = parser().parse_args(arguments)
-    if options.command == "verl-check":
-        return _verl_check(run=options.run)
+    given: Given = vars(parser().parse_args(arguments))
+    command = given["command"]
+    if command == "verl-check":
+        return _verl_check(run=given["run"])
     progress = ProgressLine()
     try:
-        if options.command == "recipe":
-            return _recipe(options, progress)
-        return _sweep(options, progress) if options.sweep else _estimate(options, progress)
+        run = _recipe if command == "recipe" else _sweep if "sweep" in given else _estimate
+        return run(given, progress)
     except (FsdpRuntimeError, TpPlansError, OSError) as error:
         message = str(error)
     except ImportError as error:
@@ -51,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = (str(error).splitlines() or [""])[0]
         message = f"{type(error).__name__}: {told} ({last.filename}, line {last.lineno}, in {last.name})"
     progress.close()
-    print(f"fsdp-runtime {options.command}: {message}", file=sys.stderr)
+    print(f"fsdp-runtime {command}: {message}", file=sys.stderr)
     return FAILED
 
 
@@ -65,12 +73,11 @@ def parser() -> argparse.ArgumentParser:
         help="memory and traffic of a training step on each rank of a mesh, without a device or weights",
         description="Run a training step on fake tensors and report memory, traffic and work of one rank. "
         "Exit code: 0, 1 if it does not fit --device-memory, 2 for errors.",
+        argument_default=argparse.SUPPRESS,
     )
     command.add_argument("model", metavar="CONFIG_OR_DIR", help="a config.json, or a checkpoint's directory")
     command.add_argument("--seq-len", type=int, required=True, metavar="TOKENS", help="tokens per sequence")
-    command.add_argument(
-        "--micro-batch", type=int, default=1, metavar="N", help="sequences per data-parallel rank (default: 1)"
-    )
+    command.add_argument("--micro-batch", type=int, metavar="N", help="sequences per data-parallel rank (default: 1)")
     _add_layout(command)
     _add_training(command)
     _add_machine(command)
@@ -91,39 +98,27 @@ def _add_recipe(commands: Any) -> None:
         "recipe",
         help="meshes of a number of GPUs that a model fits, with the call of parallelize",
         description="Compare the meshes of some GPUs by dry runs. Exit code: 0, 1 if nothing fits, 2 for errors.",
+        argument_default=argparse.SUPPRESS,
     )
     command.add_argument("model", metavar="CONFIG_OR_DIR", help="a config.json, or a checkpoint's directory")
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
     command.add_argument(
         "--memory", dest="device_memory", required=True, metavar="SIZE", help="of a GPU, such as 80GiB"
     )
-    command.add_argument("--lengths", type=_integers, default=(8192, 32768, 131072), metavar="TOKENS,...")
-    command.add_argument("--trainings", default="full,lora", metavar="KIND,...", help="full, lora (default: both)")
-    command.add_argument("--ep", type=_integers, default=(1,), metavar="N,...", help="sizes of ep (default: 1)")
-    command.add_argument(
-        "--hardware", default="H100", help="whose time orders meshes: A100, H100 (default), H200, B200"
-    )
+    command.add_argument("--lengths", type=_integers, metavar="TOKENS,...", help="(default: 8192,32768,131072)")
+    command.add_argument("--trainings", type=_words, metavar="KIND,...", help="full, lora (default: both)")
+    command.add_argument("--ep", type=_integers, metavar="N,...", help="sizes of ep (default: 8 and 1 for a mixture)")
+    command.add_argument("--hardware", help="whose time orders meshes: A100, H100 (default), H200, B200")
     command.add_argument("--every", action="store_true", help="try every mesh, not up to the first that fits")
-    command.add_argument("--workers", type=int, default=2, metavar="N", help="parallel dry runs (default: 2)")
+    command.add_argument("--workers", type=int, metavar="N", help="parallel dry runs (default: 2)")
     command.add_argument("--markdown", action="store_true", help="print Markdown")
 
 
-def _recipe(options: argparse.Namespace, progress: ProgressLine) -> int:
-    _require_unit(options.device_memory, "--memory")
-    found = recipes(
-        options.model,
-        options.gpus,
-        device_memory=options.device_memory,
-        lengths=options.lengths,
-        trainings=options.trainings.split(","),
-        ep=options.ep,
-        hardware=options.hardware,
-        every=options.every,
-        workers=options.workers,
-        progress=progress,
-    )
+def _recipe(given: Given, progress: ProgressLine) -> int:
+    _require_unit(given["device_memory"], "--memory")
+    found = recipes(progress=progress, **{name: value for name, value in given.items() if name in _RECIPES})
     progress.close()
-    for line in (markdown_lines if options.markdown else text_lines)(recipe_sections(found)):
+    for line in (markdown_lines if "markdown" in given else text_lines)(recipe_sections(found)):
         print(line)
     return TOO_LARGE if all(each.found.best is None for each in found) else OK
 
@@ -145,23 +140,19 @@ def _verl_check(*, run: bool) -> int:
 def _add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism")
     group.add_argument("--mesh", metavar="AXIS=N,...", help="such as dp_replicate=4,dp_shard=32,tp=8; also cp, ep")
-    group.add_argument("--plan", default="auto", help="auto, none, hf, a plan in a .json file, or a dotted path")
+    group.add_argument("--plan", help="auto, none, hf, a plan in a .json file, or a dotted path")
     group.add_argument("--sequence-parallel", action="store_true", help="shard activations between blocks over tp")
-    group.add_argument(
-        "--towers", default="sharded", help="vision and audio towers over tp: sharded (default), replicated"
-    )
+    group.add_argument("--towers", help="vision and audio towers over tp: sharded (default), replicated")
     group.add_argument(
         "--context-parallel", metavar="WAY", help="allgather (default), ulysses, ring: attention over cp"
     )
-    group.add_argument(
-        "--rank", type=int, default=0, help="the rank to simulate (default: 0, which holds the largest shards)"
-    )
+    group.add_argument("--rank", type=int, help="the rank to simulate (default: 0, which holds the largest shards)")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training step")
     group.add_argument("--activation-checkpointing", metavar="MODE", help="none (default), mlp, selective, block")
-    group.add_argument("--dtype", default="bf16", help="dtype of computation: bf16 (default), fp16, fp32, fp64")
+    group.add_argument("--dtype", help="dtype of computation: bf16 (default), fp16, fp32, fp64")
     group.add_argument(
         "--master-dtype", help="dtype of parameters, gradients and optimizer state, if different, such as fp32"
     )
@@ -170,7 +161,6 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapters",
         type=int,
-        default=1,
         metavar="N",
         help="of a layer (default: 1, PEFT's; several are added to stacked experts too, and one of them computes)",
     )
@@ -180,16 +170,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="keep gathered parameters from forward to backward",
     )
-    group.add_argument("--optimizer", default="adamw", help="adamw (default), adamw-fused, adamw-single, sgd, none")
+    group.add_argument("--optimizer", help="adamw (default), adamw-fused, adamw-single, sgd, none")
     group.add_argument(
         "--logprobs",
-        default="logits",
         help="the loss: logits (default), linear; that of other code: transformers, torchtitan, chunked:8, "
         "compiled, cross-entropy, chunked-float32:256, chunked-vocabulary:2048, fused-linear; or a dotted path",
     )
-    group.add_argument(
-        "--micro-batches", type=int, default=1, help="forward and backward passes of a step (default: 1)"
-    )
+    group.add_argument("--micro-batches", type=int, help="forward and backward passes of a step (default: 1)")
     group.add_argument("--compile", action="store_true", help="leave out results that compiled blocks fuse")
     group.add_argument(
         "--offload-activations", action="store_true", help="keep activations (with block: blocks' inputs) on the host"
@@ -201,9 +188,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="count gradients and optimizer state of trainable parameters that a text step does not reach, such as a "
         "vision tower's",
     )
-    group.add_argument(
-        "--routing", default="balanced", help="where the tokens of a mixture go over ep: balanced (default), worst"
-    )
+    group.add_argument("--routing", help="where the tokens of a mixture go over ep: balanced (default), worst")
     group.add_argument("--offload", action="store_true", help="keep shards and optimizer state on the host")
     group.add_argument("--exact", action="store_true", help="trace every block instead of a few representative ones")
 
@@ -215,10 +200,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="such as 80GiB: report whether the peak fits, and changes that would help",
     )
-    group.add_argument("--attention-kernels", default="flash2", help="workspaces of: flash2 (default), flash3, none")
-    group.add_argument(
-        "--allocator", default="", metavar="OPTIONS", help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True"
-    )
+    group.add_argument("--attention-kernels", help="workspaces of: flash2 (default), flash3, none")
+    group.add_argument("--allocator", metavar="OPTIONS", help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True")
     group.add_argument("--hardware", help="A100, H100, H200 or B200: its published rates give the time of a step")
     group.add_argument("--bandwidth", metavar="AXIS=RATE,...", help="per rank, such as tp=450GB/s,dp_shard=400Gb/s")
 
@@ -229,14 +212,14 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--sweep", action="store_true", help="estimate and rank every mesh of this number of ranks")
     group.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: that of --mesh)")
-    group.add_argument("--max-tp", type=int, default=8, metavar="N", help="ranks per node, the largest tp (default: 8)")
-    group.add_argument("--cp", type=_integers, default=(1,), metavar="N,...", help="sizes of cp (default: 1)")
+    group.add_argument("--max-tp", type=int, metavar="N", help="ranks per node, the largest tp (default: 8)")
+    group.add_argument("--cp", type=_integers, metavar="N,...", help="sizes of cp (default: 1)")
     group.add_argument(
         "--dp-replicate", type=_integers, metavar="N,...", help="numbers of replicas (default: 1, and one per node)"
     )
-    group.add_argument("--ep", type=_integers, default=(1,), metavar="N,...", help="sizes of ep (default: 1)")
+    group.add_argument("--ep", type=_integers, metavar="N,...", help="sizes of ep (default: 1)")
     group.add_argument("--device-flops", metavar="RATE", help="such as 400TFLOP/s: rank by work as well as traffic")
-    group.add_argument("--workers", type=int, default=2, metavar="N", help="parallel dry runs (default: 2)")
+    group.add_argument("--workers", type=int, metavar="N", help="parallel dry runs (default: 2)")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -246,50 +229,29 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--png", metavar="FILE", help="write the charts; needs fsdp-runtime[charts]")
 
 
-def _estimate(options: argparse.Namespace, progress: ProgressLine) -> int:
-    if options.mesh is None:
+def _estimate(given: Given, progress: ProgressLine) -> int:
+    if "mesh" not in given:
         raise EstimateError(
             "no mesh was given: use --mesh, such as --mesh dp_shard=16,tp=8, or --sweep with --world-size"
         )
-    spec = parse_mesh(options.mesh)
-    found = estimate(
-        _model(options),
-        spec if options.world_size is None else spec.resolve(options.world_size),
-        sequence_parallel=options.sequence_parallel,
-        activation_checkpointing=options.activation_checkpointing or "none",
-        context_parallel=options.context_parallel or "allgather",
-        progress=progress,
-        **_common(options),
-    )
+    spec = parse_mesh(given["mesh"])
+    if "world_size" in given:
+        spec = spec.resolve(given["world_size"])
+    found = estimate(_model(given), spec, progress=progress, **_options(given))
     progress.close()
-    _write(found, [*estimate_sections(found), *_time_sections(found, options.hardware)], options)
+    _write(found, [*estimate_sections(found), *_time_sections(found, given.get("hardware"))], given)
     return TOO_LARGE if found.fits is False else OK
 
 
-def _sweep(options: argparse.Namespace, progress: ProgressLine) -> int:
-    varied: dict[str, Any] = {}
-    if options.sequence_parallel:
-        varied["sequence_parallel"] = (True,)
-    if options.activation_checkpointing:
-        varied["activation_checkpointing"] = options.activation_checkpointing.split(",")
-    if options.context_parallel:
-        varied["context_parallel"] = options.context_parallel.split(",")
-    found = sweep(
-        _model(options),
-        _world_size(options),
-        max_tp=options.max_tp,
-        cp=options.cp,
-        dp_replicate=options.dp_replicate,
-        ep=options.ep,
-        device_flops=options.device_flops,
-        hardware=options.hardware,
-        workers=options.workers,
-        progress=progress,
-        **varied,
-        **_common(options),
-    )
+def _sweep(given: Given, progress: ProgressLine) -> int:
+    options = _options(given) | {name: value for name, value in given.items() if name in _SWEEP}
+    if "sequence_parallel" in given:
+        options["sequence_parallel"] = (True,)
+    for name in {"activation_checkpointing", "context_parallel"} & given.keys():
+        options[name] = given[name].split(",")
+    found = sweep(_model(given), _world_size(given), progress=progress, **options)
     progress.close()
-    _write(found, sweep_sections(found, shown=_MAX_SHOWN), options)
+    _write(found, sweep_sections(found, shown=_MAX_SHOWN), given)
     if not found.estimated:
         return FAILED
     return TOO_LARGE if found.best is None else OK
@@ -308,21 +270,19 @@ def _time_sections(found: Estimate, hardware: str | None) -> list[Section]:
     return [Section(heading=heading, lines=lines)]
 
 
-def _model(options: argparse.Namespace) -> Any:
-    return options.model if options.lora is None else WithAdapters(options.model, options.lora, options.adapters)
+def _model(given: Given) -> Any:
+    return WithAdapters(given["model"], given["lora"], given.get("adapters", 1)) if "lora" in given else given["model"]
 
 
-def _common(options: argparse.Namespace) -> dict[str, Any]:
-    _require_unit(options.device_memory, "--device-memory")
-    names = ("seq_len", "micro_batch", "dtype", "master_dtype", "frozen_dtype", "logprobs", "clip", "offload")
-    step = ("micro_batches", "offload_activations", "attention_kernels", "allocator", "compile")
-    others = ("reshard_after_forward", "assume_gradients", "routing", "exact", "rank", "device_memory", *step)
-    return {
-        **{name: getattr(options, name) for name in (*names, *others)},
-        "optimizer": options.optimizer.replace("-", "_"),
-        "plan": _plan(options.plan, options.towers),
-        "bandwidth": None if options.bandwidth is None else split_bandwidths(options.bandwidth),
-    }
+def _options(given: Given) -> dict[str, Any]:
+    """Return the arguments of ``estimate`` but for model and mesh."""
+    _require_unit(given.get("device_memory"), "--device-memory")
+    options = {name: value for name, value in given.items() if name in _ESTIMATE}
+    if "optimizer" in given:
+        options["optimizer"] = given["optimizer"].replace("-", "_")
+    if "bandwidth" in given:
+        options["bandwidth"] = split_bandwidths(given["bandwidth"])
+    return options | {"plan": _plan(given.get("plan", "auto"), given.get("towers", "sharded"))}
 
 
 def _require_unit(size: str | None, option: str) -> None:
@@ -341,30 +301,34 @@ def _plan(name: str, towers: str) -> Any:
     return TensorParallel(plan, towers=cast("Any", towers))  # checked by its use
 
 
-def _world_size(options: argparse.Namespace) -> int:
-    if options.world_size is not None:
-        return int(options.world_size)
-    if options.mesh is None:
+def _world_size(given: Given) -> int:
+    if "world_size" in given:
+        return int(given["world_size"])
+    if "mesh" not in given:
         raise EstimateError("the number of ranks is not known: give --world-size, or --mesh")
-    return math.prod(parse_mesh(options.mesh).sizes.values())
+    return math.prod(parse_mesh(given["mesh"]).sizes.values())
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(map(int, _words(text)))
 
 
-def _write(found: Estimate | Sweep, sections: list[Section], options: argparse.Namespace) -> None:
-    if options.json != "-":
+def _write(found: Estimate | Sweep, sections: list[Section], given: Given) -> None:
+    if given.get("json") != "-":
         for line in text_lines(sections):
             print(line)
     else:
         print(found.to_json())
-    if options.json not in (None, "-"):
-        Path(options.json).write_text(found.to_json() + "\n")
-    if options.html is not None:
-        Path(options.html).write_text(html_report(found), encoding="utf-8")
-    if options.png is not None:
-        Path(options.png).write_bytes(chart_picture(found, "png"))
+    if given.get("json", "-") != "-":
+        Path(given["json"]).write_text(found.to_json() + "\n")
+    if "html" in given:
+        Path(given["html"]).write_text(html_report(found), encoding="utf-8")
+    if "png" in given:
+        Path(given["png"]).write_bytes(chart_picture(found, "png"))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ model changes, and errors name the fix where the originals assert.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -282,7 +282,7 @@ def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
         ModelError: the heads of a block are not divisible; the message has the sizes of ``tp`` that are allowed.
     """
     if tp_mesh.size() > 1 and (structure := _structure(model)) is not None:
-        _check_heads(structure, tp_mesh.size(), _divisible)
+        _check_heads(structure, tp_mesh.size(), may_share=True)
 
 
 def _structure(model: nn.Module) -> ModelStructure | None:
@@ -292,7 +292,13 @@ def _structure(model: nn.Module) -> ModelStructure | None:
         return None
 
 
-def _check_heads(structure: ModelStructure, tp: int, divisible: Callable[[AttentionHeads, int], bool]) -> None:
+def _check_heads(structure: ModelStructure, tp: int, *, may_share: bool) -> None:
+    """Check that heads divide over ranks; with ``may_share`` ranks may share a key/value head."""
+
+    def divisible(heads: AttentionHeads, size: int) -> bool:
+        shares = may_share and not size % heads.key_value
+        return not heads.query % size and (shares or not heads.key_value % size)
+
     for path, heads in structure.heads.items():
         if not divisible(heads, tp):
             legal = ", ".join(str(size) for size in range(1, heads.query + 1) if divisible(heads, size))
@@ -300,14 +306,6 @@ def _check_heads(structure: ModelStructure, tp: int, divisible: Callable[[Attent
                 f"{path} has {heads.query} query and {heads.key_value} key/value heads, which cannot be sharded over "
                 f"tp={tp}: use a tp out of {legal}"
             )
-
-
-def _divisible(heads: AttentionHeads, tp: int) -> bool:
-    return not heads.query % tp and not (heads.key_value % tp and tp % heads.key_value)
-
-
-def _both_divisible(heads: AttentionHeads, tp: int) -> bool:
-    return not heads.query % tp and not heads.key_value % tp
 
 
 def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
@@ -368,7 +366,7 @@ def _resolve_plan(
         _check_edited(plan)
         structure = _structure(model)
         if tp_mesh is not None and structure is not None and any("attn" in key or "attention" in key for key in plan):
-            _check_heads(structure, tp_mesh.size(), _both_divisible)
+            _check_heads(structure, tp_mesh.size(), may_share=False)
         return dict(plan)
     return resolve_plan("auto" if plan is None else plan, model, sequence_parallel=sequence_parallel, mesh=tp_mesh)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Llama4TextConfig, LlamaConfig, Mamba2Config, MixtralConfig
 
 from fsdp_runtime import MeshSpec, cli
 from fsdp_runtime.dry_run import Estimate, EstimateError, compare, recipe, sweep
@@ -67,12 +68,67 @@ def test_long_sequences_are_tried_on_ranks_of_cp(monkeypatch: pytest.MonkeyPatch
         return rank_candidates(gpus, [])
 
     monkeypatch.setattr(recipe, "sweep", answer)
-    recipes("config.json", 8, device_memory="80GiB", trainings=("full",))
+    config = tiny_config("Qwen3ForCausalLM")
+    recipes(config, 8, device_memory="80GiB", trainings=("full",))
     assert [(each["seq_len"], each["cp"], each["sequence_parallel"]) for each in asked] == [
         (length, cp, (True,)) for length, cp in ((8192, [1]), (32768, [1, 2]), (131072, [1, 2, 4, 8]))
     ]
     with pytest.raises(EstimateError, match="half"):
-        recipes("config.json", 8, device_memory="80GiB", trainings=("half",))
+        recipes(config, 8, device_memory="80GiB", trainings=("half",))
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "sizes"),
+    [(MixtralConfig, 16, (8, 1)), (MixtralConfig, 12, (4, 1)), (MixtralConfig, 1, (1,)), (LlamaConfig, 16, (1,))],
+)
+def test_mixtures_are_tried_on_ranks_of_ep(
+    monkeypatch: pytest.MonkeyPatch, config: Any, gpus: int, sizes: tuple[int, ...]
+) -> None:
+    asked: list[object] = []
+
+    def answer(_model: object, gpus: int, *, ep: object, **_: object) -> object:
+        asked.append(ep)
+        return rank_candidates(gpus, [])
+
+    monkeypatch.setattr(recipe, "sweep", answer)
+    small = config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=16)
+    recipes(small, gpus, device_memory="80GiB", trainings=("full",), lengths=(8192,))
+    assert asked == [sizes]
+
+
+_LLAMA_4 = Llama4TextConfig(
+    vocab_size=130,
+    hidden_size=64,
+    intermediate_size=64,
+    intermediate_size_mlp=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_local_experts=2,
+)
+_MAMBA_2 = Mamba2Config(
+    vocab_size=130,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_heads=4,
+    head_dim=32,
+    state_size=8,
+    n_groups=1,
+    chunk_size=16,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "left"), [(_LLAMA_4, ["router"]), (_MAMBA_2, ["out_proj"])], ids=lambda each: type(each).__name__
+)
+def test_lora_leaves_layers_that_peft_does_not_adapt(config: Any, left: list[str]) -> None:
+    (found,) = recipes(
+        config, 2, device_memory="80GiB", trainings=("lora",), lengths=(64,), ep=(1,), workers=0, every=True
+    )
+    assert [each.error for each in found.found.candidates] == [""] * len(found.found.candidates)
+    told = "\n".join(markdown_lines(recipe_sections([found])))
+    assert f'target_modules="all-linear", exclude_modules={left}, task_type' in told
 
 
 def test_what_does_not_fit_and_what_is_refused_is_listed() -> None:

@@ -43,6 +43,9 @@ def _made_sweep() -> Sweep:
         Candidate(mesh=MeshSpec(tp=64), sequence_parallel=cut, activation_checkpointing="none", error="8 <heads>")
         for cut in (False, True)
     ]
+    refused.append(
+        Candidate(mesh=MeshSpec(tp=32), sequence_parallel=False, activation_checkpointing="none", error="8 <heads>")
+    )
     return rank_candidates(64, [*found, *refused])
 
 
@@ -115,7 +118,7 @@ def test_a_ranking_has_a_row_per_candidate_and_a_line_per_error() -> None:
     header, first, second = sections[0].rows
     assert [row[1] for row in (first, second)] == ["dp_shard=8 tp=8", "dp_shard=64"]
     assert [row[header.index("fits")] for row in (first, second)] == ["yes", "no"]
-    assert sections[1].lines == ["tp=64 (2 candidates): 8 <heads>"]
+    assert sections[1].lines == ["tp=64, tp=32 (3 candidates): 8 <heads>"]
     (shortened,) = sweep_sections(_made_sweep(), shown=1)[:1]
     assert len(shortened.rows) == 2
     assert "and 1 more" in shortened.lines

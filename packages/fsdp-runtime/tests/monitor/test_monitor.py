@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_runtime import OptionError
+from fsdp_runtime.errors import OtherRankError
 from fsdp_runtime.monitor import LostRankError, monitor_ranks
 from fsdp_runtime.monitor.heartbeat import FailureDetector, Heartbeat
 from harness.pairwise import alternating_first
@@ -78,6 +79,23 @@ def test_the_rank_that_raises_keeps_its_error_and_the_other_names_it(
     assert other.type_name == "LostRankError"
     assert f"rank {guilty}, in phase 'forward', raised {type(error).__name__}: {error}" in other.message
     assert f"reported by rank {1 - guilty} in phase" in other.message  # whichever it had got to
+
+
+def _one_follows(guilty: int) -> None:
+    with monitor_ranks(timeout=2.0) as monitor, monitor.phase("save"):
+        if dist.get_rank() == guilty:
+            time.sleep(0.5)
+            raise ValueError("broken data")
+        raise OtherRankError("a rank has ended")
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_rank_that_fails_because_another_did_names_that_one(two_ranks: RankPool, guilty: int) -> None:
+    with pytest.raises(RanksFailed) as failure:
+        two_ranks.run(_one_follows, guilty)
+    other = failure.value.errors[1 - guilty]
+    assert other.type_name == "LostRankError"
+    assert f"rank {guilty}, in phase 'save', raised ValueError: broken data" in other.message
 
 
 def _quiet_work(seconds: float) -> str:

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded import safetensors_io
+from fsdp_runtime.sharded.chunks import slices_of
 from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
+from tp_plans.transfer import Box
 
 SHAPES = ((), (0,), (7,), (5, 6), (4, 0, 3), (3, 4, 5), (2, 3, 4, 5))
 
@@ -25,13 +27,12 @@ def test_slices_have_the_bits_that_safetensors_gives(tmp_path: Path, monkeypatch
     reader = SafetensorsReader("save it again")
     with safe_open(file, framework="pt") as expected:
         for shape in SHAPES:
-            assert torch.equal(reader.read_slices(file, str(shape)), expected.get_tensor(str(shape)))
+            assert torch.equal(reader.read_box(file, str(shape)), expected.get_tensor(str(shape)))
             for _ in range(100):
-                sides = [sorted(draw.randint(0, size) for _ in range(2)) for size in shape]
-                slices = tuple(slice(*side) for side in sides)
-                assert torch.equal(
-                    reader.read_slices(file, str(shape), slices), expected.get_tensor(str(shape))[slices]
-                )
+                pairs = [sorted(draw.randint(0, size) for _ in range(2)) for size in shape]
+                box = tuple((start, stop) for start, stop in pairs)
+                found = reader.read_box(file, str(shape), box)
+                assert torch.equal(found, expected.get_tensor(str(shape))[slices_of(box)])
     reader.close()
 
 
@@ -45,17 +46,17 @@ def test_every_dtype_that_torch_has_is_read(tmp_path: Path) -> None:
     reader = SafetensorsReader("save it again")
     headers = reader.headers(file)
     for name, expected in tensors.items():
-        found = reader.read_slices(file, name)
+        found = reader.read_box(file, name)
         assert (found.dtype, headers[name][1]) == (expected.dtype, name)
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     reader.close()
 
 
-@pytest.mark.parametrize(("name", "slices"), [("a", (slice(0, 3),)), ("a", (slice(0, 1), slice(0, 1))), ("b", ())])
-def test_what_a_file_lacks_is_named(tmp_path: Path, name: str, slices: tuple[slice, ...]) -> None:
+@pytest.mark.parametrize(("name", "box"), [("a", ((0, 3),)), ("a", ((0, 1), (0, 1))), ("b", ())])
+def test_what_a_file_lacks_is_named(tmp_path: Path, name: str, box: Box) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(2)}, file)
     reader = SafetensorsReader("save it again")
     with pytest.raises(CheckpointError, match=rf"{file} .*of the tensor {name} is needed.*: save it again"):
-        reader.read_slices(file, name, slices)
+        reader.read_box(file, name, box)
     reader.close()

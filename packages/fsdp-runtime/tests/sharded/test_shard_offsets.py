@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import WeightsError
-from fsdp_runtime.sharded.shard_offsets import dtensor_slices, local_slices
+from fsdp_runtime.sharded.chunks import slices_of
+from fsdp_runtime.sharded.shard_offsets import dtensor_slices, local_box
 from harness.parity import mesh_for
 from harness.processes import preloaded_context
 from harness.ranks import RankPool
@@ -99,7 +100,7 @@ def test_slices_of_all_ranks_cover_every_element_once_per_replica(
 ) -> None:
     count = torch.zeros(size)
     for coordinate in ((i, j) for i in range(mesh[0]) for j in range(mesh[1])):
-        count[local_slices((size,), placements, mesh, coordinate)] += 1
+        count[slices_of(local_box((size,), placements, mesh, coordinate))] += 1
     replicas = math.prod(n for n, placement in zip(mesh, placements, strict=True) if placement.is_replicate())
     assert (count == replicas).all()
 

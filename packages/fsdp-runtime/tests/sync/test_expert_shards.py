@@ -12,7 +12,7 @@ from torch import nn
 
 import tp_plans
 from fsdp_runtime import parallelize, stream_weights
-from fsdp_runtime.sharded.chunks import local_part
+from fsdp_runtime.sharded.chunks import local_part, slices_of
 from fsdp_runtime.sharded.hashing import hash_bits
 from fsdp_runtime.sync import ModelShards, WeightExport, WeightSync, digest, digest_layout, verify_transfer
 from harness.models import jitter, tiny_model
@@ -73,7 +73,7 @@ def _synced(cases: list[int]) -> list[str]:
                     parameter[..., ::9] *= -1.5
                 for key, sharded in model.named_parameters():
                     part, box = local_part(sharded)
-                    part.copy_(full[key][box])
+                    part.copy_(full[key][slices_of(box)])
         wrong += [f"{case}: {full_ranks}"] if full_ranks else []
     return wrong
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tp_plans
 from fsdp_runtime import OptionError, parallelize, stream_weights
-from fsdp_runtime.sharded.chunks import local_part
+from fsdp_runtime.sharded.chunks import local_part, slices_of
 from fsdp_runtime.sharded.hashing import hash_bits
 from fsdp_runtime.sync import (
     ModelShards,
@@ -135,7 +135,7 @@ def _sent(architecture: str, axes: dict[str, int], formats: tuple[str, ...]) -> 
                 full = dict(plain.named_parameters())
                 for name, parameter in model.named_parameters():
                     part, box = local_part(parameter)
-                    part.copy_(full[name][box])
+                    part.copy_(full[name][slices_of(box)])
         wrong += [f"{kind}: {report}"] if report.full_ranks or report.bytes_sent >= report.bytes_full else []
     return wrong
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import tp_plans
 from fsdp_runtime import OptionError
-from fsdp_runtime.sharded.chunks import Chunk
-from fsdp_runtime.sharded.rank_boxes import inside, stored_part
+from fsdp_runtime.sharded.chunks import Chunk, inside
+from fsdp_runtime.sharded.rank_boxes import stored_part
 from fsdp_runtime.sync.schedule import (
     Message,
     Round,
@@ -81,7 +81,7 @@ def _stacked(draw: Any, tensors: dict[str, CheckpointTensor], mesh: tuple[int, .
         rows = shape[1] // len(parts)
         for expert in range(shape[0]):
             for number, part in enumerate(parts):
-                target = (slice(0, rows), slice(0, shape[2]))
+                target = ((0, rows), (0, shape[2]))
                 chunk = Chunk(stack, target, (expert, number * rows, 0), (1, 2))
                 blocks[f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"] = [
                     block for rank, box in enumerate(boxes) for block in stored_part(chunk, rank, box)

@@ -109,7 +109,7 @@ def _refused(kind: str) -> str:
     sides = {"source": _cut(plan.source, rank, None), "destination": _cut(plan.destination, rank, None)}
     if rank == 1:
         if kind == "no room":
-            shared_buckets._created = _no_room
+            shared_buckets._mapped = _no_room
         else:
             shared_buckets._FOLDER = Path("/nowhere")
     try:
@@ -117,11 +117,11 @@ def _refused(kind: str) -> str:
     except (WeightSyncError, OptionError, OSError) as error:
         return str(error)
     finally:
-        shared_buckets._FOLDER, shared_buckets._created = Path("/dev/shm"), _CREATED
+        shared_buckets._FOLDER, shared_buckets._mapped = Path("/dev/shm"), _MAPPED
     return ""
 
 
-_CREATED = shared_buckets._created
+_MAPPED = shared_buckets._mapped
 
 
 def _no_room(path: Path, nbytes: int) -> Any:

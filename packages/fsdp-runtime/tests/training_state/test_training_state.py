@@ -29,7 +29,7 @@ from fsdp_runtime.sharded.collectives import ModelRanks
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.training_state import directory as step_directories
 from fsdp_runtime.training_state import load, load_training_state, save, save_training_state
-from fsdp_runtime.training_state.snapshot import chunks_to_write
+from fsdp_runtime.training_state.save import chunks_to_write
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
 from harness.processes import preloaded_context
@@ -189,7 +189,7 @@ def test_a_state_resumes_on_other_meshes(
     assert loss == pytest.approx(expected[-1], rel=1e-5)
 
 
-def _shard_of_seven_rows(rank: int) -> list[tuple[list[int], list[float]]]:
+def _shard_of_seven_rows(rank: int) -> list[tuple[tuple[int, int], list[float]]]:
     """What a rank of a pretended dp_shard=3, tp=2 writes of seven rows: where, and what."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -197,7 +197,7 @@ def _shard_of_seven_rows(rank: int) -> list[tuple[list[int], list[float]]]:
     module.weight = nn.Parameter(distribute_tensor(torch.arange(7.0), mesh["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(module, mesh=mesh["dp_shard"])
     own = chunks_to_write({"weight": module.weight}, ModelRanks(index=rank, count=6))
-    return [([slices[0].start, slices[0].stop], local.tolist()) for _, slices, local in own]
+    return [(box[0], local.tolist()) for _, box, local in own]
 
 
 def test_uneven_shards_over_tp_are_written_at_fsdps_offsets() -> None:

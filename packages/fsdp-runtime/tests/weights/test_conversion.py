@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from coverage.table import entries, tiny_model
 from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.errors import ConversionError, MismatchError
+from fsdp_runtime.sharded.chunks import slices_of
 from fsdp_runtime.weights import load_weights, save_weights, stream_weights
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion, traced_input
 from harness.memory import LiveBytes
@@ -213,7 +214,7 @@ def test_an_operation_on_chunks_equals_the_operation_on_values(name: str) -> Non
     assert plan.shape == expected.shape
     found = torch.full_like(expected, -1)
     for chunk in plan.chunks:
-        found[chunk.target] = chunk.to_target(values[chunk.source][chunk.source_slices])
+        found[slices_of(chunk.target)] = chunk.to_target(values[chunk.source][slices_of(chunk.source_box)])
     assert torch.equal(found, expected)
 
 

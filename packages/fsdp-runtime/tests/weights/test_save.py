@@ -35,7 +35,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.errors import OtherRankError
 from fsdp_runtime.sharded import work_directory
-from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
 from fsdp_runtime.steps.tensor import lora
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from fsdp_runtime.sync import WeightExport
@@ -221,7 +221,7 @@ def test_files_hold_any_dtype_and_shape_aligned_and_in_any_order(tmp_path: Path)
         "nothing": torch.empty(0, 4),
         "wide": torch.randn(2, 3, dtype=torch.float64).T,
     }
-    planned = [TensorHeader(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    planned = [WeightInfo(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
     with SafetensorsWriter(tmp_path / "x.safetensors", planned) as file:
         for name in reversed(tensors):
             file.write(name, tensors[name])
@@ -235,7 +235,7 @@ def test_files_hold_any_dtype_and_shape_aligned_and_in_any_order(tmp_path: Path)
 
 def _tensors(directory: Path) -> dict[str, Tensor]:
     with HubCheckpoint(directory) as checkpoint:
-        return {name: checkpoint.read(name, ()) for name in checkpoint.tensors}
+        return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
 SIZES = {"one file": 10**9, "several": 100_000}

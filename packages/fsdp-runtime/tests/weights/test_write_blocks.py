@@ -134,7 +134,7 @@ def test_areas_of_any_layout_fill_the_tensor_once_from_ranks_that_have_the_parts
     for turn in range(1500):
         shape, mesh, layouts = _random_layout(rng)
         pieces = _pieces(shape, mesh, layouts)
-        item = ExportedTensor("x", shape, torch.float32, None)
+        item = ExportedTensor("x", torch.float32, shape, None)
         writer = turn % max(len(piece.owners) for piece in pieces) if one_writer else None
         limit = rng.choice((16, 64, 10**6))
         monkeypatch.setattr(file_plan, "_LEAST_MESSAGE", rng.choice((1, 16, 2**14)))
@@ -155,7 +155,7 @@ def test_areas_of_any_layout_fill_the_tensor_once_from_ranks_that_have_the_parts
 
 def test_columns_of_fewer_rows_than_ranks_are_sent_in_few_messages_to_writers_that_change() -> None:
     shape, ranks, tensors, least = (256, 4096), 1024, 64, 2**14
-    item, pieces = ExportedTensor("x", shape, torch.bfloat16, None), _pieces(shape, (ranks,), [Shard(1)])
+    item, pieces = ExportedTensor("x", torch.bfloat16, shape, None), _pieces(shape, (ranks,), [Shard(1)])
     planner = FilePlanner(range(ranks), 2**24)
     by_writer: dict[int, int] = {}
     for _ in range(tensors):
@@ -174,7 +174,7 @@ def test_a_host_skips_long_gaps_between_what_it_needs_and_reads_through_short_on
     rows: int, columns: int, read: float
 ) -> None:
     shape, near = (4, rows, columns), range(8, 16)  # of 512 ranks that have the rows of all four
-    item = ExportedTensor("x", shape, torch.bfloat16, None)
+    item = ExportedTensor("x", torch.bfloat16, shape, None)
     pieces = [piece for piece in _pieces(shape, (512,), [Shard(1)]) if piece.owners[0] in near]
     steps = FilePlanner(near, 2**24, partial=True).plan(item, "x", pieces)
     areas = [area for step in steps for area in step.areas]
@@ -245,7 +245,7 @@ def test_runs_of_a_box_are_its_elements_in_the_order_of_the_tensor() -> None:
 
 def test_rows_need_no_exchange_and_columns_one_copy_at_most() -> None:
     shape, nbytes = (4096, 4096), 4096 * 4096 * 2
-    item = ExportedTensor("x", shape, torch.bfloat16, None)
+    item = ExportedTensor("x", torch.bfloat16, shape, None)
     for layouts, sent in (
         ([Replicate(), Shard(0), Replicate()], 0),
         ([Replicate(), Shard(0), Shard(1)], 0.5),

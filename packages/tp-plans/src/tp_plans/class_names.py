@@ -7,6 +7,7 @@ NO_SEQUENCE_PARALLELISM: dict[str, str] = {
     "EvollaModel": "its blocks attend to features of a protein encoder, which is part of the decoder",
     "Gemma3nTextModel": "its blocks pass on several streams, stacked before the batch",
     "HrmTextModel": "its blocks sit in two stacks that run in turns and add learned states to the stream",
+    "Inkling2LoopTextModel": "its blocks read the outputs of all blocks before, collected outside of them",
     "Inkling2TextModel": "its blocks read the outputs of all blocks before, collected outside of them",
 }
 

@@ -42,6 +42,23 @@ def _with_lora(build: Callable[[], nn.Module], rank: int) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise EstimateError("LoRA needs peft: pip install peft, or leave lora out") from error
-    adapters = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    model: nn.Module = get_peft_model(build(), adapters)
-    return model
+    model = build()
+    excluded = not_adapted(model)
+    options = {"exclude_modules": list(excluded)} if excluded else {}
+    adapters = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    adapted: nn.Module = get_peft_model(model, adapters)
+    return adapted
+
+
+def not_adapted(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of linear layers without LoRA: routers, which return several tensors, and what PEFT refuses."""
+    from torch import nn  # with the model
+
+    from fsdp_runtime._peft_compat import refused_by_lora
+
+    found = {
+        path.rpartition(".")[2]: None
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    }
+    return (*found, *refused_by_lora(model))

@@ -11,7 +11,8 @@ def advice_for(settings: Settings, memory: Memory, device_memory: int | None) ->
         return ()
     found = _known(settings, memory)
     found[f"tp={2 * settings.mesh['tp']}, or twice the ranks in dp_shard"] = None
-    return tuple(Advice(change=change, saves=saves) for change, saves in sorted(found.items(), key=_by_savings))
+    by_savings = sorted(found.items(), key=lambda item: -(item[1] or 0))
+    return tuple(Advice(change=change, saves=saves) for change, saves in by_savings)
 
 
 def _known(settings: Settings, memory: Memory) -> dict[str, int | None]:
@@ -37,7 +38,3 @@ def _known(settings: Settings, memory: Memory) -> dict[str, int | None]:
         saved = (peak.activations + peak.logits + peak.temporaries) * (batch - 1) // batch
         found["micro_batch=1, with gradient accumulation for the rest of the batch"] = saved
     return found
-
-
-def _by_savings(item: tuple[str, int | None]) -> int:
-    return -(item[1] or 0)

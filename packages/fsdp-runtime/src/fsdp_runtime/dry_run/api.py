@@ -119,24 +119,18 @@ def estimate(
         >>> found.memory.resident.parameters  # bytes of this rank's shards: (32 * 16 + 2 * 16 * 17) / 4 in bf16
         528
     """
-    from fsdp_runtime.dry_run.parse_args import (
-        parse_allocator,
-        parse_bandwidths,
-        parse_bytes,
-        parse_dtype,
-        parse_mesh_spec,
-    )
+    from fsdp_runtime.dry_run import parse_args
 
-    spec, bandwidths = parse_mesh_spec(mesh), parse_bandwidths(bandwidth)
-    memory = None if device_memory is None else parse_bytes(device_memory)
+    spec, bandwidths = parse_args.parse_mesh_spec(mesh), parse_args.parse_bandwidths(bandwidth)
+    memory = None if device_memory is None else parse_args.parse_bytes(device_memory)
     from fsdp_runtime.dry_run.pipeline import run  # torch, after the arguments that need none
     from fsdp_runtime.dry_run.step import StepConfig
 
     step = StepConfig(
         seq_len=seq_len,
         micro_batch=micro_batch,
-        dtype=parse_dtype(dtype),
-        master_dtype=None if master_dtype is None else parse_dtype(master_dtype),
+        dtype=parse_args.parse_dtype(dtype),
+        master_dtype=None if master_dtype is None else parse_args.parse_dtype(master_dtype),
         optimizer=optimizer,
         logprobs=logprobs,
         clip=clip,
@@ -146,10 +140,10 @@ def estimate(
         micro_batches=micro_batches,
         offload_activations=offload_activations,
         attention_kernels=attention_kernels,
-        allocator=None if allocator is None else parse_allocator(allocator, device_memory=memory),
+        allocator=None if allocator is None else parse_args.parse_allocator(allocator, device_memory=memory),
         constants=constants,
         reshard_after_forward=reshard_after_forward,
-        frozen_dtype=None if frozen_dtype is None else parse_dtype(frozen_dtype),
+        frozen_dtype=None if frozen_dtype is None else parse_args.parse_dtype(frozen_dtype),
         options=options,
     )
     return run(

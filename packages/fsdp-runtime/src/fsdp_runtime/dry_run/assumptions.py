@@ -9,11 +9,8 @@ from torch import nn
 
 from fsdp_runtime.dry_run.report.format import format_bytes
 from fsdp_runtime.dry_run.scale.summary import wildcard
-from fsdp_runtime.dry_run.step import StepConfig
+from fsdp_runtime.dry_run.step import OPTIMIZERS, StepConfig
 from fsdp_runtime.dry_run.types import Assumption
-
-#: Bytes of optimizer state per byte of a parameter.
-_STATE_PER_PARAMETER = {"adamw": 2, "adamw_fused": 2, "adamw_single": 2, "sgd": 1, "none": 0}
 
 
 def untrained_assumptions(
@@ -31,7 +28,7 @@ def untrained_assumptions(
     for part, size in nbytes.items():
         unused = has_vision and part not in map(_part_of, trained)
         reason = "the step has text and no images or other media" if unused else "the step does not use all of it"
-        state = format_bytes(_STATE_PER_PARAMETER[step.optimizer] * size)
+        state = format_bytes(OPTIMIZERS[step.optimizer][1] * size)
         sizes = f"{format_bytes(size)} of gradients and {state} of optimizer state"
         if step.assume_gradients:
             counted = f"{sizes} are counted as if it had been trained, and its activations, traffic and work are not"

@@ -186,15 +186,11 @@ def _outcomes(
             pool.shutdown(cancel_futures=True)
     # When a process dies (for lack of memory, say), the pool fails all waiting candidates, whichever killed it.
     for candidate in broken:
-        yield candidate, _alone(attempt, candidate)
-
-
-def _alone(attempt: Callable[[Candidate], Estimate | str], candidate: Candidate) -> Estimate | str:
-    with _pool(1) as pool:
-        try:
-            return pool.submit(attempt, candidate).result()
-        except BrokenProcessPool:
-            return "the process that estimated it died, perhaps for lack of memory"
+        with _pool(1) as pool:
+            try:
+                yield candidate, pool.submit(attempt, candidate).result()
+            except BrokenProcessPool:
+                yield candidate, "the process that estimated it died, perhaps for lack of memory"
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:

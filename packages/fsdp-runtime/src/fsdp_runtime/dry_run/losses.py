@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -29,12 +30,12 @@ Forward = Callable[[nn.Module, Mapping[str, Tensor], Callable[[], None]], Tensor
 def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward:
     """Return the forward and the loss for ``"logits"``, ``"linear"``, or a function or its dotted path."""
     if isinstance(loss, str) and (on_logits := _logits_loss(loss)) is not None:
-        return _on_logits(on_logits)
+        return partial(_on_logits, on_logits)
     if isinstance(loss, str) and (on_hidden := _hidden_loss(loss)) is not None:
         if lm_head is None:
             raise EstimateError(f"logprobs={loss!r} needs an LM head, and none was found in the model: use 'logits'")
-        return _on_hidden(on_hidden)
-    return _as_forward(loss if callable(loss) else _by_dotted_path(loss))
+        return partial(_on_hidden, on_hidden)
+    return partial(_as_forward, loss if callable(loss) else _by_dotted_path(loss))
 
 
 def clip_function() -> Callable[[Any, float], Any] | None:
@@ -89,54 +90,45 @@ def _hidden_loss(name: str) -> HeadLoss | None:
     return local
 
 
-def _as_forward(function: Callable[..., Tensor]) -> Forward:
-    """Wrap a function that runs the model and returns the loss; all of it counts as forward."""
-
-    def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
-        loss = function(model, inputs)
-        begin_loss()
-        return loss
-
-    return forward
+def _as_forward(
+    function: Callable[..., Tensor], model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]
+) -> Tensor:
+    """Run a function that runs the model and returns the loss; all of it counts as forward."""
+    loss = function(model, inputs)
+    begin_loss()
+    return loss
 
 
-def _on_logits(compute: OnLogits) -> Forward:
-    def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
-        logits = _logits(model(**inputs))
-        targets = inputs["input_ids"]
-        if logits.ndim != targets.ndim + 1:
-            raise EstimateError(
-                f"{type(model).__name__} gives logits of shape {[*logits.shape]}, not of every token: pass "
-                "logprobs=function(model, inputs) that returns the loss"
-            )
-        begin_loss()
-        return compute(logits, targets)
-
-    return forward
-
-
-def _on_hidden(compute: HeadLoss) -> Forward:
-    def forward(model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]) -> Tensor:
-        def loss(hidden: Tensor, head: LMHeadParameters) -> Tensor:
-            begin_loss()
-            return compute(hidden, head, inputs["input_ids"])
-
-        config: Any = getattr(model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        # Fake tensors have no values to measure it on; a factor costs nothing.
-        assume_logits_map(model, LogitsMap(softcap=getattr(text, "final_logit_softcapping", None)))
-        found: Tensor = forward_with_lm_head(model, loss, **inputs)
-        return found
-
-    return forward
-
-
-def _logits(output: Any) -> Tensor:
-    found = logits_of(output)
-    if found is None:
+def _on_logits(
+    compute: OnLogits, model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]
+) -> Tensor:
+    output, targets = model(**inputs), inputs["input_ids"]
+    logits = logits_of(output)
+    if logits is None:
         raise EstimateError(
             f"the model returned a {type(output).__name__} without logits: pass logprobs=function(model, inputs)"
         )
+    if logits.ndim != targets.ndim + 1:
+        raise EstimateError(
+            f"{type(model).__name__} gives logits of shape {[*logits.shape]}, not of every token: pass "
+            "logprobs=function(model, inputs) that returns the loss"
+        )
+    begin_loss()
+    return compute(logits, targets)
+
+
+def _on_hidden(
+    compute: HeadLoss, model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]
+) -> Tensor:
+    def loss(hidden: Tensor, head: LMHeadParameters) -> Tensor:
+        begin_loss()
+        return compute(hidden, head, inputs["input_ids"])
+
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    # Fake tensors have no values to measure it on; a factor costs nothing.
+    assume_logits_map(model, LogitsMap(softcap=getattr(text, "final_logit_softcapping", None)))
+    found: Tensor = forward_with_lm_head(model, loss, **inputs)
     return found
 
 

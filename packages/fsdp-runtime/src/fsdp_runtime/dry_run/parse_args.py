@@ -21,6 +21,7 @@ _ALLOCATOR_OPTIONS = (
     "expandable_segments:True, max_split_size_mb:512, garbage_collection_threshold:0.8, roundup_power2_divisions:4"
 )
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
+_AXES = [field.name for field in fields(MeshSpec)]
 
 
 def parse_bytes(value: int | str) -> int:
@@ -66,9 +67,8 @@ def parse_mesh(text: str) -> MeshSpec:
     """Return a mesh from text such as ``"dp_replicate=4,dp_shard=32,tp=8"``; axes that are not named have size 1."""
     sizes: dict[str, int] = {}
     for axis, size in _pairs(text, MeshError, "dp_shard=32,tp=8"):
-        known = [field.name for field in fields(MeshSpec)]
-        if axis not in known:
-            raise MeshError(f"the mesh {text!r} has an axis {axis!r}; the axes are {', '.join(known)}")
+        if axis not in _AXES:
+            raise MeshError(f"the mesh {text!r} has an axis {axis!r}; the axes are {', '.join(_AXES)}")
         if re.fullmatch(r"-?\d+", size) is None:
             raise MeshError(f"axis {axis} has size {size!r}: give a positive integer, as {axis}=8")
         sizes[axis] = int(size)
@@ -91,9 +91,8 @@ def require_model_source(source: Any) -> None:
 def parse_mesh_spec(mesh: MeshSpec | Mapping[str, int]) -> MeshSpec:
     """Return a mesh whose sizes are all known."""
     if not isinstance(mesh, MeshSpec):
-        known = [field.name for field in fields(MeshSpec)]
-        if unknown := [axis for axis in mesh if axis not in known]:
-            raise MeshError(f"the mesh has axes {', '.join(unknown)}; the axes are {', '.join(known)}")
+        if unknown := [axis for axis in mesh if axis not in _AXES]:
+            raise MeshError(f"the mesh has axes {', '.join(unknown)}; the axes are {', '.join(_AXES)}")
         mesh = MeshSpec(**mesh)
     if inferred := [axis for axis, size in mesh.sizes.items() if size == -1]:
         raise MeshError(f"axis {inferred[0]} is -1, and a dry run has no world to infer it from: give its size")
@@ -106,7 +105,7 @@ def parse_bandwidths(value: Mapping[str, float | str] | float | str | None) -> d
         return {}
     if not isinstance(value, Mapping):
         return {"": parse_bandwidth(value)}
-    known = [field.name for field in fields(MeshSpec)] + [*FLATTENED, "efsdp"]
+    known = [*_AXES, *FLATTENED, "efsdp"]
     if unknown := [axis for axis in value if axis not in known]:
         raise EstimateError(f"bandwidth of {', '.join(unknown)}: the axes are {', '.join(known)}")
     return {axis: parse_bandwidth(speed) for axis, speed in value.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -52,7 +52,6 @@ from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
-from tp_plans.runtime import TokenExchange
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -85,14 +84,19 @@ def run(
         report("building the model", 0, _STEPS)
         model = build_model(source, step.dtype, step.frozen_dtype)
         report("checking the plan", 1, _STEPS)
-        parallelism = resolve_parallelism(model, mesh, **_options(step, exchange))
+        others = [each for each in step.options.get("steps", ()) if not isinstance(each, ExpertParallel)]
+        steps = (*others, ExpertParallel(exchange))  # which assumes where tokens go
+        # Compiled code cannot be traced: the trace leaves out what a compiler fuses.
+        options: Options = {**step.options, "fsdp": step.fsdp, "compile": False, "steps": steps}
+        parallelism = resolve_parallelism(model, mesh, **options)
         full = TracedModel(model, parallelism.structure)
         with kernels_of_recurrences(model), kernels_of_attention():
             trace = _trace(full, parallelism, mesh, step, exact=exact, report=report)
         summary = trace.summary
         traffic = summarize_traffic(summary.traffic, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
-    settings = _settings(model, spec, rank, step, trace, parallelism.setup)
+    setup = parallelism.setup
+    settings = _settings(model, spec, rank, step, trace, setup)
     memory = _memory(trace, step, math.prod(spec.sizes.values()), device_memory, offload=settings.offload)
     return Estimate(
         settings=settings,
@@ -112,7 +116,7 @@ def run(
                 for operator, module, text in summary.assumptions
             ),
             *untrained_assumptions(model, summary.untrained, step),
-            *routing_assumptions(exchange, _path_of_experts(parallelism)),
+            *routing_assumptions(exchange, next((path for path, _ in (setup.expert_plan or Plan({})).items()), "")),
             *recurrence_assumptions(model),
             *quantization_assumptions(model),
         ),
@@ -120,13 +124,6 @@ def run(
         advice=advice_for(settings, memory, device_memory),
         seconds=time.perf_counter() - started,
     )
-
-
-def _options(step: StepConfig, exchange: type[TokenExchange]) -> Options:
-    """Return the keywords of ``parallelize``, with the exchange that assumes where tokens go."""
-    others = [each for each in step.options.get("steps", ()) if not isinstance(each, ExpertParallel)]
-    # Compiled code cannot be traced: the trace leaves out what a compiler fuses.
-    return {**step.options, "fsdp": step.fsdp, "compile": False, "steps": (*others, ExpertParallel(exchange))}
 
 
 def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace, setup: Setup) -> Settings:
@@ -154,15 +151,10 @@ def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, tra
         compiled=step.compiled,
         offload_activations=step.offload_activations,
         attention_kernels=step.attention_kernels,
-        blocks=trace.blocks,
+        blocks=trace.summary.blocks,
         traced=trace.traced,
         scaling=trace.scaling,
     )
-
-
-def _path_of_experts(parallelism: Parallelism) -> str:
-    """Return the path of the modules whose tokens are dispatched, or ``""``."""
-    return next((pattern for pattern, _ in (parallelism.setup.expert_plan or Plan({})).items()), "")
 
 
 def _names_single_blocks(parallelism: Parallelism) -> bool:
@@ -173,13 +165,12 @@ def _names_single_blocks(parallelism: Parallelism) -> bool:
 
 
 class _Trace(NamedTuple):
-    """The summary of the full model, its number of blocks, those of each trace, how they were scaled, and the tapes."""
+    """The summary of the full model, the blocks of each trace, and how they were scaled."""
 
     summary: Summary
-    blocks: int
     traced: tuple[int, ...]
     scaling: str
-    tapes: tuple[Tape, ...]
+    smaller: Tape | None = None  # of the smaller of two traces
     repeated: RepeatedBlocks | None = None
 
 
@@ -202,13 +193,13 @@ def _trace(
         report("adding up", 3, _STEPS)
         reason = ", as requested" if exact else ", because the plan has rules for single blocks" if by_block else ""
         reason = reason or ": too few of them repeat to trace fewer"
-        return _Trace(summary, blocks, (summary.blocks,), f"all {blocks} blocks were traced{reason}", _tapes(summary))
+        return _Trace(summary, (blocks,), f"all {blocks} blocks were traced{reason}")
     stack = full.structure.decoder[0].rpartition(".")[0]
     summaries: list[Summary] = []
     for done, count in enumerate((repeated.min_count, repeated.min_count + 1), start=2):
         indices = repeated.block_indices(count)
         report(f"tracing {len(indices)} of {repeated.blocks} blocks", done, _STEPS)
-        known = summaries[0].params_without_grad if summaries and not step.assume_gradients else frozenset()
+        known = frozenset(summaries[0].untrained if summaries and not step.assume_gradients else ())
         summaries.append(_trace_traceable(full.with_blocks(indices), parallelism, mesh, step, known))
 
     def shift_block(path: str, by: int) -> str:
@@ -221,12 +212,8 @@ def _trace(
         f"each of the others, which are identical (blocks {repeated.start} to "
         f"{repeated.start + repeated.count * repeated.period - 1} repeat)"
     )
-    full_summary = scale_up(small, large, repeated, shift_block)
-    return _Trace(full_summary, blocks, (small.blocks, large.blocks), scaling, _tapes(small, large), repeated)
-
-
-def _tapes(*summaries: Summary) -> tuple[Tape, ...]:
-    return tuple(summary.tape for summary in summaries if summary.tape is not None)
+    scaled = scale_up(small, large, repeated, shift_block)
+    return _Trace(scaled, (small.blocks, large.blocks), scaling, small.tape, repeated)
 
 
 def _trace_traceable(
@@ -249,20 +236,17 @@ def _trace_traceable(
             summary = trace_step(traced, parallelism, mesh, step, without_grad)
         except UntraceableError as error:
             pattern = wildcard(error.module)
-            if pattern in left_out or not _is_inside(error.module, template.structure.decoder):
+            inside_blocks = any(error.module.startswith(f"{block}.") for block in template.structure.decoder)
+            if pattern in left_out or not inside_blocks:
                 raise
             left_out[pattern] = error.operator
             continue
-        unknown = summary.params_without_grad != without_grad and not step.assume_gradients
+        unknown = summary.untrained.keys() != without_grad and not step.assume_gradients
         if unknown and step.optimizer != "none":
-            without_grad = summary.params_without_grad
+            without_grad = frozenset(summary.untrained)
             continue
         assumptions = tuple((operator, pattern, LEFT_OUT) for pattern, operator in left_out.items())
         return replace(summary, assumptions=(*summary.assumptions, *assumptions))
-
-
-def _is_inside(module: str, blocks: Sequence[str]) -> bool:
-    return any(module.startswith(f"{block}.") for block in blocks)
 
 
 def _return_input(*args: Any, **kwargs: Any) -> Any:
@@ -283,7 +267,9 @@ def _memory(trace: _Trace, step: StepConfig, world_size: int, device_memory: int
         Peak(phase=phase, module=sample.event.module, operator=sample.event.operator, nbytes=on_device(sample.nbytes))
         for phase, sample in peaks(summary).items()
     )
-    constants = constant_costs(step.constants, world_size=world_size, axes=_used_axes(summary))
+    # Groups of ranks that communicate have a communicator each.
+    groups = len({ranks for _, _, ranks in summary.traffic if len(ranks) > 1})
+    constants = constant_costs(step.constants, world_size=world_size, axes=groups)
     available = None if device_memory is None else device_memory - sum(constants.values())
     return Memory(
         resident=on_device(_without(summary.before, ("inputs",))),
@@ -304,9 +290,9 @@ def _reserved(trace: _Trace, step: StepConfig, available: int | None, *, offload
     reserved: int | None = None
     for settings in (*limited, step.allocator):
         found = replay(
-            trace.tapes[-1],
+            trace.summary.tape,
             settings,
-            smaller=trace.tapes[0] if trace.repeated is not None else None,
+            smaller=trace.smaller,
             repeated=trace.repeated,
             micro_batches=step.micro_batches,
             workspaces=WORKSPACES if "cublas" in step.constants else 0,
@@ -316,11 +302,6 @@ def _reserved(trace: _Trace, step: StepConfig, available: int | None, *, offload
         if found is None or found.fits:
             break
     return reserved
-
-
-def _used_axes(summary: Summary) -> int:
-    """Return the number of groups of ranks that communicate, each over a communicator of its own."""
-    return len({ranks for _, _, ranks in summary.traffic if len(ranks) > 1})
 
 
 def _without(nbytes: MemoryBreakdown, categories: Collection[str]) -> MemoryBreakdown:

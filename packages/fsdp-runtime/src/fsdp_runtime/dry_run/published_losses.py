@@ -5,8 +5,9 @@ They are written from descriptions of the projects, operator by operator as far 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,24 +24,19 @@ OnHidden = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: Number of equal parts for which the running one stands.
 multiplicity: ContextVar[int] = ContextVar("multiplicity", default=1)
 
-#: Parts of the tokens in which the chunked losses compute, where a name gives no number.
-_CHUNKS = 8
-#: Tokens of one part.
-_TOKENS_CHUNK = 256
-#: Rows of the vocabulary of one part.
-_VOCABULARY_CHUNK = 2048
-
 
 def full_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of transformers' models: of float32 copies of all logits, gathered over ``tp``."""
-    full = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    return cross_entropy(full.flatten(0, 1).float(), targets.flatten())
+    return cross_entropy(_gathered(logits).float(), targets.flatten())
 
 
 def own_dtype_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of gathered logits in their own dtype (NeMo Automodel's without ``fp32_upcast``)."""
-    full = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    return cross_entropy(full.flatten(0, 1), targets.flatten())
+    return cross_entropy(_gathered(logits), targets.flatten())
+
+
+def _gathered(logits: Tensor) -> Tensor:
+    return (logits.full_tensor() if isinstance(logits, DTensor) else logits).flatten(0, 1)
 
 
 def compiled_logits(logits: Tensor, targets: Tensor) -> Tensor:
@@ -90,31 +86,25 @@ class _LocalLossParallel(torch.autograd.Function):
         return found * gradient
 
 
-def chunked_tokens(chunks: int) -> OnHidden:
-    """Return a cross-entropy of parts of the tokens, whose logits are computed again in backward (torchtitan, TRL)."""
+def chunked_tokens(chunks: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of parts of the tokens, whose logits are computed again in backward (torchtitan, TRL)."""
+    return _mean_of_parts(_nll_sum, hidden.chunk(chunks), weight, targets.chunk(chunks))
 
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        parts = zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True)
-        found = [checkpoint(_nll_sum, part, weight, target, use_reentrant=False) for part, target in parts]
-        return torch.stack(found).sum() / len(targets)
 
-    return loss
+def _mean_of_parts(loss: OnHidden, hidden: Sequence[Tensor], weight: Tensor, targets: Sequence[Tensor]) -> Tensor:
+    parts = zip(hidden, targets, strict=True)
+    found = [checkpoint(loss, part, weight, target, use_reentrant=False) for part, target in parts]
+    return torch.stack(found).sum() / sum(map(len, targets))
 
 
 def _nll_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum")
 
 
-def chunked_float32(tokens: int) -> OnHidden:
-    """Return TRL's chunked loss: some tokens at a time, from float32 copies of hidden states and the whole weight."""
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        packed = hidden[torch.arange(len(hidden))]
-        parts = zip(torch.split(packed, tokens), torch.split(targets, tokens), strict=True)
-        found = [checkpoint(_float32_nll_sum, part, weight, target, use_reentrant=False) for part, target in parts]
-        return torch.stack(found).sum() / len(targets)
-
-    return loss
+def chunked_float32(tokens: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """TRL's chunked loss: some tokens at a time, from float32 copies of hidden states and the whole weight."""
+    packed = hidden[torch.arange(len(hidden))]
+    return _mean_of_parts(_float32_nll_sum, torch.split(packed, tokens), weight, torch.split(targets, tokens))
 
 
 def _float32_nll_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -124,7 +114,7 @@ def _float32_nll_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return found
 
 
-def fused_linear(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def fused_linear(_: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Liger Kernel's fused linear cross-entropy: gradients of all tokens in forward, a part of the tokens at a time."""
     return _FusedLinear.apply(hidden, weight, targets)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -155,13 +145,9 @@ class _FusedLinear(torch.autograd.Function):
         return grad_hidden.mul_(gradient), grad_weight, None
 
 
-def chunked_vocabulary(rows: int) -> OnHidden:
-    """Return prime-rl's log-probabilities: float32 logits of all tokens for some rows of the vocabulary at a time."""
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return _ChunkedVocabulary.apply(hidden, weight, targets, rows)[0].mean()  # type: ignore[no-untyped-call,no-any-return]
-
-    return loss
+def chunked_vocabulary(rows: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of prime-rl: float32 logits of all tokens for some rows of the vocabulary at a time."""
+    return _ChunkedVocabulary.apply(hidden, weight, targets, rows)[0].mean()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _representative(starts: range) -> Iterator[int]:
@@ -217,12 +203,12 @@ ON_LOGITS: Mapping[str, OnLogits] = {
     "compiled": compiled_logits,
     "cross-entropy": own_dtype_logits,
 }
-#: By name: losses on hidden states, with the number that a name may give after a colon.
-ON_HIDDEN: Mapping[str, tuple[Callable[[int], OnHidden], int]] = {
-    "chunked": (chunked_tokens, _CHUNKS),
-    "chunked-float32": (chunked_float32, _TOKENS_CHUNK),
-    "chunked-vocabulary": (chunked_vocabulary, _VOCABULARY_CHUNK),
-    "fused-linear": (lambda _: fused_linear, 0),
+#: By name: losses on hidden states, with the number of a name that gives none after a colon.
+ON_HIDDEN: Mapping[str, tuple[Callable[[int, Tensor, Tensor, Tensor], Tensor], int]] = {
+    "chunked": (chunked_tokens, 8),  # parts of the tokens
+    "chunked-float32": (chunked_float32, 256),  # tokens of a part
+    "chunked-vocabulary": (chunked_vocabulary, 2048),  # rows of the vocabulary of a part
+    "fused-linear": (fused_linear, 0),
 }
 
 
@@ -231,5 +217,5 @@ def hidden_loss(name: str) -> OnHidden | None:
     kind, _, number = name.partition(":")
     if kind not in ON_HIDDEN or (number and not number.isdigit()) or number == "0":
         return None
-    make, default = ON_HIDDEN[kind]
-    return make(int(number) if number else default)
+    loss, default = ON_HIDDEN[kind]
+    return partial(loss, int(number) if number else default)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_runtime.dry_run.adapters import WithAdapters
+from fsdp_runtime.dry_run.adapters import WithAdapters, not_adapted
 from fsdp_runtime.dry_run.compare import sweep
 from fsdp_runtime.dry_run.parse_args import parse_bytes, require_model_source
 from fsdp_runtime.dry_run.sweep_types import Recipe
@@ -26,7 +27,7 @@ def recipes(
     device_memory: int | str,
     lengths: Sequence[int] = (8192, 32768, 131072),
     trainings: Sequence[str] = ("full", "lora"),
-    ep: Sequence[int] = (1,),
+    ep: Sequence[int] | None = None,
     hardware: str = "H100",
     every: bool = False,
     workers: int = 2,
@@ -36,13 +37,15 @@ def recipes(
     # The least divided meshes are tried first, up to one that fits; ``every`` sweeps them all. Blocks recompute,
     # activations are sharded over ``tp`` where it has several ranks, the loss holds no logits, and the optimizer is the
     # fused AdamW. ``"full"`` training has float32 shards, gradients and moments, ``"lora"`` bfloat16. Long sequences
-    # are also tried on several ranks of ``cp``.
+    # are also tried on several ranks of ``cp``, and with ``ep=None`` mixtures on 8 ranks of ``ep`` where these divide
+    # the GPUs.
     require_model_source(model)
     if unknown := [name for name in trainings if name not in _TRAININGS]:
         raise EstimateError(f"training {unknown[0]!r}: write one of {', '.join(_TRAININGS)}")
+    sizes_of_ep, without_adapters = _ask(model, gpus)
     options: dict[str, Any] = {
         "device_memory": parse_bytes(device_memory),
-        "ep": ep,
+        "ep": sizes_of_ep if ep is None else ep,
         "hardware": hardware,
         "enough": None if every else 1,
         "workers": workers,
@@ -65,10 +68,26 @@ def recipes(
                 **_TRAININGS[training],
                 **options,
             ),
+            without_adapters=without_adapters,
         )
         for training in trainings
         for length in lengths
     ]
+
+
+def _ask(model: str | Path | Any, gpus: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the sizes of ``ep`` that a model is tried with, and the layers that LoRA leaves as they are."""
+    import torch  # with the model, when a recipe is made
+
+    from fsdp_runtime.dry_run.build_model import build_model
+    from tp_plans import CapabilityError, with_expert_parallelism
+
+    built = build_model(model, torch.bfloat16)
+    try:
+        with_expert_parallelism(None, built)
+    except CapabilityError:  # no stacked experts
+        return (1,), not_adapted(built)
+    return tuple(dict.fromkeys((math.gcd(8, gpus), 1))), not_adapted(built)
 
 
 def _sizes_of_cp(gpus: int, seq_len: int) -> list[int]:

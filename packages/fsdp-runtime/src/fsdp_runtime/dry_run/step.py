@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -37,13 +37,14 @@ from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 
-#: Optimizers by name; ``adamw_single`` is the one without ``foreach``, whose temporaries are of one parameter.
-OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer] | None] = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True),
-    "adamw_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True),
-    "adamw_single": lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=False),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True),
-    "none": None,
+#: Optimizers by name, and the bytes of state per byte of a parameter; ``adamw_single`` is the one without ``foreach``,
+#: whose temporaries are of one parameter.
+OPTIMIZERS: dict[str, tuple[Callable[[list[Any]], torch.optim.Optimizer] | None, int]] = {
+    "adamw": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True), 2),
+    "adamw_fused": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True), 2),
+    "adamw_single": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=False), 2),
+    "sgd": (lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True), 1),
+    "none": (None, 0),
 }
 
 
@@ -132,7 +133,8 @@ def trace_step(
     with fake_tensors_without_data(), rl_logprobs_on_accelerator() as tile_multiplicity:
         model.to_empty(device="cpu")
         inputs = _inputs(model, mesh, step)
-        optimizer = _optimizer(model, step, without_grad)
+        make, _ = OPTIMIZERS[step.optimizer]
+        optimizer = None if make is None else _LocalOptimizer(make, model, without_grad)
         accumulated = _accumulated_gradients(model, without_grad) if step.micro_batches > 1 else []
         recorder = Recorder(
             ModuleTracker(model),
@@ -148,7 +150,8 @@ def trace_step(
         recorder.register(accumulated, "gradients")
         del accumulated
         forward = resolve_loss(step.logprobs, structure.lm_head)
-        with recorder.phase("forward"), host_activations() if step.offload_activations else nullcontext():
+        hooks = saved_tensors_hooks(_to_host, _from_host) if step.offload_activations else nullcontext()
+        with recorder.phase("forward"), hooks:
             loss = forward(model, inputs, lambda: recorder.begin("loss"))
         with recorder.phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -221,26 +224,23 @@ def _inputs(model: nn.Module, mesh: DeviceMesh, step: StepConfig) -> dict[str, T
 
 
 class _LocalOptimizer:
-    """An optimizer on this rank's shards, with the state that it has from the second step on.
+    """An optimizer on this rank's shards, with the state that it has from the second step on."""
 
-    It allocates what the same optimizer allocates on the DTensors, whose operators work on the shards one by one; the
-    search for a sharding of every list of DTensors, a third of the time of a trace, is left out.
-    """
+    # It allocates what the same optimizer allocates on the DTensors, whose operators work on the shards one by one; the
+    # search for a sharding of every list of DTensors, a third of the time of a trace, is left out.
 
-    def __init__(self, make: Callable[[list[Any]], torch.optim.Optimizer], model: nn.Module) -> None:
+    def __init__(
+        self, make: Callable[[list[Any]], torch.optim.Optimizer], model: nn.Module, without_grad: frozenset[str]
+    ) -> None:
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
         groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # a foreach call takes tensors of one mesh
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 shard = self._shards[parameter] = nn.Parameter(local_tensor(parameter).detach())
                 groups[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(shard)
+                shard.grad = None if wildcard(name) in without_grad else torch.zeros_like(shard)
         self._optimizer = make([{"params": shards} for shards in groups.values()])
-
-    def make_state(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take a step with zero gradients of ``parameters``."""
-        for parameter in parameters:
-            self._shards[parameter].grad = torch.zeros_like(self._shards[parameter])
-        self._optimizer.step()
+        self._optimizer.step()  # makes the state
         self._optimizer.zero_grad()
 
     def step(self) -> None:
@@ -255,32 +255,13 @@ class _LocalOptimizer:
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
-def _optimizer(model: nn.Module, step: StepConfig, without_grad: frozenset[str]) -> _LocalOptimizer | None:
-    make = OPTIMIZERS[step.optimizer]
-    if make is None:
-        return None
-    optimizer = _LocalOptimizer(make, model)
-    optimizer.make_state(
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and wildcard(name) not in without_grad
-    )
-    return optimizer
-
-
 #: Smaller tensors stay on the device (torchtune's and TRL's ``OffloadActivations``).
 _MIN_BYTES = 1024
 
 
-@contextmanager
-def host_activations() -> Iterator[None]:
+def _to_host(tensor: Tensor) -> Any:
     """Let forward save no activations on the device: backward allocates them again when it needs them."""
     # Inside of recomputed blocks these are the blocks' inputs. Parameters and views of them stay.
-    with saved_tensors_hooks(_to_host, _from_host):
-        yield
-
-
-def _to_host(tensor: Tensor) -> Any:
     kept = isinstance(tensor, nn.Parameter) or isinstance(viewed_tensor(tensor), nn.Parameter)
     if kept or not tensor.is_floating_point() or tensor.nbytes < _MIN_BYTES:
         return tensor

@@ -76,7 +76,8 @@ def step_time(estimate: Estimate, hardware: str | Hardware) -> StepTime:
     settings, kinds = estimate.settings, estimate.flops_by_kind
     attention = kinds.get("attention", 0) / 2  # the masked half of a causal one
     matmul = sum(kinds.values()) - kinds.get("attention", 0)
-    links = {axis: sent / _bandwidth(estimate, axis, hardware) for axis, sent in _sent(estimate).items()}
+    sent = {axis: nbytes for axis, nbytes in bytes_sent_by_axis(estimate.traffic).items() if nbytes}
+    links = {axis: nbytes / _bandwidth(estimate, axis, hardware) for axis, nbytes in sent.items()}
     moved = 0.0 if settings.compiled else estimate.bytes_moved / hardware.memory_bandwidth
     passes = settings.micro_batches
     lower = max((matmul + attention) / hardware.flops, *links.values(), 0.0)
@@ -100,10 +101,6 @@ def step_time(estimate: Estimate, hardware: str | Hardware) -> StepTime:
         traffic={axis: seconds * passes for axis, seconds in links.items()},
         tokens_per_second=tokens / expected if expected else 0.0,
     )
-
-
-def _sent(estimate: Estimate) -> dict[str, int]:
-    return {axis: sent for axis, sent in bytes_sent_by_axis(estimate.traffic).items() if sent}
 
 
 def _bandwidth(estimate: Estimate, axis: str, hardware: Hardware) -> float:

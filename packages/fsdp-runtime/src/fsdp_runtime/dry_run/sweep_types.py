@@ -136,6 +136,7 @@ class Recipe:
     training: str  # ``"full"`` or ``"lora"``
     seq_len: int  # tokens per sequence
     found: Sweep  # the meshes, best first
+    without_adapters: tuple[str, ...] = ()  # names of linear layers that LoRA leaves as they are
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:

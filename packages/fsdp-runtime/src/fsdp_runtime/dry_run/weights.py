@@ -104,31 +104,31 @@ def describe_weights(
         stream 0 0 0
     """
     from fsdp_runtime.sharded.file_systems import FilePlace
+    from fsdp_runtime.weights import traffic
     from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, WeightExport
-    from fsdp_runtime.weights.traffic import (
-        load_traffic,
-        model_ranks,
-        save_traffic,
-        saved_tensors,
-        stream_traffic,
-    )
     from fsdp_runtime.weights.write_plan import plan_files
 
     if ranks_per_host < 1:
         raise OptionError(f"ranks_per_host={ranks_per_host}: give a positive number")
     options = WeightExport(names=names, bucket_bytes=DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
-    export, ranks = options.prepare(model), model_ranks(model)
+    export, ranks = options.prepare(model), traffic.model_ranks(model)
     places = {rank: FilePlace(str(rank // ranks_per_host), "") for rank in ranks}
     files = plan_files(export, max_shard_bytes, places, shared=writers == "all")
     first = [rank for rank in ranks if places[rank] == places[ranks[0]]] if readers == "host" else ranks
     one_host = len({places[rank] for rank in first}) == 1
     found: dict[str, ByRank] = {
-        "save": save_traffic(export, files, ranks, options.bucket_bytes),
-        "load": load_traffic(model, saved_tensors(files), first, options.bucket_bytes, one_host=one_host),
-        "stream": stream_traffic(export, options, ranks),
+        "save": traffic.save_traffic(export, files, ranks, options.bucket_bytes),
+        "load": traffic.load_traffic(
+            model, traffic.saved_tensors(files), first, options.bucket_bytes, one_host=one_host
+        ),
+        "stream": traffic.stream_traffic(export, options, ranks),
     }
     if transfer is not None:
-        found["sync"] = _of_transfer(transfer, options.bucket_bytes)
+        found["sync"] = {}
+        for rank in transfer.ranks:
+            sent, received = transfer.bytes_sent(rank), transfer.bytes_received(rank)
+            held = min(options.bucket_bytes, sent + received)
+            found["sync"][rank] = traffic.RankTraffic(sent=sent, received=received, held=held)
     return [WeightTraffic(action, by_rank, ranks_per_host) for action, by_rank in found.items()]
 
 
@@ -170,13 +170,3 @@ def estimate_weights(
     built = build_model(model, parse_dtype(dtype))
     with fake_world(parse_mesh_spec(mesh), rank=0) as device_mesh:
         return describe_weights(parallelize(built, device_mesh, **(options or {})), **described)
-
-
-def _of_transfer(plan: TransferPlan, bucket_bytes: int) -> ByRank:
-    from fsdp_runtime.weights.traffic import RankTraffic
-
-    found = {}
-    for rank in plan.ranks:
-        sent, received = plan.bytes_sent(rank), plan.bytes_received(rank)
-        found[rank] = RankTraffic(sent=sent, received=received, held=min(bucket_bytes, sent + received))
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_runtime.errors import OptionError
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     findings = machine(device)
     for world in chosen:
-        for checks in _of_world(world):
+        alone = ALONE if world.device_type != "cpu" else [[check for checks in ALONE for check in checks]]
+        for checks in TOGETHER if world.size > 1 else alone:  # on a CPU no allocator counts, and all share processes
             findings += _run(world, checks)
     page = markdown(findings)
     options.output.write_text(page, encoding="utf-8")
@@ -58,21 +60,12 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
-def _of_world(world: World) -> list[list[Check]]:
-    """Return the checks of a world by processes; on a CPU no allocator counts, and all share them."""
-    if world.size > 1:
-        return TOGETHER
-    return [[check for checks in ALONE for check in checks]] if world.device_type == "cpu" else ALONE
-
-
 def _run(world: World, checks: list[Check]) -> list[CheckResult]:
     found = run_checks(world, checks, lambda line: print(line, file=sys.stderr, flush=True))
     if world.backend == "gloo" and world.device_type != "cpu":  # gloo has few collectives of tensors on a device
-        reasons = [f"{f.figure} (gloo on a device)" if f.state == "failed" else f.figure for f in found]
-        states = ["not run" if f.state == "failed" else f.state for f in found]
         found = [
-            CheckResult(f.section, f.what, reason, f.bound, state)
-            for f, reason, state in zip(found, reasons, states, strict=True)
+            replace(f, figure=f"{f.figure} (gloo on a device)", state="not run") if f.state == "failed" else f
+            for f in found
         ]
     lines = [f"  {verdict(found)}", *(f"  failed: {f.what}: {f.figure}" for f in found if f.state == "failed")]
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -115,7 +115,7 @@ def largest_difference(model: nn.Module, setting: Setting, device: torch.device)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator).to(device)
     targets = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator).to(device)
-    expected = loss_of(reference, tokens, targets, tokens.numel())
+    expected = loss_of(reference, {"input_ids": tokens}, targets, tokens.numel())
     expected.backward()  # type: ignore[no-untyped-call]
     expected = expected.detach()
     mesh = MeshSpec(**setting.sizes).build(device_type=device.type)
@@ -123,14 +123,11 @@ def largest_difference(model: nn.Module, setting: Setting, device: torch.device)
     data = submesh(mesh, "dp")
     rank, size = data.get_local_rank(), data.size()
     mine = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
-    batch = {"tokens": tokens[mine], "targets": targets[mine]}
+    inputs, targets = {"input_ids": tokens[mine]}, targets[mine]
     if setting.sizes.get("cp", 1) > 1:
         layout = sequence_layout(mesh, length=LENGTH)
-        batch["targets"] = layout.shard(batch["targets"])
-        inputs = layout.shard_batch({"input_ids": batch["tokens"]})
-    else:
-        inputs = {"input_ids": batch["tokens"]}
-    loss = loss_of(model, inputs, batch["targets"], tokens.numel() // size)
+        inputs, targets = layout.shard_batch(inputs), layout.shard(targets)
+    loss = loss_of(model, inputs, targets, tokens.numel() // size)
     loss.backward()  # type: ignore[no-untyped-call]
     total = loss.detach().double()
     dist.all_reduce(total)
@@ -147,10 +144,9 @@ def largest_difference(model: nn.Module, setting: Setting, device: torch.device)
     return max(differences)
 
 
-def loss_of(model: nn.Module, inputs: Tensor | dict[str, Any], targets: Tensor, tokens: int) -> Tensor:
+def loss_of(model: nn.Module, inputs: dict[str, Any], targets: Tensor, tokens: int) -> Tensor:
     """Return the cross-entropy summed over this rank's tokens, over a number of tokens, in float32."""
-    given = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
-    logits = model(**given).logits
+    logits = model(**inputs).logits
     logits = (logits.full_tensor() if isinstance(logits, DTensor) else logits).float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / tokens
 

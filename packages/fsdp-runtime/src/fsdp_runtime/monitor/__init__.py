@@ -12,8 +12,7 @@ Errors:      ``LostRankError``
 from __future__ import annotations
 
 from fsdp_runtime.errors import LostRankError
-from fsdp_runtime.monitor.distributed import monitor_ranks
-from fsdp_runtime.monitor.rank_monitor import RankMonitor
+from fsdp_runtime.monitor.distributed import RankMonitor, monitor_ranks
 from fsdp_runtime.monitor.signals import stop_on_signal
 
 __all__ = ["LostRankError", "RankMonitor", "monitor_ranks", "stop_on_signal"]

@@ -1,4 +1,4 @@
-"""The monitor of several ranks: a heartbeat thread, a thread that ends a blocked process, and their state."""
+"""The monitor of one rank, and that of several: a heartbeat thread, and a thread that ends a blocked process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_runtime._torch_compat import clone_default_store
-from fsdp_runtime.errors import FsdpRuntimeError, LostRankError, OptionError
+from fsdp_runtime.errors import FsdpRuntimeError, LostRankError, OptionError, OtherRankError
 from fsdp_runtime.monitor.heartbeat import FailureDetector, Heartbeat, HeartbeatStore, LostRank, no_heartbeat
-from fsdp_runtime.monitor.rank_monitor import RankMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,62 @@ _numbers = itertools.count()
 
 #: How often rank 0 reads at its end whether the others have finished; rounds of the detector stay an interval apart.
 _END_SECONDS = 0.1
+
+
+class RankMonitor:
+    """The running monitor of :func:`monitor_ranks`, which creates it.
+
+    This class serves a single process: it only keeps the phase for error messages.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self._phase = "start"
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name this rank's current phase for error messages, on this rank and on others.
+
+        Args:
+            name: such as ``"forward"``; the enclosing phase is current again afterwards.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            LostRankError: another rank is known to be lost.
+
+        Example:
+            >>> from fsdp_runtime.monitor import monitor_ranks
+            >>> with monitor_ranks() as monitor:
+            ...     with monitor.phase("forward"):
+            ...         pass
+        """
+        enclosing = self._phase
+        self.set_phase(name)
+        yield
+        self.set_phase(enclosing)  # not after an error, whose message has to name the inner phase
+
+    def set_phase(self, name: str) -> None:
+        """Change the current phase."""
+        self._phase = name
+
+    def start(self) -> None:
+        """Begin to send and to observe heartbeats."""
+
+    def finish(self) -> None:
+        """Report the end of the monitored block."""
+
+    def fail(self, error: BaseException) -> None:
+        """Report an exception that leaves the monitored block; may raise another rank's failure instead."""
+        if not isinstance(error, LostRankError):
+            error.add_note(f"on rank {self.rank}, in phase {self._phase!r}")
+
+    def stop(self) -> None:
+        """End all threads."""
 
 
 class DistributedMonitor(RankMonitor):
@@ -85,7 +140,8 @@ class DistributedMonitor(RankMonitor):
     def fail(self, error: BaseException) -> None:
         """Report an exception of this rank, unless another rank's failure caused it."""
         if not isinstance(error, LostRankError):
-            if isinstance(error, RuntimeError) and not isinstance(error, FsdpRuntimeError):
+            own = isinstance(error, FsdpRuntimeError) and not isinstance(error, OtherRankError)
+            if isinstance(error, RuntimeError) and not own:  # perhaps the end of another rank, which is known soon
                 self._lost_known.wait(self._timeout + 3 * self._interval)
             if self._lost_known.is_set():
                 self._drain()
@@ -195,8 +251,9 @@ def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
     process logs the same message and exits with status 75.  An exception of this rank is reported to the others and
     passes through, with a note that names rank and phase.
 
-    A ``RuntimeError`` may be the consequence of another rank's failure, so it is delayed until all other ranks have
-    sent heartbeats for ``timeout``.  Collective over the world; rank 0 leaves last.  A single process is not monitored.
+    A ``RuntimeError`` of torch or of the user, or an :class:`OtherRankError`, may be the consequence of another rank's
+    failure, so it is delayed until all other ranks have sent heartbeats for ``timeout``.  Collective over the world;
+    rank 0 leaves last.  A single process is not monitored.
 
     Heartbeats use the store of ``init_process_group``: one small message per rank and round, and one per phase.  Rank 0
     reads all of them and announces a lost rank; the other ranks follow rank 0.

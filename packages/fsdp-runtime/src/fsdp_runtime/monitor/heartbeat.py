@@ -36,10 +36,9 @@ class LostRank:
 
 
 class HeartbeatStore:
-    """The keys of one monitor in a store; ``name`` is equal on every rank, and different for every monitor.
+    """The keys of one monitor in a store; ``name`` is equal on every rank, and different for every monitor."""
 
-    A connection of ``connect`` serves one call at a time, and some calls wait.
-    """
+    # A connection of ``connect`` serves one call at a time, and some calls wait.
 
     def __init__(self, connect: Callable[[], Store], name: str, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
@@ -48,32 +47,32 @@ class HeartbeatStore:
 
     def post(self, rank: int, heartbeat: Heartbeat) -> None:
         """Write a rank's heartbeat; rank 0's wakes the ranks in :meth:`wait_for_rank0`."""
-        self._store.set(_rank_key(rank), json.dumps(asdict(heartbeat)))
+        self._store.set(f"rank/{rank}", json.dumps(asdict(heartbeat)))
         if rank == 0:
-            self._store.set(_tick_key(heartbeat.count), "")
+            self._store.set(f"tick/{heartbeat.count}", "")
             if heartbeat.count >= _KEPT_TICKS:
-                self._store.delete_key(_tick_key(heartbeat.count - _KEPT_TICKS))
+                self._store.delete_key(f"tick/{heartbeat.count - _KEPT_TICKS}")
 
     def wait_for_rank0(self, count: int, timeout: float) -> Heartbeat:
         """Wait for rank 0's first heartbeat after ``count`` and return its latest."""
         # The call returns as soon as the heartbeat is posted, so that rank 0's last message is known before its process
         # ends, and the store with it.
-        self._waiting_store.wait([_tick_key(count + 1)], timedelta(seconds=timeout))
-        return Heartbeat(**json.loads(self._waiting_store.get(_rank_key(0))))
+        self._waiting_store.wait([f"tick/{count + 1}"], timedelta(seconds=timeout))
+        return Heartbeat(**json.loads(self._waiting_store.get("rank/0")))
 
     def latest(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         """Return the latest heartbeats of ranks that have posted one."""
         wanted = list(ranks)
-        texts = self._store.multi_get([_rank_key(rank) for rank in wanted])
+        texts = self._store.multi_get([f"rank/{rank}" for rank in wanted])
         return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(wanted, texts, strict=True)}
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that have posted nothing within the timeout."""
         wanted = list(ranks)
         try:
-            self._store.wait([_rank_key(rank) for rank in wanted], self._timeout)
+            self._store.wait([f"rank/{rank}" for rank in wanted], self._timeout)
         except RuntimeError:
-            return [rank for rank in wanted if not self._store.check([_rank_key(rank)])]
+            return [rank for rank in wanted if not self._store.check([f"rank/{rank}"])]
         return []
 
     def announce(self, lost: LostRank) -> None:
@@ -87,20 +86,11 @@ class HeartbeatStore:
         return LostRank(**json.loads(self._store.get("lost")))
 
 
-def _rank_key(rank: int) -> str:
-    return f"rank/{rank}"
-
-
-def _tick_key(count: int) -> str:
-    return f"tick/{count}"
-
-
 class FailureDetector:
-    """Count for how many rounds each rank's heartbeat has not changed.
+    """Count for how many rounds each rank's heartbeat has not changed."""
 
-    Rounds are counted instead of clock seconds, so that a process that was itself stopped for a while does not take the
-    others for dead when it continues.
-    """
+    # Rounds are counted instead of clock seconds, so that a process that was itself stopped for a while does not take
+    # the others for dead when it continues.
 
     def __init__(self, interval: float, timeout: float) -> None:
         self._interval, self._timeout = interval, timeout

@@ -68,10 +68,8 @@ class SaveFuture(Generic[T]):
 def save_in_thread(
     finish: Callable[[ModelRanks], T], ranks: ModelRanks, everyone: Sequence[int], resources: ExitStack
 ) -> SaveFuture[T]:
-    """Complete a save in a thread, which closes its resources.  Collective.
-
-    ``finish`` gets the ranks with a process group of their own: its collectives and those of training do not mix.
-    """
+    """Complete a save in a thread, which closes its resources.  Collective."""
+    # ``finish`` gets the ranks with a process group of their own: its collectives and those of training do not mix.
     own = _with_own_group(ranks, everyone)
     moved = resources.pop_all()
 

@@ -1,4 +1,4 @@
-"""Fill this rank's shard of a tensor from slices of stored tensors, reading only the slices the rank needs."""
+"""Fill this rank's shard of a tensor from boxes of stored tensors, reading only what the rank needs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.sharded.shard_offsets import dtensor_slices
-from tp_plans.transfer import Box
+from fsdp_runtime.sharded.shard_offsets import dtensor_box
+from tp_plans.transfer import Box, box_shape, full_box, intersection
 
-#: A rectangular part of a tensor: one slice per dim.
-Slices = tuple[slice, ...]
-
-#: Reads slices of a stored tensor by name; the result has all dims of the stored tensor.
-ReadSlices = Callable[[str, Slices], Tensor]
+#: Reads a box of a stored tensor by name; the result has all dims of the stored tensor.
+ReadBox = Callable[[str, Box], Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,74 +21,84 @@ class Chunk:
     """A rectangular part of a target tensor and its position in a stored tensor."""
 
     source: str  # name of the stored tensor
-    target: Slices
+    target: Box
     start: tuple[int, ...]  # index of the first element in the source
     dims: tuple[int | None, ...]  # source dim of each target dim, if it has one; others have size 1
 
-    def intersect(self, slices: Slices) -> Chunk | None:
-        """Return the part of the chunk inside slices of the target, ``None`` if it is empty."""
-        target = tuple(
-            slice(max(own.start, other.start), min(own.stop, other.stop))
-            for own, other in zip(self.target, slices, strict=True)
-        )
-        if any(side.stop <= side.start for side in target):
+    def intersect(self, box: Box) -> Chunk | None:
+        """Return the part of the chunk inside a box of the target, ``None`` if it is empty."""
+        target = intersection(self.target, box)
+        if target is None:
             return None
         start = list(self.start)
-        for old, new, dim in zip(self.target, target, self.dims, strict=True):
+        for (old, _), (new, _), dim in zip(self.target, target, self.dims, strict=True):
             if dim is not None:
-                start[dim] += new.start - old.start
+                start[dim] += new - old
         return replace(self, target=target, start=tuple(start))
 
     @property
-    def source_slices(self) -> Slices:
-        """The slices of the source that hold the chunk's elements."""
+    def source_box(self) -> Box:
+        """The box of the source that holds the chunk's elements."""
         size = [1] * len(self.start)
-        for side, dim in zip(self.target, self.dims, strict=True):
+        for count, dim in zip(box_shape(self.target), self.dims, strict=True):
             if dim is not None:
-                size[dim] = side.stop - side.start
-        return tuple(slice(first, first + count) for first, count in zip(self.start, size, strict=True))
+                size[dim] = count
+        return tuple((first, first + count) for first, count in zip(self.start, size, strict=True))
 
     def to_target(self, tensor: Tensor) -> Tensor:
-        """Permute and reshape a tensor read from :attr:`source_slices` to the target's dims."""
-        used = [dim for dim in self.dims if dim is not None]
-        unused = [dim for dim in range(tensor.ndim) if dim not in used]
-        return tensor.permute([*used, *unused]).reshape([side.stop - side.start for side in self.target])
+        """Return a view of what was read from :attr:`source_box` in the target's dims."""
+        return in_dims(tensor, self.dims, box_shape(self.target))
+
+
+def in_dims(tensor: Tensor, dims: Sequence[int | None], shape: Sequence[int]) -> Tensor:
+    """Return a view of a tensor with these of its dims, one of size 1 for ``None``; those left out have size 1."""
+    used = [dim for dim in dims if dim is not None]
+    unused = [dim for dim in range(tensor.ndim) if dim not in used]
+    return tensor.permute([*used, *unused]).view(tuple(shape))
 
 
 def identity_chunk(name: str, shape: Sequence[int]) -> Chunk:
     """Return the chunk that maps a stored tensor to an equal target."""
-    return Chunk(name, full_slices(shape), (0,) * len(shape), tuple(range(len(shape))))
+    return whole_chunk(name, full_box(shape))
 
 
-def full_slices(shape: Sequence[int]) -> Slices:
-    """Return the slices that select a full tensor of ``shape``."""
-    return tuple(slice(0, size) for size in shape)
+def whole_chunk(name: str, target: Box) -> Chunk:
+    """Return the chunk that is all of a stored tensor, at a box of the target."""
+    return Chunk(name, target, (0,) * len(target), tuple(range(len(target))))
 
 
-def to_box(slices: Slices) -> Box:
-    """Return slices as the first and the last index, exclusive, of each dim."""
-    return tuple((side.start, side.stop) for side in slices)
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """Return the slices that select a box of a tensor."""
+    return tuple(slice(*side) for side in box)
 
 
-def fill_local(tensor: Tensor, chunks: Sequence[Chunk], read: ReadSlices) -> None:
+def inside(box: Box, part: Box) -> tuple[slice, ...]:
+    """Return the slices of a tensor of a box's shape that hold a part of the box."""
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, box, strict=True))
+
+
+def fill_local(tensor: Tensor, chunks: Sequence[Chunk], read: ReadBox) -> None:
     """Fill this rank's shard of a tensor and read nothing else; values are converted to the tensor's dtype."""
-    fill_slices(*local_part(tensor), chunks, read)
+    fill_box(*local_part(tensor), chunks, read)
 
 
 @torch.no_grad()
-def fill_slices(part: Tensor, slices: Slices, chunks: Sequence[Chunk], read: ReadSlices) -> None:
-    """Fill the part of a tensor that consists of these slices of it."""
+def fill_box(part: Tensor, box: Box, chunks: Sequence[Chunk], read: ReadBox) -> None:
+    """Fill the part of a tensor that is a box of it."""
     for chunk in chunks:
-        if (needed := chunk.intersect(slices)) is not None:
-            inside = tuple(
-                slice(side.start - offset.start, side.stop - offset.start)
-                for side, offset in zip(needed.target, slices, strict=True)
-            )
-            part[inside].copy_(needed.to_target(read(needed.source, needed.source_slices)))
+        if (needed := chunk.intersect(box)) is not None:
+            part[inside(box, needed.target)].copy_(needed.to_target(read(needed.source, needed.source_box)))
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, Slices]:
-    """Return this rank's local tensor and the slices of the full tensor that it holds."""
+@torch.no_grad()
+def fill_from(tensor: Tensor, full: Tensor) -> None:
+    """Fill this rank's shard of a tensor with its part of the full values."""
+    part, box = local_part(tensor)
+    part.copy_(full[slices_of(box)])
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
+    """Return this rank's local tensor and the box of the full tensor that it holds."""
     if isinstance(tensor, DTensor):
-        return tensor.to_local(), dtensor_slices(tensor)
-    return tensor, full_slices(tensor.shape)
+        return tensor.to_local(), dtensor_box(tensor)
+    return tensor, full_box(tensor.shape)

@@ -67,14 +67,11 @@ def world_ranks() -> ModelRanks:
     return ModelRanks(() if world is None else (world,), dist.get_rank(), dist.get_world_size())
 
 
-def _on_one_rank(model: nn.Module) -> bool:
-    """Return whether the model, or a part of it, was parallelized on a mesh of one rank."""
-    return any(RUNTIME_STATE in module.__dict__ and runtime_state(module).one_rank for module in model.modules())
-
-
 def mesh_or_world_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> ModelRanks:
     """Return the ranks that write a model's checkpoint: those of its mesh, the world for a model without one."""
-    if model_mesh(entries) is not None or _on_one_rank(model):
+    # A model, or a part of it, that was parallelized on a mesh of one rank has plain tensors.
+    states = (runtime_state(module) for module in model.modules() if RUNTIME_STATE in module.__dict__)
+    if model_mesh(entries) is not None or any(state.one_rank for state in states):
         return mesh_ranks(entries)
     return world_ranks()
 
@@ -89,10 +86,8 @@ class RankStep:
 
 @contextmanager
 def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
-    """Run a rank-local step on every rank; an exception on one rank raises on all.  Collective.
-
-    Other ranks than the one that failed raise :class:`OtherRankError`.
-    """
+    """Run a rank-local step on every rank; an exception on one rank raises on all.  Collective."""
+    # Other ranks than the one that failed raise :class:`OtherRankError`.
     step = RankStep()
     try:
         yield step
@@ -164,10 +159,8 @@ _EXCHANGE_TAG = 3000
 
 
 def exchange_bytes(ranks: ModelRanks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-    """Send one tensor to each of some ranks and fill one from each of some, all at once; ranks are global.
-
-    Pairs that one axis connects use its group, whose connections other collectives have made already.
-    """
+    """Send one tensor to each of some ranks and fill one from each of some, all at once; ranks are global."""
+    # Pairs that one axis connects use its group, whose connections other collectives have made already.
     members = [set(dist.get_process_group_ranks(group)) for group in ranks.groups]
     by_group: dict[ProcessGroup | None, list[dist.P2POp]] = {}
     for way, tensors in ((dist.isend, outgoing), (dist.irecv, incoming)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import all_gather_flat
 from fsdp_runtime.sharded.collectives import own_rank
-from fsdp_runtime.sharded.shard_offsets import dtensor_slices, shard_steps
+from fsdp_runtime.sharded.shard_offsets import dtensor_box, shard_steps
 from tp_plans.transfer import ShardStep
 
 #: Shards of at least this many bytes have an all-gather each, which avoids two copies through a shared buffer.
@@ -48,7 +49,7 @@ class _GatheredChunks:
     def tensor(self) -> Tensor:
         """Wait for the all-gather and return the tensor, gathered over one axis."""
         self.work.wait()
-        count = _numel(self.shape) * self.dtype.itemsize
+        count = prod(self.shape) * self.dtype.itemsize
         chunks = self.rows[:, self.offset : self.offset + count].view(self.dtype)
         padded = chunks.reshape(len(self.rows) * self.shape[0], *self.shape[1:])
         # Only the last chunks are padded, so all padding is at the end.
@@ -58,12 +59,10 @@ class _GatheredChunks:
 def full_tensors(
     tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None, to: int | None = None
 ) -> Iterator[Tensor]:
-    """Return an iterator over the full tensors in order; plain tensors are unchanged.  Collective.
-
-    All communication has started when this returns, after a conversion of floating-point tensors to ``dtype``.  With
-    ``to``, a global rank, the others take part in the gathers that it needs: they exhaust the iterator, whose tensors
-    are of no use there.
-    """
+    """Return an iterator over the full tensors in order; plain tensors are unchanged.  Collective."""
+    # All communication has started when this returns, after a conversion of floating-point tensors to ``dtype``. With
+    # ``to``, a global rank, the others take part in the gathers that it needs: they exhaust the iterator, whose tensors
+    # are of no use there.
     pending = [_pending(tensor.detach(), dtype, to) for tensor in tensors]
     ready: list[Tensor | _GatheredChunks] = [item.tensor for item in pending]
     while waiting := [index for index, item in enumerate(pending) if item.steps]:
@@ -101,7 +100,7 @@ def _pending(tensor: Tensor, dtype: torch.dtype | None, to: int | None) -> _Pend
         tensor = tensor.to(dtype)
     if not isinstance(tensor, DTensor):
         return _PendingGather(tensor, [])
-    dtensor_slices(tensor)  # raises if the local tensor does not have the shape its placements imply
+    dtensor_box(tensor)  # raises if the local tensor does not have the shape its placements imply
     mesh = tensor.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
     size, steps = list(tensor.shape), []
@@ -145,14 +144,14 @@ def _all_gather(batch: list[_PendingGather], group: ProcessGroup) -> list[_Gathe
         _, step, size = item.steps[-1]
         shapes.append((step.chunk_size(size), *shard.shape[1:]))
         offsets.append(total)
-        total += -(-_numel(shapes[-1]) * shard.itemsize // _ALIGNMENT) * _ALIGNMENT
+        total += -(-prod(shapes[-1]) * shard.itemsize // _ALIGNMENT) * _ALIGNMENT
     total = max(total, _ALIGNMENT)  # an empty row could not be viewed as other dtypes
     if len(shards) == 1 and shards[0].is_contiguous() and shards[0].nbytes == total:
         local = shards[0].view(-1).view(torch.uint8)
     else:
         local = torch.empty(total, dtype=torch.uint8, device=shards[0].device)
         for shard, offset, shape in zip(shards, offsets, shapes, strict=True):
-            chunk = local[offset : offset + _numel(shape) * shard.itemsize].view(shard.dtype).view(shape)
+            chunk = local[offset : offset + prod(shape) * shard.itemsize].view(shard.dtype).view(shape)
             chunk[: len(shard)].copy_(shard)
     rows = local.new_empty(dist.get_world_size(group), total)
     work = all_gather_flat(rows.view(-1), local, group)
@@ -160,7 +159,3 @@ def _all_gather(batch: list[_PendingGather], group: ProcessGroup) -> list[_Gathe
         _GatheredChunks(rows, work, offset, shape, item.tensor.dtype, item.steps[-1][1].dim, item.steps[-1][2])
         for item, offset, shape in zip(batch, offsets, shapes, strict=True)
     ]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

@@ -24,9 +24,7 @@ class HostStaging:
 
     def copy(self, tensor: Tensor) -> list[Tensor]:
         """Start to copy a tensor; return its bytes in pieces of uint8, complete after :meth:`synchronize`."""
-        flat = tensor.detach().contiguous().reshape(-1)
-        flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
-        pieces = []
+        flat, pieces = flat_bytes(tensor.detach()), []
         while flat.numel():
             piece = self._take(flat.numel(), flat.device.type)
             piece.copy_(flat[: len(piece)], non_blocking=True)
@@ -73,6 +71,12 @@ class StagedWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, ``[bytes]`` uint8."""
+    flat = tensor.contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def drained(items: list[T]) -> Iterator[T]:

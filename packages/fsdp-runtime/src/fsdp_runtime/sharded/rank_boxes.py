@@ -12,24 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sharded.chunks import Chunk, Slices, to_box
-from fsdp_runtime.sharded.shard_offsets import dtensor_slices, mesh_layout_of
-from tp_plans.transfer import Box, StoredBlock, intersection, mesh_boxes
+from fsdp_runtime.sharded.chunks import Chunk, in_dims, slices_of
+from fsdp_runtime.sharded.shard_offsets import dtensor_box, mesh_layout_of
+from tp_plans.transfer import Box, StoredBlock, box_shape, intersection, mesh_boxes
 
 
 class BoxOwners:
-    """Finds the ranks that have a part of a tensor; all tensors of one layout are looked through once.
-
-    Args:
-        everyone: the ranks that have a plain tensor.
-    """
+    """Finds the ranks that have a part of a tensor; all tensors of one layout are looked through once."""
 
     def __init__(self, everyone: Sequence[int]) -> None:
-        self._everyone = everyone
+        self._everyone = everyone  # the ranks that have a plain tensor
         self._found: dict[Hashable, tuple[Tensor, list[tuple[Box, tuple[int, ...]]]]] = {}
 
-    def near(self, tensor: Tensor, slices: Slices) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Yield the boxes of a tensor that overlap some of its slices, each with the ranks that have it."""
+    def near(self, tensor: Tensor, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Yield the boxes of a tensor that overlap one of it, each with the ranks that have it."""
         key = layout_key(tensor)
         if key not in self._found:
             owners: dict[Box, list[int]] = {}
@@ -37,8 +33,8 @@ class BoxOwners:
                 owners.setdefault(box, []).append(rank)
             self._found[key] = _sides(list(owners)), [(box, tuple(ranks)) for box, ranks in owners.items()]
         sides, found = self._found[key]
-        wanted = _sides([to_box(slices)])
-        overlap = torch.minimum(sides[..., 1], wanted[..., 1]) > torch.maximum(sides[..., 0], wanted[..., 0])
+        near = _sides([wanted])
+        overlap = torch.minimum(sides[..., 1], near[..., 1]) > torch.maximum(sides[..., 0], near[..., 0])
         return (found[number] for number in overlap.all(-1).nonzero().flatten().tolist())
 
 
@@ -58,7 +54,7 @@ def rank_boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]
     """The box of a model's tensor on each rank that has one."""
     if not isinstance(tensor, DTensor):
         return [(rank, tuple((0, size) for size in tensor.shape)) for rank in everyone]
-    dtensor_slices(tensor)  # raises if the local tensor does not have the shape its placements imply
+    dtensor_box(tensor)  # raises if the local tensor does not have the shape its placements imply
     mesh = tensor.device_mesh
     boxes = mesh_boxes(tensor.shape, mesh.shape, [mesh_layout_of(placement) for placement in tensor.placements])
     by_rank = dict(zip(mesh.mesh.flatten().tolist(), boxes, strict=True))
@@ -66,11 +62,9 @@ def rank_boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]
 
 
 def _twins(mesh: DeviceMesh) -> dict[int, int]:
-    """The rank of a mesh that holds the same as each rank of its root mesh.
-
-    A tensor on a submesh, as FSDP2 puts what ``tp`` does not shard, is replicated over the axes that the submesh lacks:
-    a rank holds the same as the one of the submesh with its coordinate on all other axes.
-    """
+    """The rank of a mesh that holds the same as each rank of its root mesh."""
+    # A tensor on a submesh, as FSDP2 puts what ``tp`` does not shard, is replicated over the axes that the submesh
+    # lacks: a rank holds the same as the one of the submesh with its coordinate on all other axes.
     ranks = root_mesh(mesh).mesh
     places = {
         int(rank): place
@@ -86,26 +80,16 @@ def _twins(mesh: DeviceMesh) -> dict[int, int]:
 
 def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
     """Yield the part of an exported chunk that a rank has, as a block of the exported tensor."""
-    wanted = to_box(chunk.source_slices)
-    common = intersection(wanted, held)
+    common = intersection(chunk.source_box, held)
     if common is None:
         return
+    moved = [(low - first, high - first) for (low, high), first in zip(common, chunk.start, strict=True)]
     box = tuple(
-        (side.start, side.stop)
-        if dim is None
-        else (
-            side.start + common[dim][0] - chunk.start[dim],
-            side.start + common[dim][1] - chunk.start[dim],
-        )
+        side if dim is None else (side[0] + moved[dim][0], side[0] + moved[dim][1])
         for side, dim in zip(chunk.target, chunk.dims, strict=True)
     )
     offset = tuple(start - first for (start, _), (first, _) in zip(common, held, strict=True))
     yield StoredBlock(rank, box, chunk.source, offset, chunk.dims)
-
-
-def inside(box: Box, part: Box) -> tuple[slice, ...]:
-    """Return the slices of a tensor of a box's shape that hold a part of the box."""
-    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, box, strict=True))
 
 
 def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, part: Box) -> Tensor:
@@ -118,14 +102,4 @@ def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, par
             f"the local tensor {block.local} {has} on rank {block.rank}; its layout stores part of {tensor} there, up "
             f"to index {reach}: give the tensors that the layout was made for"
         )
-    for dim, (start, stop) in enumerate(block.local_box(part)):
-        view = view.narrow(dim, start, stop - start)
-    used = [dim for dim in block.dims if dim is not None]
-    unused = [dim for dim in range(view.ndim) if dim not in used]
-    view = view.permute([*used, *unused])
-    for _ in unused:
-        view = view.squeeze(-1)
-    for position, local_dim in enumerate(block.dims):
-        if local_dim is None:
-            view = view.unsqueeze(position)
-    return view
+    return in_dims(view[slices_of(block.local_box(part))], block.dims, box_shape(part))

@@ -24,9 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError, WeightsError
-from fsdp_runtime.sharded.chunks import to_box
+from fsdp_runtime.sharded.chunks import inside
 from fsdp_runtime.sharded.fsync import naming_write_errors, reserve, start_writing
-from fsdp_runtime.sharded.rank_boxes import inside
 from tp_plans.transfer import Box, box_shape, full_box, intersection, split_box, volume
 
 #: The format's names of dtypes.
@@ -69,23 +68,29 @@ _STARTED_AFTER = 2**25
 
 
 @dataclass(frozen=True)
-class TensorHeader:
-    """Name, shape and dtype of a tensor that a file is going to hold."""
+class WeightInfo:
+    """The metadata with which a file, or a receiver, allocates a weight.
+
+    Args:
+        name: the weight's name.
+        dtype: its dtype.
+        shape: its full shape.
+    """
 
     name: str
-    shape: tuple[int, ...]
     dtype: torch.dtype
+    shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full tensor."""
+        """Bytes of the weight."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsLayout:
     """Where each tensor of a safetensors file lies, known before the first byte is written."""
 
-    def __init__(self, tensors: Sequence[TensorHeader]) -> None:
+    def __init__(self, tensors: Sequence[WeightInfo]) -> None:
         # Wider elements first, so that every tensor begins at a multiple of its element's size.
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
         offsets: dict[str, int] = {}
@@ -113,12 +118,11 @@ class SafetensorsLayout:
 
 
 class SafetensorsWriter:
-    """Write a safetensors file whose tensors are known beforehand, in any order, alone or with other processes.
+    """Write a safetensors file whose tensors are known beforehand, in any order, alone or with other processes."""
 
-    Without ``create`` another process has made the file, which is opened at the first write.
-    """
+    # Without ``create`` another process has made the file, which is opened at the first write.
 
-    def __init__(self, path: Path, tensors: Sequence[TensorHeader] | SafetensorsLayout, *, create: bool = True) -> None:
+    def __init__(self, path: Path, tensors: Sequence[WeightInfo] | SafetensorsLayout, *, create: bool = True) -> None:
         self._layout = tensors if isinstance(tensors, SafetensorsLayout) else SafetensorsLayout(tensors)
         self._path, self._descriptor, self._unstarted = path, -1, 0
         if create:
@@ -139,7 +143,7 @@ class SafetensorsWriter:
             if self._descriptor < 0:
                 self._descriptor = _open(self._path)
             offset = self._layout.offset(name) + start * flat.itemsize
-            _write_all(self._descriptor, _bytes_of(flat), offset)
+            _write_all(self._descriptor, memory_of(flat), offset)
         self._unstarted += flat.nbytes
         if self._unstarted >= _STARTED_AFTER:
             self._unstarted = 0
@@ -239,10 +243,10 @@ class SafetensorsReader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def read_slices(self, file: Path, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        """Return slices of a tensor, all of it without ``slices``, on the CPU in the stored dtype."""
+    def read_box(self, file: Path, name: str, wanted: Box | None = None) -> Tensor:
+        """Return a box of a tensor, by default all of it, on the CPU in the stored dtype."""
         shape, stored, first = self.headers(file).get(name, ((), "", 0))
-        box, dtype = to_box(slices) or full_box(shape), STORED_DTYPES.get(stored)
+        box, dtype = full_box(shape) if wanted is None else wanted, STORED_DTYPES.get(stored)
         if dtype is None or len(box) != len(shape) or (volume(box) and intersection(box, full_box(shape)) != box):
             found = f"has it as {stored} of shape {shape}" if stored else "lacks it"
             raise CheckpointError(
@@ -271,7 +275,7 @@ class SafetensorsReader:
 
     def read_bytes(self, file: Path, start: int, values: Tensor) -> None:
         """Fill a contiguous tensor on the CPU with the bytes of a file from ``start`` on, in large reads."""
-        view = _bytes_of(values.reshape(-1))
+        view = memory_of(values.reshape(-1))
         try:
             while view:
                 if not (count := os.preadv(self._files[file].descriptor, [view[:_MOVED_AT_ONCE]], start)):
@@ -281,10 +285,8 @@ class SafetensorsReader:
             raise self._damaged(file, error) from error
 
     def identity(self) -> tuple[tuple[str, int, bytes, tuple[int, int]], ...]:
-        """Return names, sizes and hashes of headers, the same on two ranks that have opened the same files.
-
-        The inode and the time of change follow, which copies of a file do not share.
-        """
+        """Return names, sizes and hashes of headers, the same on two ranks that have opened the same files."""
+        # The inode and the time of change follow, which copies of a file do not share.
         found = []
         for file, opened in sorted(self._files.items()):
             size, changed = opened.version
@@ -324,18 +326,17 @@ class SafetensorsReader:
                 if os.path.samestat(os.fstat(descriptor), os.stat(file)):
                     self._files[file] = _Opened(descriptor, headers, version)
         except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-            raise (self._damaged(file, error) if file.exists() else self._missing(file)) from error
+            if file.exists():
+                raise self._damaged(file, error) from error
+            raise CheckpointError(
+                f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
+            ) from error
         finally:
             if descriptor is not None and file not in self._files:
                 os.close(descriptor)
 
     def _damaged(self, file: Path, error: Exception) -> CheckpointError:
         return CheckpointError(f"{_describe(file)} is truncated or corrupt ({error}): {self._advice}")
-
-    def _missing(self, file: Path) -> CheckpointError:
-        return CheckpointError(
-            f"{file} is missing: {self._advice}; if another job has replaced the checkpoint, load it again"
-        )
 
 
 def _in_long_runs(box: Box, shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -349,7 +350,7 @@ def _version(descriptor: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _bytes_of(flat: Tensor) -> memoryview:
+def memory_of(flat: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU; ``Tensor.numpy`` would fix the size of its storage."""
     if not flat.nbytes:
         return memoryview(b"")

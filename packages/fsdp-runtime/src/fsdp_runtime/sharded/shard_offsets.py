@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch.distributed.tensor import DTensor, Placement
@@ -10,7 +9,7 @@ from torch.distributed.tensor import DTensor, Placement
 from fsdp_runtime._torch_compat import is_strided
 from fsdp_runtime.errors import WeightsError
 from tp_plans import Replicate, Shard
-from tp_plans.transfer import MeshLayout, ShardStep, StridedShard
+from tp_plans.transfer import Box, MeshLayout, ShardStep, StridedShard, box_shape, volume
 from tp_plans.transfer import shard_steps as plan_steps
 
 
@@ -30,34 +29,37 @@ def mesh_layout_of(placement: Placement) -> MeshLayout:
     raise WeightsError(f"a parameter is placed as {placement}: only Shard and Replicate can be read or saved")
 
 
-def local_slices(
+def local_box(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
-) -> tuple[slice, ...]:
-    """Return the slices of a full tensor of ``shape`` that the rank at ``coordinate`` of the mesh holds.
-
-    They match FSDP2's layout for uneven strided shards too, where DTensor's own arithmetic (torch 2.13) is wrong from
-    three data-parallel ranks on: for a dim of 7 over ``dp_shard=3, tp=2`` it expects the last element on rank (2, 0),
-    and FSDP2 stores it on (2, 1).
-    """
+) -> Box:
+    """Return the box of a full tensor of ``shape`` that the rank at ``coordinate`` of the mesh holds."""
+    # They match FSDP2's layout for uneven strided shards too, where DTensor's own arithmetic (torch 2.13) is wrong from
+    # three data-parallel ranks on: for a dim of 7 over ``dp_shard=3, tp=2`` it expects the last element on rank (2, 0),
+    # and FSDP2 stores it on (2, 1).
     start, size = [0] * len(shape), list(shape)
     for step in shard_steps(placements, mesh_shape):
         offset, length = step.chunk_range(size[step.dim], coordinate[step.axis])
         start[step.dim] += offset
         size[step.dim] = length
-    return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
+    return tuple((first, first + length) for first, length in zip(start, size, strict=True))
 
 
 def dtensor_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Return the slices of the full tensor that this rank's local tensor holds."""
+    return tuple(slice(*side) for side in dtensor_box(tensor))
+
+
+def dtensor_box(tensor: DTensor) -> Box:
+    """Return the box of the full tensor that this rank's local tensor holds."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise WeightsError(f"this rank is outside the mesh {mesh} that holds the model: call it on the mesh's ranks")
-    slices = local_slices(tensor.shape, tensor.placements, mesh.shape, coordinate)
-    expected, actual = tuple(side.stop - side.start for side in slices), tuple(tensor.to_local().shape)
-    if expected != actual and (math.prod(expected) or math.prod(actual)):  # FSDP2 may give an empty shard another shape
+    box = local_box(tensor.shape, tensor.placements, mesh.shape, coordinate)
+    expected, local = box_shape(box), tensor.to_local()
+    if expected != tuple(local.shape) and (volume(box) or local.numel()):  # FSDP2 may give an empty shard another shape
         raise WeightsError(
             f"a parameter of shape {tuple(tensor.shape)} with placements {tensor.placements} on a mesh of shape "
-            f"{tuple(mesh.shape)} has a local shape {actual} on rank {coordinate}, expected {expected}"
+            f"{tuple(mesh.shape)} has a local shape {tuple(local.shape)} on rank {coordinate}, expected {expected}"
         )
-    return slices
+    return box

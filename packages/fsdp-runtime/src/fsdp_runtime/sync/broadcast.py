@@ -16,7 +16,9 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks
-from fsdp_runtime.weights.stream import Bucket, WeightExport, WeightInfo
+from fsdp_runtime.sharded.host_staging import flat_bytes
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
+from fsdp_runtime.weights.stream import Bucket, WeightExport
 
 
 def send_weights(
@@ -84,12 +86,7 @@ def flatten_bucket(bucket: Bucket) -> Tensor:
     """
     if not bucket:
         raise OptionError("bucket is empty: give at least one name and tensor")
-    return torch.cat([_bytes_of(tensor) for _, tensor in bucket])
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().view(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+    return torch.cat([flat_bytes(tensor) for _, tensor in bucket])
 
 
 def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:

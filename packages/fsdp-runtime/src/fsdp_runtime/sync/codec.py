@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import WeightSyncError
+from fsdp_runtime.sharded.hashing import WORDS
 
 HEADER_BYTES = 16
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encode_changes(old: Tensor | None, new: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def _parsed(records: Tensor, offset: int, itemsize: int) -> tuple[int, int, int,
 
 def _bits(tensor: Tensor) -> Tensor:
     """The elements as integers of their size, flat."""
-    return tensor.contiguous().view(-1).view(_WORDS[tensor.element_size()])
+    return tensor.contiguous().view(-1).view(WORDS[tensor.element_size()])
 
 
 def _record(width: int, gaps: Tensor, values: Tensor) -> Tensor:

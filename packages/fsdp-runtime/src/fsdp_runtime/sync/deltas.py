@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -63,7 +65,8 @@ class Changes:
         """Send this rank's records and pass on those of others, one step of all chains at a time."""
         rank, sent, received = self._sides.rank, 0, 0
         known, arrived = dict(records), dict[tuple[str, Box], Tensor]()
-        for step in _steps(transfers):
+        hops = attrgetter("hop")  # how many ranks passed a box on before
+        for _, step in groupby(sorted(transfers, key=hops), hops):
             outgoing: dict[int, list[Tensor]] = {}
             incoming: dict[int, list[BlockTransfer]] = {}
             for each in step:
@@ -112,11 +115,3 @@ class Changes:
             end = end_of_record(run, offset, self._plan.destination.tensors[each.tensor].itemsize)
             yield (each.tensor, each.box), run[offset:end]
             offset = end
-
-
-def _steps(transfers: Sequence[BlockTransfer]) -> list[list[BlockTransfer]]:
-    """The transfers by how many ranks passed a box on before."""
-    steps: dict[int, list[BlockTransfer]] = {}
-    for each in transfers:
-        steps.setdefault(each.hop, []).append(each)
-    return [step for _, step in sorted(steps.items())]

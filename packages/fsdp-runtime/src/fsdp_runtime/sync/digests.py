@@ -11,9 +11,10 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.chunks import inside
 from fsdp_runtime.sharded.collectives import all_reduce_over, mesh_ranks, own_rank
 from fsdp_runtime.sharded.hashing import hash_box
-from fsdp_runtime.sharded.rank_boxes import block_view, inside
+from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.sync.groups import rank_in
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
 from fsdp_runtime.sync.tensor_views import box_views, torch_dtype
@@ -47,9 +48,7 @@ def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[s
     """
     shards = ModelShards(model, export=export)
     shards.refresh()
-    groups = mesh_ranks(state_entries(model)).groups
-    rank = own_rank()
-    return _summed(shards.layout, _of_cover(shards.layout, shards.local, rank), groups)
+    return _digests(shards.layout, shards.local, own_rank(), mesh_ranks(state_entries(model)).groups)
 
 
 def digest_layout(
@@ -79,8 +78,7 @@ def digest_layout(
         >>> digest_layout(shards.layout, shards.local) == digest(model)
         True
     """
-    rank = rank_in(group)
-    return _summed(layout, _of_cover(layout, local, rank), _groups(group))
+    return _digests(layout, local, rank_in(group), _groups(group))
 
 
 def verify_transfer(
@@ -168,13 +166,15 @@ def _describe(
     )
 
 
-def _of_cover(layout: TransferLayout, local: Mapping[str, Tensor], rank: int) -> Tensor:
-    """Return this rank's part of the sum that is each tensor's digest."""
+def _digests(
+    layout: TransferLayout, local: Mapping[str, Tensor], rank: int, groups: Sequence[ProcessGroup]
+) -> dict[str, int]:
+    """Return each tensor's digest: the sum of what one rank for each element adds."""
     partial_sums = torch.zeros(len(layout.tensors), dtype=torch.int64)
     position = {name: index for index, name in enumerate(layout.tensors)}
     for each in plan_cover(layout, rank=rank):
         partial_sums[position[each.tensor]] += _hash(layout, rank, local, each.tensor, each.box)
-    return partial_sums
+    return dict(zip(layout.tensors, all_reduce_over(groups, partial_sums, dist.ReduceOp.SUM).tolist(), strict=True))
 
 
 def _hash(layout: TransferLayout, rank: int, local: Mapping[str, Tensor], name: str, box: Box) -> int:
@@ -188,10 +188,6 @@ def _hash(layout: TransferLayout, rank: int, local: Mapping[str, Tensor], name: 
             values = torch.empty(box_shape(box), dtype=torch_dtype(layout, name), device=view.device)
         values[inside(box, part)].copy_(view)
     return 0 if values is None else int(hash_box(values, layout.tensors[name].shape, box))
-
-
-def _summed(layout: TransferLayout, partial_sums: Tensor, groups: Sequence[ProcessGroup]) -> dict[str, int]:
-    return dict(zip(layout.tensors, all_reduce_over(groups, partial_sums, dist.ReduceOp.SUM).tolist(), strict=True))
 
 
 def _groups(group: ProcessGroup | None) -> Sequence[ProcessGroup]:

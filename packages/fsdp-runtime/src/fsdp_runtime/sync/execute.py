@@ -25,7 +25,7 @@ from fsdp_runtime.sync.schedule import (
 from fsdp_runtime.sync.shared_buckets import SharedBuckets
 from fsdp_runtime.sync.tensor_views import Sides, message_values
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
-from tp_plans.transfer import BlockTransfer, TransferPlan
+from tp_plans.transfer import TransferPlan
 
 
 @torch.no_grad()
@@ -85,16 +85,12 @@ def execute_transfer(
     for each in own:
         if each.is_local:
             sides.copy(each)
-    windows = agreed_windows(plan, own, bucket_bytes, Handshake(plan.ranks or (rank,), peers, where, WINDOWS))
+    windows = 1  # where all ranks know without a word that one will do; else the same on every rank
+    if not fits_in_one_round(plan, bucket_bytes):
+        handshake = Handshake(plan.ranks or (rank,), peers, where, WINDOWS)
+        windows = max(number for (number,) in handshake.gather([windows_of(plan, own, bucket_bytes)]).values())
     is_shared = shared_memory and any(plan.bytes_received(each) for each in plan.ranks)
     run_rounds(sides, rounds_of(plan, own, windows), peers, where, shared_memory=is_shared, on_round=on_round)
-
-
-def agreed_windows(plan: TransferPlan, own: Sequence[BlockTransfer], bucket_bytes: int, handshake: Handshake) -> int:
-    """Return the windows of a plan's rounds, the same on every rank; collective, unless all know that one will do."""
-    if fits_in_one_round(plan, bucket_bytes):
-        return 1
-    return max(number for (number,) in handshake.gather([windows_of(plan, own, bucket_bytes)]).values())
 
 
 def run_rounds(

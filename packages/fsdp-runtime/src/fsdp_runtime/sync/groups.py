@@ -75,10 +75,6 @@ def transfer_group(
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """Return this process's rank in a group; for ``None`` in the world, or 0 where there is none.
-
-    ``torch.distributed.get_rank`` takes ranks of a group for ranks of the world, which a separate group has not.
-    """
-    if group is not None:
-        return group.rank()
-    return own_rank()
+    """Return this process's rank in a group; for ``None`` in the world, or 0 where there is none."""
+    # ``torch.distributed.get_rank`` takes ranks of a group for ranks of the world, which a separate group has not.
+    return own_rank() if group is None else group.rank()

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh, own_rank
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.adapters import saved_tensors
-from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, MergedShards
 from fsdp_runtime.weights.file_plan import ExportedPieces
-from fsdp_runtime.weights.merged_shards import MergedShards
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
 
@@ -74,10 +73,7 @@ class ModelShards:
         for group in groups:
             _require_blocks(group)
             adapters = {part for each in group.adapters.values() for f in each for part in (f.a_name, f.b_name)}
-            for name, tensor in group.sources.items():
-                if name in adapters:
-                    continue
-                local[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            local |= {name: local_tensor(each).detach() for name, each in group.sources.items() if name not in adapters}
             for item in group.tensors:
                 tensors[item.name] = CheckpointTensor(item.shape, str(item.dtype).removeprefix("torch."))
                 chunks, (_, pieces) = item.chunks or (), pieces_of(item, group.sources, gathered=True)
@@ -140,7 +136,7 @@ def _adapter_groups(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) ->
     groups = []
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        item = ExportedTensor(name, shape, dtype or tensor.dtype, [identity_chunk(name, shape)])
+        item = ExportedTensor(name, dtype or tensor.dtype, shape, [identity_chunk(name, shape)])
         groups.append(ExportGroup({name: tensor}, [item], None, {}, item.nbytes))
     return groups
 

@@ -63,21 +63,18 @@ class PointToPoint:
 
 
 class Handshake:
-    """Exchanges of the ranks of a plan, through the first of them; ``tag`` is the kind of the messages.
+    """Exchanges of the ranks of a plan, through the first of them; ``tag`` is the kind of the messages."""
 
-    The others wait twice as long for the first rank's answer as it waits for them.
-    """
+    # The others wait twice as long for the first rank's answer as it waits for them.
 
     def __init__(self, ranks: Sequence[int], peers: PointToPoint, device: torch.device, tag: int = HANDSHAKE) -> None:
         self._first, self._others = ranks[0], list(ranks[1:])
         self._peers, self._device, self._tag = peers, device, tag
 
     def gather(self, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """Return the numbers of every rank, as many as this one's, on every rank.
-
-        The first rank's error names a rank that took no part in time.  With gloo, whose connections all close at a
-        timeout, those of other ranks refer to it.
-        """
+        """Return the numbers of every rank, as many as this one's, on every rank."""
+        # The first rank's error names a rank that took no part in time. With gloo, whose connections all close at a
+        # timeout, those of other ranks refer to it.
         own, tag = torch.tensor(numbers, device=self._device), self._tag + len(numbers)
         ranks = [self._first, *self._others]
         if self._peers.rank == self._first:

@@ -52,12 +52,11 @@ class _Shared:
 
 
 class QuantizedShards:
-    """The quantized parts of a model's shards: their layout on all ranks, and this rank's local tensors.
+    """The quantized parts of a model's shards: their layout on all ranks, and this rank's local tensors."""
 
-    A block whose borders cut no cell with one scale is quantized without communication.  The largest magnitudes of cut
-    cells, and of full weights where the format needs them, are combined over the model's ranks.  The bits are those of
-    :meth:`Quantization.quantize` on the full weight.
-    """
+    # A block whose borders cut no cell with one scale is quantized without communication. The largest magnitudes of cut
+    # cells, and of full weights where the format needs them, are combined over the model's ranks. The bits are those of
+    # :meth:`Quantization.quantize` on the full weight.
 
     def __init__(
         self,
@@ -136,7 +135,8 @@ class QuantizedShards:
             amax = cells.new_zeros(())
             shared = self._shared.get(own.weight)
             if shared is not None:
-                self._read_cells(own, shared, numbers, cells)
+                for strip, part in self._strips(own, shared, numbers, cells.view(torch.int32)):
+                    part.copy_(strip)
                 amax = amax if shared.amax is None else numbers[shared.amax].view(torch.float32)
             parts = self._quantization.quantize_box(view, own.start, cells, amax)
             for local, part in zip(own.parts, parts, strict=True):
@@ -146,11 +146,9 @@ class QuantizedShards:
         return block_view(self._source, own.weight, own.block, own.block.box)
 
     def _magnitudes(self) -> tuple[dict[int, Tensor], Tensor]:
-        """The magnitudes of this rank's blocks that others need too, and those of all ranks.
-
-        They are exchanged as the bits of float32 numbers, whose order for numbers from zero is that of integers, with
-        NaN the largest: a maximum of floats may lose a NaN.
-        """
+        """The magnitudes of this rank's blocks that others need too, and those of all ranks."""
+        # They are exchanged as the bits of float32 numbers, whose order for numbers from zero is that of integers, with
+        # NaN the largest: a maximum of floats may lose a NaN.
         device = next((self._view(own).device for own in self._own), torch.device("cpu"))
         numbers = torch.zeros(self._count, dtype=torch.int32, device=device)
         kept = {}
@@ -168,12 +166,6 @@ class QuantizedShards:
                 for strip, part in self._strips(own, shared, numbers, cells.view(torch.int32)):
                     torch.maximum(strip, part, out=strip)
         return kept, all_reduce_over(self._groups, numbers, dist.ReduceOp.MAX)
-
-    def _read_cells(self, own: _OwnBlock, shared: _Shared, numbers: Tensor, cells: Tensor) -> None:
-        if shared.rows or shared.columns:
-            bits = cells.view(torch.int32)
-            for strip, part in self._strips(own, shared, numbers, bits):
-                part.copy_(strip)
 
     def _strips(self, own: _OwnBlock, shared: _Shared, numbers: Tensor, cells: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pairs of views of the same cells: among the numbers of all ranks, and among those of a block."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from fsdp_runtime.errors import OptionError
 from tp_plans.transfer import BlockTransfer, TransferPlan, split_box, volume
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,10 @@ ALIGNMENT = 8
 
 
 def windows_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], bucket_bytes: int) -> int:
-    """Return into how many equal windows a plan has to be cut for a rank to have at most a bucket in each.
-
-    A power of two: a rank that needs fewer can do with more, so that ranks need to agree on the largest.
-    """
-    remote = [(each, aligned(each.nbytes)) for each in transfers if not each.is_local]
-    limit = bucket_bytes // ALIGNMENT * ALIGNMENT
-    windows = 1
-    while any(sum(sizes) > limit for sizes in _by_round(plan, remote, windows).values()):
+    """Return into how many equal windows a plan has to be cut for a rank to have at most a bucket in each."""
+    # A power of two: a rank that needs fewer can do with more, so that ranks need to agree on the largest.
+    limit, windows = bucket_bytes // ALIGNMENT * ALIGNMENT, 1
+    while any(sum(aligned(e.nbytes) for e in each) > limit for each in _by_round(plan, transfers, windows).values()):
         windows *= 2
     return windows
 
@@ -54,27 +47,26 @@ def fits_in_one_round(plan: TransferPlan, bucket_bytes: int) -> bool:
 
 
 def rounds_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], windows: int) -> list[Round]:
-    """Return the rounds in which a rank has part, in order; each has one message for another rank at most.
-
-    The plan's transfers follow one another on a line, which is cut into windows; a round is what ranks send themselves
-    in a window, or what they pass on once, twice and so on.  All ranks have the same windows, and a rank the rounds of
-    its own transfers, so that both ranks of a message make the same one, in the same order as their others.
-    """
+    """Return the rounds in which a rank has part, in order; each has one message for another rank at most."""
+    # The plan's transfers follow one another on a line, which is cut into windows; a round is what ranks send
+    # themselves in a window, or what they pass on once, twice and so on. All ranks have the same windows, and a rank
+    # the rounds of its own transfers, so that both ranks of a message make the same one, in the same order as their
+    # others.
     tensors = plan.destination.tensors
-    remote = [(each, each) for each in transfers if not each.is_local]
     return [
         _messages(sorted(found, key=lambda each: (-tensors[each.tensor].itemsize, each.position)))
-        for _, found in sorted(_by_round(plan, remote, windows).items())
+        for _, found in sorted(_by_round(plan, transfers, windows).items())
     ]
 
 
 def _by_round(
-    plan: TransferPlan, values: Iterable[tuple[BlockTransfer, T]], windows: int
-) -> dict[tuple[int, int], list[T]]:
-    """The values of transfers by their rounds: the window, and how often it was passed on."""
-    found: dict[tuple[int, int], list[T]] = defaultdict(list)
-    for each, value in values:
-        found[each.position * windows // plan.nbytes, each.hop].append(value)
+    plan: TransferPlan, transfers: Iterable[BlockTransfer], windows: int
+) -> dict[tuple[int, int], list[BlockTransfer]]:
+    """The transfers between ranks by their rounds: the window, and how often what they send was passed on."""
+    found: dict[tuple[int, int], list[BlockTransfer]] = defaultdict(list)
+    for each in transfers:
+        if not each.is_local:
+            found[each.position * windows // plan.nbytes, each.hop].append(each)
     return found
 
 

@@ -27,10 +27,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SharedBuckets:
-    """This rank's bucket and those of the other ranks of its host; a context manager.
+    """This rank's bucket and those of the other ranks of its host; a context manager."""
 
-    What the group carries for a message is the place of its bytes in the bucket of the sender.
-    """
+    # What the group carries for a message is the place of its bytes in the bucket of the sender.
 
     def __init__(self, rounds: Sequence[Round], rank: int, handshake: Handshake) -> None:
         self._rank, self._maps = rank, dict[int, mmap.mmap]()
@@ -43,12 +42,12 @@ class SharedBuckets:
         path = _path(token)
         try:
             with handshake.agreement():
-                nbytes = max((self._own_bytes(messages) for messages in rounds), default=0)
-                self._maps[rank] = _created(path, max(1, nbytes))
+                sent = [[each for each in messages if each.source == rank and self.shares(each)] for messages in rounds]
+                self._maps[rank] = _mapped(path, max([1, *(sum(aligned(e.nbytes) for e in each) for each in sent)]))
             with handshake.agreement():
-                for peer, each in self._tokens.items():
-                    if peer != rank and _has_messages(rounds, peer, rank):
-                        self._maps[peer] = _opened(_path(each))
+                senders = {each.source for messages in rounds for each in messages if each.destination == rank}
+                for peer in senders & self._tokens.keys() - {rank}:
+                    self._maps[peer] = _mapped(_path(self._tokens[peer]))
         except BaseException:
             self.close()
             raise
@@ -86,13 +85,6 @@ class SharedBuckets:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _own_bytes(self, messages: Round) -> int:
-        return sum(aligned(each.nbytes) for each in messages if each.source == self._rank and self.shares(each))
-
-
-def _has_messages(rounds: Sequence[Round], source: int, destination: int) -> bool:
-    return any((each.source, each.destination) == (source, destination) for messages in rounds for each in messages)
-
 
 def _host() -> int:
     """A number that two processes have in common where they see one file system in memory."""
@@ -106,19 +98,12 @@ def _path(token: int) -> Path:
     return _FOLDER / f"fsdp-runtime-{token:016x}"
 
 
-def _created(path: Path, nbytes: int) -> mmap.mmap:
-    """Create a file and allocate all of it now: a write beyond the room of the file system would end the process."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+def _mapped(path: Path, created: int = 0) -> mmap.mmap:
+    """Map a file, which is created with so many bytes, if any."""
+    file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if created else 0), 0o600)
     try:
-        os.posix_fallocate(file, 0, nbytes)
-        return mmap.mmap(file, nbytes)
-    finally:
-        os.close(file)
-
-
-def _opened(path: Path) -> mmap.mmap:
-    file = os.open(path, os.O_RDWR)
-    try:
-        return mmap.mmap(file, 0)
+        if created:  # all of it now: a write beyond the room of the file system would end the process
+            os.posix_fallocate(file, 0, created)
+        return mmap.mmap(file, created)
     finally:
         os.close(file)

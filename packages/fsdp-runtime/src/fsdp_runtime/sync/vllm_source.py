@@ -24,9 +24,11 @@ from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.weights.stream import WeightExport, WeightInfo
-from tp_plans.transfer import Box, TransferLayout
+from fsdp_runtime.weights.stream import WeightExport
+from tp_plans import Replicate, Shard
+from tp_plans.transfer import TransferLayout, box_shape, mesh_boxes, volume
 
 _base: Any = None
 with suppress(ImportError):
@@ -196,8 +198,12 @@ def mesh_placement(layout: TransferLayout, tensor: str, world_size: int) -> Mesh
         return None
     shape = layout.tensors[tensor].shape
     wanted = [blocks[rank] for rank in range(world_size)]
+    if len({box_shape(box) for box in wanted}) > 1 or not volume(wanted[0]):  # vLLM's placements cut equal parts
+        return None
     for candidate in _candidates(len(shape), world_size):
-        if any(dim is not None for dim in candidate.dims) and _boxes(candidate, shape) == wanted:
+        layouts = [Replicate() if dim is None else Shard(dim) for dim in candidate.dims]
+        is_sharded = any(dim is not None for dim in candidate.dims)
+        if is_sharded and mesh_boxes(shape, candidate.mesh_shape, layouts) == wanted:
             return candidate
     return None
 
@@ -212,20 +218,3 @@ def _candidates(rank: int, world_size: int) -> Iterator[MeshPlacement]:
             continue
         for dims in itertools.product((None, *range(rank)), repeat=len(sizes)):
             yield MeshPlacement(sizes, dims)
-
-
-def _boxes(placement: MeshPlacement, shape: tuple[int, ...]) -> list[Box] | None:
-    """The part of each rank under a placement; ``None`` where parts would differ in size."""
-    boxes = []
-    for place in itertools.product(*map(range, placement.mesh_shape)):
-        box = [(0, size) for size in shape]
-        for index, size, dim in zip(place, placement.mesh_shape, placement.dims, strict=True):
-            if dim is None:
-                continue
-            start, stop = box[dim]
-            part, rest = divmod(stop - start, size)
-            if rest or not part:
-                return None
-            box[dim] = (start + index * part, start + (index + 1) * part)
-        boxes.append(tuple(box))
-    return boxes

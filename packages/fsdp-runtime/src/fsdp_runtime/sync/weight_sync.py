@@ -197,11 +197,9 @@ class WeightSync:
         )
 
     def _parts(self, full_ranks: Sequence[int]) -> tuple[TransferPlan, TransferPlan]:
-        """This rank's transfers from and to others: those of full weights, and those of differences.
-
-        Ranks pass on what they receive themselves: where some receive full weights and others differences, all have
-        theirs from the ranks of the source.
-        """
+        """This rank's transfers from and to others: those of full weights, and those of differences."""
+        # Ranks pass on what they receive themselves: where some receive full weights and others differences, all have
+        # theirs from the ranks of the source.
         are_mixed = 0 < len(full_ranks) < len(self._remote_receivers())
         own = self._plan.for_rank(self._rank, direct=True) if are_mixed else self._sides.transfers
         chosen = {*full_ranks}

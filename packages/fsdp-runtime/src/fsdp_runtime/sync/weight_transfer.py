@@ -15,9 +15,10 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sharded.collectives import own_rank
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sync.engine_client import EngineClient
 from fsdp_runtime.sync.vllm_source import WeightSource
-from fsdp_runtime.weights.stream import WeightExport, WeightInfo
+from fsdp_runtime.weights.stream import WeightExport
 
 #: The longest that one rank waits for the others to say what became of an update, beyond the update's own time.
 GRACE_S = 10.0
@@ -202,10 +203,9 @@ class WeightTransfer:
             )
 
     def _bounded(self, part: Callable[[], Any], what: str) -> None:
-        """Run a part of an update in a thread, and wait for it no longer than ``timeout_s``.
-
-        A collective that a lost peer does not answer cannot be interrupted; the thread that waits in it is left behind.
-        """
+        """Run a part of an update in a thread, and wait for it no longer than ``timeout_s``."""
+        # A collective that a lost peer does not answer cannot be interrupted; the thread that waits in it is left
+        # behind.
         if self._thread is not None and self._thread.is_alive():
             raise WeightSyncError("an earlier update still waits for the server or another rank: restart the trainer")
         outcome: list[BaseException] = []

@@ -19,13 +19,14 @@ from fsdp_runtime.errors import CheckpointError, MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all, state_entries
-from fsdp_runtime.sharded.chunks import Chunk, Slices, fill_local
+from fsdp_runtime.sharded.chunks import fill_local, whole_chunk
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
 from fsdp_runtime.training_state.directory import newest_state
-from fsdp_runtime.training_state.manifest import MANIFEST, Manifest, StoredChunk, StoredTensor, checksum, read_manifest
+from fsdp_runtime.training_state.manifest import MANIFEST, Manifest, StoredTensor, checksum, read_manifest
 from fsdp_runtime.training_state.optimizers import (
+    as_list,
     parameter_names,
     require_same_class,
     require_same_groups,
@@ -35,7 +36,7 @@ from fsdp_runtime.training_state.optimizers import (
 from fsdp_runtime.training_state.rng_state import require_rng_states, set_rng_states
 from fsdp_runtime.training_state.safe_pickle import read_object
 from fsdp_runtime.training_state.save import SHARED_FILE, Stateful, mesh_sizes, rng_file
-from fsdp_runtime.training_state.snapshot import as_list
+from tp_plans.transfer import Box
 
 logger = logging.getLogger(__name__)
 #: What the file of the values that are not tensors has, by key.
@@ -211,7 +212,10 @@ class _StateReader(SafetensorsReader):
         super().__init__("resume from an older state")
         self.manifest = manifest
         self._directory = directory
-        self._chunks = {name: [_chunk(chunk) for chunk in stored.chunks] for name, stored in manifest.tensors.items()}
+        self._chunks = {
+            name: [whole_chunk(each.file, each.box) for each in stored.chunks]
+            for name, stored in manifest.tensors.items()
+        }
         needed = {chunk.file for stored in manifest.tensors.values() for chunk in stored.chunks} | set(manifest.files)
         if missing := sorted(name for name in needed if not (directory / name).is_file()):
             raise CheckpointError(f"{directory} lacks {', '.join(missing)}: resume from an older state")
@@ -223,10 +227,10 @@ class _StateReader(SafetensorsReader):
         _require_room(directory, manifest)
 
     def fill(self, name: str, tensor: Tensor) -> None:
-        fill_local(tensor, self._chunks[name], lambda file, slices: self._read(self._directory / file, name, slices))
+        fill_local(tensor, self._chunks[name], lambda file, box: self._read(self._directory / file, name, box))
 
-    def _read(self, file: Path, name: str, slices: Slices = ()) -> Tensor:
-        tensor = self.read_slices(file, name, slices)
+    def _read(self, file: Path, name: str, box: Box | None = None) -> Tensor:
+        tensor = self.read_box(file, name, box)
         if (found := str(tensor.dtype).removeprefix("torch.")) != (saved := self.manifest.tensors[name].dtype):
             raise CheckpointError(f"{file}: {name} is {found}, and {saved} was saved: resume from an older state")
         return tensor
@@ -254,8 +258,3 @@ def _require_room(directory: Path, manifest: Manifest) -> None:
                 f"{directory / name} has {found} bytes, and its tensors {needed}: it is truncated or corrupt; resume "
                 "from an older state"
             )
-
-
-def _chunk(stored: StoredChunk) -> Chunk:
-    target = tuple(slice(first, first + size) for first, size in zip(stored.start, stored.shape, strict=True))
-    return Chunk(stored.file, target, (0,) * len(stored.shape), tuple(range(len(stored.shape))))

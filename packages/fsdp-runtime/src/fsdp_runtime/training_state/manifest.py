@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import zlib
@@ -17,6 +16,8 @@ from torch import Tensor
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.fsync import write_and_fsync
 from fsdp_runtime.sharded.paths import is_file_name
+from fsdp_runtime.sharded.safetensors_io import memory_of
+from tp_plans.transfer import Box, intersection, volume
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -32,6 +33,11 @@ class StoredChunk:
     start: tuple[int, ...]  # index of the first element in the full tensor
     shape: tuple[int, ...]
     checksum: int  # CRC-32 of the bytes
+
+    @property
+    def box(self) -> Box:
+        """The box of the full tensor that it is."""
+        return tuple((first, first + size) for first, size in zip(self.start, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def checksum(tensor: Tensor, before: int = 0) -> int:
     """Return the CRC-32 of the bytes of a contiguous tensor on the CPU, which follow those with a CRC ``before``."""
-    if not tensor.nbytes:
-        return before
-    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), before)
+    return zlib.crc32(memory_of(tensor), before)
 
 
 # The manifest of a file: nothing in it is taken for granted, whatever its checksum.
@@ -110,7 +114,8 @@ def _tensor(name: str, shape: Any, dtype: Any, chunks: Any) -> StoredTensor:
     stored = StoredTensor(_numbers(shape), dtype, parts)
     if not all(_is_inside(chunk, stored.shape) for chunk in stored.chunks):
         raise ValueError(f"a chunk of {name} is not inside of its shape {stored.shape}")
-    if sum(math.prod(chunk.shape) for chunk in stored.chunks) != math.prod(stored.shape) or _overlap(stored.chunks):
+    boxes = [chunk.box for chunk in parts]
+    if sum(map(volume, boxes)) != math.prod(stored.shape) or _overlap(boxes):
         raise ValueError(f"its chunks lack a part of {name}, of shape {stored.shape}, or overlap")
     return stored
 
@@ -127,33 +132,24 @@ def _file(name: Any) -> str:
 
 def _is_inside(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
     return len(chunk.start) == len(chunk.shape) == len(shape) and all(
-        first + size <= full for first, size, full in zip(chunk.start, chunk.shape, shape, strict=True)
+        stop <= full for (_, stop), full in zip(chunk.box, shape, strict=True)
     )
 
 
-def _overlap(chunks: Sequence[StoredChunk]) -> bool:
-    """Return whether two chunks have an element in common; a chunk is compared with those that reach its first index.
-
-    Along the dim on which most chunks begin at different indices these are few, for shards of a mesh.
-    """
-    filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
-    if len(filled) < 2:
-        return False
-    dims = range(len(filled[0].shape))
-    sweep = max(dims, key=lambda dim: len({chunk.start[dim] for chunk in filled}), default=None)
-    if sweep is None:
-        return True  # one element, twice
-    reaching: list[StoredChunk] = []
-    for chunk in sorted(filled, key=lambda chunk: chunk.start[sweep]):
-        reaching = [other for other in reaching if other.start[sweep] + other.shape[sweep] > chunk.start[sweep]]
-        for other in reaching:
-            if all(
-                chunk.start[dim] < other.start[dim] + other.shape[dim]
-                and other.start[dim] < chunk.start[dim] + chunk.shape[dim]
-                for dim in dims
-            ):
-                return True
-        reaching.append(chunk)
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Return whether two boxes have an element in common."""
+    # A box is compared with those that reach its first index. Along the dim on which most boxes begin at different
+    # indices these are few, for shards of a mesh.
+    filled = [box for box in boxes if volume(box)]
+    if len(filled) < 2 or not filled[0]:
+        return len(filled) > 1  # one element, twice
+    sweep = max(range(len(filled[0])), key=lambda dim: len({box[dim][0] for box in filled}))
+    reaching: list[Box] = []
+    for box in sorted(filled, key=lambda box: box[sweep]):
+        reaching = [other for other in reaching if other[sweep][1] > box[sweep][0]]
+        if any(intersection(box, other) is not None for other in reaching):
+            return True
+        reaching.append(box)
     return False
 
 

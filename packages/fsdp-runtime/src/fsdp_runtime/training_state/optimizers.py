@@ -33,6 +33,13 @@ class OptimizerTensor:
     placement: StatePlacement
 
 
+def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """Return one optimizer, several or none as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[OptimizerTensor]:
     """Yield every tensor of an optimizer's state; ``names`` are those of :func:`parameter_names`."""
     for parameter, state in optimizer.state.items():
@@ -127,10 +134,8 @@ def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping
 def restore_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], saved: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Restore an optimizer's settings, and give it a state of empty tensors in place of its own.
-
-    Yields ``<parameter>/<key>`` and the tensor to fill.
-    """
+    """Restore an optimizer's settings, and give it a state of empty tensors in place of its own."""
+    # Yields ``<parameter>/<key>`` and the tensor to fill.
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in settings.items():
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):

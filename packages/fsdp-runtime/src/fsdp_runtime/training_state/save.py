@@ -1,4 +1,4 @@
-"""Save a training state atomically."""
+"""Save a training state atomically: its tensors, the chunks of them that each rank writes, and all else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_memory, state_entries
 from fsdp_runtime.sharded.async_saves import IfSaving, SaveFuture, must_refuse, require_none_running, save_in_thread
+from fsdp_runtime.sharded.chunks import local_part
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
     mesh_or_world_ranks,
@@ -25,14 +27,15 @@ from fsdp_runtime.sharded.collectives import (
 )
 from fsdp_runtime.sharded.host_staging import HostStaging, drained
 from fsdp_runtime.sharded.paths import require_path
-from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
+from fsdp_runtime.sharded.shard_offsets import shard_steps
 from fsdp_runtime.sharded.work_directory import require_seen, work_directory
 from fsdp_runtime.training_state.directory import commit
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor, checksum
-from fsdp_runtime.training_state.optimizers import optimizer_metadata, parameter_names
+from fsdp_runtime.training_state.optimizers import as_list, optimizer_metadata, optimizer_tensors, parameter_names
 from fsdp_runtime.training_state.rng_state import rng_states
 from fsdp_runtime.training_state.safe_pickle import serialize, write_object
-from fsdp_runtime.training_state.snapshot import as_list, chunks_to_write, named_tensors
+from tp_plans.transfer import Box
 
 SHARED_FILE = "shared.pt"
 
@@ -167,7 +170,8 @@ def save_training_state(
             require_seen(work, ranks)
             chunks = _staged_chunks(tensors, ranks, HostStaging() if asynchronous else None)
         objects = {rng_file(ranks.index): own_rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
-        save = _Save(work, step, keep, mesh_sizes(entries), chunks, objects, _described(tensors))
+        described = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+        save = _Save(work, step, keep, mesh_sizes(entries), chunks, objects, described)
         if not asynchronous:
             return save.finish(ranks)
         return save_in_thread(save.finish, ranks, list(agreed.values), resources)
@@ -177,7 +181,7 @@ def save_training_state(
 class _Chunk:
     """A chunk that this rank writes, and its bytes, which may be taken once: on the host, in order, in pieces."""
 
-    header: TensorHeader
+    header: WeightInfo
     start: tuple[int, ...]
     pieces: Iterator[Tensor]
 
@@ -197,7 +201,7 @@ class _Save:
     def finish(self, ranks: ModelRanks) -> Path:
         """Write this rank's files; the state takes effect once all ranks have.  Return its directory.  Collective."""
         with raise_on_all(ranks) as written:
-            chunks = _write_shards(self.work, rank_file(ranks.index), self.chunks)
+            chunks = _write_shards(self.work, f"rank-{ranks.index:05d}.safetensors", self.chunks)
             files: dict[str, tuple[int, int]] = {}
             for name, content in self.objects.items():
                 files |= write_object(self.work, name, content)
@@ -224,11 +228,6 @@ class _Save:
         return Manifest(step=self.step, world_size=ranks.count, mesh=self.mesh, tensors=stored, files=files)
 
 
-def rank_file(index: int) -> str:
-    """Return the name of the file with a rank's tensors."""
-    return f"rank-{index:05d}.safetensors"
-
-
 def rng_file(index: int) -> str:
     """Return the name of the file with a rank's RNG states."""
     return f"rank-{index:05d}.rng.pt"
@@ -243,18 +242,51 @@ def mesh_sizes(entries: Sequence[StateEntry]) -> dict[str, int]:
     return {name: size for name, size in zip(names, mesh.shape, strict=True) if size > 1}
 
 
-def _described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
+def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return every tensor by its name in the manifest, in the same order on all ranks."""
+    if on_meta := [entry.names[0] for entry in entries if entry.tensor.is_meta]:
+        raise OptionError(f"{len(on_meta)} tensors are on the meta device, first {on_meta[0]}: load weights first")
+    names = parameter_names(entries, optimizers)
+    tensors = {f"model/{entry.names[0]}": entry.tensor for entry in entries}
+    for index, optimizer in enumerate(optimizers):
+        for item in optimizer_tensors(optimizer, names):
+            tensors[f"optimizer/{index}/{item.parameter}/{item.key}"] = item.tensor
+    return tensors
+
+
+def chunks_to_write(tensors: Mapping[str, Tensor], ranks: ModelRanks) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield names, boxes and data of what this rank writes; over all ranks, every element is written once."""
+    for index, (name, tensor) in enumerate(tensors.items()):
+        if _writes(tensor, index, ranks):
+            local, box = local_part(tensor.detach())
+            if local.numel() or not tensor.numel():
+                yield name, box, local
+
+
+def _writes(tensor: Tensor, index: int, ranks: ModelRanks) -> bool:
+    """Assign replicated tensors to ranks round-robin, to balance the bytes that they write."""
+    if not isinstance(tensor, DTensor):
+        return index % ranks.count == ranks.index
+    mesh = tensor.device_mesh
+    if ranks.global_first not in mesh.mesh:  # another part of the model's mesh holds the same tensor
+        return False
+    sharded_axes = {step.axis for step in shard_steps(tensor.placements, mesh.shape)}
+    replica, replicas = 0, 1
+    for axis, coordinate in enumerate(mesh.get_coordinate() or ()):
+        if axis not in sharded_axes:
+            replica = replica * mesh.shape[axis] + coordinate
+            replicas *= mesh.shape[axis]
+    return index % replicas == replica
 
 
 @torch.no_grad()
 def _staged_chunks(tensors: Mapping[str, Tensor], ranks: ModelRanks, staging: HostStaging | None) -> list[_Chunk]:
     """Return the chunks that this rank writes; they are copied to host memory now, or each when it is written."""
     chunks = []
-    for name, slices, local in chunks_to_write(tensors, ranks):
-        header = TensorHeader(name, tuple(local.shape), local.dtype)
+    for name, box, local in chunks_to_write(tensors, ranks):
+        header = WeightInfo(name, local.dtype, tuple(local.shape))
         pieces = _on_host(local) if staging is None else drained(staging.copy(local))
-        chunks.append(_Chunk(header, tuple(side.start for side in slices), pieces))
+        chunks.append(_Chunk(header, tuple(start for start, _ in box), pieces))
     if staging is not None:
         staging.synchronize()
     return chunks

@@ -39,11 +39,9 @@ class LoraFactors:
 def base_state_entries(
     model: nn.Module, entries: Sequence[StateEntry] | None = None, *, exported: bool = False
 ) -> list[StateEntry]:
-    """Return the state entries of a model without its adapters, under the names of the base model.
-
-    Of a module that an adapter trains in full there are two copies.  The base model's is returned, and the adapter's
-    without data; with ``exported`` the copy of the adapter in force alone.
-    """
+    """Return the state entries of a model without its adapters, under the names of the base model."""
+    # Of a module that an adapter trains in full there are two copies. The base model's is returned, and the adapter's
+    # without data; with ``exported`` the copy of the adapter in force alone.
     if not is_peft_model(model):
         return state_entries(model) if entries is None else list(entries)
     base = base_model(model)
@@ -77,7 +75,11 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
             continue
         layer = layers.get(place.path)
         if layer is None:
-            _require_disabled(place)
+            if not is_disabled(place.module):
+                raise OptionError(
+                    f"{place.path} is adapted by peft's {kind_of(place.module)}, which is not merged for export: "
+                    "export the base model inside model.disable_adapter(), and the adapter with save_adapter"
+                )
             continue
         name = layer.parameter or (layer.matrix or "weight").rpartition(".")[2]
         weight = f"{place.base}.{name}"
@@ -95,22 +97,12 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
     return factors
 
 
-def _require_disabled(place: Place) -> None:
-    if not is_disabled(place.module):
-        raise OptionError(
-            f"{place.path} is adapted by peft's {kind_of(place.module)}, which is not merged for export: export "
-            "the base model inside model.disable_adapter(), and the adapter with save_adapter"
-        )
-
-
 def merge_lora(
     weight: Tensor, factors: Sequence[LoraFactors], full: Mapping[str, Tensor], box: Sequence[slice] | None = None
 ) -> Tensor:
-    """Return a weight or a part of it plus its adapters, computed in float32 or a wider dtype, in the weight's dtype.
-
-    The outer products of the ranks are added one by one: the order in which a matrix product adds depends on the shape
-    of the part, and so would the last bit.  ``box`` has the rows and columns of a part, the experts first.
-    """
+    """Return a weight or a part of it plus its adapters, computed in float32 or wider, in the weight's dtype."""
+    # The outer products of the ranks are added one by one: the order in which a matrix product adds depends on the
+    # shape of the part, and so would the last bit. ``box`` has the rows and columns of a part, the experts first.
     exact = torch.promote_types(weight.dtype, torch.float32)
     merged = weight.to(exact, copy=True)
     product, term = torch.empty_like(merged), torch.empty_like(merged)

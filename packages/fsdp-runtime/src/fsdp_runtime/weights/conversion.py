@@ -7,8 +7,9 @@ only the slices that it needs of a merged tensor, and no conversion is known by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -40,23 +41,18 @@ def trace_conversion(conversion: Conversion, specs: Mapping[str, TensorSpec]) ->
                 {name: traced_input(name, spec.shape, spec.dtype) for name, spec in inputs.items()}
             )
         except _NotAChunkError:
-            outputs = conversion.run({name: _on_meta(spec) for name, spec in inputs.items()})
+            on_meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in inputs.items()}
+            outputs = conversion.run(on_meta)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         listed = ", ".join(f"{name} {spec.shape}" for name, spec in list(inputs.items())[:8])
         raise ConversionError(
             f"{len(inputs)} tensors cannot be converted between checkpoint and model ({error}): {listed}. Tensors are "
             "missing, or their shapes differ from the config's"
         ) from error
-    return {name: _converted(tensor) for name, tensor in outputs.items()}
-
-
-def _converted(tensor: Tensor) -> TensorSpec:
-    chunks = tensor.chunks if isinstance(tensor, TracedTensor) else None
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, chunks)
-
-
-def _on_meta(spec: TensorSpec) -> Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    return {
+        name: TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.chunks if isinstance(tensor, TracedTensor) else None)
+        for name, tensor in outputs.items()
+    }
 
 
 class _NotAChunkError(Exception):
@@ -97,15 +93,16 @@ def _same(tensor: TracedTensor, **_: Any) -> TracedTensor:
 
 def _permute(tensor: TracedTensor, order: Sequence[int]) -> TracedTensor:
     order = [dim % tensor.ndim for dim in order]
+    return _with_dims(tensor, order)
+
+
+def _with_dims(tensor: TracedTensor, kept: Sequence[int]) -> TracedTensor:
+    """Some of a tensor's dims, in an order; the others have size 1."""
     chunks = [
-        replace(
-            chunk,
-            target=tuple(chunk.target[dim] for dim in order),
-            dims=tuple(chunk.dims[dim] for dim in order),
-        )
+        replace(chunk, target=tuple(chunk.target[dim] for dim in kept), dims=tuple(chunk.dims[dim] for dim in kept))
         for chunk in tensor.chunks
     ]
-    return TracedTensor([tensor.shape[dim] for dim in order], tensor.dtype, chunks)
+    return TracedTensor([tensor.shape[dim] for dim in kept], tensor.dtype, chunks)
 
 
 def _transpose(tensor: TracedTensor, one: int, other: int) -> TracedTensor:
@@ -137,7 +134,7 @@ def _unsqueeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     chunks = [
         replace(
             chunk,
-            target=(*chunk.target[:dim], slice(0, 1), *chunk.target[dim:]),
+            target=(*chunk.target[:dim], (0, 1), *chunk.target[dim:]),
             dims=(*chunk.dims[:dim], None, *chunk.dims[dim:]),
         )
         for chunk in tensor.chunks
@@ -149,15 +146,7 @@ def _squeeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     dim %= tensor.ndim
     if tensor.shape[dim] != 1:
         return _same(tensor)
-    chunks = [
-        replace(
-            chunk,
-            target=(*chunk.target[:dim], *chunk.target[dim + 1 :]),
-            dims=(*chunk.dims[:dim], *chunk.dims[dim + 1 :]),
-        )
-        for chunk in tensor.chunks
-    ]
-    return TracedTensor([*tensor.shape[:dim], *tensor.shape[dim + 1 :]], tensor.dtype, chunks)
+    return _with_dims(tensor, [kept for kept in range(tensor.ndim) if kept != dim])
 
 
 def _squeeze_all(tensor: TracedTensor) -> TracedTensor:
@@ -175,10 +164,10 @@ def _slice(
         raise _NotAChunkError(f"a slice with step {step} is not one chunk")
     dim %= tensor.ndim
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
-    slices = [slice(0, size) for size in tensor.shape]
-    slices[dim] = slice(first, last)
-    inside = (chunk.intersect(tuple(slices)) for chunk in tensor.chunks)
-    shape = [side.stop - side.start for side in slices]
+    box = [(0, size) for size in tensor.shape]
+    box[dim] = (first, last)
+    inside = (chunk.intersect(tuple(box)) for chunk in tensor.chunks)
+    shape = [*tensor.shape[:dim], last - first, *tensor.shape[dim + 1 :]]
     return TracedTensor(shape, tensor.dtype, [_shifted(chunk, dim, -first) for chunk in inside if chunk is not None])
 
 
@@ -196,19 +185,12 @@ def _split(tensor: TracedTensor, size: int, dim: int = 0) -> list[TracedTensor]:
 
 
 def _split_with_sizes(tensor: TracedTensor, sizes: Sequence[int], dim: int = 0) -> list[TracedTensor]:
-    def parts() -> Iterator[TracedTensor]:
-        start = 0
-        for size in sizes:
-            yield _slice(tensor, dim, start, start + size)
-            start += size
-
-    return list(parts())
+    return [_slice(tensor, dim, start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def _shifted(chunk: Chunk, dim: int, by: int) -> Chunk:
-    side = chunk.target[dim]
-    moved = slice(side.start + by, side.stop + by)
-    return replace(chunk, target=(*chunk.target[:dim], moved, *chunk.target[dim + 1 :]))
+    start, stop = chunk.target[dim]
+    return replace(chunk, target=(*chunk.target[:dim], (start + by, stop + by), *chunk.target[dim + 1 :]))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

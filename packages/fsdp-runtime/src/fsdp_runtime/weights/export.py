@@ -1,4 +1,4 @@
-"""Plan an export of weights: checkpoint names, shapes, dtypes, and the model tensors each one is built from."""
+"""Plan an export of weights: names, shapes, dtypes, the model tensors each one is built from, adapters merged."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_unquantized
-from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
-from fsdp_runtime.sharded.safetensors_io import TensorHeader
+from fsdp_runtime.sharded.chunks import Chunk, identity_chunk, local_part, slices_of
+from fsdp_runtime.sharded.gather import full_tensors
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, lora_factors, merge_lora
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.naming import Names, canonical_names, export_mapping
 
 
 @dataclass(frozen=True)
-class ExportedTensor(TensorHeader):
+class ExportedTensor(WeightInfo):
     """A tensor as it is exported."""
 
     chunks: Sequence[Chunk] | None  # of the model's tensors; ``None`` if only the conversion makes it
@@ -82,11 +83,11 @@ def export_groups(
     for name in tensors:
         if (target := mapping.renamed.get(name)) is not None:
             spec = specs[name]
-            exported = [ExportedTensor(target, spec.shape, spec.dtype, [identity_chunk(name, spec.shape)])]
+            exported = [ExportedTensor(target, spec.dtype, spec.shape, [identity_chunk(name, spec.shape)])]
             groups.append(_group([name], exported, None, tensors, factors))
         elif (conversion := conversion_at.get(name)) is not None:
             converted = trace_conversion(conversion, specs)
-            exported = [ExportedTensor(out, item.shape, item.dtype, item.chunks) for out, item in converted.items()]
+            exported = [ExportedTensor(out, item.dtype, item.shape, item.chunks) for out, item in converted.items()]
             groups.append(_group(conversion.sources, exported, conversion, tensors, factors))
     return groups
 
@@ -107,11 +108,37 @@ def _group(
 
 
 def _assemble(item: ExportedTensor, full: Mapping[str, Tensor]) -> Tensor:
-    parts = [(chunk, chunk.to_target(full[chunk.source][chunk.source_slices])) for chunk in item.chunks or ()]
+    parts = [(chunk, chunk.to_target(full[chunk.source][slices_of(chunk.source_box)])) for chunk in item.chunks or ()]
     if len(parts) == 1:
         return parts[0][1].contiguous()
     any_source = next(iter(full.values()))
     tensor = torch.empty(item.shape, dtype=item.dtype, device=any_source.device)
     for chunk, values in parts:
-        tensor[chunk.target] = values
+        tensor[slices_of(chunk.target)] = values
     return tensor
+
+
+class MergedShards:
+    """The merged shards of the weights that have active adapters; factors are gathered, a weight's at a time."""
+
+    # The bits are those of ``stream_weights``, as the products of the factors are added one by one.
+
+    def __init__(self, groups: Sequence[ExportGroup], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._adapted = [
+            (name, group.sources[name], factors) for group in groups for name, factors in group.adapters.items()
+        ]
+        self.local = {
+            name: torch.empty_like(local_part(weight)[0], dtype=dtype, requires_grad=False)
+            for name, weight, _ in self._adapted
+        }
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Merge the present adapters into the present weights.  Collective over the model's ranks."""
+        for name, weight, factors in self._adapted:
+            named = {key: tensor for f in factors for key, tensor in ((f.a_name, f.a), (f.b_name, f.b))}
+            full = dict(zip(named, full_tensors(list(named.values()), dtype=self._dtype), strict=True))
+            local, box = local_part(weight)
+            merged = self.local[name]
+            merged.copy_(merge_lora(local.detach().to(merged.dtype), factors, full, slices_of(box)))

@@ -15,7 +15,7 @@ from math import prod
 from torch import Tensor
 
 from fsdp_runtime.errors import WeightsError
-from fsdp_runtime.sharded.chunks import Chunk, to_box
+from fsdp_runtime.sharded.chunks import Chunk
 from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key, stored_part
 from fsdp_runtime.sharded.safetensors_io import run_length
 from fsdp_runtime.weights.export import ExportedTensor
@@ -36,17 +36,11 @@ _SCATTER = 2654435761
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of an exported tensor, and the ranks that have it.
+    """A block of an exported tensor, and the ranks that have it."""
 
-    Args:
-        chunk: the number of the exported tensor's chunk that the block is a part of.
-        block: where it lies in a rank's local tensor of the chunk's source; its rank is the first of ``owners``.
-        owners: the ranks, in order.
-    """
-
-    chunk: int
-    block: StoredBlock
-    owners: tuple[int, ...]
+    chunk: int  # the number of the exported tensor's chunk that the block is a part of
+    block: StoredBlock  # where it lies in a rank's local tensor of the chunk's source; its rank is the first owner
+    owners: tuple[int, ...]  # in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +74,17 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class WriteStep:
-    """Areas that are exchanged together.
+    """Areas that are exchanged together."""
 
-    Args:
-        areas: of one exported tensor.
-        held: the most bytes that a rank holds for them besides its tensors; 0 if each writer has its areas already.
-    """
-
-    areas: tuple[Area, ...]
-    held: int
+    areas: tuple[Area, ...]  # of one exported tensor
+    held: int  # the most bytes that a rank holds for them besides its tensors; 0 if each writer has its areas already
 
 
 class FilePlanner:
-    """Plans tensors one after another; what several tensors have in common is planned once.
+    """Plans tensors one after another; what several tensors have in common is planned once."""
 
-    Args:
-        everyone: the ranks that write or read, in order.
-        limit: the most bytes of an area that is put together from parts.
-        partial: plan what ``pieces`` have of a tensor; else they have to have every element once.
-    """
+    # ``everyone`` are the ranks that write or read, in order; ``limit`` is the most bytes of an area that is put
+    # together from parts. With ``partial`` what pieces have of a tensor is planned; else they have every element once.
 
     def __init__(self, everyone: Sequence[int], limit: int, *, partial: bool = False) -> None:
         self._limit, self._partial = max(limit, 16), partial
@@ -108,14 +94,9 @@ class FilePlanner:
     def plan(
         self, item: ExportedTensor, key: Hashable, pieces: Sequence[Piece], *, writer: int | None = None
     ) -> Sequence[WriteStep]:
-        """Return the steps in which a tensor is written or read, equal on every rank, without communication.
-
-        Args:
-            item: the tensor.
-            key: equal for tensors of one shape, dtype and equal pieces.
-            pieces: its blocks.
-            writer: the one rank that may write to the tensor's file; ``None`` if all may.
-        """
+        """Return the steps in which a tensor is written or read, equal on every rank, without communication."""
+        # ``key`` is equal for tensors of one shape, dtype and equal pieces. ``writer`` is the one rank that may write
+        # to the tensor's file, ``None`` if all may.
         turn = self._least_loaded(pieces)
         if (key, turn, writer) not in self._steps:
             steps = tuple(_Tensor(item, turn, writer, self._limit).steps(pieces, partial=self._partial))
@@ -152,11 +133,7 @@ class FilePlanner:
 
 
 class ExportedPieces:
-    """The pieces of exported tensors in the shards of a model.
-
-    Args:
-        everyone: the ranks of the model, in order.
-    """
+    """The pieces of exported tensors in the shards of a model on some ranks, in order."""
 
     def __init__(self, everyone: Sequence[int]) -> None:
         self._owners = {gathered: BoxOwners(everyone if gathered else everyone[:1]) for gathered in (False, True)}
@@ -165,14 +142,9 @@ class ExportedPieces:
     def __call__(
         self, item: ExportedTensor, sources: Mapping[str, Tensor], *, gathered: bool = False
     ) -> tuple[Hashable, tuple[Piece, ...]]:
-        """Return the pieces of a tensor with chunks, and a key that equal ones share.
-
-        Args:
-            item: the tensor.
-            sources: the model's tensors that its chunks are of, by name.
-            gathered: every rank has the plain tensors of ``sources`` with the same values; else the first rank's
-                copy of a plain tensor counts.
-        """
+        """Return the pieces of a tensor with chunks of ``sources``, and a key that equal ones share."""
+        # ``gathered``: every rank has the plain tensors of ``sources`` with the same values; else the first rank's copy
+        # of a plain tensor counts.
         chunks = tuple(item.chunks or ())
         layouts = tuple((chunk_key(chunk), layout_key(sources[chunk.source])) for chunk in chunks)
         key = item.shape, item.dtype, gathered, layouts
@@ -180,7 +152,7 @@ class ExportedPieces:
             self._found[key] = tuple(
                 Piece(number, block, owners)
                 for number, chunk in enumerate(chunks)
-                for held, owners in self._owners[gathered].near(sources[chunk.source], chunk.source_slices)
+                for held, owners in self._owners[gathered].near(sources[chunk.source], chunk.source_box)
                 for block in stored_part(chunk, owners[0], held)
             )
         return key, self._found[key]
@@ -188,7 +160,7 @@ class ExportedPieces:
 
 def chunk_key(chunk: Chunk) -> Hashable:
     """Equal for chunks that lie alike in their source and their target."""
-    return to_box(chunk.target), chunk.start, chunk.dims
+    return chunk.target, chunk.start, chunk.dims
 
 
 class _Tensor:
@@ -301,10 +273,10 @@ class _Tensor:
         writer, turn = self._writer or 0, self._next_turn()
         areas = []
         for small in split_box(box, self._limit):
-            inside = [
-                Part(each.box, writer if writer in each.piece.owners else _in_turn(each.piece.owners, turn), each.piece)
-                for each in _clipped(parts, small)
-            ]
+            inside = []
+            for each in _clipped(parts, small):
+                owners = each.piece.owners
+                inside.append(Part(each.box, writer if writer in owners else owners[turn % len(owners)], each.piece))
             areas.append(Area(writer, small, tuple(inside)))
         return areas
 
@@ -350,10 +322,6 @@ def _clipped(parts: Sequence[Part], box: Box) -> Iterator[Part]:
     for part in parts:
         if (common := intersection(part.box, box)) is not None:
             yield Part(common, part.rank, part.piece)
-
-
-def _in_turn(ranks: Sequence[int], turn: int) -> int:
-    return ranks[turn % len(ranks)]
 
 
 def _taken_by(area: Area, rank: int) -> Area:

@@ -18,6 +18,7 @@ from fsdp_runtime.sharded.collectives import ModelRanks, raise_on_all
 from fsdp_runtime.sharded.file_systems import FilePlace, file_place
 from fsdp_runtime.sharded.paths import file_version, is_file_name, require_path
 from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
+from tp_plans.transfer import Box
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,11 +44,10 @@ class HubTensor:
 
 
 class HubCheckpoint(SafetensorsReader):
-    """The tensors of a Hugging Face checkpoint; opening it reads headers only.
+    """The tensors of a Hugging Face checkpoint; opening it reads headers only."""
 
-    The path is a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
-    hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
-    """
+    # The path is a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
+    # hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__("download or save it again")
@@ -58,9 +58,9 @@ class HubCheckpoint(SafetensorsReader):
             self.close()
             raise
 
-    def read(self, name: str, slices: tuple[slice, ...] = ()) -> Tensor:
-        """Return slices of a tensor, on the CPU, in the checkpoint's dtype; no other bytes are read."""
-        tensor = self.read_slices(self.tensors[name].file, name, slices)
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """Return a box of a tensor, on the CPU, in the checkpoint's dtype; no other bytes are read."""
+        tensor = self.read_box(self.tensors[name].file, name, box)
         self.bytes_read += tensor.nbytes
         return tensor
 

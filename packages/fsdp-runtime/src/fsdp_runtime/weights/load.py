@@ -20,12 +20,13 @@ from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import (
     Chunk,
-    ReadSlices,
+    ReadBox,
+    fill_box,
+    fill_from,
     fill_local,
-    fill_slices,
     identity_chunk,
     local_part,
-    to_box,
+    slices_of,
 )
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
@@ -37,13 +38,13 @@ from fsdp_runtime.sharded.collectives import (
 )
 from fsdp_runtime.sharded.file_systems import FilePlace
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
-from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor, open_on_all
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 from fsdp_runtime.weights.messages import EXCHANGED_BYTES
-from fsdp_runtime.weights.naming import TensorOrigin, WeightMap, map_weights
+from fsdp_runtime.weights.naming import WeightMap, map_weights
 from fsdp_runtime.weights.read_blocks import BlockReader
 from fsdp_runtime.weights.read_plan import plan_reads
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
-from tp_plans.transfer import split_box
+from tp_plans.transfer import box_shape, split_box
 
 logger = logging.getLogger(__name__)
 
@@ -152,22 +153,20 @@ def load_weights(
                 weights = _match(
                     model, base_entries, checkpoint, strict=strict, warn=ranks.is_first, new=new_modules or {}
                 )
-                converter = _Converter(checkpoint)
-                step.value = list(_differing_ties(base_entries, weights, checkpoint, converter))
+                sources = _ValueSources(weights, checkpoint)
+                step.value = list(_differing_ties(base_entries, sources))
             _require_equal_ties([tie for ties in step.values.values() for tie in ties])
             with raise_on_all(ranks):
                 materialize_entries(model, entries, device)
             reshard_all(model)
             near = _readers(places, readers)
-            stored: list[StateEntry] = []
-            drawn: list[StateEntry] = []
-            for entry in refresh_buffers(base_entries):
-                (stored if weights.by_model_name.keys() & {*entry.names} else drawn).append(entry)
+            present = refresh_buffers(base_entries)
             one_host = len({places[rank].host for rank in near}) == 1
-            sent, received = _fill(stored, weights, converter, near, ranks, bucket_bytes, one_host=one_host)
+            sent, received = _fill(present, sources, near, ranks, bucket_bytes, one_host=one_host)
             with raise_on_all(ranks):
-                for entry in drawn:
-                    fill_local(entry.tensor, *_drawn(entry, new_modules or {}))
+                for entry in present:
+                    if weights.name_of(entry) is None:
+                        fill_from(entry.tensor, _drawn(entry, new_modules or {}))
                 checkpoint.require_unchanged()
     remember_rules(base_model(model), weights.rules)
     if training is not None:
@@ -186,17 +185,16 @@ def _readers(places: Mapping[int, FilePlace], readers: Literal["host", "job"]) -
 
 def _fill(
     entries: Sequence[StateEntry],
-    weights: WeightMap,
-    converter: _Converter,
+    sources: _ValueSources,
     readers: Sequence[int],
     ranks: ModelRanks,
     bucket_bytes: int,
     *,
     one_host: bool,
 ) -> tuple[int, int]:
-    """Fill every tensor of the model; return the bytes sent and received."""
-    checkpoint = converter.checkpoint
-    in_blocks, others = filled_in_blocks(entries, weights, checkpoint.tensors)
+    """Fill every tensor that the checkpoint has; return the bytes sent and received."""
+    checkpoint = sources.checkpoint
+    in_blocks, others = filled_in_blocks(entries, sources.weights)
     device = required_device(ranks.groups) or torch.device("cpu")
     blocks = BlockReader(own_rank(), ranks, bucket_bytes, device, checkpoint)
     limit = min(bucket_bytes, EXCHANGED_BYTES)
@@ -204,20 +202,20 @@ def _fill(
     with raise_on_all(ranks):
         blocks.raise_error()
         for tensor, name in others:
-            fill_local(tensor, *_source(name, weights, checkpoint, converter))
+            fill_local(tensor, *sources(name))
     return blocks.bytes_sent, blocks.bytes_received
 
 
 def filled_in_blocks(
-    entries: Sequence[StateEntry], weights: WeightMap, stored: Mapping[str, HubTensor]
+    entries: Sequence[StateEntry], weights: WeightMap
 ) -> tuple[list[tuple[Tensor, Sequence[Chunk]]], list[tuple[Tensor, str]]]:
     """The tensors that consist of blocks of stored ones, with their chunks; and those of conversions, with names."""
     in_blocks: list[tuple[Tensor, Sequence[Chunk]]] = []
     others: list[tuple[Tensor, str]] = []
     for entry in entries:
-        name = next(name for name in entry.names if name in weights.by_model_name)
-        chunks = weights.by_model_name[name].chunks
-        if chunks is None:
+        if (name := weights.name_of(entry)) is None:
+            continue
+        if (chunks := weights.by_model_name[name].chunks) is None:
             others.append((entry.tensor, name))
         else:
             in_blocks.append((entry.tensor, chunks))
@@ -241,9 +239,9 @@ def _match(
         problem
         for entry in entries
         if (problem := _problem(entry, weights, checkpoint)) is not None
-        and (weights.by_model_name.keys() & {*entry.names} or _deviation(entry, new) is None)
+        and (weights.name_of(entry) is not None or _deviation(entry, new) is None)
     ]
-    drawn = [entry.names[0] for entry in entries if not weights.by_model_name.keys() & {*entry.names}]
+    drawn = [entry.names[0] for entry in entries if weights.name_of(entry) is None]
     if drawn and not problems and warn:
         logger.warning("the checkpoint lacks %s: initial values are drawn", ", ".join(drawn))
     if problems:
@@ -264,7 +262,7 @@ _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 
 def _problem(entry: StateEntry, weights: WeightMap, checkpoint: HubCheckpoint) -> str | None:
-    name = next((name for name in entry.names if name in weights.by_model_name), None)
+    name = weights.name_of(entry)
     shape = tuple(entry.tensor.shape)
     if name is None:
         return f"{' = '.join(entry.names)}: missing; the model has shape {shape}"
@@ -291,48 +289,35 @@ def _deviation(entry: StateEntry, new: Mapping[str, float]) -> float | None:
     return next(inside, None)
 
 
-def _drawn(entry: StateEntry, new: Mapping[str, float]) -> tuple[Sequence[Chunk], ReadSlices]:
-    """Return a source of initial values that follow from the tensor's name."""
-    name, shape = entry.names[0], tuple(entry.tensor.shape)
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+def _drawn(entry: StateEntry, new: Mapping[str, float]) -> Tensor:
+    """Return initial values that follow from the tensor's name, in full."""
+    digest = hashlib.blake2b(entry.names[0].encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
-    value = torch.zeros(shape)
-    if len(shape) > 1:
+    value = torch.zeros(entry.tensor.shape)
+    if value.ndim > 1:
         value.normal_(std=_deviation(entry, new) or 0.0, generator=generator)
-    return [identity_chunk(name, shape)], lambda _, slices: value[slices]
-
-
-def _source(
-    name: str, weights: WeightMap, checkpoint: HubCheckpoint, converter: _Converter
-) -> tuple[Sequence[Chunk], ReadSlices]:
-    """Return the chunks that a tensor of the model is filled from, and the function that reads them."""
-    origin = weights.by_model_name[name]
-    if origin.chunks is not None:
-        return origin.chunks, checkpoint.read
-    return [identity_chunk(name, origin.shape)], converter.reader(origin)
+    return value
 
 
 #: Elements of a tied tensor that are compared at a time.
 _COMPARED = 2**24
 
 
-def _differing_ties(
-    entries: Sequence[StateEntry], weights: WeightMap, checkpoint: HubCheckpoint, converter: _Converter
-) -> Iterator[tuple[str, str, str]]:
+def _differing_ties(entries: Sequence[StateEntry], sources: _ValueSources) -> Iterator[tuple[str, str, str]]:
     """Yield pairs of names of a tied tensor whose stored values differ in this rank's slices, and why."""
     for entry in entries:
-        first, *others = [name for name in entry.names if name in weights.by_model_name] or [""]
+        origins = sources.weights.by_model_name
+        first, *others = [name for name in entry.names if name in origins] or [""]
         for other in others:
-            expected, found = (weights.by_model_name[name].shape for name in (first, other))
+            expected, found = (origins[name].shape for name in (first, other))
             if expected != found:
                 yield first, other, f"shapes {expected} and {found}"
                 continue
-            for box in split_box(to_box(local_part(entry.tensor)[1]), _COMPARED):
-                slices = tuple(slice(*side) for side in box)
+            for box in split_box(local_part(entry.tensor)[1], _COMPARED):
                 parts = []
                 for name in (first, other):
-                    part = torch.empty([side.stop - side.start for side in slices], dtype=entry.tensor.dtype)
-                    fill_slices(part, slices, *_source(name, weights, checkpoint, converter))
+                    part = torch.empty(box_shape(box), dtype=entry.tensor.dtype)
+                    fill_box(part, box, *sources(name))
                     parts.append(part)
                 if not torch.equal(*(part.reshape(-1).view(torch.uint8) for part in parts)):
                     yield first, other, "other values"
@@ -349,17 +334,21 @@ def _require_equal_ties(differing: Sequence[tuple[str, str, str]]) -> None:
         )
 
 
-class _Converter:
-    """Run conversions on full tensors; keeps the last one's outputs, because neighbouring tensors share them."""
+class _ValueSources:
+    """Where the values of the model's tensors come from; conversions run on full tensors."""
 
-    def __init__(self, checkpoint: HubCheckpoint) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, weights: WeightMap, checkpoint: HubCheckpoint) -> None:
+        self.weights, self.checkpoint = weights, checkpoint
         self._last: Conversion | None = None
-        self._outputs: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}  # of the last one, because neighbouring tensors share them
 
-    def reader(self, origin: TensorOrigin) -> ReadSlices:
+    def __call__(self, name: str) -> tuple[Sequence[Chunk], ReadBox]:
+        """Return the chunks that a tensor of the model is filled from, and the function that reads them."""
+        origin = self.weights.by_model_name[name]
+        if origin.chunks is not None:
+            return origin.chunks, self.checkpoint.read
         if self._last is not origin.conversion and origin.conversion is not None:
             self._outputs.clear()
             inputs = {name: self.checkpoint.read(name) for name in origin.conversion.sources}
             self._last, self._outputs = origin.conversion, origin.conversion.run(inputs)
-        return lambda name, slices: self._outputs[name][slices]
+        return [identity_chunk(name, origin.shape)], lambda name, box: self._outputs[name][slices_of(box)]

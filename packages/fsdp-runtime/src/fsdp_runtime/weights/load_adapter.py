@@ -18,7 +18,7 @@ from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
 from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
-from fsdp_runtime.sharded.chunks import Slices, fill_local, identity_chunk
+from fsdp_runtime.sharded.chunks import fill_from, fill_local, identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.weights.adapters import adapter_tensors, saved_tensors
@@ -99,13 +99,7 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
     experts = {layer.path: layer.number for layer in lora_layers(base_model(model))}
     for name, tensor in tensors.items():
         stacked = experts.get(name.removeprefix(f"{BASE}.").rpartition(".lora_")[0], 1)
-
-        def read(
-            source: str, slices: Slices, shape: Sequence[int] = tuple(tensor.shape), experts: int = stacked
-        ) -> Tensor:
-            return _initial(source, shape, how, seed, experts)[slices]
-
-        fill_local(tensor, [identity_chunk(name, tensor.shape)], read)
+        fill_from(tensor, _initial(name, tensor.shape, how, seed, stacked))
 
 
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:

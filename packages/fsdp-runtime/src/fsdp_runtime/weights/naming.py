@@ -44,6 +44,10 @@ class WeightMap:
     unexpected: Sequence[str]  # names in the checkpoint that the model lacks
     rules: list[Any]  # renamings and conversions that applied, in transformers' form
 
+    def name_of(self, entry: StateEntry) -> str | None:
+        """Return the model's name of a tensor that the checkpoint has, ``None`` if it lacks the tensor."""
+        return next((name for name in entry.names if name in self.by_model_name), None)
+
 
 def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]) -> WeightMap:
     """Match a checkpoint's tensors with the model's."""
@@ -69,11 +73,9 @@ def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping
 
 
 def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[tuple[str, ...]]:
-    """Return the names under which each entry is saved, none for entries that are not saved.
-
-    A tied tensor is saved once.  transformers ties again only what a model's class declares: a tensor that is shared
-    without a declaration is saved under each of its names.
-    """
+    """Return the names under which each entry is saved, none for entries that are not saved."""
+    # A tied tensor is saved once. transformers ties again only what a model's class declares: a tensor that is shared
+    # without a declaration is saved under each of its names.
     aliases, ignored = declared_aliases(model), ignored_on_save(model)
     several = is_transformers_model(model)
     saved = []

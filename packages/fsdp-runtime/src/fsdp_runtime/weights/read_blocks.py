@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from fsdp_runtime.sharded.chunks import inside
 from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
-from fsdp_runtime.sharded.rank_boxes import inside
 from fsdp_runtime.sharded.safetensors_io import file_runs
 from fsdp_runtime.weights.file_plan import Part
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
@@ -34,11 +34,10 @@ def read_ahead(bucket_bytes: int) -> int:
 
 
 class BlockReader:
-    """This rank's side of a load: what it reads, and what it gives to other ranks and takes from them.
+    """This rank's side of a load: what it reads, and what it gives to other ranks and takes from them."""
 
-    A read error is kept, and the exchanges go on, so that no other rank waits for this one.  ``bucket_bytes`` bounds
-    what is read ahead for others.
-    """
+    # A read error is kept, and the exchanges go on, so that no other rank waits for this one. ``bucket_bytes`` bounds
+    # what is read ahead for others.
 
     def __init__(
         self, rank: int, ranks: ModelRanks, bucket_bytes: int, device: torch.device, checkpoint: HubCheckpoint

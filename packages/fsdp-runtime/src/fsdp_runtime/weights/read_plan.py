@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from fsdp_runtime.sharded.chunks import Chunk, local_part, to_box
+from fsdp_runtime.sharded.chunks import Chunk, local_part
 from fsdp_runtime.sharded.rank_boxes import BoxOwners, layout_key
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.file_plan import Area, FilePlanner, Part, Piece, chunk_key
@@ -88,12 +88,10 @@ def plan_reads(
     *,
     one_host: bool,
 ) -> list[list[Read]]:
-    """Return batches of reads in the order of the files; those of a batch are exchanged together.
-
-    Equal on all of ``readers``, without communication.  Each byte is read by one of them, if any of them needs it.
-    On one host, ranks that need the same long run of bytes all read it, at about the same time: a copy from the page
-    cache is several times faster than a message.
-    """
+    """Return batches of reads in the order of the files; those of a batch are exchanged together."""
+    # Equal on all of ``readers``, without communication. Each byte is read by one of them, if any of them needs it. On
+    # one host, ranks that need the same long run of bytes all read it, at about the same time: a copy from the page
+    # cache is several times faster than a message.
     planner, pieces_of = FilePlanner(readers, bucket_bytes // 4, partial=True), _FilledPieces(readers)
     own = {id(tensor): local_part(tensor)[0].detach() for tensor, _ in filled}
     batches: list[list[Read]] = [[]]
@@ -119,18 +117,18 @@ def _by_place(filled: Sequence[tuple[Tensor, Sequence[Chunk]]], stored: Mapping[
     for tensor, chunks in filled:
         for chunk in chunks:
             name, given = chunk.source, stored[chunk.source]
-            found.setdefault(name, _Stored(ExportedTensor(name, given.shape, given.torch_dtype, None), given))
+            found.setdefault(name, _Stored(ExportedTensor(name, given.torch_dtype, given.shape, None), given))
             found[name].fills.append((chunk, tensor))
     return sorted(found.values(), key=lambda each: (each.stored.file, each.stored.start))
 
 
 def _filled_block(chunk: Chunk, rank: int, held: Box) -> StoredBlock | None:
     """The box of the stored tensor that goes into the part ``held`` of a model's tensor, and where it goes there."""
-    inside = chunk.intersect(tuple(slice(start, stop) for start, stop in held))
+    inside = chunk.intersect(held)
     if inside is None:
         return None
-    box = to_box(inside.source_slices)
-    offset = tuple(side.start - start for side, (start, _) in zip(inside.target, held, strict=True))
+    box = inside.source_box
+    offset = tuple(low - start for (low, _), (start, _) in zip(inside.target, held, strict=True))
     dims = tuple(chunk.dims.index(dim) if dim in chunk.dims else None for dim in range(len(box)))
     return StoredBlock(rank, box, "model", offset, dims)
 

@@ -16,9 +16,9 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.checkpoints import save_config
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
@@ -39,10 +39,9 @@ from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
 from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, require_seen, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
-from fsdp_runtime.weights.export import ExportedTensor
+from fsdp_runtime.weights.export import ExportedTensor, MergedShards
 from fsdp_runtime.weights.file_plan import WriteStep
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
-from fsdp_runtime.weights.merged_shards import MergedShards
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, ExportedModel, WeightExport
 from fsdp_runtime.weights.write_blocks import BlockWriter, SaveReport
@@ -282,10 +281,7 @@ def _planned(
             next(gathered, None)  # it has to be exhausted
             continue
         (group,) = planned.groups
-        local = {
-            name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            for name, tensor in group.sources.items()
-        }
+        local = {name: local_tensor(tensor).detach() for name, tensor in group.sources.items()}
         if group.adapters:
             merged = MergedShards([group], export.exported_dtype)
             merged.refresh()
@@ -302,11 +298,9 @@ def _fsync_and_close(file: SafetensorsWriter | StagedWriter) -> None:
 
 
 def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> None:
-    """Move the files of a complete checkpoint into the directory; the file that readers look for first comes last.
-
-    Of several jobs that save to the directory, the last one to move that file is in effect.  An index stays where one
-    is: if it could be removed for one file, and that file for an index, two jobs could leave neither.
-    """
+    """Move the files of a complete checkpoint into the directory; the file that readers look for first comes last."""
+    # Of several jobs that save to the directory, the last one to move that file is in effect. An index stays where one
+    # is: if it could be removed for one file, and that file for an index, two jobs could leave neither.
     indexed = len(shards) > 1 or (target / INDEX_FILE).exists()
     decisive = INDEX_FILE if indexed else SINGLE_FILE
     if indexed:
@@ -346,10 +340,8 @@ def _remove_old_shards(work: Path, target: Path) -> None:
 
 
 def _name_shards(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> dict[str, str]:
-    """Give shards names that no file of the target had before; return the weight map.
-
-    The usual names are for the first checkpoint of a directory: another job could remove files of names used again.
-    """
+    """Give shards names that no file of the target had before; return the weight map."""
+    # The usual names are for the first checkpoint of a directory: another job could remove files of names used again.
     usual = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     stem = "model" if _claims_usual_names(target, usual[0]) else f"model-{uuid.uuid4().hex[:8]}"
     weight_map = {}

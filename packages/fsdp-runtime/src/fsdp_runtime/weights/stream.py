@@ -15,6 +15,7 @@ from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.sharded.gather import full_tensors
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
 from fsdp_runtime.weights.naming import Names
@@ -24,27 +25,7 @@ Bucket = list[tuple[str, Tensor]]
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
-_T = TypeVar("_T", ExportGroup, ExportedTensor, "WeightInfo")
-
-
-@dataclass(frozen=True)
-class WeightInfo:
-    """The metadata with which a receiver allocates a weight.
-
-    Args:
-        name: the weight's name.
-        dtype: its dtype.
-        shape: its full shape.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+_T = TypeVar("_T", ExportGroup, ExportedTensor, WeightInfo)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,10 +119,9 @@ class WeightExport:
 
 
 class ExportedModel:
-    """A model's weights with names and conversions resolved: metadata, a stream, buckets, each as often as wanted.
+    """A model's weights with names and conversions resolved: metadata, a stream, buckets, each as often as wanted."""
 
-    It refers to the model's tensors: prepare a new one after these were replaced (values may change, as in training).
-    """
+    # It refers to the model's tensors: prepare a new one after these were replaced (values may change, as in training).
 
     def __init__(self, options: WeightExport, groups: list[ExportGroup]) -> None:
         self._options, self._quantize = options, options.quantize
@@ -238,7 +218,7 @@ class ExportedModel:
         if self._quantize is None or not self._quantize.applies(item.name, item.shape):
             return [item]
         parts = self._quantize.parts(item.name, item.shape)
-        return [ExportedTensor(part.name, part.shape, part.dtype, None) for part in parts]
+        return [ExportedTensor(part.name, part.dtype, part.shape, None) for part in parts]
 
 
 def stream_weights(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import model_mesh
@@ -70,18 +71,11 @@ def model_ranks(model: nn.Module) -> list[int]:
 def save_traffic(
     export: ExportedModel, files: Sequence[PlannedFile], everyone: Sequence[int], bucket_bytes: int
 ) -> ByRank:
-    """Count what :func:`~fsdp_runtime.save_weights` moves.
-
-    Args:
-        export: the weights, also on the meta device.
-        files: what each file has.
-        everyone: the ranks of the model, in order.
-        bucket_bytes: the most bytes that a rank holds for exchanges.
-    """
+    """Count what :func:`~fsdp_runtime.save_weights` moves of weights, also on the meta device."""
     limit = min(bucket_bytes, EXCHANGED_BYTES)
     counts = _Exchanges(everyone, limit)
     steps: dict[int, _StepBytes] = {}
-    ends = _ends(files)
+    ends = {*accumulate(len(each.items) for each in files)}  # numbers of tensors after which a file is complete
     number = 0
     for planned in plan_writes(export, everyone, bucket_bytes, files):
         if planned.gathered:
@@ -102,19 +96,10 @@ def save_traffic(
 def load_traffic(
     model: nn.Module, stored: Mapping[str, HubTensor], readers: Sequence[int], bucket_bytes: int, *, one_host: bool
 ) -> ByRank:
-    """Count what :func:`~fsdp_runtime.load_weights` moves on ranks that read for one another.
-
-    Args:
-        model: parallelized; also on the meta device.
-        stored: the tensors of the checkpoint.
-        readers: the ranks, such as those of a host.
-        bucket_bytes: the most bytes that a rank holds for others.
-        one_host: whether they share a page cache.
-    """
+    """Count what :func:`~fsdp_runtime.load_weights` moves on ranks, such as a host's, that read for one another."""
     entries = base_state_entries(model, state_entries(model, allow_offloaded=True))
     weights = map_weights(base_model(model), entries, stored)
-    known = [entry for entry in entries if weights.by_model_name.keys() & {*entry.names}]
-    in_blocks, others = filled_in_blocks(known, weights, stored)
+    in_blocks, others = filled_in_blocks(entries, weights)
     found = {rank: RankTraffic() for rank in readers}
     ahead = dict.fromkeys(readers, 0)
     for batch in plan_reads(in_blocks, stored, readers, min(bucket_bytes, EXCHANGED_BYTES), one_host=one_host):
@@ -122,7 +107,7 @@ def load_traffic(
         pairs: set[tuple[int, int]] = set()
         for each in batch:
             _count_read(each, found, exchanged, ahead, pairs)
-        for rank in itertools.chain(*pairs):
+        for rank in chain(*pairs):
             found[rank].messages += 1
         for rank, nbytes in exchanged.items():
             found[rank].held = max(found[rank].held, nbytes)
@@ -131,7 +116,7 @@ def load_traffic(
     for _, name in others:
         origin = weights.by_model_name[name]
         sources = origin.conversion.sources if origin.conversion is not None else origin.stored
-        whole = sum(_stored_bytes(stored[source]) for source in sources)
+        whole = sum(prod(stored[name].shape) * stored[name].torch_dtype.itemsize for name in sources)
         for own in found.values():
             own.read += whole
             own.held = max(own.held, 2 * whole)
@@ -226,9 +211,8 @@ class _Exchanges:
         for group in groups:
             for tensor in group.sources.values():
                 own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 whole += tensor.numel() * own.itemsize
-                self._gathered += (tensor.numel() - local.numel()) * own.itemsize
+                self._gathered += (tensor.numel() - local_tensor(tensor).numel()) * own.itemsize
         self._gathered_at_once = max(self._gathered_at_once, whole)
 
     def found(self) -> ByRank:
@@ -264,15 +248,6 @@ def _count_read(
         ahead[reader] += each.nbytes
 
 
-def _ends(files: Iterable[PlannedFile]) -> set[int]:
-    """The numbers of tensors after which a file is complete."""
-    ends, number = set[int](), 0
-    for each in files:
-        number += len(each.items)
-        ends.add(number)
-    return ends
-
-
 def _is_staged(item: ExportedTensor, groups: Sequence[ExportGroup]) -> bool:
     """Whether values are converted, copied from a device, or put in order before they are written."""
     for chunk in item.chunks or ():
@@ -282,7 +257,3 @@ def _is_staged(item: ExportedTensor, groups: Sequence[ExportGroup]) -> bool:
         if chunk != identity_chunk(chunk.source, item.shape):
             return True
     return False
-
-
-def _stored_bytes(stored: HubTensor) -> int:
-    return torch.Size(stored.shape).numel() * stored.torch_dtype.itemsize

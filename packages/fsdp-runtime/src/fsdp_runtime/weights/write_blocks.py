@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsdp_runtime.sharded.chunks import inside
 from fsdp_runtime.sharded.collectives import ModelRanks, exchange_bytes
 from fsdp_runtime.sharded.host_staging import StagedWriter
-from fsdp_runtime.sharded.rank_boxes import inside
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, file_runs
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.file_plan import Area, Part, WriteStep
@@ -43,10 +43,9 @@ class _Pending:
 
 
 class BlockWriter:
-    """This rank's side of a save: what it writes at once, and what it exchanges first.
+    """This rank's side of a save: what it writes at once, and what it exchanges first."""
 
-    A write error is kept, and the exchanges go on, so that no other rank waits for this one.
-    """
+    # A write error is kept, and the exchanges go on, so that no other rank waits for this one.
 
     def __init__(self, rank: int, ranks: ModelRanks, bucket_bytes: int, device: torch.device) -> None:
         self._ranks, self._rank, self._bucket_bytes = ranks, rank, min(bucket_bytes, EXCHANGED_BYTES)

@@ -148,12 +148,13 @@ def test_another_model_of_the_same_config_keeps_its_attention() -> None:
     assert model.model.layers[0].self_attn.config is model.config
 
 
-def _gptj() -> Any:
+def _own_attention() -> Any:
     """A model whose attention does not use ``transformers.AttentionInterface``."""
     import transformers
 
-    config = transformers.GPTJConfig(vocab_size=16, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=16)
-    model = transformers.GPTJForCausalLM(config).eval()
+    sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.FalconConfig(**sizes, attn_implementation="eager")
+    model = transformers.FalconForCausalLM(config).eval()
     attention = _attention()
     attention.eager = eager_function
     gathered = gather_for(gathered_mixers(ModelFacts.of(model).token_mixers, "eager"), attention)
@@ -162,27 +163,24 @@ def _gptj() -> Any:
 
 
 def test_attention_of_the_models_own_code_gets_the_masks_of_context_parallelism() -> None:
-    model = _gptj()
+    model = _own_attention()
     assert model.config._attn_implementation.startswith("context_parallel_")
-    assert model.transformer.h[0].attn.config._attn_implementation == "eager"
+    assert model.transformer.h[0].self_attention.config._attn_implementation == "eager"
     model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 
 def test_a_mask_that_context_parallelism_has_not_made_is_refused() -> None:
-    model = _gptj()
+    model = _own_attention()
     with pytest.raises(
         LayoutError, match=r"a mask \(1, 1, 4, 4\) that does not come from transformers' mask functions"
     ):
         _attention().full_mask(torch.ones(1, 1, 4, 4), _attention().layout(4))
-    ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(LayoutError, match=r"GPTJAttention has a mask \(1, 1, 3, 3\), and the full sequence 4 tokens"):
-        model.transformer.h[0].attn(
-            torch.ones(1, 4, 16), attention_mask=torch.zeros(1, 1, 3, 3), position_ids=ids.cumsum(1) - 1
-        )
+    with pytest.raises(LayoutError, match=r"FalconAttention has a mask \(1, 1, 3, 3\), and the full sequence 4 tokens"):
+        model.transformer.h[0].self_attention(torch.ones(1, 4, 16), alibi=None, attention_mask=torch.zeros(1, 1, 3, 3))
 
 
 def test_attention_that_is_set_after_parallelize_is_refused() -> None:
-    model = _gptj()
+    model = _own_attention()
     model.config._attn_implementation = "eager"  # planted: transformers masks the first tokens on every rank
     with pytest.raises(ModelError, match="call set_attn_implementation before parallelize"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsdp_runtime import LayoutError
 from fsdp_runtime.steps.documents.documents import Documents, find_documents
+from fsdp_runtime.steps.documents.isolation import run_per_document
 
 ROWS = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=3)
 
@@ -101,3 +102,31 @@ def _find(positions: Tensor) -> list[int]:
 def test_boundaries_of_another_shape_are_refused(given: dict[str, Tensor], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         find_documents(**{"position_ids": None, "seq_idx": None, "cu_seq_lens": None, **given}, shape=(2, 4))
+
+
+def _weighted(tokens: Tensor, pairs: Tensor) -> Tensor:
+    """Add to each token the sum of the tokens before it, each times the number of its pair."""
+    return tokens + pairs.tril().to(tokens.dtype) @ tokens
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_input_of_distances_is_that_of_each_document(alone: bool) -> None:
+    places = torch.arange(8)
+    distances = places[:, None] - places[None, :]
+    documents = _documents(_positions([[5, 2], [7]]))
+    tokens = torch.randn(2, 8, 3, dtype=torch.float64)
+    found = run_per_document(_weighted, (tokens,), {"pairs": distances}, documents, alone=alone)
+    own = [(0, 0, 5), (0, 5, 7), (0, 7, 8), (1, 0, 7), (1, 7, 8)]
+    for row, begin, end in own:
+        length = end - begin
+        expected = _weighted(tokens[row, begin:end], distances[:length, :length])
+        torch.testing.assert_close(found[row, begin:end], expected)
+
+
+def test_an_input_of_pairs_that_is_not_of_distances_is_refused() -> None:
+    documents = _documents(_positions([[5, 2]]))
+    places = torch.arange(8)
+    with pytest.raises(LayoutError, match="each pair of tokens"):
+        run_per_document(
+            _weighted, (torch.randn(1, 8, 3),), {"pairs": places[:, None] * places}, documents, alone=False
+        )

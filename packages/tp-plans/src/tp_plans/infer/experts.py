@@ -9,7 +9,7 @@ from tp_plans._transformers_compat import own_expert_plan
 from tp_plans.class_names import EXPERTS_WITH_IDENTITIES
 from tp_plans.errors import CapabilityError
 from tp_plans.infer.bytecode import first_argument, takes_argument
-from tp_plans.model_tree import ModelTree, is_at_or_below, join
+from tp_plans.model_tree import ModelTree, ancestors, join
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import merge_per_block
 from tp_plans.styles import DispatchExperts, Style
@@ -93,9 +93,8 @@ def _shipped(tree: ModelTree) -> Iterator[str]:
 
 def _without(plan: Plan, experts: tuple[str, ...], tree: ModelTree) -> Iterator[tuple[str, Style]]:
     """Yield the rules of a plan except those that match experts or what is inside them; others' matches are kept."""
-    inside = {
-        place for place in (*tree.modules, *tree.parameters) if any(is_at_or_below(place, path) for path in experts)
-    }
+    stacks = set(experts)
+    inside = {place for place in (*tree.modules, *tree.parameters) if not stacks.isdisjoint((place, *ancestors(place)))}
     places: dict[str, list[str]] = {}
     for place in (*tree.modules, *tree.parameters):
         for pattern in plan.match(place):

@@ -50,37 +50,34 @@ class MemoryBlock:
     before: MemoryBlock | None = None
     after: MemoryBlock | None = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """The order of best fit."""
-        return self.size, self.address
+
+class _Blocks:
+    """Blocks by address, and in an order: that of best fit, or of addresses."""
+
+    def __init__(self, *, by_size: bool) -> None:
+        self._by_size = by_size
+        self.keys: list[tuple[int, int]] = []  # of the order; an address comes last
+        self.at: dict[int, MemoryBlock] = {}
+
+    def add(self, block: MemoryBlock) -> None:
+        insort(self.keys, self._key(block))
+        self.at[block.address] = block
+
+    def remove(self, block: MemoryBlock) -> None:
+        del self.keys[bisect_left(self.keys, self._key(block))]
+        del self.at[block.address]
+
+    def _key(self, block: MemoryBlock) -> tuple[int, int]:
+        return block.size if self._by_size else 0, block.address
 
 
 @dataclass(eq=False, slots=True)
 class _Pool:
-    """The free blocks of one stream and kind of size, by size and by address."""
+    """The free blocks of one stream and kind of size, and the holes of its expandable segment."""
 
     small: bool
-    free: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[int, MemoryBlock] = field(default_factory=dict)  # free blocks by address
-    unmapped: list[int] = field(default_factory=list)  # addresses of holes
-    holes: dict[int, MemoryBlock] = field(default_factory=dict)
-
-    def add(self, block: MemoryBlock) -> None:
-        insort(self.free, block.key)
-        self.blocks[block.address] = block
-
-    def remove(self, block: MemoryBlock) -> None:
-        del self.free[bisect_left(self.free, block.key)]
-        del self.blocks[block.address]
-
-    def add_hole(self, block: MemoryBlock) -> None:
-        insort(self.unmapped, block.address)
-        self.holes[block.address] = block
-
-    def remove_hole(self, block: MemoryBlock) -> None:
-        del self.unmapped[bisect_left(self.unmapped, block.address)]
-        del self.holes[block.address]
+    free: _Blocks = field(default_factory=lambda: _Blocks(by_size=True))
+    holes: _Blocks = field(default_factory=lambda: _Blocks(by_size=False))
 
 
 class CachingAllocator:
@@ -115,11 +112,7 @@ class CachingAllocator:
         self._clock += 1
         self.allocated -= block.size
         block.used, block.age = False, self._clock
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and not neighbour.used and neighbour.mapped:
-                block.pool.remove(neighbour)
-                block = self._merge(block, neighbour)
-        block.pool.add(block)
+        block.pool.free.add(self._with_neighbours(block, block.pool.free))
 
     def reset_peaks(self) -> None:
         """Begin to measure peaks anew."""
@@ -129,19 +122,20 @@ class CachingAllocator:
         """Give back all memory that no tensor uses, as ``torch.cuda.empty_cache``; return the bytes."""
         before = self.reserved
         for pool in self._pools.values():
-            for block in list(pool.blocks.values()):
+            for block in list(pool.free.at.values()):
                 self._release(block)
         return before - self.reserved
 
     def _best_fit(self, pool: _Pool, size: int) -> MemoryBlock | None:
-        index = bisect_left(pool.free, (size, 0))
-        if index == len(pool.free):
+        free = pool.free
+        index = bisect_left(free.keys, (size, 0))
+        if index == len(free.keys):
             return None
-        block = pool.blocks[pool.free[index][1]]
+        block = free.at[free.keys[index][1]]
         if self.settings.expandable_segments:
             # A block that can grow counts with the size that it can grow to.
-            while index + 1 < len(pool.free):
-                other = pool.blocks[pool.free[index + 1][1]]
+            while index + 1 < len(free.keys):
+                other = free.at[free.keys[index + 1][1]]
                 if _expandable_size(other) >= _expandable_size(block):
                     break
                 index, block = index + 1, other
@@ -150,7 +144,7 @@ class CachingAllocator:
             (size < limit <= block.size) or (size >= limit and block.size >= size + LARGE_SEGMENT)
         ):
             return None
-        pool.remove(block)
+        free.remove(block)
         return block
 
     def _reserve(self, pool: _Pool, size: int) -> MemoryBlock:
@@ -178,10 +172,10 @@ class CachingAllocator:
         if block is None:
             hole = MemoryBlock(self._next_address, _ADDRESS_SPACE, pool, mapped=False)
             self._next_address += 2 * _ADDRESS_SPACE
-            pool.add_hole(hole)
+            pool.holes.add(hole)
             block = hole
         if block.mapped:
-            pool.remove(block)
+            pool.free.remove(block)
         else:
             mapped = self._map(block, min(block.size, size))
             if mapped is None:
@@ -191,14 +185,14 @@ class CachingAllocator:
             assert block.after is not None  # noqa: S101  # _with_room
             added = self._map(block.after, min(size - block.size, block.after.size))
             if added is None:
-                pool.add(block)
+                pool.free.add(block)
                 return None
             block = self._merge(block, added)
         return block
 
     def _with_room(self, pool: _Pool, size: int) -> Iterator[MemoryBlock]:
-        for address in pool.unmapped:
-            first = pool.holes[address]
+        for _, address in pool.holes.keys:
+            first = pool.holes.at[address]
             if first.before is not None and not first.before.used:
                 first = first.before
             room: int = 0
@@ -215,24 +209,14 @@ class CachingAllocator:
         size = min(-(-size // page) * page, hole.size)
         if not self._take(size):
             return None
-        hole.pool.remove_hole(hole)
+        hole.pool.holes.remove(hole)
         if hole.size > size:
             rest = MemoryBlock(hole.address + size, hole.size - size, hole.pool, mapped=False)
             _link(hole, rest)
             hole.size = size
-            hole.pool.add_hole(rest)
+            hole.pool.holes.add(rest)
         hole.mapped = True
-        block = hole
-        for neighbour in (hole.before, hole.after):
-            if (
-                neighbour is not None
-                and not neighbour.used
-                and neighbour.mapped
-                and neighbour.address in block.pool.blocks
-            ):
-                block.pool.remove(neighbour)
-                block = self._merge(block, neighbour)
-        return block
+        return self._with_neighbours(hole, hole.pool.free)
 
     def _take(self, size: int) -> bool:
         limit = self.settings.device_memory
@@ -247,7 +231,7 @@ class CachingAllocator:
         threshold, memory = self.settings.garbage_collection_threshold, self.settings.device_memory
         if not threshold or memory is None or self.reserved + size <= threshold * memory:
             return
-        unused = [b for pool in self._pools.values() if not pool.small for b in pool.blocks.values() if _is_whole(b)]
+        unused = [b for pool in self._pools.values() if not pool.small for b in pool.free.at.values() if _is_whole(b)]
         for block in sorted(unused, key=lambda each: each.age):
             if self.reserved + size <= threshold * memory:
                 return
@@ -257,7 +241,7 @@ class CachingAllocator:
         if self.settings.expandable_segments:
             self._unmap(block)
         elif _is_whole(block):
-            block.pool.remove(block)
+            block.pool.free.remove(block)
             self.reserved -= block.size
 
     def _unmap(self, block: MemoryBlock) -> None:
@@ -267,25 +251,22 @@ class CachingAllocator:
         end = (block.address + block.size) // page * page
         if end <= start:
             return
-        block.pool.remove(block)
+        pool = block.pool
+        pool.free.remove(block)
         if start > block.address:
             rest = MemoryBlock(start, block.address + block.size - start, block.pool)
             _link(block, rest)
             block.size = start - block.address
-            block.pool.add(block)
+            pool.free.add(block)
             block = rest
         if block.address + block.size > end:
             rest = MemoryBlock(end, block.address + block.size - end, block.pool)
             _link(block, rest)
             block.size = end - block.address
-            block.pool.add(rest)
+            pool.free.add(rest)
         self.reserved -= block.size
         block.mapped = False
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and not neighbour.mapped:
-                block.pool.remove_hole(neighbour)
-                block = self._merge(block, neighbour)
-        block.pool.add_hole(block)
+        pool.holes.add(self._with_neighbours(block, pool.holes))
 
     def _split(self, block: MemoryBlock, size: int) -> None:
         remaining = block.size - size
@@ -299,7 +280,15 @@ class CachingAllocator:
         rest = MemoryBlock(block.address + size, remaining, block.pool, age=block.age)
         _link(block, rest)
         block.size = size
-        block.pool.add(rest)
+        block.pool.free.add(rest)
+
+    def _with_neighbours(self, block: MemoryBlock, listed: _Blocks) -> MemoryBlock:
+        """Merge a block with those of its neighbours that are listed, and take these out."""
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.address in listed.at:
+                listed.remove(neighbour)
+                block = self._merge(block, neighbour)
+        return block
 
     def _merge(self, one: MemoryBlock, other: MemoryBlock) -> MemoryBlock:
         """Return two neighbours as one block."""

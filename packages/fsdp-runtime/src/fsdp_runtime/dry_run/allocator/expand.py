@@ -7,8 +7,8 @@ group of a storage of a neighbour refers to the same neighbour of every copy.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from itertools import groupby
 from typing import NamedTuple
 
@@ -41,8 +41,7 @@ def expand(tape: Tape, repeated: RepeatedBlocks | None) -> list[TapeStep]:
 
 
 def _step(tape: Tape, entry: TapeEntry, name: object) -> TapeStep:
-    phase = "" if entry.region is None else entry.region.phase
-    return TapeStep(name, entry.delta, phase, tape.streams[entry.storage], tape.categories[entry.storage])
+    return TapeStep(name, entry.delta, entry.phase, tape.streams[entry.storage], tape.categories[entry.storage])
 
 
 class _Expansion:
@@ -58,9 +57,9 @@ class _Expansion:
         seen: Counter[tuple[int, str, str, int]] = Counter()
         for entry in tape.entries:
             group = self._group_of(entry.region)
-            if entry.delta <= 0 or entry.storage in self._keys or group is None or entry.region is None:
+            if entry.delta <= 0 or entry.storage in self._keys or group is None:
                 continue
-            kind = (entry.region.phase, entry.operator, entry.delta)
+            kind = (entry.phase, entry.operator, entry.delta)
             key = (*kind, seen[group, *kind])
             seen[group, *kind] += 1
             self._group[entry.storage], self._keys[entry.storage] = group, key
@@ -68,11 +67,11 @@ class _Expansion:
 
     def steps(self) -> list[TapeStep]:
         found: list[TapeStep] = []
-        for group, entries in _runs(self._tape.entries, self._group_of):
+        for (group, phase), run in groupby(self._tape.entries, lambda each: (self._group_of(each.region), each.phase)):
+            entries = list(run)
             if group != 1:
                 found += self._outside(entries, group)
                 continue
-            phase = entries[0].region.phase if entries[0].region is not None else ""
             copies = range(self._added + 1)
             for copy in copies if phase in ("forward", "loss") else reversed(copies):
                 found += (_step(self._tape, entry, self._name(entry.storage, 1, copy)) for entry in entries)
@@ -91,7 +90,7 @@ class _Expansion:
         own = self._group.get(storage)
         if own is None or group is None:
             return (storage, 0) if own == 1 else storage
-        position = self._position(group, copy) + own - group
+        position = own + (copy if group <= 1 else self._added)
         if position <= 0:
             target = (position, 0)
         elif position <= self._added + 1:
@@ -103,9 +102,6 @@ class _Expansion:
             raise TapeMismatchError(f"{self._keys[storage]} of group {own} has no counterpart in group {target[0]}")
         return (named, target[1]) if target[0] == 1 else named
 
-    def _position(self, group: int, copy: int) -> int:
-        return group + copy if group <= 1 else group + self._added
-
     def _group_of(self, region: StepRegion | None) -> int | None:
         """Return the number of the group of blocks that runs, ``None`` outside of them."""
         if region is None or region.block < self._repeated.start:
@@ -114,32 +110,6 @@ class _Expansion:
             return None
         group = (region.block - self._repeated.start) // self._repeated.period
         last = self._repeated.min_count
-        if group > last or (not region.inside and _ends(region, group == last)):
-            return None
-        return group
-
-
-def _ends(region: StepRegion, is_last: bool) -> bool:
-    """Return whether code after a block belongs to no group: after the last one in forward."""
-    return region.phase == "loss" or (region.phase == "forward" and is_last)
-
-
-def _runs(
-    entries: Sequence[TapeEntry], group_of: Callable[[StepRegion | None], int | None]
-) -> Iterable[tuple[int | None, list[TapeEntry]]]:
-    """Yield entries that follow one another in one phase and group."""
-
-    def group_and_phase(entry: TapeEntry) -> tuple[int | None, str]:
-        return group_of(entry.region), entry.region.phase if entry.region is not None else ""
-
-    for (group, _), entries_of_run in groupby(entries, group_and_phase):
-        yield group, list(entries_of_run)
-
-
-def sizes_by_category(tape: Tape) -> dict[str, list[int]]:
-    """Return the bytes of the storages that existed before the step, by category, in order."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for entry in tape.entries:
-        if entry.region is None and entry.delta > 0:
-            found[tape.categories[entry.storage]].append(entry.delta)
-    return found
+        # Code after the last block belongs to no group in forward, and none does in the loss.
+        is_after = not region.inside and (region.phase == "loss" or (region.phase == "forward" and group == last))
+        return None if group > last or is_after else group

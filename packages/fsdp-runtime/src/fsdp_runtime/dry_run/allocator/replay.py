@@ -6,8 +6,8 @@ splits blocks that the second step would need whole.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_runtime.dry_run.allocator.caching import (
@@ -16,7 +16,7 @@ from fsdp_runtime.dry_run.allocator.caching import (
     MemoryBlock,
     OutOfDeviceMemoryError,
 )
-from fsdp_runtime.dry_run.allocator.expand import TapeMismatchError, TapeStep, expand, sizes_by_category
+from fsdp_runtime.dry_run.allocator.expand import TapeMismatchError, TapeStep, expand
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
 from fsdp_runtime.dry_run.scale.summary import Tape
 
@@ -53,43 +53,27 @@ def replay(
     except TapeMismatchError:
         return None
     groups = 0 if repeated is None else repeated.count - repeated.min_count - 1
-    return _Replay(steps, _Added(tape, smaller, groups), CachingAllocator(settings), on_host).run(
-        micro_batches, workspaces
-    )
+    added = _added_sizes(tape, smaller, groups) if smaller is not None and groups else {}
+    return _Replay(steps, added, CachingAllocator(settings), on_host).run(micro_batches, workspaces)
 
 
-class _Added:
-    """The storages outside of blocks' code that a model with more groups has: parameters, state, temporaries."""
-
-    def __init__(self, tape: Tape, smaller: Tape | None, groups: int) -> None:
-        self._before: dict[str, list[int]] = {}
-        self._in_phase: dict[tuple[str, str], list[int]] = {}
-        if smaller is None or not groups:
-            return
-        few, many = sizes_by_category(smaller), sizes_by_category(tape)
-        self._before = {name: _times(many[name], few.get(name, []), groups) for name in many}
-        few_in_phase, many_in_phase = _sizes_by_phase(smaller), _sizes_by_phase(tape)
-        for key, sizes in many_in_phase.items():
-            self._in_phase[key] = _times(sizes, few_in_phase.get(key, []), groups)
-
-    def before(self, category: str) -> list[int]:
-        """Return the bytes of more storages of a category that exist before the step."""
-        return self._before.get(category, [])
-
-    def in_phase(self, phase: str) -> list[int]:
-        """Return the bytes of more storages that a phase without blocks allocates."""
-        return [size for (each, _), sizes in self._in_phase.items() if each == phase for size in sizes]
+def _added_sizes(tape: Tape, smaller: Tape, groups: int) -> dict[str, list[int]]:
+    """Return the bytes of what a model with more groups allocates outside of blocks' code, as :func:`_sizes` has it."""
+    few, many = _sizes(smaller), _sizes(tape)
+    found: dict[str, list[int]] = defaultdict(list)
+    for (where, operator), sizes in many.items():
+        found[where] += list((sizes - few[where, operator]).elements()) * groups
+    return found
 
 
-def _times(many: Iterable[int], few: Iterable[int], groups: int) -> list[int]:
-    return list((Counter(many) - Counter(few)).elements()) * groups
-
-
-def _sizes_by_phase(tape: Tape) -> dict[tuple[str, str], list[int]]:
-    found: dict[tuple[str, str], list[int]] = {}
+def _sizes(tape: Tape) -> dict[tuple[str, str], Counter[int]]:
+    """Return the bytes of storages before the step by category, and of phases without blocks by phase and operator."""
+    found: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for entry in tape.entries:
-        if entry.delta > 0 and entry.region is not None and entry.region.phase in ("clip", "optimizer"):
-            found.setdefault((entry.region.phase, entry.operator), []).append(entry.delta)
+        if entry.delta > 0 and entry.region is None:
+            found[tape.categories[entry.storage], ""][entry.delta] += 1
+        elif entry.delta > 0 and entry.phase in ("clip", "optimizer"):
+            found[entry.phase, entry.operator][entry.delta] += 1
     return found
 
 
@@ -97,7 +81,11 @@ class _Replay:
     """A run of several steps."""
 
     def __init__(
-        self, steps: Sequence[TapeStep], added: _Added, allocator: CachingAllocator, on_host: Sequence[str]
+        self,
+        steps: Sequence[TapeStep],
+        added: Mapping[str, Sequence[int]],  # by category, and by phase without blocks
+        allocator: CachingAllocator,
+        on_host: Sequence[str],
     ) -> None:
         self._initial = [step for step in steps if not step.phase]
         self._steps = [step for step in steps if step.phase]
@@ -129,7 +117,7 @@ class _Replay:
         if first:
             self._permanent(("optimizer_state",))
         for phase in ("clip", "optimizer"):
-            more = [self._allocator.allocate(size) for size in self._added.in_phase(phase)]
+            more = [self._allocator.allocate(size) for size in self._added.get(phase, ())]
             for step in self._steps:
                 if step.phase == phase:
                     self._apply(step)
@@ -157,13 +145,13 @@ class _Replay:
             self._apply(step)
         if keeps_gradients and not kept:
             sizes = [step.delta for step in self._initial if step.category == "gradients"]
-            self._kept += [self._allocator.allocate(size) for size in (*sizes, *self._added.before("gradients"))]
+            self._kept += [self._allocator.allocate(size) for size in (*sizes, *self._added.get("gradients", ()))]
 
     def _permanent(self, categories: Sequence[str]) -> None:
         sizes = [step.delta for step in self._initial if step.category in categories]
         for category in categories:
             if category not in self._on_host:
-                sizes += self._added.before(category)
+                sizes += self._added.get(category, ())
         for size in sizes:
             self._allocator.allocate(size)
 

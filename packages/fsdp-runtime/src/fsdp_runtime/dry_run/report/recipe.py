@@ -14,7 +14,7 @@ _FULL_OPTIONS = (
     "    mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32), master_dtype=torch.float32",
     "),",
 )
-_ADAPTERS = 'model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))'
+_ADAPTERS = 'model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", {}task_type="CAUSAL_LM"))'
 
 
 def recipe_sections(recipes: Iterable[Recipe]) -> list[Section]:
@@ -29,12 +29,12 @@ def recipe_sections(recipes: Iterable[Recipe]) -> list[Section]:
         lines = [f"refused: {line}" for line in candidate_errors(refused)]
         found.append(Section(heading=heading, rows=rows, left=2, lines=lines, status="" if fitting else "bad"))
         if recipe.found.best is not None:
-            call = parallelize_call(recipe.training, recipe.found.best)
+            call = parallelize_call(recipe.training, recipe.found.best, recipe.without_adapters)
             found.append(Section(heading=f"Call for {recipe.found.best.label}", lines=call, code=True))
     return found
 
 
-def parallelize_call(training: str, candidate: Candidate) -> list[str]:
+def parallelize_call(training: str, candidate: Candidate, without_adapters: Sequence[str] = ()) -> list[str]:
     """Return the lines that parallelize a model as a candidate of a recipe was estimated."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in candidate.axes.items() if size != 1)
     options = [
@@ -42,9 +42,10 @@ def parallelize_call(training: str, candidate: Candidate) -> list[str]:
         f'activation_checkpointing="{candidate.activation_checkpointing}",',
         *(_FULL_OPTIONS if training == "full" else ("fsdp=fsdp_runtime.FSDPOptions(),",)),
     ]
+    excluded = f"exclude_modules={[*without_adapters]}, " if without_adapters else ""
     return [
         f"mesh = fsdp_runtime.MeshSpec({sizes}).build()",
-        *([_ADAPTERS] if training == "lora" else []),
+        *([_ADAPTERS.format(excluded)] if training == "lora" else []),
         "fsdp_runtime.parallelize(",
         *(f"    {line}" for line in ("model,", "mesh,", *options)),
         ")",
@@ -58,7 +59,8 @@ def markdown_lines(sections: Iterable[Section]) -> Iterator[str]:
         if section.rows:
             header, *rows = section.rows
             rules = ["---" if column < section.left else "---:" for column in range(len(header))]
-            yield from (_markdown_row(row) for row in (header, rules, *rows))
+            for row in (header, rules, *rows):
+                yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
             yield ""
         if section.code:
             yield from ("```python", *section.lines, "```", "")
@@ -82,7 +84,3 @@ def _row(candidate: Candidate) -> list[str]:
         "-" if candidate.seconds is None else format_seconds(candidate.seconds),
         ", ".join(f"{axis} {format_bytes(size)}" for axis, size in sent.items() if size) or "-",
     ]
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

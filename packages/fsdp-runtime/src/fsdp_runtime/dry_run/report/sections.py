@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_runtime.dry_run.report.format import format_bytes, format_count, format_seconds
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep, format_mesh
 from fsdp_runtime.dry_run.traffic_totals import axes_without_bandwidth, total_bytes_sent, totals_by_axis
-from fsdp_runtime.dry_run.types import Assumption, Estimate, Memory, Peak, Settings
+from fsdp_runtime.dry_run.types import Assumption, Estimate, Memory, Settings
 from tp_plans.runtime import colorize
 
 #: Labels of the categories of memory.
@@ -132,7 +131,9 @@ def memory_section(estimate: Estimate) -> Section:
             rows.append([name, *(format_bytes(size) if size else _NONE for size in sizes)])
     rows.append(["all", *(format_bytes(point.total) for point in points.values())])
     phases = ", ".join(f"{peak.phase} {format_bytes(peak.total)}" for peak in memory.phases)
-    lines = [f"peak: {peak_line(memory.peak)}", f"peak of each phase: {phases}", *_device_lines(memory)]
+    where = f", in {memory.peak.module}" if memory.peak.module else ""
+    peak = f"peak: {memory.peak.phase}{where} ({memory.peak.operator})"
+    lines = [peak, f"peak of each phase: {phases}", *_device_lines(memory)]
     return Section(heading="Memory of this rank", rows=rows, lines=lines)
 
 
@@ -157,12 +158,6 @@ def traffic_section(estimate: Estimate) -> Section:
     sent = format_bytes(total_bytes_sent(estimate.traffic))
     rows.append(["all", "", "", "", "", sent, _duration(estimate.communication_seconds)])
     return Section(heading="Traffic per step", rows=rows, left=2)
-
-
-def peak_line(peak: Peak) -> str:
-    """Return the location of a peak: phase, module and operator."""
-    where = f", in {peak.module}" if peak.module else ""
-    return f"{peak.phase}{where} ({peak.operator})"
 
 
 def assumption_line(item: Assumption) -> str:
@@ -198,11 +193,13 @@ def _mesh_and_way(candidate: Candidate) -> str:
 
 
 def candidate_errors(failed: Sequence[Candidate]) -> list[str]:
-    """Return each mesh and error once, with the number of candidates that share them."""
-    counts = Counter((candidate.error, _mesh_and_way(candidate)) for candidate in failed)
+    """Return each error once, with its meshes and the number of candidates."""
+    meshes: dict[str, list[str]] = {}
+    for candidate in failed:
+        meshes.setdefault(candidate.error, []).append(_mesh_and_way(candidate))
     return [
-        f"{mesh} ({count} {'candidate' if count == 1 else 'candidates'}): {error}"
-        for (error, mesh), count in counts.items()
+        f"{', '.join(dict.fromkeys(found))} ({len(found)} {'candidate' if len(found) == 1 else 'candidates'}): {error}"
+        for error, found in meshes.items()
     ]
 
 

@@ -52,6 +52,7 @@ def scale_up(
         before=breakdown(small.before, large.before),
         ends={phase: breakdown(small.ends[phase], large.ends[phase]) for phase in small.ends},
         traffic=counts(small.traffic, large.traffic),
+        tape=large.tape,
         flops={kind: number(small.flops.get(kind, 0), large.flops[kind]) for kind in large.flops},
         bytes_moved=number(small.bytes_moved, large.bytes_moved),
         replicated=counts(small.replicated, large.replicated),

@@ -40,6 +40,11 @@ class TapeEntry(NamedTuple):
     region: StepRegion | None  # where the operator ran; ``None`` before the step
     operator: str  # its name
 
+    @property
+    def phase(self) -> str:
+        """The phase; ``""`` before the step."""
+        return "" if self.region is None else self.region.phase
+
 
 @dataclass(frozen=True)
 class Tape:
@@ -52,13 +57,11 @@ class Tape:
     @classmethod
     def of(cls, recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]) -> Tape:
         """Return the tape of a recording, with the region of every event."""
-
-        def entry(event: int, storage: int, delta: int) -> TapeEntry:
-            known = event >= 0
-            operator = recording.events[event].operator if known else ""
-            return TapeEntry(storage, delta, regions[event] if known else None, operator)
-
-        entries = tuple(entry(each.event, each.storage, each.delta) for each in recording.allocations if each.delta)
+        operators = [event.operator for event in recording.events]
+        places = [*zip(regions, operators, strict=True), (None, "")]  # the last is event -1, before the step
+        entries = tuple(
+            TapeEntry(each.storage, each.delta, *places[each.event]) for each in recording.allocations if each.delta
+        )
         return cls(entries, tuple(info.stream for info in recording.storages), tuple(categories))
 
 
@@ -71,17 +74,12 @@ class Summary:
     before: MemoryBreakdown  # live bytes before the step
     ends: dict[Phase, MemoryBreakdown]  # live bytes at the end of each phase
     traffic: Mapping[CallKey, tuple[int, ...]]  # number of collectives, bytes of inputs, and bytes sent at least
+    tape: Tape  # every allocation and free, to replay them on an allocator; in a sum of traces the larger one's
     flops: Mapping[str, int]  # floating-point operations by kind
     bytes_moved: int  # bytes that operators without any read and write in forward and backward
     replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # number and bytes by name pattern
     assumptions: tuple[tuple[str, str, str], ...] = ()  # (operator, module, assumption), block indices as ``*``
     untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the same of what got no gradient
-    tape: Tape | None = None  # every allocation and free, to replay them on an allocator; ``None`` in a sum of traces
-
-    @property
-    def params_without_grad(self) -> frozenset[str]:
-        """Name patterns of trainable parameters that got no gradient."""
-        return frozenset(self.untrained)
 
 
 def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int]) -> Summary:

@@ -17,11 +17,10 @@ _NO_OPERATOR = 2**63
 
 
 class ModuleTracker:
-    """Track running modules; backward is attributed by the sequence numbers that autograd assigns in forward.
+    """Track running modules; backward is attributed by the sequence numbers that autograd assigns in forward."""
 
-    ``torch.utils.module_tracker`` uses gradient hooks instead, which change the graph and extend lifetimes, so that
-    memory would be counted wrongly.
-    """
+    # ``torch.utils.module_tracker`` uses gradient hooks instead, which change the graph and extend lifetimes, so that
+    # memory would be counted wrongly.
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {module: path for path, module in model.named_modules()}

@@ -140,7 +140,20 @@ def _taken(batch: DocumentBatch, documents: Documents, value: Tensor) -> Tensor:
         return batch.take(value.expand(rows, *shape[1:]))
     if len(shape) >= 3 and shape[2] == tokens and shape[1] in (1, rows):  # one for each axis of a rotary embedding
         return batch.take(value.expand(-1, rows, *shape[2:]).movedim(0, -1)).movedim(-1, 0)
+    if shape == (tokens, tokens):
+        return _of_pairs(batch, value)
     return value
+
+
+def _of_pairs(batch: DocumentBatch, value: Tensor) -> Tensor:
+    """Return the part of a value for each pair of tokens that documents of a batch share, as it is by distance."""
+    if not torch.equal(value[1:, 1:], value[:-1, :-1]):
+        raise LayoutError(
+            f"an input {list(value.shape)} has a value for each pair of tokens that does not follow from their "
+            "distance: the documents of packed rows cannot share it; give rows of one document"
+        )
+    length = batch.tokens.shape[1]
+    return value[:length, :length]
 
 
 def _put_together(outputs: list[Any], documents: Documents, batches: list[DocumentBatch]) -> Any:

@@ -30,7 +30,7 @@ from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, 
 from fsdp_runtime.sharded.fsync import move_into_place, naming_write_errors
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.paths import require_path
-from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, TensorHeader
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
 from fsdp_runtime.sharded.work_directory import remove_work, work_directory
 from fsdp_runtime.steps.refused_adapters import refuse_adapters
 from fsdp_runtime.weights.adapters import saved_tensors
@@ -143,7 +143,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     require_equal_on_all({rank: given for rank, (given, _) in step.values.items()})
     tensors = {name: tensors[name] for name in step.values[ranks.global_first][1]}
     full = dict(zip(tensors, full_tensors(list(tensors.values())), strict=True))
-    headers = [TensorHeader(name, tuple(tensor.shape), tensor.dtype) for name, tensor in full.items()]
+    headers = [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in full.items()]
     with work_directory(target, ranks) as work, raise_on_all(ranks):
         if ranks.is_first:
             with SafetensorsWriter(work / _FILE, headers) as file:

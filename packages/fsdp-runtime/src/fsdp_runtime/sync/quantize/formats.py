@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sync.quantize.kernels import (
     BLOCK,
     FP8,
@@ -27,15 +28,6 @@ QuantizationFormat = Literal["fp8", "fp8_block", "mxfp8", "nvfp4"]
 
 #: Weights that quantized checkpoints keep in bfloat16: embeddings, the LM head, routers, vision towers.
 KEPT = ("*embed*", "*lm_head*", "*.gate.weight", "*.router.*", "*shared_expert_gate*", "*vision*", "*visual*", "*norm*")
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedPart:
-    """One of the tensors that a quantized weight is stored as: its name in the checkpoint, full shape and dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +75,7 @@ class Quantization:
         kept = any(fnmatchcase(name, pattern) for pattern in (*KEPT, *self.keep))
         return len(shape) == 2 and name.endswith("weight") and not kept
 
-    def parts(self, name: str, shape: Sequence[int]) -> list[QuantizedPart]:
+    def parts(self, name: str, shape: Sequence[int]) -> list[WeightInfo]:
         """Return the parts that a quantized weight is stored as, in the order of :meth:`quantize`.
 
         Raises:
@@ -96,19 +88,19 @@ class Quantization:
                 f"{name} has {columns} input features, not a multiple of the {group} of a group of {self.format}: "
                 f"give keep=({name!r},) or another format"
             )
-        values = QuantizedPart(name, (rows, columns), FP8)
+        values = WeightInfo(name, FP8, (rows, columns))
         match self.format:
             case "fp8":
-                return [values, QuantizedPart(f"{name}_scale", (), torch.float32)]
+                return [values, WeightInfo(f"{name}_scale", torch.float32, ())]
             case "fp8_block":
                 blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
-                return [values, QuantizedPart(f"{name}_scale_inv", blocks, torch.float32)]
+                return [values, WeightInfo(f"{name}_scale_inv", torch.float32, blocks)]
             case "mxfp8":
-                return [values, QuantizedPart(f"{name}_scale", (rows, columns // MX_GROUP), torch.uint8)]
+                return [values, WeightInfo(f"{name}_scale", torch.uint8, (rows, columns // MX_GROUP))]
         return [
-            QuantizedPart(name, (rows, columns // 2), torch.uint8),
-            QuantizedPart(f"{name}_scale", (rows, columns // NV_GROUP), FP8),
-            QuantizedPart(f"{name}_scale_2", (), torch.float32),
+            WeightInfo(name, torch.uint8, (rows, columns // 2)),
+            WeightInfo(f"{name}_scale", FP8, (rows, columns // NV_GROUP)),
+            WeightInfo(f"{name}_scale_2", torch.float32, ()),
         ]
 
     @property
@@ -122,20 +114,16 @@ class Quantization:
         return {"fp8_block": (BLOCK, BLOCK), "mxfp8": (1, MX_GROUP), "nvfp4": (1, NV_GROUP)}.get(self.format, (1, 1))
 
     def cell_amax(self, weight: Tensor, start: tuple[int, int]) -> Tensor:
-        """Return the largest magnitude of each cell that a box of a weight touches; see ``kernels``.
-
-        A single number where a scale is for the full weight only.
-        """
+        """Return the largest magnitude of each cell that a box of a weight touches; see ``kernels``."""
+        # A single number where a scale is for the full weight only.
         weight = weight.to(torch.bfloat16)
         if self.cell == (1, 1):
             return weight.abs().amax().float().view(1, 1) if weight.numel() else weight.new_zeros(1, 1).float()
         return cell_amax(weight, start, self.cell)
 
     def quantize_box(self, weight: Tensor, start: tuple[int, int], cells: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of a box of a weight, rounded to bfloat16 first: those of the full weight, cut.
-
-        The arguments are those of ``kernels``; ``amax`` counts only where :attr:`needs_amax`.
-        """
+        """Return the parts of a box of a weight, rounded to bfloat16 first: those of the full weight, cut."""
+        # The arguments are those of ``kernels``; ``amax`` counts only where :attr:`needs_amax`.
         weight = weight.to(torch.bfloat16)
         match self.format:
             case "fp8":

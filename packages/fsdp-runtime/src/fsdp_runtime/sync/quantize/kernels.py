@@ -61,10 +61,8 @@ def mxfp8(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[Tensor
 
 
 def nvfp4(weight: Tensor, cells: Tensor, start: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a box of even columns with an e4m3 scale per group of 16 elements of a row, and one scale over all.
-
-    Returns two values in a byte ``[rows, columns / 2]``, the first in the low half; both scales, the last float32.
-    """
+    """Quantize a box of even columns with an e4m3 scale per group of 16 elements of a row, and one scale over all."""
+    # Returns two values in a byte ``[rows, columns / 2]``, the first in the low half; both scales, the last float32.
     total = _nonzero(amax / (FP8_MAX * FP4_MAX))
     scales = (cells / FP4_MAX / total).clamp(_LEAST_GROUP_SCALE, FP8_MAX).to(FP8)
     scaled = weight.float() * _per_element((1.0 / total) / scales.float(), start, (1, NV_GROUP), weight)

@@ -12,7 +12,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import MeshSpec
 from fsdp_runtime.trainers.verl.field_types import require_types
 from fsdp_runtime.trainers.verl.flags import refuse
-from fsdp_runtime.trainers.verl.verl_api import ActorConfig, CriticConfig, EngineConfig, PrecisionType
+from fsdp_runtime.trainers.verl.verl_api import ActorConfig, CriticConfig, EngineConfig, HFModelConfig, PrecisionType
 
 STRATEGY = "fsdp_runtime"
 #: Fields of verl's other engines, and what says the same here.
@@ -213,6 +213,22 @@ def to_dtype(name: str, value: Any) -> torch.dtype:
     return dtype
 
 
+#: Fields of verl's model that are read here.
+_OF_MODEL = ("enable_gradient_checkpointing", "use_remove_padding", "trust_remote_code", "lora_rank")
+
+
+def check_configs(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> None:
+    """Refuse what the four configs of an engine ask for and the engine does not do."""
+    require_own_config(engine)
+    check_flags(engine)
+    refuse("model.", "HFModelConfig", model)
+    require_types("model.", model, kind=HFModelConfig, names=_OF_MODEL)
+    if optimizer is not None and not engine.forward_only:
+        check_optimizer(optimizer)
+    if checkpoint is not None:
+        check_checkpoint_flags(checkpoint)
+
+
 def check_flags(config: FsdpRuntimeEngineConfig) -> None:
     """Refuse the flags of verl's FSDP engine that have no counterpart, and values that are none of theirs."""
     require_types("", config)
@@ -258,8 +274,6 @@ def require_own_config(config: object) -> None:
 
 def check_checkpoint_flags(config: Any) -> None:
     """Refuse contents of checkpoints that cannot be written."""
-    if config is None:
-        return
     for name in ("save_contents", "load_contents"):
         contents = list(config.get(name, None) or ())
         if unknown := [each for each in contents if each not in _CONTENTS]:

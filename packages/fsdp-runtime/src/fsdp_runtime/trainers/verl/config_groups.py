@@ -53,7 +53,8 @@ def store_groups() -> None:
         "pad_to_length": False,
         "fsdp_config": theirs,
     }
-    own = {"forward_only": True, **{name: _of_actor(name) for name in node if _is_copied(name)}}
+    of_actor = f"actor_rollout_ref.actor.{STRATEGY}"
+    own = {"forward_only": True, **{name: f"${{oc.select:{of_actor}.{name}}}" for name in node if _is_copied(name)}}
     _store_role(store, "actor", "Actor", {**actor, **chunks}, ["/optim@optim: fsdp"])
     ulysses = "${oc.select:actor_rollout_ref.actor.ulysses_sequence_parallel_size,1}"
     ref = {**actor, **chunks, "ulysses_sequence_parallel_size": ulysses, STRATEGY: own}
@@ -72,10 +73,6 @@ def _is_copied(name: str) -> bool:
     """Whether a reference takes a field from its actor: values of its mesh and options, not those of training."""
     default = engine_node()[name]
     return name not in _OF_TRAINING and not isinstance(default, dict) and not name.endswith("_per_gpu")
-
-
-def _of_actor(name: str) -> str:
-    return f"${{oc.select:actor_rollout_ref.actor.{STRATEGY}.{name}}}"
 
 
 def _store_role(store: ConfigStore, group: str, kind: str, own: dict[str, Any], optim: list[str]) -> None:

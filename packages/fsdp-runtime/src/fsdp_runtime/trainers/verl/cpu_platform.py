@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -34,72 +33,34 @@ class _Device(types.ModuleType):
     get_device_name = staticmethod(lambda *_: "cpu")
 
 
+def _returns(value: Any) -> Any:
+    """Return a method that returns a value, whatever it is given."""
+    return lambda self, *args, **kwargs: value
+
+
 @PlatformRegistry.register(platform="cpu")
 class CPUPlatform(PlatformBase):
     """One device, ``cpu``, gloo, and what Ray is told to call a GPU."""
 
     device_name = vendor_name = "cpu"
     device_module = _Device("cpu_device")
-
-    def is_available(self) -> bool:
-        """Every machine has one."""
-        return True
-
-    def current_device(self) -> Any:
-        """The name: verl passes it to ``Tensor.to``, where an integer is a GPU."""
-        return "cpu"
-
-    def device_count(self) -> int:
-        """One."""
-        return 1
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        """None."""
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        """gloo."""
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        """A name that nothing reads."""
-        return "CPU_VISIBLE_DEVICES"
-
-    def ray_resource_name(self) -> str:
-        """``GPU``, which verl counts: ``ray.init(num_gpus=...)`` declares as many as there are ranks."""
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        """None."""
-        return []
+    is_available = _returns(True)
+    device_count = _returns(1)
+    current_device = _returns("cpu")  # verl passes it to ``Tensor.to``, where an integer is a GPU
+    get_device_capability = _returns((None, None))
+    communication_backend_name = _returns("gloo")
+    visible_devices_envvar = _returns("CPU_VISIBLE_DEVICES")  # nothing reads it
+    ray_noset_envvars = _returns([])
+    ray_resource_name = _returns("GPU")  # verl counts these; ``ray.init(num_gpus=...)`` declares one for each rank
+    is_ipc_supported = _returns(False)  # weights go through host memory
+    nvtx_range = _returns(nullcontext())
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    set_device = synchronize = set_allocator_settings = empty_cache = _returns(None)
+    cudart = profiler_start = profiler_stop = _returns(None)
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
         """As for GPUs."""
         return {"num_gpus": num_gpus}
-
-    def is_ipc_supported(self) -> bool:
-        """Weights go through host memory."""
-        return False
-
-    def cudart(self) -> None:
-        """None."""
-        return
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed the CPU."""
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        """No ranges."""
-        yield
-
-    def _nothing(self, *args: Any) -> None:
-        return None
-
-    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = _nothing
 
 
 def use_gloo_alone() -> None:

@@ -13,20 +13,13 @@ from torch import Tensor, nn
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.memory.gradient_accumulation import no_sync
+from fsdp_runtime.memory.offload import Part
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl import export
 from fsdp_runtime.trainers.verl.batch_checks import vocabulary_of
 from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
-from fsdp_runtime.trainers.verl.config import (
-    check_checkpoint_flags,
-    check_flags,
-    check_optimizer,
-    require_own_config,
-    to_dtype,
-)
-from fsdp_runtime.trainers.verl.field_types import require_types
-from fsdp_runtime.trainers.verl.flags import refuse
+from fsdp_runtime.trainers.verl.config import check_configs, to_dtype
 from fsdp_runtime.trainers.verl.micro_batches import cut
 from fsdp_runtime.trainers.verl.model import (
     build_module,
@@ -36,24 +29,21 @@ from fsdp_runtime.trainers.verl.model import (
     trained_parameters,
 )
 from fsdp_runtime.trainers.verl.replay import nested_routes, recorded_or_replayed, way_of
-from fsdp_runtime.trainers.verl.residency import Residency, parts_of
+from fsdp_runtime.trainers.verl.residency import Residency
 from fsdp_runtime.trainers.verl.rows import Rows, idle_rows, rows_of
 from fsdp_runtime.trainers.verl.scores import TokenScores, values_of
 from fsdp_runtime.trainers.verl.verl_api import (
     BaseEngine,
     BaseEngineCtx,
-    HFModelConfig,
     enable_full_determinism,
     get_device_id,
     get_device_name,
     postprocess_batch_func,
     tensordict_utils,
 )
+from fsdp_runtime.weights import stream_weights
 
 logger = logging.getLogger(__name__)
-
-#: Fields of verl's model that are read here.
-_OF_MODEL = ("enable_gradient_checkpointing", "use_remove_padding", "trust_remote_code", "lora_rank")
 
 
 class FsdpRuntimeEngine(BaseEngine):
@@ -63,13 +53,7 @@ class FsdpRuntimeEngine(BaseEngine):
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
-        require_own_config(engine_config)
-        check_flags(engine_config)
-        refuse("model.", "HFModelConfig", model_config)
-        require_types("model.", model_config, kind=HFModelConfig, names=_OF_MODEL)
-        if optimizer_config is not None and not engine_config.forward_only:
-            check_optimizer(optimizer_config)
-        check_checkpoint_flags(checkpoint_config)
+        check_configs(model_config, engine_config, optimizer_config, checkpoint_config)
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
@@ -188,11 +172,12 @@ class FsdpRuntimeEngine(BaseEngine):
                 raise OptionError("a backward needs a loss_function")
         words = vocabulary_of(self.model_config.hf_config)
         found = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp, words=words)
+        accumulates = self.engine_config.use_no_sync_for_gradient_accumulation
         keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
         outputs = []
         for index in range(found.count):
             idle = index >= len(found.batches)
-            syncs = forward_only or index == found.count - 1 or not self._accumulates
+            syncs = forward_only or index == found.count - 1 or not accumulates
             with (
                 torch.set_grad_enabled(not forward_only),
                 nullcontext() if syncs else no_sync(self.module),
@@ -208,10 +193,6 @@ class FsdpRuntimeEngine(BaseEngine):
                 output.pop("model_output")
             outputs.append(output)
         return postprocess_batch_func(output_lst=outputs, indices=found.indices, data=data)
-
-    @property
-    def _accumulates(self) -> bool:
-        return bool(self.engine_config.use_no_sync_for_gradient_accumulation)
 
     def _forward(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> tuple[Any, dict[str, Any]]:
         """Run one micro-batch and its loss."""
@@ -249,8 +230,9 @@ class FsdpRuntimeEngine(BaseEngine):
             raise OptionError("gradients move with the model: give model=True")
         if self.engine_config.offload_policy or get_device_name() == "cpu":
             return  # FSDP2 keeps them on the host, or there is no other memory
-        parts = parts_of(model=model, optimizer=optimizer and self.optimizer is not None, grad=grad)
-        (self._residency.offload if device == "cpu" else self._residency.onload)(parts)
+        wanted: dict[Part, bool] = {"parameters": model, "buffers": model, "gradients": grad, "optimizer": optimizer}
+        move = self._residency.offload if device == "cpu" else self._residency.onload
+        move(part for part, moves in wanted.items() if moves)
 
     def _sync_dtype(self) -> torch.dtype | None:
         name = self.engine_config.sync_dtype
@@ -270,8 +252,8 @@ class FsdpRuntimeEngine(BaseEngine):
         merges = (self.model_config.get("lora", None) or {}).get("merge", False)
         dtype = self._sync_dtype()
         if not hasattr(self.module, "peft_config") or merges or base_sync_done is None:
-            return self._streamed(export.full_weights(self.module, dtype)), None
-        config = export.adapter_config(self.module)
+            return self._streamed(stream_weights(self.module, dtype=dtype)), None
+        config = self.module.peft_config[export.ADAPTER].to_dict()  # its types as enums
         if base_sync_done:
             return self._streamed(export.adapter_weights(self.module)), config
         return self._streamed(export.base_weights(self.module, dtype)), config

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.hashing import WORDS
 from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.sync import ModelShards
 from fsdp_runtime.trainers.verl.verl_api import (
@@ -24,23 +25,13 @@ from fsdp_runtime.weights import stream_weights
 from fsdp_runtime.weights.adapters import adapter_tensors
 from fsdp_runtime.weights.stream import WeightExport
 
-_ADAPTER = "default"
-
-
-def full_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight in full, an adapter merged, by the names of the checkpoint.  Collective."""
-    return stream_weights(model, dtype=dtype)
-
-
-def adapter_config(model: Any) -> dict[str, Any]:
-    """Return the adapter's config as verl hands it to rollouts: peft's, with its types as enums."""
-    config: dict[str, Any] = model.peft_config[_ADAPTER].to_dict()
-    return config
+#: The name of the adapter that verl trains.
+ADAPTER = "default"
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapter's factors in full, by the names that peft gives them on disk.  Collective."""
-    for name, tensor in adapter_tensors(model, state_entries(model), _ADAPTER).items():
+    for name, tensor in adapter_tensors(model, state_entries(model), ADAPTER).items():
         full = tensor.detach()
         yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
@@ -48,18 +39,17 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under an adapter, by the names that a rollout with adapters has for them.  Collective."""
     # A rollout with adapters wraps the layers that have one: vLLM's loader takes ``….base_layer.weight`` for these.
-    config = model.peft_config[_ADAPTER]
+    config = model.peft_config[ADAPTER]
     with model.disable_adapter():
         for name, tensor in stream_weights(model, dtype=dtype):
             yield replace_lora_wrapper(name, config), tensor
 
 
 class Shards:
-    """This rank's blocks of the checkpoint's tensors, and what changed of them since a snapshot.
+    """This rank's blocks of the checkpoint's tensors, and what changed of them since a snapshot."""
 
-    Blocks that several ranks hold are sent by the first of these.  The gathering group of verl's checkpoint engine is
-    the world in every entry, so that all ranks pass the same entries in the same order.
-    """
+    # Blocks that several ranks hold are sent by the first of these. The gathering group of verl's checkpoint engine is
+    # the world in every entry, so that all ranks pass the same entries in the same order.
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._shards = ModelShards(model, export=WeightExport(dtype=dtype or torch.bfloat16))
@@ -131,5 +121,5 @@ class Shards:
 
 def _differing(values: Tensor, before: Tensor) -> Tensor:
     """Return the indices of elements whose bits differ, so that a changed sign of zero and NaN count."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    bits = WORDS[values.element_size()]
     return (values.view(bits) != before.view(bits)).nonzero().squeeze(-1)

@@ -39,6 +39,12 @@ class Flag(NamedTuple):
 
 _FUSED = Flag("here", "log-probs and entropy never need logits, whatever it says")
 _SAME = Flag("same")
+_ULYSSES = {"ulysses_sequence_parallel_size": Flag("here", "`cp` with `context_parallel=ulysses`")}
+_TILES = {
+    "entropy_from_logits_with_chunking": Flag("here", "always in tiles"),
+    "entropy_from_logits_chunk_size": Flag("here", "the tiles' size follows from the device"),
+    "entropy_checkpointing": Flag("here", "backward always computes the tiles again"),
+}
 #: Values of refused flags that ask for nothing.
 _UNSET = ("torch", "disabled")
 _OWN_CONFIG = Flag(
@@ -74,11 +80,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "model_dtype": Flag("same", "float32 of what is trained"),
         "use_orig_params": Flag("same", "FSDP2 has no other way"),
         "mixed_precision": Flag("same", "`param_dtype` and `reduce_dtype` are fields too"),
-        "ulysses_sequence_parallel_size": Flag("here", "`cp` with `context_parallel=ulysses`"),
-        "entropy_from_logits_with_chunking": Flag("here", "always in tiles"),
-        "entropy_from_logits_chunk_size": Flag("here", "the tiles' size follows from the device"),
+        **_ULYSSES,
+        **_TILES,
         "use_torch_compile": Flag("refused", "compiles verl's entropy function; `compile=True` compiles the blocks"),
-        "entropy_checkpointing": Flag("here", "backward always computes the tiles again"),
         "use_no_sync_for_gradient_accumulation": _SAME,
         "pad_to_length": _SAME,
         "pad_to_length_bucket": _SAME,
@@ -129,10 +133,8 @@ FLAGS: dict[str, dict[str, Flag]] = {
     },
     "FSDPActorConfig": {
         **_same("grad_clip use_remove_padding use_rollout_log_probs pad_to_length"),
-        "ulysses_sequence_parallel_size": Flag("here", "`cp` with `context_parallel=ulysses`"),
-        "entropy_from_logits_with_chunking": Flag("here", "always in tiles"),
-        "entropy_from_logits_chunk_size": Flag("here", "the tiles' size follows from the device"),
-        "entropy_checkpointing": Flag("here", "backward always computes the tiles again"),
+        **_ULYSSES,
+        **_TILES,
         "fsdp_config": _OWN_CONFIG,
     },
     "CriticConfig": _same(
@@ -143,7 +145,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
     ),
     "FSDPCriticConfig": {
         **_same("forward_micro_batch_size forward_micro_batch_size_per_gpu grad_clip"),
-        "ulysses_sequence_parallel_size": Flag("here", "`cp` with `context_parallel=ulysses`"),
+        **_ULYSSES,
         "fsdp": _OWN_CONFIG,
     },
     "CheckpointConfig": {
@@ -159,13 +161,11 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "record_file": Flag("refused", "routes travel with the batch; no engine of verl reads it"),
         "replay_file": Flag("refused", "routes travel with the batch; no engine of verl reads it"),
     },
-    "FSDPOptimizerConfig": {
-        **_same(
-            "_target_ lr lr_warmup_steps_ratio total_training_steps weight_decay lr_warmup_steps betas clip_grad "
-            "grad_clip optimizer optimizer_impl min_lr_ratio warmup_style lr_scheduler_type num_cycles "
-            "override_optimizer_config zero_indexed_step"
-        )
-    },
+    "FSDPOptimizerConfig": _same(
+        "_target_ lr lr_warmup_steps_ratio total_training_steps weight_decay lr_warmup_steps betas clip_grad "
+        "grad_clip optimizer optimizer_impl min_lr_ratio warmup_style lr_scheduler_type num_cycles "
+        "override_optimizer_config zero_indexed_step"
+    ),
 }
 
 

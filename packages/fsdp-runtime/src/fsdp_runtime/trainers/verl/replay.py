@@ -30,21 +30,17 @@ def way_of(mode: str, *, forward_only: bool, has_loss: bool, asked: bool | None)
 @contextmanager
 def recorded_or_replayed(way: Way, model: nn.Module, rows: Rows, micro_batch: Any) -> Iterator[Any]:
     """Run a forward with routes recorded or replayed; yields those that are recorded."""
-    if way == "none":
-        with nullcontext():
-            yield None
-        return
     if way == "record":
         with record_routes(model) as routes:
             yield routes
         return
-    given = micro_batch.get("routed_experts", None) if micro_batch is not None else None
-    if given is None and micro_batch is not None:
+    given = micro_batch.get("routed_experts", None) if way == "replay" else None
+    if way == "replay" and given is None:
         raise OptionError(
             "router_replay: the batch has no routed_experts: R2 needs compute_log_prob before the update, R3 a rollout "
             "with enable_rollout_routing_replay=True"
         )
-    with replay_routes(model, _routes(given, rows)) if given is not None else nullcontext():
+    with nullcontext() if given is None else replay_routes(model, _routes(given, rows)):
         yield None
 
 

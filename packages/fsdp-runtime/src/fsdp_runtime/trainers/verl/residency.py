@@ -41,9 +41,3 @@ class Residency:
             yield
         finally:
             self.offload(away)
-
-
-def parts_of(*, model: bool, optimizer: bool, grad: bool) -> list[Part]:
-    """Return the parts of verl's three flags."""
-    parts: list[Part] = ["parameters", "buffers"] if model else []
-    return [*parts, *(["gradients"] if grad else []), *(["optimizer"] if optimizer else [])]  # type: ignore[list-item]

@@ -8,7 +8,7 @@ SFT sample whose first token has ``loss_mask`` 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ class Rows:
     temperature: Tensor  # ``[rows, length]`` float32, as the targets
     tokens: Tensor  # ``[rows, length]`` bool, the tokens of samples in full rows
     offsets: Tensor  # ``[samples + 1]`` offsets of verl's nested tensors
-    layout: Any  # how ``cp`` cuts rows, ``None`` without it
     mesh: DeviceMesh
+    layout: Any = None  # how ``cp`` cuts rows, ``None`` without it
 
     def nested(self, values: Tensor) -> Tensor:
         """Return values of this rank's tokens ``[rows, length, ...]`` nested by sample; under cp collective."""
@@ -70,7 +70,7 @@ def rows_of(micro_batch: Any, mesh: DeviceMesh, config: FsdpRuntimeEngineConfig,
         inputs, targets, heat, tokens = _packed(ids, positions, temperature, pad, config)
     else:
         inputs, targets, heat, tokens = _padded(ids, positions, temperature, pad, config, packs=packs)
-    return _of_rank(inputs, media, targets, heat, tokens, ids.offsets(), mesh, config)
+    return _of_rank(Rows(inputs, targets, heat, tokens, ids.offsets(), mesh), config, media)
 
 
 def idle_rows(mesh: DeviceMesh, config: FsdpRuntimeEngineConfig) -> Rows:
@@ -82,25 +82,17 @@ def idle_rows(mesh: DeviceMesh, config: FsdpRuntimeEngineConfig) -> Rows:
     targets = torch.full_like(ids, _IGNORED)
     offsets = torch.tensor([0, length], device=device)
     heat = torch.ones_like(ids, dtype=torch.float32)
-    return _of_rank(inputs, {}, targets, heat, torch.ones_like(ids, dtype=torch.bool), offsets, mesh, config)
+    return _of_rank(Rows(inputs, targets, heat, torch.ones_like(ids, dtype=torch.bool), offsets, mesh), config, {})
 
 
-def _of_rank(
-    inputs: dict[str, Tensor],
-    media: Mapping[str, Any],
-    targets: Tensor,
-    heat: Tensor,
-    tokens: Tensor,
-    offsets: Tensor,
-    mesh: DeviceMesh,
-    config: FsdpRuntimeEngineConfig,
-) -> Rows:
-    layout = None
+def _of_rank(full: Rows, config: FsdpRuntimeEngineConfig, media: Mapping[str, Any]) -> Rows:
+    """Return this rank's tokens of full rows, with media, which ``cp`` does not cut."""
+    inputs, layout = full.inputs, None
     if config.axes.cp > 1:
-        layout = sequence_layout(mesh, targets.shape[1], load_balancer=config.load_balancer)  # type: ignore[arg-type]
+        layout = sequence_layout(full.mesh, full.targets.shape[1], load_balancer=config.load_balancer)  # type: ignore[arg-type]
         inputs = layout.shard_batch(inputs)
-        targets, heat = layout.shard(targets), layout.shard(heat)
-    return Rows({**inputs, **media}, targets, heat, tokens, offsets, layout, mesh)
+    full = replace(full, inputs={**inputs, **media}, layout=layout)
+    return replace(full, targets=full.shard(full.targets), temperature=full.shard(full.temperature))
 
 
 def _multiple(config: FsdpRuntimeEngineConfig) -> int:

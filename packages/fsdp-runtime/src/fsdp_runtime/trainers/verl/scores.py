@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,28 +58,16 @@ class TokenScores:
 
     def _from_hidden(self, rows: Rows, **options: bool) -> dict[str, Tensor]:
         def at_head(hidden: Tensor, head: Any) -> dict[str, Tensor]:
-            def statistics(**given: Any) -> Any:
-                return rl_logprobs().linear_token_statistics(
-                    hidden,
-                    head.weight,
-                    rows.targets,
-                    bias=head.bias,
-                    logit_scale=head.logit_scale,
-                    softcap=head.softcap,
-                    **given,
-                )
-
-            return _scores(statistics, rows, **options)
+            function, given = rl_logprobs().linear_token_statistics, (hidden, head.weight, rows.targets)
+            of_head = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
+            return _scores(partial(function, *given, **of_head), rows, **options)
 
         found: dict[str, Tensor] = forward_with_lm_head(self._model, at_head, **rows.inputs, use_cache=False)
         return found
 
 
 def _from_logits(logits: Tensor, rows: Rows, **options: bool) -> dict[str, Tensor]:
-    def statistics(**given: Any) -> Any:
-        return rl_logprobs().token_statistics(logits, rows.targets, **given)
-
-    return _scores(statistics, rows, **options)
+    return _scores(partial(rl_logprobs().token_statistics, logits, rows.targets), rows, **options)
 
 
 def _scores(statistics: Any, rows: Rows, *, entropy: bool, squares: bool) -> dict[str, Tensor]:
