@@ -258,7 +258,7 @@ CASES: Provocations = {
         "merge_adapter of": _merged_dora,
         **{piece: lambda call=call, axes=axes: _called(call, axes) for piece, (axes, call) in METHODS.items()},  # type: ignore[misc]
     },
-    "fsdp_runtime/steps/guards/optimizer_kinds.py": {
+    "fsdp_runtime/steps/guards/optimizers.py": {
         "parameters are shards": lambda: _called(lambda model: torch.optim.Rprop(model.parameters()).step(), TP)
     },
     "fsdp_runtime/steps/guards/replaced_parameters.py": {"parallelize has replaced by shards": _stale},

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fsdp_runtime.steps import SharedPrefixes
 from fsdp_runtime.steps.documents.documents import find_documents
+from fsdp_runtime.steps.documents.isolation import run_per_document
 from fsdp_runtime.steps.documents.sequence_functions import RECURRENCES, Call
 from harness.models import tiny_model
 from refusals import Provocations
@@ -56,12 +57,19 @@ def _find(**given: Any) -> None:
     find_documents(**{"position_ids": None, "seq_idx": None, "cu_seq_lens": None, **given}, shape=(2, 4))
 
 
+def _value_of_pairs() -> None:
+    documents = find_documents(PACKED, None, None, (1, 6))
+    assert documents is not None
+    run_per_document(lambda values: values, (torch.arange(36).view(6, 6),), {}, documents, alone=False)
+
+
 CASES: Provocations = {
     "fsdp_runtime/steps/documents/documents.py": {
         "cu_seq_lens_q": lambda: _find(cu_seq_lens=torch.zeros(2, 4)),
         "give one entry a token": lambda: _find(position_ids=torch.zeros(1, 3)),
     },
     "fsdp_runtime/steps/documents/isolation.py": {
+        "has a value for each pair of tokens": _value_of_pairs,
         "packed rows need a mask": lambda: _packed_forward(attention_mask=torch.ones(1, 1, 6, 5), use_cache=False),
     },
     "fsdp_runtime/steps/documents/sequence_functions.py": {"of a recurrence has no": _with_state},

@@ -84,7 +84,7 @@ CASES: Provocations = {
         "and others have none": lambda: _media(PIXELS, {}),
         "have different media": lambda: _media({"input_ids": ids(1, 4), **PIXELS}, {"input_ids": ids(1, 4), **SOUND}),
     },
-    "fsdp_runtime/steps/guards/plain_parameters.py": {"as nothing reduces them": _head_around},
+    "fsdp_runtime/steps/guards/optimizers.py": {"as nothing reduces them": _head_around},
     "fsdp_runtime/steps/random_states.py": {"drew different amounts": _uneven_dropout},
     "fsdp_runtime/steps/guards/check_inputs.py": {"were given different inputs": _other_inputs},
 }

@@ -20,13 +20,10 @@ BASE = "base_model.model"
 
 @dataclass(frozen=True)
 class LoraLayer:
-    """A layer with low-rank adapters.
-
-    ``module`` is peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``.
-    """
+    """A layer with low-rank adapters."""
 
     path: str
-    module: nn.Module
+    module: nn.Module  # peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``
     scaling: dict[str, float]  # of every adapter in force, by its name
     transposed: bool  # the weight is ``[in, out]``
     odd: str  # what it or its adapters are other than plain, unmerged LoRA
@@ -141,10 +138,8 @@ def base_model(model: Any) -> Any:
 
 
 def model_of_rows(model: Any) -> Any:
-    """Return the model inside a ``PeftModel`` that hands it its rows as they are; any other model itself.
-
-    Prompt learning (prompt, prefix and P-tuning) puts virtual tokens in front of every row.
-    """
+    """Return the model inside a ``PeftModel`` that hands it its rows as they are; any other model itself."""
+    # Prompt learning (prompt, prefix and P-tuning) puts virtual tokens in front of every row.
     if not is_peft_model(model) or any(each.is_prompt_learning for each in model.peft_config.values()):
         return model
     return base_model(model)
@@ -328,11 +323,9 @@ def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:
 def adapter_file(
     model: Any, adapter: str, tensors: Mapping[str, Tensor], *, embeddings: bool | Literal["auto"]
 ) -> dict[str, Tensor]:
-    """Return what peft saves of an adapter, by the names in its file.
-
-    ``embeddings="auto"`` saves the layers of the embedding and the head where they are adapted, or of another size than
-    those of the base model's checkpoint, whose config peft looks up.
-    """
+    """Return what peft saves of an adapter, by the names in its file."""
+    # ``embeddings="auto"`` saves the layers of the embedding and the head where they are adapted, or of another size
+    # than those of the base model's checkpoint, whose config peft looks up.
     from peft.utils import get_peft_model_state_dict
 
     with warnings.catch_warnings():

@@ -41,10 +41,8 @@ Description = dict[str, dict[str, str]]
 
 
 def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> None:
-    """Raise on every rank of the meshes unless all were given the same model and options; values are not compared.
-
-    One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
-    """
+    """Raise on every rank of the meshes unless all were given the same model and options; values are not compared."""
+    # One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
     groups = list(_groups(meshes))
     if not groups:
         return
@@ -91,7 +89,7 @@ def _differences(by_rank: Mapping[int, Description], parts: Iterable[str]) -> li
 def _describe(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> Description:
     return {
         "version": {name: _version(name) for name in _PACKAGES},
-        "axis": {f.name: _text(_size(getattr(meshes, f.name))) for f in fields(meshes)},
+        "axis": {f.name: _text(getattr(meshes, f.name)) for f in fields(meshes)},
         "option": dict(_options(steps)),
         "model": {"class": _class_name(type(model))},
         "config": dict(_config(model)),
@@ -106,10 +104,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "missing"
-
-
-def _size(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, DeviceMesh) else value
 
 
 def _options(steps: Iterable[Step]) -> Iterator[tuple[str, str]]:
@@ -168,6 +162,8 @@ def _text(value: Any) -> str:
     """Return a text that is equal in two processes for equal values."""
     if value is None or isinstance(value, (bool, int, float, str, Enum, torch.dtype, torch.device, Placement)):
         return repr(value)
+    if isinstance(value, DeviceMesh):
+        return _text(tuple(value.shape))
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_text(key)}: {_text(each)}' for key, each in value.items())}}}"
     if isinstance(value, (set, frozenset)):

@@ -32,9 +32,7 @@ from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.guards.methods import guard_methods
-from fsdp_runtime.steps.guards.optimizer_groups import step_meshes_apart
-from fsdp_runtime.steps.guards.optimizer_kinds import refuse_optimizers_of_full_tensors
-from fsdp_runtime.steps.guards.plain_parameters import compare_plain_gradients
+from fsdp_runtime.steps.guards.optimizers import watch_optimizers
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 from fsdp_runtime.steps.random_states import RandomStates
 from fsdp_runtime.steps.tensor.step import TensorParallel
@@ -107,9 +105,7 @@ class Parallelism:
             for step, found in self.steps:
                 step.apply(model, self.setup, found)
         runtime_state(model).one_rank = self.setup.meshes.one_rank
-        step_meshes_apart()
-        refuse_optimizers_of_full_tensors()
-        compare_plain_gradients()
+        watch_optimizers()
         guard_methods(model)
 
     def __str__(self) -> str:
@@ -155,10 +151,8 @@ def resolve_parallelism(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Op
 def resolve_steps(
     model: nn.Module, meshes: Meshes, steps: Iterable[Step], *, allow_dtensors: bool = False
 ) -> Parallelism:
-    """Resolve and check steps, in any order, against a model on one mesh per axis; change nothing.
-
-    ``allow_dtensors`` accepts parameters that are DTensors already, unless a plan is to be applied.
-    """
+    """Resolve and check steps, in any order, against a model on one mesh per axis; change nothing."""
+    # ``allow_dtensors`` accepts parameters that are DTensors already, unless a plan is to be applied.
     given = list(steps)
     require_same_setup(model, meshes, given)
     if runtime_state(model).offloaded is not None:
@@ -190,7 +184,8 @@ def _meshes(mesh: DeviceMesh, options: FSDPOptions) -> Meshes:
         shared=submesh(mesh, "tp") if ep > 1 and tp > 1 else None,
         fsdp=shards,
         expert_fsdp=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
-        batches=_ranks_with_different_batches(mesh) if cp > 1 or ep > 1 else None,
+        # Gradients are summed over ``cp``, whose ranks have parts of one batch.
+        batches=axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") if cp > 1 or ep > 1 else None,
         one_rank=root_mesh(mesh).size() == 1,
     )
 
@@ -229,11 +224,6 @@ def _require_no_gradients(model: nn.Module) -> None:
             f"{len(found)} parameters have gradients, first {found[0]}, which their shards would not have: call "
             "model.zero_grad() before parallelize, or take the optimizer's step first"
         )
-
-
-def _ranks_with_different_batches(mesh: DeviceMesh) -> int:
-    """Return the size of ``dp``: gradients are summed over ``cp``, whose ranks have parts of one batch."""
-    return axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
 
 
 def _fsdp_mesh(mesh: DeviceMesh, options: FSDPOptions) -> DeviceMesh | None:

@@ -30,11 +30,9 @@ class Wrapper:
 
 
 def wrap(modules: Iterable[nn.Module], wrapper: type[Wrapper], **attributes: Any) -> None:
-    """Mix a wrapper in before the classes of modules that do not have it yet, in place.
-
-    Modules of one class get one new class, so that equal blocks are compiled once.  It keeps the old name, by which
-    transformers finds what to record.
-    """
+    """Mix a wrapper in before the classes of modules that do not have it yet, in place."""
+    # Modules of one class get one new class, so that equal blocks are compiled once. It keeps the old name, by which
+    # transformers finds what to record.
     made: dict[type, type[nn.Module]] = {}
     for module in modules:
         cls: Any = type(module)
@@ -73,11 +71,9 @@ def hook_forward(
     first: bool = False,
     always: bool = False,
 ) -> Hooks:
-    """Register hooks around a module's forward; ``effect`` is for ``describe_parallelism``.
-
-    ``before`` is called with the module, its arguments and its keywords, with ``first`` ahead of the other hooks;
-    ``after`` with the module, its arguments and its output, with ``always`` when the forward has raised, too.
-    """
+    """Register hooks around a module's forward; ``effect`` is for ``describe_parallelism``."""
+    # ``before`` is called with the module, its arguments and its keywords, with ``first`` ahead of the other hooks;
+    # ``after`` with the module, its arguments and its output, with ``always`` when the forward has raised, too.
     handles = []
     if before is not None:
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=first))
@@ -95,11 +91,9 @@ def hook_model(
     *,
     first: bool = False,
 ) -> None:
-    """Register hooks of every call that runs a model, one call of each per forward; ``after`` also after an error.
-
-    ``generate`` of a ``PeftModel`` calls the model inside; its forward does so in some classes, and runs the forward
-    of that model without its hooks in others.
-    """
+    """Register hooks of every call that runs a model, one call of each per forward; ``after`` also after an error."""
+    # ``generate`` of a ``PeftModel`` calls the model inside; its forward does so in some classes, and runs the forward
+    # of that model without its hooks in others.
     base = base_model(model)
     if base is not model:
         inside = _Inside(before, after)

@@ -36,7 +36,7 @@ from rl_logprobs.policy.losses import cispo_loss, gspo_loss, ppo_loss
 from rl_logprobs.policy.metrics import ratio_metrics
 from rl_logprobs.sampling import sample_tokens
 from rl_logprobs.sampling_filter import SamplingFilter
-from rl_logprobs.scoring import TokenStatistics
+from rl_logprobs.softmax.vocab_parallel import TokenStatistics
 from rl_logprobs.softmax.vocab_shard import VocabShard
 from rl_logprobs.sources import LinearLogits
 from rl_logprobs.support.kept_sets import Support

@@ -24,13 +24,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 def local_shape_and_offset(
     tensor: DTensor, placements: Sequence[Placement] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's shard of ``tensor`` and its offset in the full tensor.
-
-    ``placements`` are the tensor's own by default.
-
-    torch 2.10 to 2.15 have no public function with this answer for every placement, strided shards included; torch's
-    distributed checkpoints use the same one (pytorch/pytorch#107996 added it).
-    """
+    """Return the shape of this rank's shard of ``tensor`` and its offset in the full tensor."""
+    # ``placements`` are the tensor's own by default. torch 2.10 to 2.15 have no public function with this answer for
+    # every placement, strided shards included; torch's distributed checkpoints use the same one (pytorch/pytorch#107996
+    # added it).
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, placements or tensor.placements
     )

@@ -13,7 +13,7 @@ from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeErr
 from rl_logprobs.softmax.divergence import softmax_divergence
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabColumns, VocabShard, locate_logits
-from rl_logprobs.sources import HeadSource, LinearLogits, LogitSource
+from rl_logprobs.sources import LinearLogits, LogitSource, Source
 from rl_logprobs.support.entries import kept_entries
 from rl_logprobs.support.kept_logits import kept_logits
 from rl_logprobs.support.kept_sets import Support
@@ -148,7 +148,7 @@ def token_kl(
     flat_temperature = check_temperature(temperature, ignored)
     if support is not None:
         return _kept_kl(policy, reference, flat_temperature, ignored, support)
-    student, teacher = (LogitSource(side).side(flat_temperature) for side in (policy, reference))
+    student, teacher = (LogitSource(**vars(side)).side(flat_temperature) for side in (policy, reference))
     return softmax_divergence(student, teacher, ignored.reshape(-1), beta=1.0).view(ignored.shape)
 
 
@@ -235,8 +235,8 @@ def token_divergence(
     return found.view(ignored.shape)
 
 
-def _source(given: torch.Tensor | LinearLogits, shard: VocabShard | None) -> LogitSource | HeadSource:
-    return given.located() if isinstance(given, LinearLogits) else LogitSource(locate_logits(given, shard))
+def _source(given: torch.Tensor | LinearLogits, shard: VocabShard | None) -> Source:
+    return given.located() if isinstance(given, LinearLogits) else LogitSource(**vars(locate_logits(given, shard)))
 
 
 def _ignored(mask: torch.Tensor | None, tokens: TokenSlice, device: torch.device) -> torch.Tensor:

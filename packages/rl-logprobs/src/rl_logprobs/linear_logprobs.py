@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from rl_logprobs.devices import require_same_device
-from rl_logprobs.scoring import TokenStatistics, score
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
+from rl_logprobs.softmax.vocab_parallel import TokenStatistics
 from rl_logprobs.softmax.vocab_shard import VocabShard
-from rl_logprobs.sources import LinearLogits
+from rl_logprobs.sources import LinearLogits, score
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.targets import scored_targets
 

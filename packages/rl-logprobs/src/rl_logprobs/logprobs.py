@@ -7,12 +7,12 @@ import torch
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter
-from rl_logprobs.scoring import TokenStatistics, score
 from rl_logprobs.softmax.backends import Backend, kernels
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
+from rl_logprobs.softmax.vocab_parallel import TokenStatistics
 from rl_logprobs.softmax.vocab_shard import VocabShard, locate_logits
-from rl_logprobs.sources import LogitSource
+from rl_logprobs.sources import LogitSource, score
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.targets import scored_targets
 
@@ -163,5 +163,10 @@ def token_statistics(
         inplace_backward=inplace_backward or (support is not None and inplace_forward),
         inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
     )
-    source = LogitSource(located, sampling, kernels(backend, located.values.device), options.inplace_backward)
+    source = LogitSource(
+        **vars(located),
+        sampling=sampling,
+        kernels=kernels(backend, located.values.device),
+        inplace_backward=options.inplace_backward,
+    )
     return score(source, scored, support, options)

@@ -19,7 +19,7 @@ from rl_logprobs.softmax.divergence import Side
 from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
 from rl_logprobs.softmax.head_rows import head_rows, sharded_alike
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
-from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics, softmax_statistics
+from rl_logprobs.softmax.vocab_parallel import TokenStatistics, softmax_statistics
 from rl_logprobs.softmax.vocab_shard import (
     LocalLogits,
     TokenSlice,
@@ -29,49 +29,40 @@ from rl_logprobs.softmax.vocab_shard import (
     columns_of_plain,
     token_slice,
 )
-from rl_logprobs.support.entries import KeptEntries
+from rl_logprobs.support.entries import KeptEntries, kept_targets
 from rl_logprobs.support.kept_linear import kept_linear_logits
 from rl_logprobs.support.kept_logits import kept_logits
+from rl_logprobs.support.kept_sets import Support
+from rl_logprobs.support.statistics import kept_statistics
 from rl_logprobs.targets import Targets
 
 
 @dataclass(frozen=True)
-class LogitSource:
+class LogitSource(LocalLogits):
     """Logits as a source of statistics, under a sampler's filter."""
 
-    located: LocalLogits
     sampling: SamplingFilter | None = None
     kernels: Kernels = TORCH
     inplace_backward: bool = False
 
-    @property
-    def vocab(self) -> VocabColumns:
-        """The columns of this rank."""
-        return self.located.vocab
-
-    @property
-    def tokens(self) -> TokenSlice:
-        """The tokens of this rank."""
-        return self.located.tokens
-
-    def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> SoftmaxStatistics:
+    def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> TokenStatistics:
         """Return flat statistics over the full vocabulary."""
-        values, vocab = self.located.values, self.located.vocab
-        min_logit = min_kept_logit(values, vocab, options.temperature, self.sampling)
+        min_logit = min_kept_logit(self.values, self.vocab, options.temperature, self.sampling)
         options = replace(options, min_logit=min_logit)
-        return softmax_statistics(values, targets.flat_ids, targets.flat_ignored, vocab, options, self.kernels)
+        flat_ids, flat_ignored = targets.flat_ids, targets.flat_ignored
+        return softmax_statistics(self.values, flat_ids, flat_ignored, self.vocab, options, self.kernels)
 
     def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
         """Return the logits of kept entries."""
-        return kept_logits(self.located.values, entries, self.located.vocab, inplace_backward=self.inplace_backward)
+        return kept_logits(self.values, entries, self.vocab, inplace_backward=self.inplace_backward)
 
     def side(self, temperature: float | torch.Tensor) -> Side:
         """Return these logits as one side of a divergence."""
-        return Side((self.located.values,), self.vocab, temperature)
+        return Side((self.values,), self.vocab, temperature)
 
     def reference_side(self, tokens: TokenSlice, vocab: VocabColumns, temperature: float | torch.Tensor) -> Side:
         """Return the logits of other tokens and columns, without gradient, as the other side of a divergence."""
-        values, own = tokens_of(self.located.values.detach(), self.tokens, tokens), self.vocab
+        values, own = tokens_of(self.values.detach(), self.tokens, tokens), self.vocab
         if own.group is None:
             values = values[..., vocab.start : vocab.start + vocab.width]
         elif not sharded_alike(own, vocab):
@@ -169,7 +160,7 @@ class HeadSource:
     tokens: TokenSlice
     vocab: VocabColumns
 
-    def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> SoftmaxStatistics:
+    def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> TokenStatistics:
         """Return flat statistics over the full vocabulary."""
         operands, head = self._gathered()
         return linear_softmax_statistics(*operands, targets.flat_ids, targets.flat_ignored, head, options)
@@ -206,6 +197,21 @@ class HeadSource:
             weight.to_local() if isinstance(weight, DTensor) else weight,
             bias.to_local() if isinstance(bias, DTensor) else bias,
         )
+
+
+#: What logits come from.
+Source = LogitSource | HeadSource
+
+
+def score(source: Source, targets: Targets, support: Support | None, options: SoftmaxOptions) -> TokenStatistics:
+    """Return the statistics of a rank's targets, over the full vocabulary or over kept sets, in their shape."""
+    if support is None:
+        found = source.full_statistics(targets, options)
+    else:
+        kept = kept_targets(support, source.tokens, targets, source.vocab.vocab_size)
+        found = kept_statistics(source.entry_logits(kept.entries), kept, options)
+    shaped = (None if value is None else value.view(targets.ids.shape) for value in found)
+    return TokenStatistics(*shaped)  # type: ignore[arg-type]  # the first two are always there
 
 
 def tokens_of(values: torch.Tensor, held: TokenSlice, wanted: TokenSlice) -> torch.Tensor:

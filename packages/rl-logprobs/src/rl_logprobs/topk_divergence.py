@@ -11,10 +11,9 @@ from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
-from rl_logprobs.scoring import Source
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_shard import TokenSlice
-from rl_logprobs.sources import tokens_of
+from rl_logprobs.sources import Source, tokens_of
 from rl_logprobs.support.entries import KeptEntries, kept_entries
 from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.targets import Targets

@@ -32,10 +32,7 @@ OK, FOUND, FAILED = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns 0 where nothing was found, 1 where a check found errors or two plans differ, 2 where the command failed.
-    """
+    """Run one command and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))

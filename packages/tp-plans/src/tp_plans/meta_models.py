@@ -13,6 +13,7 @@ from tp_plans.errors import ModelConfigError, UnknownArchitectureError
 def meta_model_from_config(source: str | Path) -> Any:
     """The model that a checkpoint folder or ``config.json`` describes, on the meta device; remote code is not run."""
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     release = f"transformers {transformers.__version__}"
     path = Path(source)
@@ -25,7 +26,7 @@ def meta_model_from_config(source: str | Path) -> Any:
     names = getattr(config, "architectures", None) or []
     cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if cls is None and not names:
-        cls = _causal_lm_class(config)
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None:
         listed = f"its architectures are {', '.join(names)}" if names else "it names no architectures"
         raise UnknownArchitectureError(
@@ -62,13 +63,6 @@ def model_of(source: str) -> Any:
         raise ModelConfigError(f"{source}: no model can be built from it: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")
-
-
-def _causal_lm_class(config: Any) -> Any:
-    """The class for text generation of a config that names no class, if there is one."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def _on_meta(cls: Any, config: Any, source: str | Path) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tp_plans._torch_compat import own_buffers, own_parameters
 from tp_plans._validate import require_model
+from tp_plans.naming import leaf
 from tp_plans.patterns import Patterns, wildcard
 
 _CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
@@ -146,7 +147,7 @@ class ModelTree:
 
     def is_numbered(self, path: str) -> bool:
         """Return whether a module's children are all named by numbers, as those of a list are."""
-        return bool(self.children[path]) and all(_name(child).isdigit() for child in self.children[path])
+        return bool(self.children[path]) and all(leaf(child).isdigit() for child in self.children[path])
 
     # Modules together.
 
@@ -158,7 +159,7 @@ class ModelTree:
 
     def children_with_parameters(self, path: str) -> set[str]:
         """Return the names of the children that own parameters, themselves or below."""
-        return {_name(child) for child in self.children[path] if child in self._with_parameters}
+        return {leaf(child) for child in self.children[path] if child in self._with_parameters}
 
     @cached_property
     def _with_parameters(self) -> set[str]:
@@ -382,11 +383,7 @@ def shared_parts(one: str, other: str) -> int:
 
 def names_embedding(path: str) -> bool:
     """Return whether a module is named after the embeddings: ``layernorm_embedding``, not ``embedding_norm``."""
-    return _name(path).endswith(("embedding", "embeddings"))
-
-
-def _name(path: str) -> str:
-    return path.rpartition(".")[2]
+    return leaf(path).endswith(("embedding", "embeddings"))
 
 
 def _inherits(module: Any, names: set[str]) -> bool:

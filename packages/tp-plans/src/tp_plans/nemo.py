@@ -1,7 +1,7 @@
 """The functions of NeMo RL's ``nemo_rl.models.dtensor.parallelize`` that make plans, by their names and signatures.
 
 A user changes one import line.  Every word of transformers' plans is known, what the shipped plans get wrong is
-with_overrides, and errors name the fix where the originals assert.
+corrected, and errors name the fix where the originals assert.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from typing import Any
 
 from tp_plans._validate import is_integer
 from tp_plans.layouts import Layout, Shard
-from tp_plans.model_tree import ModelTree, ancestors, join, parent
+from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, parent
 from tp_plans.module_attrs import getattr_path
+from tp_plans.naming import leaf
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.styles import (
@@ -118,7 +119,7 @@ class PlannedTree:
 
     def split_children(self, path: str) -> list[str]:
         """Return the names of the children whose output is a plain tensor of this rank's features."""
-        return [child.rpartition(".")[2] for child in self.children[path] if self.outputs_local_shard(child)]
+        return [leaf(child) for child in self.children[path] if self.outputs_local_shard(child)]
 
     def has_no_rules(self, path: str, names: Iterable[str]) -> bool:
         """Return whether the plan has no rule for a module's children of these names."""
@@ -133,7 +134,7 @@ class PlannedTree:
         """Iterate over the modules of the language model at ``root``, except those inside split experts."""
         experts: set[str] = set()
         for path, module in self.modules.items():
-            if root and path != root and not path.startswith(f"{root}."):
+            if not is_at_or_below(path, root):
                 continue
             if experts and any(above in experts for above in ancestors(path)):
                 continue

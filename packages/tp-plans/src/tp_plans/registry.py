@@ -13,6 +13,7 @@ from tp_plans.infer.complete import with_learned_activations
 from tp_plans.infer.full_output import is_read_in_full, with_full_output
 from tp_plans.model_tree import ModelTree
 from tp_plans.models import ARCHITECTURES, Architecture
+from tp_plans.naming import leaf
 from tp_plans.plan import Plan
 from tp_plans.task_heads import TASK_HEADS, with_task_head
 from tp_plans.without_rowwise import rowwise_free
@@ -169,7 +170,7 @@ def _unknown(names: _Names, target: object) -> UnknownArchitectureError:
 
 def _names(target: object) -> _Names:
     if isinstance(target, str):
-        return _Names((target.rpartition(".")[2],), ())
+        return _Names((leaf(target),), ())
     cls = target if isinstance(target, type) else type(target)
     config: Any = getattr(target, "config", target)
     listed = getattr(config, "architectures", None)

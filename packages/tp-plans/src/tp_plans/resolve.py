@@ -79,7 +79,7 @@ def resolve_plan(
     if plan == "inferred":
         return _with_doubts(model, sequence_parallel=sequence_parallel)
     named = _registered(plan, sequence_parallel=sequence_parallel, tp=_size(mesh))
-    custom = _custom(plan) if named is None else named
+    custom = _from_value(_imported(plan) if isinstance(plan, str) else plan, plan) if named is None else named
     if sequence_parallel and not custom.sequence_parallel:
         raise CustomPlanError(
             f"sequence_parallel=True was asked, but the plan {custom.name} is not a sequence-parallel one: "
@@ -140,12 +140,6 @@ def _size(mesh: DeviceMesh | None) -> int | None:
     return None if mesh is None else mesh.size()
 
 
-def _custom(plan: object) -> Plan:
-    if isinstance(plan, str):
-        return _from_value(_imported(plan), name=plan)
-    return _from_value(plan, name="the custom plan")
-
-
 def _imported(path: str) -> object:
     """The object at a dotted path, called when it is a function."""
     module_name, _, attribute = path.rpartition(".")
@@ -171,7 +165,8 @@ def _fail(path: str, what: str, error: Exception) -> NoReturn:
     raise CustomPlanError(f"custom plan {path!r}: {what} {type(error).__name__}: {error}") from error
 
 
-def _from_value(value: object, *, name: str) -> Plan:
+def _from_value(value: object, given: object) -> Plan:
+    name = given if isinstance(given, str) else "the custom plan"
     if isinstance(value, Plan):
         return value
     if not isinstance(value, Mapping):

@@ -15,11 +15,9 @@ from fsdp_runtime._torch_compat.meshes import local_tensor
 
 @contextmanager
 def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
-    """Raise ``freed()`` where backward reads a tensor that was saved inside the ``with`` and has lost its storage.
-
-    torch's own error is about the storage, and torch turns its check for changes in place off for tensors with hooks
-    (2.10 to 2.15, since pytorch/pytorch#60975), so that is done here; the version of a tensor is not public.
-    """
+    """Raise ``freed()`` where backward reads a tensor that was saved inside the ``with`` and has lost its storage."""
+    # torch's own error is about the storage, and torch turns its check for changes in place off for tensors with hooks
+    # (2.10 to 2.15, since pytorch/pytorch#60975), so that is done here; the version of a tensor is not public.
 
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
         return tensor, tensor._version
@@ -71,8 +69,6 @@ def in_backward() -> bool:
 
 
 def viewed_tensor(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that a view shares memory with, ``None`` for a tensor of its own.
-
-    ``Tensor._base`` of torch 2.10 to 2.15; a public name does not exist.
-    """
+    """Return the tensor that a view shares memory with, ``None`` for a tensor of its own."""
+    # ``Tensor._base`` of torch 2.10 to 2.15; a public name does not exist.
     return getattr(tensor, "_base", None)

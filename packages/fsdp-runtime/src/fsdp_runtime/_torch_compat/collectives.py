@@ -36,15 +36,9 @@ def clone_default_store() -> Store:
 def separate_group(
     store: Store, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
 ) -> ProcessGroup:
-    """Form a process group apart from the world, which may be absent.
-
-    torch 2.10 to 2.15 form groups of the world's ranks alone (pytorch/pytorch#151960); SGLang and OpenRLHF call the
-    same function.  Point-to-point operations look up the ranks that are registered here.
-
-    Raises:
-        ValueError: this process has a group of that name.
-        RuntimeError: not all ranks came in time.
-    """
+    """Form a group apart from the world; ``ValueError`` for a known name, ``RuntimeError`` where ranks do not come."""
+    # torch 2.10 to 2.15 form groups of the world's ranks alone (pytorch/pytorch#151960); SGLang and OpenRLHF call the
+    # same function. Point-to-point operations look up the ranks that are registered here.
     helper: Any = distributed_c10d._new_process_group_helper
     world: Any = distributed_c10d._world
     own_part = PrefixStore(name, store)
@@ -56,10 +50,8 @@ def separate_group(
 
 
 def group_of(value: object) -> ProcessGroup | None:
-    """The process group that an operator's argument is, as an object or by its name; ``None`` for other arguments.
-
-    Names are resolved by a private function in torch 2.10 to 2.15.
-    """
+    """The process group that an operator's argument is, as an object or by its name; ``None`` for other arguments."""
+    # Names are resolved by a private function in torch 2.10 to 2.15.
     if isinstance(value, ProcessGroup):
         return value
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):

@@ -12,10 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested dicts, lists and tuples.
-
-    ``torch.utils._pytree`` is private in torch 2.10 to 2.15 (pytorch/pytorch#65761).
-    """
+    """Return the leaves of nested dicts, lists and tuples."""
+    # ``torch.utils._pytree`` is private in torch 2.10 to 2.15 (pytorch/pytorch#65761).
     from torch.utils import _pytree
 
     found: list[Any] = _pytree.tree_leaves(tree)
@@ -39,20 +37,16 @@ def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def storage_key(held: Tensor | UntypedStorage) -> int:
-    """What is the same for a storage and all tensors on it while it lives.
-
-    ``data_ptr`` is public and 0 for every storage without data (torch 2.10 to 2.15).
-    """
+    """What is the same for a storage and all tensors on it while it lives."""
+    # ``data_ptr`` is public and 0 for every storage without data (torch 2.10 to 2.15).
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
 
 
 @contextmanager
 def observe_storage_resizes(observe: Callable[[UntypedStorage], None]) -> Iterator[None]:
-    """Call ``observe`` after every ``UntypedStorage.resize_``.
-
-    FSDP2 allocates and frees gathered parameters by resizing their storages.  Under ``FakeTensorMode`` no operator is
-    dispatched for that, and torch 2.10 to 2.15 have no hook (pytorch/pytorch#122434), so the method is replaced.
-    """
+    """Call ``observe`` after every ``UntypedStorage.resize_``."""
+    # FSDP2 allocates and frees gathered parameters by resizing their storages. Under ``FakeTensorMode`` no operator is
+    # dispatched for that, and torch 2.10 to 2.15 have no hook (pytorch/pytorch#122434), so the method is replaced.
     original = UntypedStorage.resize_
 
     def resize_(storage: UntypedStorage, size: int) -> Any:

@@ -12,11 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def fake_store() -> Any:
-    """The store of torch's process group without peers; both are under ``torch.testing._internal`` in 2.10 to 2.15.
-
-    Importing the module registers the backend ``"fake"``; importing another, what collectives of tensors without data
-    return, which torch 2.11 and later have built in.
-    """
+    """The store of torch's process group without peers; both are under ``torch.testing._internal`` in 2.10 to 2.15."""
+    # Importing the module registers the backend ``"fake"``; importing another, what collectives of tensors without data
+    # return, which torch 2.11 and later have built in.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with suppress(ImportError):
@@ -27,11 +25,9 @@ def fake_store() -> Any:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """torch's mode of tensors without memory (private in 2.10 to 2.15), usable together with DTensor.
-
-    DTensor computes shard offsets with small tensors whose values it needs; those stay real.  Operators that it runs on
-    full shapes, to infer the shape of a result, are not part of the program and are hidden from other modes.
-    """
+    """torch's mode of tensors without memory (private in 2.10 to 2.15), usable together with DTensor."""
+    # DTensor computes shard offsets with small tensors whose values it needs; those stay real. Operators that it runs
+    # on full shapes, to infer the shape of a result, are not part of the program and are hidden from other modes.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import _utils
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -68,10 +64,8 @@ def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """What fake tensors raise where a result depends on data, or an operator has no rule for shapes.
-
-    Private in torch 2.10 to 2.15.
-    """
+    """What fake tensors raise where a result depends on data, or an operator has no rule for shapes."""
+    # Private in torch 2.10 to 2.15.
     from torch._subclasses import fake_tensor
 
     return (
@@ -82,11 +76,9 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 def clear_dtensor_caches() -> None:
-    """Empty DTensor's caches of what it decided for a mesh, from which a later one that is equal would be served.
-
-    Meshes are equal by shape and names; the groups of one that is gone cannot be used, nor can another rank's offsets.
-    Private in torch 2.10 to 2.15, and not all there in 2.10.
-    """
+    """Empty DTensor's caches of what it decided for a mesh, from which a later one that is equal would be served."""
+    # Meshes are equal by shape and names; the groups of one that is gone cannot be used, nor can another rank's
+    # offsets. Private in torch 2.10 to 2.15, and not all there in 2.10.
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -13,12 +13,10 @@ from fsdp_runtime._torch_compat.meshes import local_tensor
 
 
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
-    """FSDP2's sharded parameters by owning module and name; tied ones under every owner.
-
-    While a unit is gathered its modules hold other tensors, in the dtype of the mixed-precision policy, and torch
-    2.10 to 2.15 have no public way to the shards but to drop the gathered ones (``FSDPModule.reshard``;
-    pytorch/pytorch#120879).
-    """
+    """FSDP2's sharded parameters by owning module and name; tied ones under every owner."""
+    # While a unit is gathered its modules hold other tensors, in the dtype of the mixed-precision policy, and torch
+    # 2.10 to 2.15 have no public way to the shards but to drop the gathered ones (``FSDPModule.reshard``;
+    # pytorch/pytorch#120879).
     found: dict[tuple[nn.Module, str], nn.Parameter] = {}
     for fsdp_parameter in _fsdp_parameters(model):
         found.update(dict.fromkeys(_places(fsdp_parameter._module_info), fsdp_parameter.sharded_param))
@@ -26,13 +24,11 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Param
 
 
 def initialize_root(root: FSDPModule) -> None:
-    """Initialize FSDP2's state of a root and the modules below it, as the root's first forward does.
-
-    Until then gradients of the root's own parameters are not reduced, since a backward does not know the root.
-    ``unshard()`` initializes one module's parameters only; torch 2.10 to 2.15 have no public function for all
-    (introduced so in pytorch/pytorch#117881).  A module below that ran before took itself for the root, which torch
-    refuses.
-    """
+    """Initialize FSDP2's state of a root and the modules below it, as the root's first forward does."""
+    # Until then gradients of the root's own parameters are not reduced, since a backward does not know the root.
+    # ``unshard()`` initializes one module's parameters only; torch 2.10 to 2.15 have no public function for all
+    # (introduced so in pytorch/pytorch#117881). A module below that ran before took itself for the root, which torch
+    # refuses.
     state: Any = root._get_fsdp_state()
     if state._is_root is None:
         for module in root.modules():  # type: ignore[attr-defined]
@@ -42,15 +38,9 @@ def initialize_root(root: FSDPModule) -> None:
 
 
 def move_root(old: FSDPModule, new: Any) -> None:
-    """Make a module inside of a root the root, which gathers what the old one gathered and what is still in use.
-
-    Adapters that are taken out of a model leave its ``PeftModel`` out, whose parameters are those of the root.  torch
-    2.10 to 2.15 have no public way but to wrap a copy of the model.
-
-    Args:
-        old: the root; nothing is gathered.
-        new: a module below it that is no FSDP module.
-    """
+    """Make a module below a root, no FSDP module yet, the root, which gathers what the old one did if still in use."""
+    # Adapters that are taken out of a model leave its ``PeftModel`` out, whose parameters are those of the root. torch
+    # 2.10 to 2.15 have no public way but to wrap a copy of the model. Nothing is gathered as yet.
     units: list[Any] = [old, *(each for each in new.modules() if isinstance(each, FSDPModule))]
     state: Any = old._get_fsdp_state()
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
@@ -80,10 +70,8 @@ def _keep_parameters(group: Any, modules: Container[nn.Module]) -> bool:
 
 
 def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
-    """Return the shards of an FSDP module whose gradient is not reduced, or not yet over replicas.
-
-    Under ``set_requires_gradient_sync(False)`` that is intended; torch 2.10 to 2.15 have no public way to ask.
-    """
+    """Return the shards of an FSDP module whose gradient is not reduced, or not yet over replicas."""
+    # Under ``set_requires_gradient_sync(False)`` that is intended; torch 2.10 to 2.15 have no public way to ask.
     return [
         parameter.sharded_param
         for group in _parameter_groups(unit)
@@ -95,10 +83,8 @@ def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
 
 
 def reduce_gradients(root: FSDPModule) -> None:
-    """Reduce the gradients that are not reduced yet, as FSDP2 does at the end of a backward.
-
-    A backward through none of the FSDP modules' outputs does not end so, and torch 2.10 to 2.15 have no public call.
-    """
+    """Reduce the gradients that are not reduced yet, as FSDP2 does at the end of a backward."""
+    # A backward through none of the FSDP modules' outputs does not end so, and torch 2.10 to 2.15 have no public call.
     state: Any = root._get_fsdp_state()
     state._root_post_backward_final_callback()
 
@@ -110,12 +96,7 @@ def parameter_owners(unit: FSDPModule) -> set[nn.Module]:
 
 
 def gathered_copies(unit: FSDPModule, *, now: bool = True) -> dict[nn.Parameter, nn.Parameter]:
-    """The gathered parameters of an FSDP module with their shards.
-
-    Args:
-        unit: the FSDP module.
-        now: only those that its modules hold at present; ``False`` for all, once there were any.
-    """
+    """The gathered parameters with their shards that an FSDP module holds ``now``, or those of any time."""
     return {
         parameter._unsharded_param: parameter.sharded_param
         for group in _parameter_groups(unit)
@@ -137,11 +118,9 @@ def has_gradient_hooks(root: FSDPModule) -> bool:
 
 
 def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
-    """The places of parameters that hold another tensor than FSDP2 will gather (private in torch 2.10 to 2.15).
-
-    Its first forward takes the parameters that modules hold then, as after ``load_state_dict(assign=True)``, and what
-    ``functional_call`` lends them, too.
-    """
+    """The places of parameters that hold another tensor than FSDP2 will gather (private in torch 2.10 to 2.15)."""
+    # Its first forward takes the parameters that modules hold then, as after ``load_state_dict(assign=True)``, and what
+    # ``functional_call`` lends them, too.
     state: Any = root._get_fsdp_state()
     if state._is_root is None:
         places = [place for each in _fsdp_parameters(root) for place in _places(each._module_info)]  # type: ignore[arg-type]
@@ -162,18 +141,14 @@ def _places(info: Any) -> list[tuple[nn.Module, str]]:
 
 
 def copied_versions(unit: FSDPModule) -> tuple[int, ...]:
-    """The versions of the shards that an FSDP module holds gathered copies of (private in torch 2.10 to 2.15).
-
-    Operators on a DTensor raise the version of the DTensor, those on its local tensor that of the local tensor.
-    """
+    """The versions of the shards that an FSDP module holds gathered copies of (private in torch 2.10 to 2.15)."""
+    # Operators on a DTensor raise the version of the DTensor, those on its local tensor that of the local tensor.
     return tuple(shard._version + local_tensor(shard)._version for shard in gathered_copies(unit).values())
 
 
 def show_shards(unit: FSDPModule) -> None:
-    """Let a gathered FSDP module's owners hold the shards; a backward gets the kept copies, and a forward gathers anew.
-
-    torch 2.10 to 2.15 have no public way to keep copies without showing them.
-    """
+    """Let a gathered FSDP module's owners hold the shards; a backward gets the copies, and a forward gathers anew."""
+    # torch 2.10 to 2.15 have no public way to keep copies without showing them.
     for group in _parameter_groups(unit):
         for parameter in group.fsdp_params:
             parameter._setattr_on_modules(parameter.sharded_param)
@@ -192,10 +167,8 @@ def _unshard(group: Any, async_op: bool = False) -> None:
 
 
 def gather_before_gradient(root: FSDPModule, tensor: Tensor) -> None:
-    """Gather every FSDP module before a backward computes the gradient of a tensor, as of a cache of keys.
-
-    FSDP2 does so for outputs of FSDP modules only, privately in torch 2.10 to 2.15.
-    """
+    """Gather every FSDP module before a backward computes the gradient of a tensor, as of a cache of keys."""
+    # FSDP2 does so for outputs of FSDP modules only, privately in torch 2.10 to 2.15.
     states = dict.fromkeys(state for state, _ in _groups_below(root))
 
     def gather(gradient: Tensor) -> None:
@@ -212,11 +185,9 @@ def in_forward(unit: FSDPModule) -> bool:
 
 
 def reset_after_error(root: FSDPModule) -> None:
-    """Set FSDP2's state back if the last forward or backward raised; what it had gathered is freed.
-
-    Gradients that a backward left unreduced are dropped, those of ``no_sync`` with them; a forward changes none, where
-    ``reset_iter_state`` (torch 2.13 and later) would drop them too.
-    """
+    """Set FSDP2's state back if the last forward or backward raised; what it had gathered is freed."""
+    # Gradients that a backward left unreduced are dropped, those of ``no_sync`` with them; a forward changes none,
+    # where ``reset_iter_state`` (torch 2.13 and later) would drop them too.
     state: Any = root._get_fsdp_state()
     idle = type(state._training_state).IDLE
     passes = {each._training_state.name for each in state._state_ctx.all_states if each._training_state is not idle}
@@ -235,15 +206,9 @@ def reset_after_error(root: FSDPModule) -> None:
 
 
 def drop_unreduced_gradients(unit: FSDPModule, shards: Container[nn.Parameter] | None = None) -> bool:
-    """Drop gradients of an FSDP module that were accumulated without a reduction (private in torch 2.10 to 2.15).
-
-    Args:
-        unit: the FSDP module.
-        shards: those of these sharded parameters only.
-
-    Returns:
-        False where others share a buffer with them, as gradients do that wait for the all-reduce between replicas.
-    """
+    """Drop gradients, of some shards or all, that were accumulated without a reduction; return whether they were."""
+    # They are not where others share a buffer with them, as gradients do that wait for the all-reduce between replicas
+    # (private in torch 2.10 to 2.15).
     dropped = True
     for group in _parameter_groups(unit):
         chosen = [each for each in group.fsdp_params if shards is None or each.sharded_param in shards]
@@ -269,10 +234,8 @@ def offloads_to_cpu(model: nn.Module) -> bool:
 
 
 def gathered_bytes(unit: FSDPModule) -> int:
-    """Return the bytes of an FSDP module's own parameters while they are gathered, without padding.
-
-    In torch 2.10 to 2.15 neither the parameters of one FSDP module nor its mixed-precision policy are public.
-    """
+    """Return the bytes of an FSDP module's own parameters while they are gathered, without padding."""
+    # In torch 2.10 to 2.15 neither the parameters of one FSDP module nor its mixed-precision policy are public.
     state: Any = unit._get_fsdp_state()
     dtype = state._mp_policy.param_dtype
     return sum(

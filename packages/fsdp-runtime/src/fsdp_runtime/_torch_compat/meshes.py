@@ -13,12 +13,10 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-    """Flatten several axes of a mesh into one, registered under ``name``; a repeated call returns the same mesh.
-
-    Only ranks of the mesh take part.  ``DeviceMesh._flatten`` has no public equivalent in torch 2.10 to 2.15; torch's
-    own tutorials and torchtitan use it (pytorch/pytorch#133838, and #159013 on a public form).  It makes groups that
-    every rank of the world must make, so that a mesh over a part of the world is given the group instead.
-    """
+    """Flatten several axes of a mesh into one, registered under ``name``; a repeated call returns the same mesh."""
+    # Only ranks of the mesh take part. ``DeviceMesh._flatten`` has no public equivalent in torch 2.10 to 2.15; torch's
+    # own tutorials and torchtitan use it (pytorch/pytorch#133838, and #159013 on a public form). It makes groups that
+    # every rank of the world must make, so that a mesh over a part of the world is given the group instead.
     root, sliced = root_mesh(mesh), mesh[axes] if len(axes) > 1 else mesh[axes[0]]
     if name in root._flatten_mapping or root.size() == dist.get_world_size():
         return sliced._flatten(name)
@@ -41,18 +39,12 @@ def _group_of_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = (), **options: Any) -> dist.ProcessGroup:
-    """Make a process group in which only its own ranks take part.
-
-    They meet under a name that contains the number of groups that each belongs to, which torch 2.10 to 2.15 keep
-    private: ranks in fewer groups than others first make groups of themselves.  In a world that is bound to a device
-    (``device_id`` of ``init_process_group``) torch splits the world's communicator for a new group, in which every rank
-    must take part; the group is made as in a world that is not bound.
-
-    Args:
-        ranks: global ranks, this one among them.
-        connecting: groups that together connect them, in the same order on every rank; none for a single rank.
-        options: ``backend`` and ``timeout`` of the group, where they are not the world's.
-    """
+    """Make a process group in which only its own global ranks take part, this one among them."""
+    # They meet under a name that contains the number of groups that each belongs to, which torch 2.10 to 2.15 keep
+    # private: ranks in fewer groups than others first make groups of themselves. The groups of ``connecting`` together
+    # connect them, in the same order on every rank. In a world that is bound to a device (``device_id`` of
+    # ``init_process_group``) torch splits the world's communicator for a new group, in which every rank must take part;
+    # the group is made as in a world that is not bound.
     most = _group_count()
     for each in connecting:
         counts = [0] * dist.get_world_size(each)
@@ -74,11 +66,9 @@ def _group_count() -> int:
 
 
 def join_axes(*meshes: DeviceMesh) -> DeviceMesh:
-    """Concatenate meshes of one root, at least one of which is a flattened axis.
-
-    Slicing the root by the name of a flattened axis warns from torch 2.11 on (pytorch/pytorch#164993, #169381), and
-    2.10 to 2.15 have no public replacement.
-    """
+    """Concatenate meshes of one root, at least one of which is a flattened axis."""
+    # Slicing the root by the name of a flattened axis warns from torch 2.11 on (pytorch/pytorch#164993, #169381), and
+    # 2.10 to 2.15 have no public replacement.
     return DeviceMesh._concatenate(list(meshes))
 
 
@@ -88,18 +78,14 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def is_strided(placement: Placement) -> bool:
-    """Return True for ``_StridedShard``, FSDP2's placement of a dim that is already sharded over ``tp``.
-
-    The class is private in torch 2.10 to 2.15, where parameters of TP x FSDP2 carry it.
-    """
+    """Return True for ``_StridedShard``, FSDP2's placement of a dim that is already sharded over ``tp``."""
+    # The class is private in torch 2.10 to 2.15, where parameters of TP x FSDP2 carry it.
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, _StridedShard)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor's local tensor itself; ``to_local`` gives a view, which a recorder of memory would count anew.
-
-    Any other tensor is its own (torch 2.10 to 2.15).
-    """
+    """A DTensor's local tensor itself; ``to_local`` gives a view, which a recorder of memory would count anew."""
+    # Any other tensor is its own (torch 2.10 to 2.15).
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

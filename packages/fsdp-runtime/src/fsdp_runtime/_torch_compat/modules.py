@@ -9,29 +9,23 @@ from torch import Tensor, nn
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a module that are part of its state dict.
-
-    Public API distinguishes them from other buffers only through ``state_dict()``, whose hooks drop FSDP2's gathered
-    parameters (torch 2.10 to 2.15).
-    """
+    """Return the buffers of a module that are part of its state dict."""
+    # Public API distinguishes them from other buffers only through ``state_dict()``, whose hooks drop FSDP2's gathered
+    # parameters (torch 2.10 to 2.15).
     hidden = module._non_persistent_buffers_set
     return {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in hidden}
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own parameters, including absent ones and plain tensors in their place.
-
-    ``named_parameters`` hides both, and ``getattr`` runs the parametrisations of a module (torch 2.10 to 2.15).
-    """
+    """Return a module's own parameters, including absent ones and plain tensors in their place."""
+    # ``named_parameters`` hides both, and ``getattr`` runs the parametrisations of a module (torch 2.10 to 2.15).
     found: dict[str, Any] = module._parameters
     return found
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return every module of a model once, the model first.
-
-    For every call of a model: ``Module.modules`` takes ten times as long on the host (private in torch 2.10 to 2.15).
-    """
+    """Return every module of a model once, the model first."""
+    # For every call of a model: ``Module.modules`` takes ten times as long on the host (private in torch 2.10 to 2.15).
     found = {model: None}
     waiting = [model]
     while waiting:
@@ -68,10 +62,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> Any:
-    """Give a module another compiled call, ``None`` to run it as it is; return the one that it had.
-
-    ``torch.compiler.set_stance`` is for everything in the process (torch 2.10 to 2.15).
-    """
+    """Give a module another compiled call, ``None`` to run it as it is; return the one that it had."""
+    # ``torch.compiler.set_stance`` is for everything in the process (torch 2.10 to 2.15).
     before, module._compiled_call_impl = module._compiled_call_impl, call
     return before
 
@@ -95,10 +87,8 @@ def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
 
 
 def set_parameter_hooks(parameter: Tensor, hooks: tuple[Any, Any]) -> None:
-    """Let a parameter run hooks of :func:`parameter_hooks`; their handles stay valid.
-
-    Also for one whose content was swapped, which keeps its hooks as an attribute that autograd does not know.
-    """
+    """Let a parameter run hooks of :func:`parameter_hooks`; their handles stay valid."""
+    # Also for one whose content was swapped, which keeps its hooks as an attribute that autograd does not know.
     before, after = hooks
     if before:
         parameter._backward_hooks = before

@@ -112,11 +112,8 @@ def pooler(model: Any) -> str | None:
     endings = ("ForMaskedLM", "ForCausalLM", "ForTokenClassification", "ForQuestionAnswering")
     if type(model).__name__.endswith(endings):
         return None
-    return next((path for path, module in model.named_modules() if _is_pooler(path, module)), None)
-
-
-def _is_pooler(path: str, module: nn.Module) -> bool:
-    return path.rpartition(".")[2] == "pooler" or type(module).__name__.endswith("Pooler")
+    kinds = ((path, type(module).__name__) for path, module in model.named_modules())
+    return next((path for path, kind in kinds if path.rpartition(".")[2] == "pooler" or kind.endswith("Pooler")), None)
 
 
 def recorded_outputs(module: nn.Module) -> frozenset[str]:

@@ -53,11 +53,9 @@ def lower_bound(items: Items, ranks: int) -> float:
 
 
 def _schedule(items: Items, order: list[int], ranks: int, micro_batches: int, budget: int) -> list[list[Row]] | None:
-    """Return rows in groups of one micro-batch each, those with the most work first; ``None`` if they do not fit.
-
-    ``order`` has the items with the most work first.  ``budget`` is the number of items that may be partitioned, with
-    those of the smaller problems that this leads to.
-    """
+    """Return rows in groups of one micro-batch each, those with the most work first; ``None`` if they do not fit."""
+    # ``order`` has the items with the most work first. ``budget`` is the number of items that may be partitioned, with
+    # those of the smaller problems that this leads to.
     partitioned = partitions(items, order, ranks * micro_batches)
     if len(order) <= _FEW:
         partitioned += [_exchanged(items, [list(row) for row in rows]) for rows in partitioned]
@@ -107,10 +105,8 @@ def _fill(items: Items, rows: list[Row], pool: list[tuple[float, int]]) -> set[i
 
 
 def _that_fits(items: Items, pool: list[tuple[float, int]], stop: int, room: int) -> int:
-    """Return the place of the item with the most work before ``stop`` that has room, -1 where there is none.
-
-    Work grows with tokens, if not strictly: the search halves the pool until few are left, and tries these.
-    """
+    """Return the place of the item with the most work before ``stop`` that has room, -1 where there is none."""
+    # Work grows with tokens, if not strictly: the search halves the pool until few are left, and tries these.
     low, high = 0, stop
     while high - low > _NEIGHBOURS:
         middle = (low + high) // 2

@@ -16,10 +16,6 @@ from fsdp_runtime.errors import OptionError, SampleError
 class UnpackableRow(Protocol):
     """A row whose values go back to the samples."""
 
-    @property
-    def input_ids(self) -> Tensor:
-        """``[1, seq]``."""
-
     def unpack(self, values: Tensor) -> Mapping[Hashable, Tensor]:
         """Return the values of each sample."""
 

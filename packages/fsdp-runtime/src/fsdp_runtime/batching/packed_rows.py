@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,15 +11,7 @@ from torch import Tensor
 
 from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
 from fsdp_runtime.batching.partition import Items
-from fsdp_runtime.batching.samples import (
-    PAIR_COST,
-    Sample,
-    TokenIds,
-    read_sample,
-    require_pair_cost,
-    require_ranks,
-    row_sizes,
-)
+from fsdp_runtime.batching.samples import PAIR_COST, Sample, TokenIds, read_sample, row_sizes
 from fsdp_runtime.errors import SampleError
 
 
@@ -138,15 +130,29 @@ def pack(
         >>> row.targets
         tensor([[   6,    7, -100,    9, -100]])
     """
-    require_ranks(ranks)
-    require_pair_cost(pair_cost)
-    sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
+    sizes = row_sizes(
+        budget,
+        ranks=ranks,
+        cp=cp,
+        multiple_of=multiple_of,
+        distinct_lengths=distinct_lengths,
+        pair_cost=pair_cost,
+    )
     read = read_samples(samples, loss_masks)
     lengths = [sample.length for sample in read]
     require_rows_long_enough([f"sample {index}" for index in range(len(read))], lengths, sizes.capacity, budget, cp)
 
     def make_row(items: Sequence[int]) -> PackedRow:
-        return _row([read[item] for item in items], items, sizes.padded, padding_id, ignore_index)
+        own = [read[item] for item in items]
+        tokens = sum(sample.length for sample in own)
+        padding = sizes.padded(tokens) - tokens
+        ids = torch.cat([*(sample.token_ids for sample in own), torch.full((padding,), padding_id)])
+        positions = torch.cat([torch.arange(length) for length in (*(sample.length for sample in own), padding)])
+        scored = torch.cat([*(sample.scored for sample in own), torch.zeros(padding, dtype=torch.bool)])
+        targets = torch.where(scored, ids, ignore_index).roll(-1)  # the first token of a sample is not scored
+        return PackedRow(
+            tuple(items), tuple(sample.length for sample in own), ids[None], positions[None], targets[None]
+        )
 
     work = [length + pair_cost * length * (length + 1) / 2 for length in lengths]
     return micro_batches_of(Items(lengths, work, sizes.capacity), ranks, make_row)
@@ -173,19 +179,3 @@ def require_rows_long_enough(names: Sequence[str], lengths: Sequence[int], capac
             f"longest is {names[longest]} with {length}: shorten them, or give budget={-(-length // cp)} or "
             f"cp={-(-length // budget)} or more"
         )
-
-
-def _row(
-    samples: Sequence[Sample],
-    indices: Sequence[int],
-    padded: Callable[[int], int],
-    padding_id: int,
-    ignore_index: int,
-) -> PackedRow:
-    lengths = [sample.length for sample in samples]
-    padding = padded(sum(lengths)) - sum(lengths)
-    ids = torch.cat([*(sample.token_ids for sample in samples), torch.full((padding,), padding_id)])
-    positions = torch.cat([torch.arange(length) for length in (*lengths, padding)])
-    scored = torch.cat([*(sample.scored for sample in samples), torch.zeros(padding, dtype=torch.bool)])
-    targets = torch.where(scored, ids, ignore_index).roll(-1)  # the first token of a sample is not scored
-    return PackedRow(tuple(indices), tuple(lengths), ids[None], positions[None], targets[None])

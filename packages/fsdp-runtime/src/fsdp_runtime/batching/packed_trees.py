@@ -12,7 +12,7 @@ from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
 from fsdp_runtime.batching.packed_rows import read_samples, require_rows_long_enough
 from fsdp_runtime.batching.partition import Items
 from fsdp_runtime.batching.prefix_tree import prefix_tree
-from fsdp_runtime.batching.samples import PAIR_COST, Sample, require_pair_cost, require_ranks, row_sizes
+from fsdp_runtime.batching.samples import PAIR_COST, Sample, row_sizes
 from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, tree_row
 from fsdp_runtime.errors import SampleError
 
@@ -72,9 +72,14 @@ def pack_tree(
         >>> row.predictors.tolist(), row.targets.tolist()  # the prompt's last token predicts two tokens
         ([0, 1, 2, 3, 3, 2], [6, 7, 8, 9, 11, 10])
     """
-    require_ranks(ranks)
-    require_pair_cost(pair_cost)
-    sizes = row_sizes(budget, cp=cp, multiple_of=multiple_of, distinct_lengths=distinct_lengths)
+    sizes = row_sizes(
+        budget,
+        ranks=ranks,
+        cp=cp,
+        multiple_of=multiple_of,
+        distinct_lengths=distinct_lengths,
+        pair_cost=pair_cost,
+    )
     if not len(groups):
         raise SampleError("no groups: give one or more")
     if loss_masks is not None and len(loss_masks) != len(groups):

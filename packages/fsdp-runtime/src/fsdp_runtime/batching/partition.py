@@ -41,11 +41,9 @@ class Items:
 
 
 def least_rows(items: Items) -> int:
-    """Return a number of rows that no partition is below (Martello and Toth).
-
-    Items longer than ``capacity - k`` share their row with none of ``k`` or more tokens.  So those longer than half a
-    row have one each, and what the others of at least ``k`` exceed the room beside them by needs further rows.
-    """
+    """Return a number of rows that no partition is below (Martello and Toth)."""
+    # Items longer than ``capacity - k`` share their row with none of ``k`` or more tokens. So those longer than half a
+    # row have one each, and what the others of at least ``k`` exceed the room beside them by needs further rows.
     tokens = sorted(items.tokens, reverse=True)
     total, capacity = [0, *accumulate(tokens)], items.capacity
     half = sum(2 * length > capacity for length in tokens)
@@ -124,11 +122,9 @@ def _largest_first(items: Items, order: Sequence[int], rows: int) -> list[Row] |
 
 
 def _differencing(items: Items, order: list[int], rows: int) -> list[Row]:
-    """Karmarkar and Karp's method for several rows; tokens are not looked at.
-
-    Two partial assignments whose rows differ most are merged, the row with the most work of one with the row with the
-    least of the other, until one is left.
-    """
+    """Karmarkar and Karp's method for several rows; tokens are not looked at."""
+    # Two partial assignments whose rows differ most are merged, the row with the most work of one with the row with the
+    # least of the other, until one is left.
     # Of each partial assignment the rows that are not empty, the one with the most work first.
     heap: list[tuple[float, int, list[tuple[float, Row]]]] = []
     for number, item in enumerate(order):

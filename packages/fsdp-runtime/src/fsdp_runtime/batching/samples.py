@@ -64,11 +64,18 @@ class RowSizes:
         return min(max(-(-tokens // self.step), 1) * self.step, self.capacity)
 
 
-def row_sizes(budget: int, *, cp: int, multiple_of: int, distinct_lengths: int) -> RowSizes:
-    """Return the lengths of rows of at most ``budget`` tokens on each rank of ``cp``."""
-    numbers = {"budget": budget, "cp": cp, "multiple_of": multiple_of, "distinct_lengths": distinct_lengths}
-    for name, value in numbers.items():
-        require_positive(name, value)
+def row_sizes(
+    budget: int, *, ranks: int, cp: int, multiple_of: int, distinct_lengths: int, pair_cost: float
+) -> RowSizes:
+    """Check the options of packing, and return the lengths of rows of at most ``budget`` tokens a rank of ``cp``."""
+    numbers = {"ranks": ranks, "budget": budget, "cp": cp, "multiple_of": multiple_of}
+    for name, value in {**numbers, "distinct_lengths": distinct_lengths}.items():
+        if type(value) is not int or value < 1:
+            raise OptionError(f"{name}={value!r}: give a positive integer")
+    if ranks > MAX_RANKS:
+        raise OptionError(f"ranks={ranks}: give at most {MAX_RANKS}, as submesh(mesh, 'dp').size()")
+    if not 0 <= pair_cost < inf:
+        raise OptionError(f"pair_cost={pair_cost!r}: give a finite number, 0 or more")
     unit = multiple_of if cp == 1 else lcm(multiple_of, 2 * cp)  # the chunks of load balancer headtail
     capacity = budget * cp // unit * unit
     if not capacity:
@@ -77,22 +84,3 @@ def row_sizes(budget: int, *, cp: int, multiple_of: int, distinct_lengths: int) 
             f"budget of {-(-unit // cp)} or more"
         )
     return RowSizes(capacity, -(-capacity // (distinct_lengths * unit)) * unit)
-
-
-def require_ranks(ranks: int) -> None:
-    """Check a number of data-parallel ranks, of which each gets a list of rows."""
-    require_positive("ranks", ranks)
-    if ranks > MAX_RANKS:
-        raise OptionError(f"ranks={ranks}: give at most {MAX_RANKS}, as submesh(mesh, 'dp').size()")
-
-
-def require_positive(name: str, value: object) -> None:
-    """Check that an option is a positive integer."""
-    if type(value) is not int or value < 1:
-        raise OptionError(f"{name}={value!r}: give a positive integer")
-
-
-def require_pair_cost(value: float) -> None:
-    """Check the work of a pair of tokens."""
-    if not 0 <= value < inf:
-        raise OptionError(f"pair_cost={value!r}: give a finite number, 0 or more")

@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_runtime.batching.prefix_tree import PrefixTree
 from fsdp_runtime.errors import ModelError, SampleError
+from fsdp_runtime.steps.context.exchange import sum_over_ranks
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.documents.shared_prefixes import takes_shared_prefixes
 
@@ -165,7 +165,7 @@ class TreeRow:
         extended = torch.cat([values, values.new_zeros(1)])
         if self.slots is not None:
             extended = values.new_zeros(count + 1).index_add(0, self.slots, values)
-            extended = _SumOverRanks.apply(extended, group)  # type: ignore[no-untyped-call]
+            extended = sum_over_ranks(extended, group)
         parts = torch.split(extended.index_select(0, self.way_back[:-1]), [len(path) for path in self.paths])
         return dict(zip(self.samples, parts, strict=True))
 
@@ -257,15 +257,3 @@ def tree_row(trees: Sequence[Tree], padded: Callable[[int], int], padding_id: in
         targets=targets,
         way_back=torch.cat([*way_back, last]),
     )
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None

@@ -162,11 +162,9 @@ def _refresh(root: Any) -> None:
 
 
 def shards_of_copies(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the gathered copies that a module and those below it hold, each with its shard.
-
-    In a forward, a backward or ``unsharded`` nothing is returned: what a module computes with are the copies.  The next
-    forward gathers anew, since what is written to ``parameter.data`` changes no version.
-    """
+    """Return the gathered copies that a module and those below it hold, each with its shard."""
+    # In a forward, a backward or ``unsharded`` nothing is returned: what a module computes with are the copies. The
+    # next forward gathers anew, since what is written to ``parameter.data`` changes no version.
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for unit in () if in_backward() else gathered_by(module):
         if not is_held(unit) and not in_forward(unit) and (copies := gathered_copies(unit)):

@@ -224,11 +224,9 @@ _FORWARD: tuple[Part, ...] = ("parameters", "buffers")
 
 
 def _guard(offloaded: _Offloaded, model: nn.Module) -> None:
-    """Make every use of the freed memory raise: forwards, state dicts, copies, gathers and optimizer steps.
-
-    The hooks of a module come before those of FSDP2, which gather its parameters.  Operators on CPU tensors do not look
-    at the size of a storage, so a use that passes no guard ends the process.
-    """
+    """Make every use of the freed memory raise: forwards, state dicts, copies, gathers and optimizer steps."""
+    # The hooks of a module come before those of FSDP2, which gather its parameters. Operators on CPU tensors do not
+    # look at the size of a storage, so a use that passes no guard ends the process.
     if offloaded.guards:
         return
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._torch_compat import group_of, tree_leaves
@@ -52,12 +51,12 @@ def collective_call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Coll
     """Return the collective that an operator runs, functional or in place; ``None`` for other operators."""
     if function.namespace not in _NAMESPACES:
         return None
-    name = _name(function)
+    name = str(function.name()).split("::")[1].split(".")[0]
     kind = next((kind for part, kind in _KINDS.items() if part in name), None)
     if kind is None:
         return None
     groups = (group_of(value) for value in (*args, *kwargs.values()))
-    ranks = next((_ranks(group) for group in groups if group is not None), ())
+    ranks = next((tuple(dist.get_process_group_ranks(group)) for group in groups if group is not None), ())
     tensors = [value for value in args if isinstance(value, (Tensor, list))]
     # In-place operators on one flat tensor take the output first; all others take the input first.
     inputs = tensors[1] if name.endswith("_base_") else tensors[0]
@@ -97,11 +96,3 @@ def min_bytes_sent(kind: str, nbytes: int, ranks: int) -> int:
         case "recv":
             return 0
     return nbytes
-
-
-def _name(function: Any) -> str:
-    return str(function.name()).split("::")[1].split(".")[0]
-
-
-def _ranks(group: ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))

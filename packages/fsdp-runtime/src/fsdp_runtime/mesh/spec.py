@@ -288,11 +288,9 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def _axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return an axis of a mesh, the same object each time.
-
-    DTensor keeps layouts with the mesh that they were first met on, and compiled code guards on which object it is: the
-    blocks of a second model on an equal mesh would be compiled twice.
-    """
+    """Return an axis of a mesh, the same object each time."""
+    # DTensor keeps layouts with the mesh that they were first met on, and compiled code guards on which object it is:
+    # the blocks of a second model on an equal mesh would be compiled twice.
     known: dict[str, DeviceMesh] = mesh.__dict__.setdefault(_KEPT_AXES, {})
     if axis not in known:
         known[axis] = mesh[axis]
@@ -318,10 +316,9 @@ def require_axes(mesh: DeviceMesh) -> None:
     """Check the axis names of a mesh."""
     require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
-    known = AXES
-    if not names or (unknown := [name for name in names if name not in known]):
+    if not names or (unknown := [name for name in names if name not in AXES]):
         found = f"axes {', '.join(unknown)}" if names else "unnamed axes"
         raise MeshError(
-            f"the mesh has {found}; name them out of {', '.join(known)}, build it with MeshSpec(...), or rename them "
+            f"the mesh has {found}; name them out of {', '.join(AXES)}, build it with MeshSpec(...), or rename them "
             "with adopt_mesh(...)"
         )

@@ -83,10 +83,8 @@ class _BufferOwner:
 
 
 def compute_meta_buffers(model: nn.Module) -> None:
-    """Compute every non-persistent buffer that is on the meta device, on the CPU.
-
-    Each is computed twice, over two different fill values: equal results show that its module writes the buffer.
-    """
+    """Compute every non-persistent buffer that is on the meta device, on the CPU."""
+    # Each is computed twice, over two different fill values: equal results show that its module writes the buffer.
     found = list(_buffer_owners(model))
     if not found:
         return

@@ -24,10 +24,8 @@ def leave_inference_mode() -> Iterator[None]:
 
 
 def without_inference_mode(items: Iterator[_T]) -> Iterator[_T]:
-    """Yield the items of a generator that runs outside ``torch.inference_mode`` and without gradients.
-
-    A decorator would keep each item alive until the next one is there.
-    """
+    """Yield the items of a generator that runs outside ``torch.inference_mode`` and without gradients."""
+    # A decorator would keep each item alive until the next one is there.
     while True:
         with leave_inference_mode():
             try:
@@ -39,11 +37,9 @@ def without_inference_mode(items: Iterator[_T]) -> Iterator[_T]:
 
 
 def gather_outside_inference_mode(model: nn.Module) -> None:
-    """Let the first forward of a root FSDP module be one in ``torch.inference_mode``.
-
-    FSDP2 keeps the tensors of its first gather; made in inference mode they could not be written in training (torch
-    2.10 to 2.15).
-    """
+    """Let the first forward of a root FSDP module be one in ``torch.inference_mode``."""
+    # FSDP2 keeps the tensors of its first gather; made in inference mode they could not be written in training (torch
+    # 2.10 to 2.15).
 
     def gather_once(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if not torch.is_inference_mode_enabled():

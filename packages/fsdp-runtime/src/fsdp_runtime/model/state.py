@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import local_tensor, persistent_buffers, sharded_parameters
 from fsdp_runtime.errors import ConversionError, ModelError
@@ -75,17 +74,14 @@ def reshard_all(model: nn.Module) -> None:
 
 def require_unquantized(entries: Sequence[StateEntry]) -> None:
     """Check that weights are plain floating-point tensors, not a quantization library's tensor subclass."""
-    quantized = [entry for entry in entries if _local_class(entry.tensor) not in (Tensor, nn.Parameter, nn.Buffer)]
+    plain = (Tensor, nn.Parameter, nn.Buffer)
+    quantized = [entry for entry in entries if type(local_tensor(entry.tensor)) not in plain]
     if quantized:
         raise ConversionError(
-            f"{len(quantized)} weights are of class {_local_class(quantized[0].tensor).__name__}, first "
+            f"{len(quantized)} weights are of class {type(local_tensor(quantized[0].tensor)).__name__}, first "
             f"{quantized[0].names[0]}: quantized weights are neither loaded nor streamed; dequantize the model, or "
             "quantize it at the receiver"
         )
-
-
-def _local_class(tensor: Tensor) -> type[Tensor]:
-    return type(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module, str]]:

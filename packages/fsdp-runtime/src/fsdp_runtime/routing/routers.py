@@ -178,10 +178,8 @@ def _unidentified(tree: ModelTree, mixture: str, candidates: list[str]) -> str:
 
 @cache
 def _names(cls: type) -> frozenset[str]:
-    """Return the names that the methods of a class use, without those of torch's base classes.
-
-    A method of a base class counts where no class before it has one of that name that does not call ``super``.
-    """
+    """Return the names that the methods of a class use, without those of torch's base classes."""
+    # A method of a base class counts where no class before it has one of that name that does not call ``super``.
     found: set[str] = set()
     replaced: set[str] = set()
     for base in cls.__mro__:

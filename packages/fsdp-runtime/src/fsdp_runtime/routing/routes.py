@@ -156,10 +156,8 @@ def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> T
 
 
 def checked_routes(routers: Routers, routes: Routes | Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
-    """Return the routes ``[tokens, k]`` by router, checked.
-
-    They are given by path, or as ``[layers, tokens, k]`` with one layer for each router, each mixture or each block.
-    """
+    """Return the routes ``[tokens, k]`` by router, checked."""
+    # They are given by path, or as ``[layers, tokens, k]`` with one layer for each router, each mixture or each block.
     layers = _by_path(routers, routes)
     trusted = isinstance(routes, Routes) and routes.is_recorded
     for path, ids in layers.items():

@@ -22,19 +22,19 @@ _MAX = (torch.max, Tensor.max)
 
 
 class Selection(TorchFunctionMode):
-    """Reads the experts that a router selects in one forward, and replaces them where routes are given.
+    """Reads the experts that a router selects in one forward, and replaces them where routes are given."""
 
-    ``wanted`` are ``[tokens, k]`` int64, the experts to select, and with ``has_holes`` -1 in rows routed as usual.
-    Those that are ``trusted``, as this router selected them itself, need no check, which may wait for a device.
-    """
+    found: Tensor | None = None
 
     def __init__(
         self, router: Router, wanted: Tensor | None, *, has_holes: bool = False, trusted: bool = False
     ) -> None:
+        # ``wanted`` are ``[tokens, k]`` int64, the experts to select, and with ``has_holes`` -1 in rows routed as
+        # usual. Those that are ``trusted``, as this router selected them itself, need no check, which may wait for a
+        # device.
         super().__init__()
         self.router, self.wanted = router, wanted
         self.has_holes, self.trusted = has_holes, trusted
-        self.found: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
@@ -112,14 +112,10 @@ class TopKSelection(Selection):
 
 
 class ProductKeySelection(Selection):
-    """Selection among all sums of two halves of keys; expert ``i * keys + j`` is the pair of keys ``i`` and ``j``.
+    """Selection among all sums of two halves of keys; expert ``i * keys + j`` is the pair of keys ``i`` and ``j``."""
 
-    The router sorts each half first, so the second top-k selects positions in the sorted order.
-    """
-
-    def __init__(self, router: Router, wanted: Tensor | None, **flags: bool) -> None:
-        super().__init__(router, wanted, **flags)
-        self.order: Tensor | None = None
+    # The router sorts each half first, so the second top-k selects positions in the sorted order.
+    order: Tensor | None = None  # ``[2, tokens, keys]``
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Remember the order of the keys at the first top-k, select at the second."""
@@ -128,7 +124,7 @@ class ProductKeySelection(Selection):
             return func(*args, **kwargs)
         if scores.ndim == 3:
             result = func(*args, **kwargs)
-            self.order = result.indices  # [2, tokens, keys]
+            self.order = result.indices
             return result
         if self.order is None or scores.shape[-1] != self.order.shape[-1] ** 2:
             return func(*args, **kwargs)
@@ -142,17 +138,13 @@ class ProductKeySelection(Selection):
 
 
 class SparseMixerSelection(Selection):
-    """Selection by one maximum after another; in training mode each is sampled near the maximum.
+    """Selection by one maximum after another; in training mode each is sampled near the maximum."""
 
-    For each expert of a token, SparseMixer takes the largest score as a threshold, then (in training mode) samples the
-    expert and takes a maximum for the gradient's estimate.  Scores far below the threshold get no weight, so the
-    threshold is that of the wanted expert where the largest score would exclude it.
-    """
-
-    def __init__(self, router: Router, wanted: Tensor | None, **flags: bool) -> None:
-        super().__init__(router, wanted, **flags)
-        self.calls = 0
-        self.experts: list[Tensor] = []
+    # For each expert of a token, SparseMixer takes the largest score as a threshold, then (in training mode) samples
+    # the expert and takes a maximum for the gradient's estimate. Scores far below the threshold get no weight, so the
+    # threshold is that of the wanted expert where the largest score would exclude it.
+    calls = 0
+    experts: tuple[Tensor, ...] = ()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace thresholds and selected experts."""
@@ -170,7 +162,7 @@ class SparseMixerSelection(Selection):
         column = None if self.wanted is None else self.wanted[:, slot : slot + 1]
         chosen = Selection(self.router, column, has_holes=self.has_holes).replaced(own)
         if step == 1 or not training:
-            self.experts.append(chosen)
+            self.experts = (*self.experts, chosen)
             if len(self.experts) == (self.router.top_k or len(self.experts)):
                 self.found = torch.cat(self.experts, dim=-1)
         values = scores.gather(-1, chosen)
@@ -208,10 +200,8 @@ def _scores(
 
 
 def _indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the indices that a function selects; it saves nothing for backward.
-
-    Recording and replaying thus save the same tensors, as a recomputation of the one by the other has to.
-    """
+    """Return the indices that a function selects; it saves nothing for backward."""
+    # Recording and replaying thus save the same tensors, as a recomputation of the one by the other has to.
     with torch.no_grad():
         indices: Tensor = func(*args, **kwargs).indices
     return indices

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,31 +24,24 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.wrap import replace_forward, restore_forward
 
 
+@dataclass(eq=False)
 class Session:
-    """One ``with`` of recording or replaying.
+    """One ``with`` of recording or replaying."""
 
-    ``wanted`` are the routes by router of one forward's local tokens, with ``has_holes`` not of all; those that are
-    ``trusted`` the model selected itself.
-    """
+    routers: Routers
+    wanted: Callable[[Router], Tensor | None] | None = None  # the routes of one forward's local tokens, to be replayed
+    has_holes: bool = False  # some tokens have no route
+    trusted: bool = False  # the model selected the routes itself
+    recorded: dict[str, Tensor] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        routers: Routers,
-        wanted: Callable[[Router], Tensor | None] | None = None,
-        *,
-        has_holes: bool = False,
-        trusted: bool = False,
-    ) -> None:
-        self.routers, self.wanted = routers, wanted
-        self.has_holes, self.trusted = has_holes, trusted
-        self.recorded: dict[str, Tensor] = {}
-        self.by_module = {router.module: router for router in routers.by_path.values()}
+    @cached_property
+    def by_module(self) -> dict[nn.Module, Router]:
+        """The routers by module."""
+        return {router.module: router for router in self.routers.by_path.values()}
 
     def select(self, router: Router, kept: dict[str, Tensor] | None, forward: Callable[[], Any]) -> Any:
-        """Run a router's forward; record or replay its selection.
-
-        ``kept`` are the experts that the first run of a recomputed part selected, to be filled in by it.
-        """
+        """Run a router's forward; record or replay its selection."""
+        # ``kept`` are the experts that the first run of a recomputed part selected, to be filled in by it.
         again = None if kept is None else kept.get(router.path)
         wanted = again if again is not None or self.wanted is None else self.wanted(router)
         selection = SELECTIONS[router.kind](
@@ -94,12 +87,10 @@ def activated(session: Session) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class CarriedRoutes:
-    """The selections of a forward, in its recomputation.
+    """The selections of a forward, in its recomputation."""
 
-    ``routers`` are those inside of a module that sends tokens to other ranks: other selections would exchange other
-    numbers of tokens than were saved.  ``None`` where only sessions of users are carried.
-    """
-
+    # Those inside of a module that sends tokens to other ranks: other selections would exchange other numbers of tokens
+    # than were saved. None where only sessions of users are carried.
     routers: Routers | None = None
 
     def bind(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

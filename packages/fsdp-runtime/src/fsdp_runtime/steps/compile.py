@@ -145,11 +145,9 @@ def _keep_caches_apart(rank: int) -> None:
 
 
 def _leave_to_python(model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Run the blocks as they are in a forward that is asked for outputs of modules inside.
-
-    transformers registers hooks on them at the first such forward.  Compiled code does not look for new hooks
-    (``torch._dynamo.config.skip_nnmodule_hook_guards``), so that what they record would be missing.
-    """
+    """Run the blocks as they are in a forward that is asked for outputs of modules inside."""
+    # transformers registers hooks on them at the first such forward. Compiled code does not look for new hooks
+    # (``torch._dynamo.config.skip_nnmodule_hook_guards``), so that what they record would be missing.
     if any(asks_for(model, kwargs, output) for output in recorded_outputs(model)):
         for block in filter(is_compiled, model.modules()):
             runtime_state(block).compiled = set_compiled_call(block, None)
@@ -164,9 +162,7 @@ def _compile_again(model: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def _recomputes_in_graph(backend: Any) -> bool:
-    """Return True for a backend whose graphs draw the same random numbers when they recompute.
-
-    A recomputation inside of a graph keeps no random state, since Inductor and AOTAutograd are to do it (torch 2.10 to
-    2.13, ``TagActivationCheckpoint``).  Other backends, such as ``"eager"``, would recompute with other dropout.
-    """
+    """Return True for a backend whose graphs draw the same random numbers when they recompute."""
+    # A recomputation inside of a graph keeps no random state, since Inductor and AOTAutograd are to do it (torch 2.10
+    # to 2.13, ``TagActivationCheckpoint``). Other backends, such as ``"eager"``, would recompute with other dropout.
     return isinstance(backend, str) and (backend == "inductor" or backend.startswith("aot_"))

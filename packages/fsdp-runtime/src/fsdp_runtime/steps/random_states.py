@@ -49,20 +49,18 @@ _SEEDS = 2**40
 
 @dataclass(frozen=True)
 class RandomStates(Step):
-    """Let the ranks of ``tp`` draw alike in training forwards of a model with dropout or other noise.
+    """Let the ranks of ``tp`` draw alike in training forwards of a model with dropout or other noise."""
 
-    One all-gather of 8 bytes over ``tp`` and a wait for it before such a forward, and another after it; none for a
-    model whose probabilities are 0, or that evaluates.  Attention draws for its own heads, except in compiled blocks.
-    Ranks of ``cp``, which have different tokens, draw differently.
-    """
-
+    # One all-gather of 8 bytes over ``tp`` and a wait for it before such a forward, and another after it; none for a
+    # model whose probabilities are 0, or that evaluates. Attention draws for its own heads, except in compiled blocks.
+    # Ranks of ``cp``, which have different tokens, draw differently.
     tp: DeviceMesh | None = field(repr=False)
 
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Put the exchange of seeds around the model's forward."""
         tp, cp = self.tp, setup.meshes.cp
-        sources = _Sources.of(model)
-        if tp is None or not computes(tp) or not sources.amounts:
+        sources = _sources(model)
+        if tp is None or not computes(tp) or not sources:
             return
         states = _States(tp.device_type)
         hooks = _SameDraws(tp, 0 if cp is None else cp.get_local_rank(), sources, states)
@@ -80,24 +78,18 @@ class RandomStates(Step):
             wrap(modules, _OwnWeights, states=states, offset=offset, amounts=names)
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """What may draw random numbers in a model."""
+#: A module, it or its config, and an attribute that says how much the module draws.
+_Source = tuple[nn.Module, Any, str]
 
-    amounts: tuple[tuple[nn.Module, Any, str], ...]  # a module, it or its config, an attribute
 
-    @classmethod
-    def of(cls, model: nn.Module) -> _Sources:
-        found: dict[tuple[int, str], tuple[nn.Module, Any, str]] = {}
-        for module in model.modules():
-            for owner in (module, getattr(module, "config", None)):
-                for name in _amounts(owner):
-                    found.setdefault((id(owner), name), (module, owner, name))
-        return cls(tuple(found.values()))
-
-    @property
-    def active(self) -> bool:
-        return any(module.training and (getattr(owner, name, 0) or 0) > 0 for module, owner, name in self.amounts)
+def _sources(model: nn.Module) -> list[_Source]:
+    """Return what may draw random numbers in a model."""
+    found: dict[tuple[int, str], _Source] = {}
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            for name in _amounts(owner):
+                found.setdefault((id(owner), name), (module, owner, name))
+    return list(found.values())
 
 
 def _amounts(owner: Any) -> Iterator[str]:
@@ -164,7 +156,7 @@ def _draw() -> int:
 class _SameDraws:
     tp: DeviceMesh
     cp_rank: int
-    sources: _Sources
+    sources: list[_Source]
     states: _States
     own: list[list[Tensor] | None] = field(default_factory=list)  # the states of this rank while forwards run
 
@@ -173,7 +165,7 @@ class _SameDraws:
 
     def before(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
         """Begin from the seed of the first rank of ``tp``."""
-        if not self.sources.active:
+        if not any(module.training and (getattr(owner, name, 0) or 0) > 0 for module, owner, name in self.sources):
             self.own.append(None)
             return
         seed = self._all_gather(_draw())[0]

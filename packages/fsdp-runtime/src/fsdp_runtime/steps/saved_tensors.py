@@ -10,7 +10,7 @@ a kept result, the module's forward runs once more without keeping results of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -66,10 +66,8 @@ class SelectiveContexts:
 
 
 def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return torch's contexts for a module that is compiled in one graph; those that run eagerly for any other module.
-
-    A module with code that the compiler leaves to Python, such as that of packed rows, runs its checkpoint there.
-    """
+    """Return torch's contexts for a module that is compiled in one graph, and eager ones for any other."""
+    # A module with code that the compiler leaves to Python, such as that of packed rows, runs its checkpoint there.
     kept, reused = create_selective_checkpoint_contexts(list(saved))  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling():
         return kept, reused
@@ -77,11 +75,10 @@ def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[A
 
 
 class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands the operators whose results are kept on to torch's mode, which refuses a recomputation with any others.
+    """Hands the operators whose results are kept on to torch's mode, which refuses a recomputation with any others."""
 
-    FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are there
-    already in the other.
-    """
+    # FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are there
+    # already in the other.
 
     def __init__(self, saved: Iterable[Any], mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,9 +115,7 @@ class _WatchWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(outer)
-        stack.enter_context(inner)
+    with outer, inner:
         yield
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import OptionError, forward_with_lm_head, parallelize, sequence_layout
+from fsdp_runtime.steps.context.exchange import sum_over_ranks
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import gradient_errors, mesh_for
 from harness.ranks import RankPool
@@ -132,3 +133,15 @@ def _kept_in_a_loss_from_hidden_states() -> str:
 
 def test_losses_from_hidden_states_take_no_kept_logits(two_ranks: RankPool) -> None:
     assert all("logits_to_keep" in message for message in two_ranks.run(_kept_in_a_loss_from_hidden_states))
+
+
+def _sum_with_an_infinity() -> tuple[list[float], list[float]]:
+    own = torch.tensor([float("-inf"), 2.0], requires_grad=True)
+    total = sum_over_ranks(own, None)
+    (total * torch.tensor([3.0, 5.0])).sum().backward()
+    assert own.grad is not None
+    return total.tolist(), own.grad.tolist()
+
+
+def test_a_sum_over_ranks_keeps_infinities_and_each_rank_its_own_gradient(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_sum_with_an_infinity) == [([float("-inf"), 4.0], [3.0, 5.0])] * 2

@@ -39,13 +39,10 @@ class MeshPlacements(NamedTuple):
 
 @dataclass(frozen=True)
 class ReduceGroup:
-    """The ranks that sum their parts: those of ``mesh`` (None: this rank alone), times those of ``groups``.
-
-    ``groups`` are process groups whose ranks hold different parameters, such as pipeline stages.
-    """
+    """The ranks that sum their parts: those of ``mesh`` (None: this rank alone), times those of ``groups``."""
 
     mesh: DeviceMesh | None
-    groups: tuple[dist.ProcessGroup, ...]
+    groups: tuple[dist.ProcessGroup, ...]  # whose ranks hold different parameters, such as pipeline stages
 
     @property
     def num_stages(self) -> int:

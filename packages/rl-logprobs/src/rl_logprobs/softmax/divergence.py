@@ -66,14 +66,11 @@ Tiles = LogitTiles | HeadTiles
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two distributions: ``(logits,)``, or ``(hidden, weight, bias or None)`` with ``head``.
+    """One of the two distributions."""
 
-    ``temperature`` is a number or one number per token.  Columns of both sides are those of ``shard``.
-    """
-
-    tensors: tuple[Any, ...]
-    shard: VocabColumns
-    temperature: float | torch.Tensor = 1.0
+    tensors: tuple[Any, ...]  # ``(logits,)``, or ``(hidden, weight, bias or None)`` with ``head``
+    shard: VocabColumns  # the columns of both sides
+    temperature: float | torch.Tensor = 1.0  # a number, or one number per token
     head: LMHead | None = None
 
     def tiles(self, ignored: torch.Tensor, other: Side) -> Tiles:
@@ -100,17 +97,14 @@ def softmax_divergence(student: Side, teacher: Side, ignored: torch.Tensor, beta
 
 
 class _Totals(NamedTuple):
-    """Values over the full vocabulary, ``[tokens]``: maximum and sum of weights of both, and up to two divergences.
-
-    ``bits``: ``KL(p || q)``, or with a mixture that of ``p`` from it.  ``other_bits``: that of ``q`` from the mixture.
-    """
+    """Values over the full vocabulary, ``[tokens]``: maximum and sum of weights of both, and up to two divergences."""
 
     p_max: torch.Tensor
     p_sum: torch.Tensor
     q_max: torch.Tensor
     q_sum: torch.Tensor
-    bits: torch.Tensor
-    other_bits: torch.Tensor
+    bits: torch.Tensor  # ``KL(p || q)``, or with a mixture that of ``p`` from it
+    other_bits: torch.Tensor  # that of ``q`` from the mixture
 
     def swapped(self) -> _Totals:
         return _Totals(self.q_max, self.q_sum, self.p_max, self.p_sum, self.other_bits, self.bits)

@@ -23,7 +23,7 @@ from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, SoftmaxOptions, TargetColumns, merge_all
 from rl_logprobs.softmax.row_blocks import tile_indices
 from rl_logprobs.softmax.torch_kernels import exp2_weights_, reduce_logits, write_gradient
-from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics, SoftmaxTotals, combine_ranks, logit_gradient
+from rl_logprobs.softmax.vocab_parallel import SoftmaxTotals, TokenStatistics, combine_ranks, logit_gradient
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 #: Writes the gradient of a tile's logits, given them, their tokens and columns, to a tensor that may be the logits.
@@ -43,16 +43,12 @@ def tile_size(device: torch.device) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class LMHead:
-    """The head's vocabulary shard, and its map of products ``x`` to logits.
-
-    Logits are ``softcap * tanh(logit_scale * x / softcap)``.  With ``reduce_hidden_grad`` the backward pass all-reduces
-    the hidden gradient over the vocabulary's ranks; otherwise the caller reduces it.
-    """
+    """The head's shard, and its map of products ``x`` to logits: ``softcap * tanh(logit_scale * x / softcap)``."""
 
     shard: VocabColumns
     logit_scale: float = 1.0
     softcap: float | None = None
-    reduce_hidden_grad: bool = True
+    reduce_hidden_grad: bool = True  # the backward pass sums the hidden gradient over the ranks, else the caller
 
 
 def linear_softmax_statistics(
@@ -63,12 +59,12 @@ def linear_softmax_statistics(
     ignored: torch.Tensor,
     head: LMHead,
     options: SoftmaxOptions,
-) -> SoftmaxStatistics:
+) -> TokenStatistics:
     """Return statistics of ``softmax(head(hidden))`` over the full vocabulary, from this rank's shard of the head."""
     # ``hidden`` is ``[tokens, features]``, the same on all ranks of the vocabulary's group, and ``weight`` ``[columns,
     # features]``.
     found = apply_function(_LinearSoftmax, hidden, weight, bias, targets, ignored, head, options)
-    return SoftmaxStatistics(*found)
+    return TokenStatistics(*found)
 
 
 def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
@@ -233,7 +229,7 @@ class _LinearSoftmax(torch.autograd.Function):
         ignored: torch.Tensor,
         head: LMHead,
         options: SoftmaxOptions,
-    ) -> SoftmaxStatistics:
+    ) -> TokenStatistics:
         tiles = HeadTiles(hidden, weight, bias, ignored, head)
         scale = TemperatureScale.of(options.temperature, tiles.dtype)
         d_hidden, d_weight, d_bias, *_ = ctx.needs_input_grad

@@ -44,10 +44,8 @@ def reduce_kernel(
     WIDE: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Reduce row ``program_id(0)`` of the logits: a running maximum and sums per lane, combined at the end.
-
-    ``STAGES - 1`` blocks of the row are loaded ahead.  Lanes count in int32, which needs fewer registers than int64.
-    """
+    """Reduce row ``program_id(0)`` of the logits: a running maximum and sums per lane, combined at the end."""
+    # ``STAGES - 1`` blocks of the row are loaded ahead. Lanes count in int32, which needs fewer registers than int64.
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     first = logits + row * row_stride

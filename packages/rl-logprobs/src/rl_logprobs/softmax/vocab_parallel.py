@@ -24,14 +24,31 @@ from rl_logprobs.softmax.torch_kernels import target_logits
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 
-class SoftmaxStatistics(NamedTuple):
-    """Statistics ``[tokens]`` in nats and the statistics dtype; ``argmax`` (id) and ``target_rank`` (count) int64."""
+class TokenStatistics(NamedTuple):
+    """Statistics of each token's distribution; float32 (float64 for float64 logits), in nats.
+
+    Every field has the shape of the logits' leading dims and is 0 where the target is ``ignore_index``.
+
+    Attributes:
+        logprobs: log-probability of the target.
+        logsumexp: log of the partition sum; its square is the z-loss of PaLM (arXiv:2204.02311, section 5).
+        entropy: entropy of the distribution, or None if it was not requested.
+        argmax: the most probable vocabulary id (the lowest of several), int64, or None if it was not requested.
+        target_rank: number of tokens with a larger logit than the target (0: none is more probable), int64, or None
+            if it was not requested.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import TokenStatistics, token_statistics
+        >>> isinstance(token_statistics(torch.zeros(2, 9), torch.tensor([0, 1])), TokenStatistics)
+        True
+    """
 
     logprobs: torch.Tensor
     logsumexp: torch.Tensor
-    entropy: torch.Tensor | None
-    argmax: torch.Tensor | None
-    target_rank: torch.Tensor | None
+    entropy: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+    target_rank: torch.Tensor | None = None
 
 
 class SoftmaxTotals(NamedTuple):
@@ -50,10 +67,10 @@ def softmax_statistics(
     shard: VocabColumns,
     options: SoftmaxOptions,
     kernels: Kernels = TORCH,
-) -> SoftmaxStatistics:
+) -> TokenStatistics:
     """Return statistics of the full softmax, ``[tokens]``, from this rank's columns of any strides."""
     # Ignored tokens get 0 and have no gradient, whatever their logits. The ranks of the shard's group call together.
-    return SoftmaxStatistics(*apply_function(_VocabParallelSoftmax, logits, targets, ignored, shard, options, kernels))
+    return TokenStatistics(*apply_function(_VocabParallelSoftmax, logits, targets, ignored, shard, options, kernels))
 
 
 def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -68,7 +85,7 @@ def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
 
 def combine_ranks(
     local: PartialSoftmax, ignored: torch.Tensor, scale: TemperatureScale, group: dist.ProcessGroup | None
-) -> tuple[SoftmaxStatistics, SoftmaxTotals]:
+) -> tuple[TokenStatistics, SoftmaxTotals]:
     """Exchange the ranks' contributions in one collective and compute the statistics."""
     dtype = local.max_logit.dtype
     total = merge(local.unstack(all_gather(local.stack(), group)), scale)
@@ -83,7 +100,7 @@ def combine_ranks(
     def zero_ignored(value: torch.Tensor) -> torch.Tensor:
         return value.masked_fill(ignored, 0).to(dtype)
 
-    statistics = SoftmaxStatistics(
+    statistics = TokenStatistics(
         logprobs=zero_ignored(total.logprobs(total.target_logit, scale)),
         logsumexp=zero_ignored(total.max_logit * scale.inv_temperature + log2_sum * scale.ln_factor),
         entropy=None
@@ -131,7 +148,7 @@ class _VocabParallelSoftmax(torch.autograd.Function):
         shard: VocabColumns,
         options: SoftmaxOptions,
         kernels: Kernels,
-    ) -> SoftmaxStatistics:
+    ) -> TokenStatistics:
         scale = TemperatureScale.of(options.temperature, statistics_dtype(logits.dtype))
         columns = TargetColumns.locate(targets, ignored, shard.start, shard.width)
         local_logits, overwrite = logits[..., : shard.width], options.inplace_forward

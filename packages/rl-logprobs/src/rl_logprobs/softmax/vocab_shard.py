@@ -166,8 +166,8 @@ def token_slice(tensor: DTensor, placements: Sequence[Placement] | None = None) 
 
 
 def _locate_dtensor(logits: DTensor, shard: VocabShard | None) -> LocalLogits:
-    vocab, tokens, values = columns_of_dtensor(logits, logits.dim() - 1, shard), token_slice(logits), logits.to_local()
-    shape = (*tokens.shape, local_shape_and_offset(logits)[0][-1])
+    vocab, values = columns_of_dtensor(logits, logits.dim() - 1, shard), logits.to_local()
+    shape, _ = local_shape_and_offset(logits)
     if tuple(values.shape) != shape:
         raise ShapeError(
             f"the local shard has shape {tuple(values.shape)} where a DTensor of shape {tuple(logits.shape)} "

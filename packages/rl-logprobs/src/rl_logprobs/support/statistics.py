@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from rl_logprobs.dtypes import wide_dtype
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
-from rl_logprobs.softmax.vocab_parallel import SoftmaxStatistics
+from rl_logprobs.softmax.vocab_parallel import TokenStatistics
 from rl_logprobs.support.entries import KeptEntries, KeptTargets
 
 
@@ -46,7 +46,7 @@ def kept_softmax(
     return KeptSoftmax(exponents, weights, possible, largest, log_sum)
 
 
-def kept_statistics(logits: torch.Tensor, targets: KeptTargets, options: SoftmaxOptions) -> SoftmaxStatistics:
+def kept_statistics(logits: torch.Tensor, targets: KeptTargets, options: SoftmaxOptions) -> TokenStatistics:
     """Return statistics of the softmax over kept sets, ``[tokens]`` in the dtype of the logits ``[entries]``."""
     entries, positions, ignored = targets
     found = kept_softmax(logits, entries, ignored, options.temperature)
@@ -56,15 +56,20 @@ def kept_statistics(logits: torch.Tensor, targets: KeptTargets, options: Softmax
 
     at_target = functional.pad(found.exponents, (0, 1))[positions]
     impossible = ~functional.pad(found.possible, (0, 1))[positions]
-    return SoftmaxStatistics(
-        logprobs=finished((at_target - found.log_sum).masked_fill(impossible, -math.inf)),
-        logsumexp=finished(found.largest + found.log_sum),
-        entropy=finished(_entropy(found, entries)) if options.entropy else None,
-        argmax=_most_probable(found, entries).masked_fill(ignored, 0) if options.argmax else None,
-        target_rank=_greater(found, entries, at_target.where(~impossible, -math.inf)).masked_fill(ignored, 0)
-        if options.target_rank
-        else None,
-    )
+    entropy = argmax = target_rank = None
+    if options.entropy:
+        mean_exponent = entries.sums(found.weights * found.exponents) * (-found.log_sum).exp()
+        entropy = finished(found.log_sum - mean_exponent)
+    if options.argmax:
+        is_largest = found.possible & (found.exponents == 0)
+        lowest = -entries.largest((-entries.ids).where(is_largest, torch.iinfo(torch.int64).min + 1))
+        argmax = lowest.masked_fill(ignored, 0)
+    if options.target_rank:
+        threshold = at_target.masked_fill(impossible, -math.inf)
+        greater = found.possible & (found.exponents > threshold[entries.rows])
+        target_rank = entries.sums(greater.to(at_target.dtype)).long().masked_fill(ignored, 0)
+    logprobs = finished((at_target - found.log_sum).masked_fill(impossible, -math.inf))
+    return TokenStatistics(logprobs, finished(found.largest + found.log_sum), entropy, argmax, target_rank)
 
 
 def kept_logprobs_of(found: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
@@ -79,18 +84,3 @@ def kept_divergence(policy: KeptSoftmax, reference: KeptSoftmax, entries: KeptEn
     one_sided = entries.largest((policy.possible & ~reference.possible).to(difference.dtype)) > 0
     divergence = entries.sums(probability * difference) - policy.log_sum + reference.log_sum
     return divergence.masked_fill(one_sided, math.inf)
-
-
-def _entropy(found: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
-    mean_exponent = entries.sums(found.weights * found.exponents) * (-found.log_sum).exp()
-    return found.log_sum - mean_exponent
-
-
-def _most_probable(found: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
-    is_largest = found.possible & (found.exponents == 0)
-    return -entries.largest((-entries.ids).where(is_largest, torch.iinfo(torch.int64).min + 1))
-
-
-def _greater(found: KeptSoftmax, entries: KeptEntries, threshold: torch.Tensor) -> torch.Tensor:
-    greater = found.possible & (found.exponents > threshold[entries.rows])
-    return entries.sums(greater.to(found.exponents.dtype)).long()

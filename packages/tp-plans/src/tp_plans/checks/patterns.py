@@ -9,6 +9,7 @@ from tp_plans.checks.findings import Finding
 from tp_plans.errors import PlanError, UnknownStyleError
 from tp_plans.hugging_face import STYLE_BY_NAME, style_from_name
 from tp_plans.model_tree import parent
+from tp_plans.naming import leaf
 from tp_plans.patterns import Patterns
 from tp_plans.plan import Plan, require_plan
 from tp_plans.planned_tree import PlannedTree
@@ -74,5 +75,4 @@ def check_parent_patterns(planned: PlannedTree) -> Iterator[Finding]:
             owner = planned.rules[parent(path)]
             if owner and owner[0] != parent(pattern):
                 what = f"its rule begins {parent(pattern)!r}, but that of the module it belongs to is {owner[0]!r}"
-                name = path.rpartition(".")[2]
-                yield Finding("error", path, what, f"write it as {owner[0] + '.' + name!r}")
+                yield Finding("error", path, what, f"write it as {owner[0] + '.' + leaf(path)!r}")

@@ -11,6 +11,7 @@ from tp_plans.checks.replicated import size_of
 from tp_plans.explanation.collectives import CollectiveSummary
 from tp_plans.layouts import Layout, Replicate, Shard
 from tp_plans.model_tree import join
+from tp_plans.naming import leaf
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree
@@ -40,7 +41,7 @@ class ShardedParameter:
     @property
     def name(self) -> str:
         """Its own name."""
-        return self.path.rpartition(".")[2]
+        return leaf(self.path)
 
 
 @dataclass(frozen=True)

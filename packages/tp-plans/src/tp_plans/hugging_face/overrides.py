@@ -31,10 +31,7 @@ OVERRIDES: dict[str, Mapping[str, styles.Style | Callable[[Any], styles.Style] |
     "EsmcAttention": _ALL_HEADS,
     # A table outside of the layer is added to the values of all heads.
     "NeoMMEAttention": {
-        "q_proj": _WHOLE_COLUMN,
-        "k_proj": _WHOLE_COLUMN,
-        "v_proj": _WHOLE_COLUMN,
-        "output_projection.gate_proj": _WHOLE_COLUMN,
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "output_projection.gate_proj"), _WHOLE_COLUMN),
         "output_projection.o_proj": _WHOLE_ROW,
     },
     # The mask is one of every key/value head, computed from the values of all of them; ranks cannot share some of them.

@@ -22,20 +22,16 @@ def split_in_heads(planned: PlannedTree, root: str) -> Mapping[str, Style | None
     """Return the rules of layers whose features are heads, with the size of a head; one a path where sizes differ."""
     sized: dict[str, dict[str, Style]] = defaultdict(dict)
     for path, style in planned.styled_modules():
-        if _may_hold_heads(path, style, planned) and isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        if not isinstance(style, (ColwiseParallel, RowwiseParallel)) or style.multiple_of != 1:
+            continue
+        is_row = isinstance(style, RowwiseParallel)
+        if style.input_layouts == Shard(-1) if is_row else planned.outputs_local_shard(path):  # else it is gathered
             head = _head_features(path, style, planned)
             sized[planned.rules[path][0]][path] = style if head is None else replace(style, multiple_of=head)
     rules: dict[str, Style | None] = {}
     for rule, places in sized.items():
         rules |= {rule: None, **places} if len(set(places.values())) > 1 else {rule: next(iter(places.values()))}
     return rules
-
-
-def _may_hold_heads(path: str, style: Style, planned: PlannedTree) -> bool:
-    """Return whether a layer's ranks may have to hold complete heads: not where its input or output is gathered."""
-    if isinstance(style, RowwiseParallel):
-        return style.input_layouts == Shard(-1) and style.multiple_of == 1
-    return isinstance(style, ColwiseParallel) and planned.outputs_local_shard(path) and style.multiple_of == 1
 
 
 def _head_features(path: str, style: ColwiseParallel | RowwiseParallel, planned: PlannedTree) -> int | str | None:

@@ -64,13 +64,9 @@ def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
 def _rules_of_kind(sub: Sublayer, tree: ModelTree) -> Proposal:
     if sub.mla_kv_down is not None:
         return _latent_attention(sub, tree)
-    if sub.is_named_attention or _counts_heads(tree.modules[sub.path]):
-        return _attention(sub, tree)
-    return _mlp(sub, tree)
-
-
-def _counts_heads(module: Any) -> bool:
-    return any(is_integer(getattr(module, name, None), least=1) for name in (*HEAD_DIMS, *HEAD_COUNTS))
+    module = tree.modules[sub.path]
+    counts_heads = any(is_integer(getattr(module, name, None), least=1) for name in (*HEAD_DIMS, *HEAD_COUNTS))
+    return _attention(sub, tree) if sub.is_named_attention or counts_heads else _mlp(sub, tree)
 
 
 def gathered_rules(sub: Sublayer) -> dict[str, styles.Style]:

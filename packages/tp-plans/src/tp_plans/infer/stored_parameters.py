@@ -79,9 +79,9 @@ def _shard_storage(
             elif _reads_full_activations(path, planned):
                 yield path, styles.ColwiseParallel(output_layouts=Replicate())
         elif hasattr(module, "num_embeddings"):
-            if _has_further_lookup(module):
+            if _adds_to_embedding(module, "_forward"):  # another lookup, as of ProphetNet's decoder
                 continue
-            if read_code and _looks_up_otherwise(module):
+            if read_code and _adds_to_embedding(module, "forward"):  # as BART's, which takes the shape of the ids
                 yield join(path, "weight"), styles.ParameterStyle(gathered=True)
             else:
                 yield path, styles.VocabParallelEmbedding()
@@ -100,17 +100,8 @@ def stored_sharded(shape: Sequence[int]) -> styles.ParameterStyle:
     return styles.ParameterStyle(layout=Shard(shape.index(max(shape))), gathered=True)
 
 
-def _looks_up_otherwise(module: Any) -> bool:
-    """Return whether a table computes the indices itself, as BART's positions from the shape of the token ids."""
-    return _adds_to_embedding(module, "forward")
-
-
-def _has_further_lookup(module: Any) -> bool:
-    """Return whether code may look a table up by another method than forward, as ProphetNet's decoder does."""
-    return _adds_to_embedding(module, "_forward")
-
-
 def _adds_to_embedding(module: Any, method: str) -> bool:
+    """Return whether the class of a table has a method of its own, beside those of torch's embedding."""
     bases = takewhile(lambda base: base.__name__ != "Embedding", type(module).__mro__)
     return any(method in vars(base) for base in bases)
 

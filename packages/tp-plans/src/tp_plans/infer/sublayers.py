@@ -206,29 +206,21 @@ def sublayers_apart(block: str, tree: ModelTree) -> Iterator[Sublayer]:
             name = leaf(child)
             suffix = name.removeprefix(_INTERMEDIATE) if name.startswith(_INTERMEDIATE) else ""
             output = join(path, f"{_OUTPUT}{suffix}")
-            inputs = _queries_keys_values(child, tree) or _column(child, name, tree)
+            inputs = _inputs_apart(child, tree)
             row = _row(output, tree) if inputs and output in tree.modules else None
             if row is not None and {tree.shape(each) for each in inputs} == {tree.shape(row)[::-1]}:
                 yield Sublayer(path=child, input_projs=inputs, output_proj=row, inner_dim=tree.shape(row)[1])
 
 
-def _queries_keys_values(path: str, tree: ModelTree) -> tuple[str, ...]:
-    layers = _only_linears(path, tree)
+def _inputs_apart(path: str, tree: ModelTree) -> tuple[str, ...]:
+    """Return the linear layers of a module that owns queries, keys and values alone, or the first of an MLP."""
+    layers = tuple(join(path, name) for name in sorted(tree.children_with_parameters(path)))
+    if tree.own_parameters(path) or not all(map(tree.is_linear, layers)):
+        return ()
     queries = [layer for layer in layers if QUERY_PROJECTION.fullmatch(leaf(layer))]
     others = [layer for layer in layers if KV_PROJECTION.fullmatch(leaf(layer))]
-    return layers if len(queries) == 1 and len(others) == 2 and len(layers) == 3 else ()
-
-
-def _column(path: str, name: str, tree: ModelTree) -> tuple[str, ...]:
-    layers = _only_linears(path, tree)
-    return layers if name.startswith(_INTERMEDIATE) and len(layers) == 1 else ()
-
-
-def _only_linears(path: str, tree: ModelTree) -> tuple[str, ...]:
-    """Return the linear layers of a module that owns nothing else."""
-    owners = [join(path, name) for name in sorted(tree.children_with_parameters(path))]
-    known = all(tree.is_linear(each) for each in owners) and not tree.own_parameters(path)
-    return tuple(owners) if known else ()
+    is_attention = len(queries) == 1 and len(others) == 2 and len(layers) == 3
+    return layers if is_attention or (leaf(path).startswith(_INTERMEDIATE) and len(layers) == 1) else ()
 
 
 def _row(path: str, tree: ModelTree) -> str | None:

@@ -110,7 +110,8 @@ def suggestion(
             if tree.is_scale(path, tree.size(embedding, 1)) and not tree.children_with_parameters(path)
         )
         rules.update(dict.fromkeys(scales, NoParallel()))
-        rules.update({path: _STACK for path in tree.below(block) if _holds_only_experts(path, tree)})
+        stacks = (path for path in tree.below(block) if tree.is_expert_stack(path))
+        rules.update({path: _STACK for path in stacks if not tree.children_with_parameters(path)})
     for path in (each for each in _gathered(gathered, tree) if each != tree.lm_head):
         rules.update(stored_rules(path, tree, deep=path not in token_blocks(tree)))
     for found, more in _sublayers(tree, rules):
@@ -143,11 +144,11 @@ def _sublayers(tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Proposal
     # Blocks may pass results to each other (keys and values that several attention layers share).
     found = [sub for block in token_blocks(tree) for sub in _of_block(block, tree, rules)]
     proposals = {sub.path: propose(sub, tree) for sub in found}
-    split = {sub.path: not _is_gathered(sub, proposals[sub.path][0]) for sub in found}
-    gathered = {wildcard(path) for path, is_split in split.items() if not is_split}
+    row = RowwiseParallel(input_layouts=Replicate())
+    gathered = {wildcard(sub.path) for sub in found if proposals[sub.path][0].get(sub.output_proj) == row}
     for sub in found:
         proposed, doubts = proposals[sub.path]
-        if split[sub.path] and wildcard(sub.path) in gathered:
+        if proposed.get(sub.output_proj) != row and wildcard(sub.path) in gathered:
             proposed = gathered_rules(sub)
         yield proposed, [Doubt(wildcard(doubt.where), doubt.what) for doubt in doubts]
 
@@ -174,14 +175,6 @@ def _gathered(patterns: Sequence[str], tree: ModelTree) -> list[str]:
     if missing := [pattern for pattern in patterns if pattern not in matched]:
         raise PlanError(f"gathered={missing[0]!r} is no module of {type(tree.model).__name__}")
     return [path for paths in matched.values() for path in paths if path]
-
-
-def _holds_only_experts(path: str, tree: ModelTree) -> bool:
-    return tree.is_expert_stack(path) and not tree.children_with_parameters(path)
-
-
-def _is_gathered(sub: Sublayer, proposed: Mapping[str, Style]) -> bool:
-    return proposed.get(sub.output_proj) == RowwiseParallel(input_layouts=Replicate())
 
 
 def _add_head(rules: dict[str, Style], tree: ModelTree, *, is_gathered: bool) -> Iterator[Doubt]:

@@ -12,7 +12,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tp_plans._validate import require_size
@@ -50,12 +50,8 @@ _ACTIVATIONS = ("gelu", "relu", "silu", "swish", "tanh", "sigmoid", "dropout", "
 _READS_WEIGHTS = {"MultiheadAttention"}
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The rules of one module of a tower."""
-
-    path: str
-    rules: Mapping[str, Style]
+#: A module of a tower, and its rules.
+_Part = tuple[str, Mapping[str, Style]]
 
 
 def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
@@ -110,11 +106,11 @@ def with_towers(
     rules: dict[str, Style] = {}
     split: list[str] = []
     for group in _by_wildcard(_parts(paths, planned)):
-        where = wildcard(group[0].path)
+        where = wildcard(group[0][0])
         if among is not None and where not in among:
             continue
         if (misfit := _misfit(group[0], tree, tp)) is None:
-            rules |= {path: style for part in group for path, style in part.rules.items()}
+            rules |= {path: style for _, inside in group for path, style in inside.items()}
             split.append(where)
         else:
             reason = misfit.finding(tp).message
@@ -132,24 +128,15 @@ def _outside(tree: ModelTree) -> Iterator[str]:
     for path in tree.modules:
         holds_root = is_at_or_below(tree.root, path)
         inside = is_at_or_below(path, tree.root) or (tree.lm_head is not None and is_at_or_below(path, tree.lm_head))
-        if (
-            path
-            and not holds_root
-            and not inside
-            and not _in_language_model(path, tree)
-            and not _is_adapter(path, tree)
-        ):
+        # The rules of what is below a layer with low-rank adapters follow from the layer's own.
+        in_adapter = any(f"{above}.base_layer" in tree.modules for above in ancestors(path))
+        if not (holds_root or inside or in_adapter or _in_language_model(path, tree)):
             yield path
 
 
 def _is_gathered(path: str, planned: PlannedTree) -> bool:
     """Return whether a rule of a module above gathers a parameter of a module, whose code then has it in full."""
     return any(planned.is_gathered(join(path, name)) for name in planned.tree.own_parameters(path))
-
-
-def _is_adapter(path: str, tree: ModelTree) -> bool:
-    """Return whether a module is below a layer with low-rank adapters, whose rules follow from the layer's own."""
-    return any(f"{above}.base_layer" in tree.modules for above in ancestors(path))
 
 
 def _in_language_model(path: str, tree: ModelTree) -> bool:
@@ -162,14 +149,11 @@ def _in_language_model(path: str, tree: ModelTree) -> bool:
 def _parts(paths: Iterable[str], planned: PlannedTree) -> Iterator[_Part]:
     tree = planned.tree
     for path in paths:
-        if type(tree.modules[path]).__name__ in _READS_WEIGHTS or _has_rules(path, planned):
+        has_rules = any(planned.style(each) is not None or _is_gathered(each, planned) for each in tree.children[path])
+        if type(tree.modules[path]).__name__ in _READS_WEIGHTS or has_rules:
             continue
         if (rules := _sequence(path, tree) or _sublayer(path, tree)) is not None:
-            yield _Part(path, rules)
-
-
-def _has_rules(path: str, planned: PlannedTree) -> bool:
-    return any(planned.style(child) is not None or _is_gathered(child, planned) for child in planned.children[path])
+            yield path, rules
 
 
 def _sequence(path: str, tree: ModelTree) -> dict[str, Style] | None:
@@ -229,17 +213,18 @@ def _tower_sublayer(path: str, tree: ModelTree) -> Sublayer | None:
 def _by_wildcard(parts: Iterable[_Part]) -> list[list[_Part]]:
     """Return the parts that differ in block numbers only together: they are split in all blocks or in none."""
     groups: dict[str, list[_Part]] = defaultdict(list)
-    for part in parts:
-        groups[wildcard(part.path)].append(part)
+    for path, rules in parts:
+        groups[wildcard(path)].append((path, rules))
     return list(groups.values())
 
 
 def _misfit(part: _Part, tree: ModelTree, tp: int) -> Constraint | None:
     """Return what of one part cannot be split over the axis, if anything."""
-    below = {path: tree.modules[path] for path in (part.path, *tree.below(part.path))}
-    parameters = {path: value for path, value in tree.parameters.items() if is_at_or_below(parent(path), part.path)}
+    root, rules = part
+    below = {path: tree.modules[path] for path in (root, *tree.below(root))}
+    parameters = {path: value for path, value in tree.parameters.items() if is_at_or_below(parent(path), root)}
     alone = ModelTree(below, parameters, {path: tree.children[path] for path in below})
-    cuts, _ = divisibility_constraints(PlannedTree(alone, Plan(dict(part.rules))))
+    cuts, _ = divisibility_constraints(PlannedTree(alone, Plan(rules)))
     return next((cut for cut in cuts if not cut.fits(tp)), None)
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tp_plans._validate import (
-    require_flag,
-    require_layout,
-)
+from tp_plans._validate import require_flag, require_layout
 from tp_plans.layouts import Layout, Replicate
 
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tp_plans._validate import (
-    is_integer,
-    require,
-    require_attributes,
-    require_flag,
-    require_layout,
-)
+from tp_plans._validate import is_integer, require, require_attributes, require_flag, require_layout
 from tp_plans.layouts import Layout, Shard
 
 

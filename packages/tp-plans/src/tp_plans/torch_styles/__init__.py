@@ -10,12 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tp_plans.errors import PlanError, type_name
 from tp_plans.styles import DispatchExperts, Style
 from tp_plans.torch_styles.build import group_by_parent, style_to_torch
-from tp_plans.torch_styles.dispatch.exchange import (
-    AllToAllExchange,
-    DispatchedTokens,
-    TokenExchange,
-    exchange_class,
-)
+from tp_plans.torch_styles.dispatch.exchange import AllToAllExchange, DispatchedTokens, TokenExchange, exchange_class
 from tp_plans.torch_styles.dispatch.style import DispatchExpertsImpl
 
 __all__ = [

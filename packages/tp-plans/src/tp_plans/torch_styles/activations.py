@@ -43,12 +43,10 @@ class PrepareModuleInputImpl(LocalTensorStyle):
 
 
 class ParallelAttentionImpl(PrepareModuleInputImpl):
-    """``ParallelAttention``: prepares the input as ``PrepareModuleInput`` does, and gives the layer its own counts.
+    """``ParallelAttention``: prepares the input as ``PrepareModuleInput`` does, and gives the layer its own counts."""
 
-    The counts change once, when the plan is applied.  A config that other modules read too stays as it is: the
-    layer gets a view of it.
-    """
-
+    # The counts change once, when the plan is applied. A config that other modules read too stays as it is: the layer
+    # gets a view of it.
     style: ParallelAttention
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tp_plans._torch_compat import own_children, own_parameters
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
 from tp_plans.layouts import Layout, Shard
+from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.styles import ParameterStyle, Style, parameter_layout
 from tp_plans.torch_styles.boundaries import drop_parts, share_parts
 from tp_plans.torch_styles.gradients import local_view, parameter_view
@@ -52,6 +53,13 @@ class ForwardContext:
         self.swapped.append((owner, name, parameter))
         own_parameters(owner)[name] = view
 
+    def count_own_experts(self, module: nn.Module, experts: int, own: range) -> None:
+        """Let a module that counts all experts count those of this rank during its forward."""
+        for name in EXPERT_COUNTS:
+            if getattr(module, name, None) == experts:
+                self.attributes[name] = experts
+                setattr(module, name, len(own))
+
     def restore(self, module: nn.Module) -> None:
         """Give the module its DTensor parameters and its attributes again, and others what was swapped."""
         self.views.update(self.parameters)
@@ -62,11 +70,10 @@ class ForwardContext:
 
 
 class LocalTensorStyle(ParallelStyle):
-    """Base of the styles: distributes a module's parameters and runs its forward on local tensors.
+    """Base of the styles: distributes a module's parameters and runs its forward on local tensors."""
 
-    A subclass says how each parameter is viewed locally and how activations enter and leave.  ``style`` is ``None``
-    where only parameters of a module have rules: ``parameter_rules``, by name or pattern.
-    """
+    # A subclass says how each parameter is viewed locally and how activations enter and leave. ``style`` is ``None``
+    # where only parameters of a module have rules: ``parameter_rules``, by name or pattern.
 
     #: Further attributes of the classes that modules get.
     class_attributes: ClassVar[Mapping[str, Any]] = {}
@@ -158,12 +165,10 @@ class FirstTensorStyle(LocalTensorStyle):
 
 
 class _TensorParallelMixin:
-    """Mixed in before a module's class: runs its forward between a style's ``pre_forward`` and ``post_forward``.
+    """Mixed in before a module's class: runs its forward between a style's ``pre_forward`` and ``post_forward``."""
 
-    A class rather than hooks: ``torch.compile`` guards on the ids of hooks that are always called, which differ
-    from block to block, and an interrupt skips hooks.  deepcopy keeps a class and copies no state with it.
-    """
-
+    # A class rather than hooks: ``torch.compile`` guards on the ids of hooks that are always called, which differ from
+    # block to block, and an interrupt skips hooks. deepcopy keeps a class and copies no state with it.
     tp_style: ClassVar[LocalTensorStyle]
     tp_mesh: ClassVar[DeviceMesh]
 

@@ -12,11 +12,11 @@ from tp_plans import layouts
 from tp_plans._torch_compat import own_parameters
 from tp_plans._transformers_compat import mark_expert_parallel, skips_sentinel_index
 from tp_plans.errors import LayoutError, PlanError
-from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import AllReduceOutput, ExpertsParallel, ScaleInput
 from tp_plans.torch_styles.base import Args, Arguments, FirstTensorStyle, ForwardContext, Kwargs, LocalTensorStyle
 from tp_plans.torch_styles.boundaries import with_summed_gradient
+from tp_plans.torch_styles.collectives import own_bounds
 from tp_plans.torch_styles.gradients import attach_zero_grads
 from tp_plans.torch_styles.placement import plain_full_tensor, redistribute, reduce_output, to_output, wrap
 
@@ -40,11 +40,9 @@ class AllReduceOutputImpl(LocalTensorStyle):
 
 
 class ExpertsParallelImpl(AllReduceOutputImpl):
-    """``ExpertsParallel``: runs this rank's experts on all tokens, sums over the ranks.
+    """``ExpertsParallel``: runs this rank's experts on all tokens, sums over the ranks."""
 
-    Routes to other ranks' experts get the index that stands for no expert, and the weight zero.
-    """
-
+    # Routes to other ranks' experts get the index that stands for no expert, and the weight zero.
     style: ExpertsParallel
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -57,11 +55,8 @@ class ExpertsParallelImpl(AllReduceOutputImpl):
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         experts = next(iter(context.parameters.values())).shape[0]
-        own = shard_ranges(experts, context.mesh.size())[context.mesh.get_local_rank()]
-        for name in EXPERT_COUNTS:
-            if getattr(module, name, None) == experts:
-                context.attributes[name] = experts
-                setattr(module, name, len(own))
+        own = range(*own_bounds(experts, context.mesh))
+        context.count_own_experts(module, experts, own)
         args, kwargs = super().pre_forward(module, args, kwargs, context)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         tokens, index = tensors[0], next((value for value in tensors if not value.is_floating_point()), None)

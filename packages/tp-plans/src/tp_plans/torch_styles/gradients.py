@@ -57,11 +57,10 @@ def _is_uneven(parameter: DTensor) -> bool:
 
 
 class _UnevenView(torch.autograd.Function):
-    """``to_local`` for parts of different size, in compiled code.
+    """``to_local`` for parts of different size, in compiled code."""
 
-    torch 2.10's own takes the gradient's strides from this rank's part, or from an expanded gradient (a sum's); they
-    are not the parameter's then, and gradient accumulation answers with a replicated copy.
-    """
+    # torch 2.10's own takes the gradient's strides from this rank's part, or from an expanded gradient (a sum's); they
+    # are not the parameter's then, and gradient accumulation answers with a replicated copy.
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:

@@ -140,10 +140,7 @@ class MLAKVProjectionImpl(ColwiseParallelImpl):
 
 
 class _OnFirstRank(torch.autograd.Function):
-    """A replicated bias on the first rank and zeros on the others, so that the sum over ranks adds it once.
-
-    Backward is the identity: the gradient of that sum is replicated, and so is the bias's.
-    """
+    """A replicated bias on the first rank and zeros on the others, so that the sum over ranks adds it once."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, is_first: bool) -> Tensor:
@@ -151,4 +148,4 @@ class _OnFirstRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        return gradient, None  # replicated, and so is the bias's

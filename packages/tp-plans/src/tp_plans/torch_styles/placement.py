@@ -90,11 +90,10 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 
 class _OwnPart(torch.autograd.Function):
-    """``DTensor.redistribute`` from ``Replicate`` to ``Shard``, whose gradient the compiler takes for any length.
+    """``DTensor.redistribute`` from ``Replicate`` to ``Shard``, whose gradient the compiler takes for any length."""
 
-    The gradient of torch's own ends in a ``RecursionError`` where the length is symbolic, up to torch 2.14; in torch
-    2.10 this one does too.
-    """
+    # The gradient of torch's own ends in a ``RecursionError`` where the length is symbolic, up to torch 2.14; in torch
+    # 2.10 this one does too.
 
     @staticmethod
     def forward(ctx: Any, full: DTensor, dim: int) -> DTensor:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tp_plans.errors import TransferError
-from tp_plans.transfer.boxes import SHARED_BYTES, Box, cells, difference, intersection, split_box, volume
+from tp_plans.transfer.boxes import SHARED_BYTES, Box, cells, difference, intersection, split_box, uncovered, volume
 from tp_plans.transfer.near_boxes import NearBoxes
 
 
@@ -21,23 +21,14 @@ class Wanted(NamedTuple):
 
 
 class CutPart(NamedTuple):
-    """A part of a tensor.
-
-    Args:
-        box: the part.
-        nbytes: its bytes.
-        having: numbers of the stored boxes whose ranks can send it; empty where those who want it have it.
-        wanting: numbers of the wanted boxes of which it is a part.
-        start: bytes of all parts before it, each counted for each of its copies.
-        copies: how often it is sent by a rank that has it.
-    """
+    """A part of a tensor."""
 
     box: Box
     nbytes: int
-    having: tuple[int, ...]
-    wanting: tuple[int, ...]
-    start: int
-    copies: int
+    having: tuple[int, ...]  # numbers of the stored boxes whose ranks can send it; none where those who want it have it
+    wanting: tuple[int, ...]  # numbers of the wanted boxes of which it is a part
+    start: int  # bytes of all parts before it, each counted for each of its copies
+    copies: int  # how often it is sent by a rank that has it
 
 
 class Run(NamedTuple):
@@ -49,11 +40,7 @@ class Run(NamedTuple):
 
 
 class Cut:
-    """All parts of a tensor.
-
-    Args:
-        parts: in order.
-    """
+    """All parts of a tensor, in order."""
 
     def __init__(self, parts: Sequence[CutPart]) -> None:
         self.parts = parts
@@ -126,19 +113,9 @@ def cut(
     *,
     relay: bool,
 ) -> Cut:
-    """Cut what is wanted by what is stored.
-
-    Args:
-        stored: the boxes that ranks store.
-        shared: whether several ranks store each of them, so that its parts are made small enough to be shared out.
-        wanted: the boxes that ranks want.
-        counts: how many ranks want each of them.
-        itemsize: bytes of an element.
-        relay: send each part once, whatever the number of those who want it.
-
-    Raises:
-        TransferError: nobody stores a part of what is wanted; the text is the part alone.
-    """
+    """Cut the boxes that ranks want, ``counts`` ranks each, by those that ranks store, of which some are ``shared``."""
+    # Parts that several ranks store are made small enough to be shared out. With ``relay`` each part is sent once,
+    # whatever the number of those who want it. The text of the error is the part that nobody stores.
     near = NearBoxes(stored)
     pieces: dict[int, list[Box]] = {}
     local: list[tuple[Box, tuple[int, ...], tuple[int, ...]]] = []
@@ -200,7 +177,8 @@ def _relayed(
     for piece in _apart(distinct, among):
         by_stored = {by: part for by in near.near(piece) if (part := intersection(piece, stored[by])) is not None}
         parts = _apart(list(dict.fromkeys(by_stored.values())), None)
-        _require_none(_without(piece, parts))
+        if sum(map(volume, parts)) != volume(piece):
+            _require_none(uncovered(piece, parts))
         for part in parts:
             having = tuple(by for by, whole in by_stored.items() if intersection(whole, part) == part)
             others = (distinct[number] for number in among.near(part))
@@ -214,16 +192,6 @@ def _apart(boxes: Sequence[Box], near: NearBoxes | None) -> Sequence[Box]:
         if any(other != number and intersection(boxes[other], box) is not None for other in near.near(box)):
             return cells(boxes)
     return boxes
-
-
-def _without(piece: Box, parts: Sequence[Box]) -> list[Box]:
-    """What parts, which do not overlap, leave of a piece."""
-    if sum(map(volume, parts)) == volume(piece):
-        return []
-    left = [piece]
-    for part in parts:
-        left = [rest for each in left for rest in difference(each, part)]
-    return left
 
 
 def _require_none(left: Sequence[Box]) -> None:

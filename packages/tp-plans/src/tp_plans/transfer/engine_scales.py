@@ -17,25 +17,15 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class ScaleOf:
-    """The weight that a scale belongs to.
+    """The weight that a scale belongs to."""
 
-    Args:
-        weight: the weight's name in the checkpoint.
-        suffix: what the scale's name adds to it.
-        cell: stored rows and columns of the weight that share a scale; ``None`` for one number for all of them.
-    """
-
-    weight: str
-    suffix: str
-    cell: tuple[int, int] | None
+    weight: str  # its name in the checkpoint
+    suffix: str  # what the scale's name adds to it
+    cell: tuple[int, int] | None  # its stored rows and columns that share a scale; None for one number for all of them
 
 
 def scale_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> ScaleOf | None:
-    """Return the weight that a tensor is a scale of; ``None`` for what is no scale.
-
-    Raises:
-        TransferError: the shapes of scale and weight do not belong together.
-    """
+    """Return the weight that a tensor is a scale of; ``None`` for what is no scale."""
     suffix = next((each for each in _SUFFIXES if name.endswith(f"weight{each}")), None)
     weight = name.removesuffix(suffix or "")
     if suffix is None or weight not in tensors:
@@ -54,11 +44,7 @@ def scale_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> ScaleOf | No
 
 
 def in_cells(scale: ScaleOf | None, box: Box, shape: Sequence[int]) -> Box:
-    """Return the box of a scale that belongs to a box of its weight; the box itself where there is no scale.
-
-    Raises:
-        TransferError: the box ends inside of a cell, so that two ranks would share a scale.
-    """
+    """Return the box of a scale that belongs to a box of its weight; the box itself where there is no scale."""
     if scale is None or scale.cell is None:
         return box
     for (start, stop), size, cell in zip(box, shape, scale.cell, strict=True):

@@ -295,16 +295,7 @@ def _cut(member: _Member, rank: int, size: EngineSize) -> tuple[int, tuple[int, 
 
 
 def _even(name: str, length: int, rank: int, parts: int, unit: int = 1, each: int = 1) -> tuple[int, int]:
-    """A rank's range of features that are split into equal parts.
-
-    Args:
-        name: the tensor, for the error.
-        length: the number of features.
-        rank: which part.
-        parts: how many.
-        unit: the features are this many equal heads or matrices.
-        each: a part has a multiple of this many features.
-    """
+    """A rank's range of features, ``unit`` equal heads or matrices, in equal parts of a multiple of ``each``."""
     if length % (parts * each) or length % unit:
         pairs = f", each of a multiple of {each}" if each > 1 else ""
         raise TransferError(

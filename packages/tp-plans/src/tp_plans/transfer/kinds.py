@@ -30,15 +30,7 @@ class Move(NamedTuple):
 
 
 class Kind:
-    """Tensors of one shape and dtype with the same pattern on both sides.
-
-    Args:
-        tensors: their names, in the order of the checkpoint.
-        cut: their parts.
-        holders: the ranks of each stored box.
-        receivers: the ranks that want each wanted box.
-        relay: whether those who receive pass on.
-    """
+    """Tensors of one shape and dtype with the same pattern on both sides, in the order of the checkpoint."""
 
     def __init__(
         self,
@@ -49,7 +41,8 @@ class Kind:
         *,
         relay: bool,
     ) -> None:
-        self.tensors, self.cut, self.holders, self.receivers, self._relay = tensors, cut, holders, receivers, relay
+        self.tensors, self.cut, self._relay = tensors, cut, relay
+        self.holders, self.receivers = holders, receivers  # the ranks of each stored and of each wanted box
         self._senders: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._chains: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._lines: tuple[Lines, Lines] = Lines(), Lines()
@@ -145,11 +138,7 @@ class Kind:
 
 
 def kinds_of(source: TransferLayout, destination: TransferLayout, *, relay: bool) -> list[Kind]:
-    """The kinds of the destination's tensors.
-
-    Raises:
-        TransferError: the source lacks a part of a tensor.
-    """
+    """The kinds of the destination's tensors."""
     alike: dict[tuple[Pattern, Pattern, CheckpointTensor], list[str]] = {}
     for name, tensor in destination.tensors.items():
         alike.setdefault((source.pattern(name), destination.pattern(name), tensor), []).append(name)

@@ -9,11 +9,7 @@ from tp_plans.transfer.boxes import Box
 
 
 class NearBoxes:
-    """Finds the boxes that may overlap another one.
-
-    Args:
-        boxes: of one tensor.
-    """
+    """Finds the boxes of one tensor that may overlap another one."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._count = len(boxes)

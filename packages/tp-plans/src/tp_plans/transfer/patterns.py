@@ -50,11 +50,7 @@ class Copies(NamedTuple):
 
 
 class Pattern:
-    """The blocks of a tensor, without its name and those of its local tensors; compared by identity.
-
-    Args:
-        copies: the blocks, each with all of its ranks.
-    """
+    """The blocks of a tensor, without its name and those of its local tensors; compared by identity."""
 
     def __init__(self, copies: Iterable[Copies]) -> None:
         self.copies = tuple(each for each in copies if volume(each.box))

@@ -170,12 +170,7 @@ def engine_rules(engine: Engine) -> list[EngineRule]:
 
 
 class RuleBook:
-    """Rules in order of precedence, looked up by the name of a tensor.
-
-    Args:
-        rules: the rules.
-        names: the names of all tensors, for rules that hold only with a sibling.
-    """
+    """Rules in order of precedence, looked up by the name of a tensor; some need a sibling among all names."""
 
     def __init__(self, rules: Sequence[EngineRule], names: Iterable[str]) -> None:
         self._rules = rules
@@ -185,11 +180,7 @@ class RuleBook:
         self._matching: dict[str, list[EngineRule]] = {}
 
     def find(self, name: str) -> EngineRule:
-        """Return the first rule that holds for a checkpoint name.
-
-        Raises:
-            TransferError: none does.
-        """
+        """Return the first rule that holds for a checkpoint name."""
         parent = name.rpartition(".")[0].rpartition(".")[0]
         kind = re.sub(r"(?<=\.)\d+(?=\.)", "0", name) if self._are_alike else name
         if kind not in self._matching:

@@ -21,14 +21,10 @@ class Segment(NamedTuple):
 
 
 class Line:
-    """Everything that the same ranks share out, one byte after another; each rank has an interval of it.
+    """Everything that the same ranks share out, one byte after another; each rank has an interval of it."""
 
-    A part belongs to the rank whose interval has its middle.  Tensors of one kind vary fastest on the line, so that
-    each rank has its part of every layer where there are enough parts.
-
-    Args:
-        ranks: in order.
-    """
+    # A part belongs to the rank whose interval has its middle. Tensors of one kind vary fastest on the line, so that
+    # each rank has its part of every layer where there are enough parts.
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -76,14 +72,8 @@ class Line:
         return segment.start + end if place + 1 < len(segment.runs) or number < run.copies * segment.tensors else None
 
     def senders(self, segment: Segment, start: int, nbytes: int, copy: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the rank of each tensor's copy of a part, as a rank, the first tensor and that after the last.
-
-        Args:
-            segment: that of the kind.
-            start: where the part begins in the runs of one tensor.
-            nbytes: its bytes.
-            copy: which of its copies.
-        """
+        """Yield the rank of each tensor's copy of a part, as a rank, the first tensor and that after the last."""
+        # The part begins at ``start`` in the runs of one tensor.
         base = segment.start + start * segment.tensors + copy * nbytes * segment.tensors
         first = 0
         while first < segment.tensors:

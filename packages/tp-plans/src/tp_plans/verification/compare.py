@@ -26,16 +26,13 @@ _LEAST = 1e-30
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of the model that is not split, and the model before it ran: some keep a state of their forward.
+    """The results of the model that is not split."""
 
-    ``weights`` are those of the loss, a weighted sum of the output; a gradient is ``None`` where it does not reach.
-    """
-
-    model: nn.Module
+    model: nn.Module  # before it ran: some keep a state of their forward
     inputs: Inputs
     output: Tensor
-    weights: Tensor
-    gradients: Mapping[str, Tensor | None]
+    weights: Tensor  # those of the loss, a weighted sum of the output
+    gradients: Mapping[str, Tensor | None]  # None where the loss does not reach
 
 
 @dataclass(frozen=True)

@@ -37,15 +37,12 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A model, and what is wanted of its plan: rules for towers too where ``towers_tp`` is a size of the axis.
-
-    ``large`` are the patterns of parameters that are worth a gather, alike for a model and its small copy.
-    """
+    """A model, and what is wanted of its plan."""
 
     tree: ModelTree
     sequence_parallel: bool
-    towers_tp: int | None
-    large: Collection[str]
+    towers_tp: int | None  # the size of the axis where rules for towers are wanted too
+    large: Collection[str]  # patterns of parameters that are worth a gather, alike for a model and its small copy
 
     def suggestion(self, gathered: Sequence[str], *, sequence_parallel: bool) -> Suggestion:
         return suggestion(self.tree, sequence_parallel=sequence_parallel, gathered=gathered, large=self.large)
@@ -57,16 +54,11 @@ class _Attempt:
             return plan
         return with_sequence_parallelism(plan, self.tree, gather_blocks=gather_blocks)
 
-    def with_towers(self, plan: Plan, *, among: Sequence[str] | None = None) -> Plan:
-        """Return a plan with rules for towers, where they are wanted: see :func:`tp_plans.infer.towers.with_towers`."""
-        return plan if self.towers_tp is None else self._towers(plan, self.towers_tp, among)[0]
-
-    def tower_parts(self, plan: Plan) -> tuple[str, ...]:
-        """Return the parts of towers that are split inside, as patterns."""
-        return () if self.towers_tp is None else self._towers(plan, self.towers_tp, None)[1]
-
-    def _towers(self, plan: Plan, tp: int, among: Sequence[str] | None) -> tuple[Plan, tuple[str, ...]]:
-        return with_towers(plan, self.tree, tp=tp, among=among, large=self.large)
+    def with_towers(self, plan: Plan, *, among: Sequence[str] | None = None) -> tuple[Plan, tuple[str, ...]]:
+        """Return a plan with rules for towers, where they are wanted, and their parts that are split inside."""
+        if self.towers_tp is None:
+            return plan, ()
+        return with_towers(plan, self.tree, tp=self.towers_tp, among=among, large=self.large)
 
 
 @dataclass(frozen=True)
@@ -98,18 +90,20 @@ def inferred_plan(
     except PlanError as error:
         raise UnknownArchitectureError(f"None can be inferred: {error}") from error
     without_doubts = not proposed.doubts and not sequence_parallel
-    if without_doubts and not attempt.tower_parts(proposed.plan):
-        _log_once(name, "without doubts")
-        return attempt.with_towers(proposed.plan)
+    if without_doubts:
+        plan, split = attempt.with_towers(proposed.plan)
+        if not split:
+            _log_once(name, "without doubts")
+            return plan
     if mesh is not None and not _is_real(mesh):
         _log_once(name, "and not verified, since nothing is computed on a simulated mesh")
-        return attempt.with_towers(proposed.plan)
+        return attempt.with_towers(proposed.plan)[0]
     try:
         plan, how = _verified(attempt, mesh)
     except (CheckFailedError, ModelError, PlanError, ImportError, _NotVerifiedError) as error:
         if without_doubts:
             _log_once(name, "without doubts; the layers of its towers are stored sharded, since it could not be run")
-            return attempt.with_towers(proposed.plan, among=())
+            return attempt.with_towers(proposed.plan, among=())[0]
         doubts = "; ".join(map(str, proposed.doubts)) or "the sequence-parallel form is derived"
         raise UnknownArchitectureError(
             f"A plan can be inferred, and is not certain. Doubts: {doubts}. They could not be decided by running it: "
@@ -141,7 +135,7 @@ def _verified(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
     if {p: type(style) for p, style in plan.items()} != {p: type(style) for p, style in run.items()}:
         raise _NotVerifiedError("the small copy gets other rules than the model")
     if towers is not None:
-        plan = attempt.with_towers(plan, among=towers)
+        plan, _ = attempt.with_towers(plan, among=towers)
     how = f"and verified on {tp} ranks by running {type(tiny.model).__name__} {tiny.ran}"
     if gathered:
         how += f"; stored sharded and gathered for use: {', '.join(gathered)}"
@@ -186,9 +180,9 @@ def _right_towers(small: _Copy, gathered: Sequence[str]) -> tuple[str, ...] | No
     """Return the parts of towers that are right when they are split inside; what no input reaches is not among them."""
     # The layers of the others are right when they are stored sharded; ``None`` where they are not.
     plan = small.plan(gathered)
-    towers = small.tower_parts(plan)
+    _, towers = small.with_towers(plan)
     while True:
-        tried = small.with_towers(plan, among=towers)
+        tried, _ = small.with_towers(plan, among=towers)
         if tried == plan:
             return None
         report = small.report(tried)
@@ -237,7 +231,7 @@ def _must_gather_blocks(small: _Copy, gathered: Sequence[str], towers: Sequence[
                 f"{name} has no sequence-parallel form: {error}; pass sequence_parallel=False"
             ) from error
         if towers is not None:
-            plan = small.with_towers(plan, among=towers)
+            plan, _ = small.with_towers(plan, among=towers)
         reports.append(small.report(plan))
         if reports[-1].right:
             return gather_blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ from torch.nn.functional import pad
 from fsdp_runtime._torch_compat import all_gather_flat, reduce_scatter_flat
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 
+_Exchanging = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+
 
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
-    """All-gather ``[batch, heads, seq / cp, *]`` that differ in the last dim over ``cp`` in sequence order, at once.
-
-    Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
-    """
+    """All-gather ``[batch, heads, seq / cp, *]`` that differ in the last dim over ``cp`` in sequence order, at once."""
+    # Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
     gathered: Tensor = _Gather.apply(torch.cat(parts, dim=-1), layout, group)  # type: ignore[no-untyped-call]
     return list(torch.split(gathered, [part.shape[-1] for part in parts], dim=-1))
 
@@ -36,13 +36,12 @@ def gather_tokens(local: Tensor, layout: SequenceLayout, group: ProcessGroup, *,
 def tokens_to_heads(
     parts: Sequence[Tensor], layout: SequenceLayout, group: ProcessGroup, *, heads_dim: int, tokens_dim: int
 ) -> tuple[Tensor, ...]:
-    """Give each rank its share of the heads on all tokens, in sequence order, by one all-to-all for each dtype.
-
-    Tensors are ``[batch, heads, seq / cp, *]`` or ``[batch, seq / cp, heads, *]``, by ``heads_dim`` and ``tokens_dim``;
-    the ranks divide the heads.  Source of the method: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
-    """
-    exchange = _HeadExchange(layout, group, heads_dim, tokens_dim)
-    exchanged: tuple[Tensor, ...] = _ToHeads.apply(exchange, *parts)  # type: ignore[no-untyped-call]
+    """Give each rank its share of the heads on all tokens, in sequence order, by one all-to-all for each dtype."""
+    # Tensors are ``[batch, heads, seq / cp, *]`` or ``[batch, seq / cp, heads, *]``, by ``heads_dim`` and
+    # ``tokens_dim``; the ranks divide the heads. Source of the method: Jacobs et al., DeepSpeed Ulysses,
+    # arXiv:2309.14509.
+    by = _HeadExchange(layout, group, heads_dim, tokens_dim)
+    exchanged: tuple[Tensor, ...] = _Exchange.apply(by.to_heads, by.to_tokens, *parts)  # type: ignore[no-untyped-call]
     return exchanged
 
 
@@ -50,17 +49,14 @@ def heads_to_tokens(
     heads: Tensor, layout: SequenceLayout, group: ProcessGroup, *, heads_dim: int, tokens_dim: int
 ) -> Tensor:
     """Return all heads of this rank's tokens; the inverse of :func:`tokens_to_heads`."""
-    exchange = _HeadExchange(layout, group, heads_dim, tokens_dim)
-    (exchanged,) = _ToTokens.apply(exchange, heads)  # type: ignore[no-untyped-call]
-    tokens: Tensor = exchanged
-    return tokens
+    by = _HeadExchange(layout, group, heads_dim, tokens_dim)
+    exchanged: tuple[Tensor, ...] = _Exchange.apply(by.to_tokens, by.to_heads, heads)  # type: ignore[no-untyped-call]
+    return exchanged[0]
 
 
 def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
-    """Return the ``count`` tokens before each chunk of this rank, zeros before the first; by one all-gather of ends.
-
-    From ``[batch, seq / cp, features]`` to ``[batch, chunks, count, features]``.
-    """
+    """Return the ``count`` tokens before each chunk of this rank, zeros before the first; by one all-gather of ends."""
+    # From ``[batch, seq / cp, features]`` to ``[batch, chunks, count, features]``.
     chunks = torch.unflatten(local, 1, (layout.chunks_per_rank, -1))
     kept = min(count, chunks.shape[2])  # of shorter chunks the ends are the full sequence
     ends = chunks[:, :, chunks.shape[2] - kept :].flatten(1, 2)
@@ -68,6 +64,24 @@ def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: P
     (gathered,) = gather_keys_and_values([ends.unsqueeze(1)], of_ends, group)
     padded = pad(gathered.squeeze(1), (0, 0, count, 0))
     return torch.stack([padded.narrow(1, chunk * kept, count) for chunk in layout.chunks], dim=1)
+
+
+def sum_over_ranks(own: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the sum over the ranks, with the gradient of a rank's own part."""
+    total: Tensor = _Sum.apply(own, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: ProcessGroup | None) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 class _Gather(torch.autograd.Function):
@@ -108,26 +122,15 @@ class _HeadExchange:
         return torch.unflatten(part, dim, (self.layout.ranks, -1)).movedim(dim, 0)
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: _HeadExchange, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.to_heads(parts)
+    def forward(ctx: Any, there: _Exchanging, back: _Exchanging, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return there(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.to_tokens(gradients)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: _HeadExchange, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.to_tokens(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.to_heads(gradients)
+        return None, None, *ctx.back(gradients)
 
 
 def _all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:

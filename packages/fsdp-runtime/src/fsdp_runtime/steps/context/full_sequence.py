@@ -26,6 +26,7 @@ from fsdp_runtime.steps.documents.isolation import (
     BOUNDARIES,
     is_padding_mask,
     map_arguments,
+    map_full,
     map_tensors,
     mask_argument,
     restricted,
@@ -124,10 +125,8 @@ class _Full:
         self.local = layout.length // layout.ranks
 
     def of(self, name: str, value: Any) -> Any:
-        """Return an argument with the tokens of all ranks in every tensor that has those of this rank.
-
-        A padding mask, of which a model may have cut off what is not this rank's, is replaced by that of full rows.
-        """
+        """Return an argument with the tokens of all ranks in every tensor that has those of this rank."""
+        # A padding mask, of which a model may have cut off what is not this rank's, is replaced by that of full rows.
         if isinstance(value, SequenceMask):
             return value.full
         return map_tensors(
@@ -174,10 +173,7 @@ def _own(output: Any, layout: SequenceLayout) -> Any:
     if isinstance(output, nn.Parameter):  # a bias that the block adds
         return output
     if isinstance(output, DTensor):
-        replicated = output.redistribute(placements=[Replicate()] * output.device_mesh.ndim)
-        local = _own(replicated.to_local(grad_placements=replicated.placements), layout)
-        rows = DTensor.from_local(local, output.device_mesh, replicated.placements, run_check=False)
-        return rows.redistribute(placements=output.placements)
+        return map_full(lambda full: _own(full, layout), output)
     if isinstance(output, Tensor):
         if output.dim() < 2 or output.shape[1] != layout.length:
             return None

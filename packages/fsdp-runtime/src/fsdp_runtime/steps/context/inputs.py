@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Set
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,29 +42,24 @@ _LABELS = ("labels", "shift_labels")
 _KEPT = "logits_to_keep"
 
 
+@dataclass(eq=False)
 class Inputs:
     """A forward pre-hook that completes the inputs of a rank and refuses inputs that cannot be sharded."""
 
-    def __init__(
-        self,
-        attention: ContextAttention,
-        shared_prefixes: bool,
-        derived: DerivedPositions | None,
-        cuts_padding: bool,
-        head: str | None,
-        name: str | None,
-        media: Media | None,
-        embedded: Set[str],
-    ) -> None:
-        self.media, self.of_tokens = media, {*_OF_TOKENS, *embedded}
-        self.attention, self.shared_prefixes = attention, shared_prefixes
-        self.derived, self.cuts_padding, self.head, self.name = derived, cuts_padding, head, name
-        self.rows: GlobalRows | None = None
-        self.kept: KeptLogits | None = None
-        self.longest: Tensor | int = 0
-        self.own_ids: Tensor | None = None
-        self.full_ids: Tensor | None = None
-        self._stack = ExitStack()
+    attention: ContextAttention
+    shared_prefixes: bool
+    derived: DerivedPositions | None
+    cuts_padding: bool
+    head: str | None  # the path of the language-model head
+    name: str  # of the attention's implementation
+    media: Media | None
+    embedded: Set[str]  # further inputs that a rank gives for its own tokens
+    rows: GlobalRows | None = None
+    kept: KeptLogits | None = None
+    longest: Tensor | int = 0
+    own_ids: Tensor | None = None
+    full_ids: Tensor | None = None
+    _stack: ExitStack = field(default_factory=ExitStack)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a rank's inputs with the mask of the full rows and position ids."""
@@ -79,7 +74,8 @@ class Inputs:
         subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
         asked = {name: kwargs.pop(name) for name in (*_LABELS, _KEPT) if _asks(kwargs.get(name))}
         media = self._media(kwargs)
-        _refuse_unshardable({name: each for name, each in kwargs.items() if name not in self.of_tokens | media})
+        known = {*_OF_TOKENS, *self.embedded, *media}
+        _refuse_unshardable({name: each for name, each in kwargs.items() if name not in known})
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
             raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
@@ -125,7 +121,8 @@ class Inputs:
         if self.media is None:
             return set()
         known = self.media.names - {*_OF_TOKENS, *_CACHES}
-        names = {name for name, value in kwargs.items() if name in known and _has_tensors(value)}
+        given = {name: _leaves(value) for name, value in kwargs.items() if name in known}
+        names = {name for name, leaves in given.items() if any(isinstance(leaf, Tensor) for leaf in leaves)}
         tokens = next((value for value in kwargs.values() if isinstance(value, Tensor)), torch.empty(0))
         flags = torch.tensor([bool(names), not names], dtype=torch.int32, device=tokens.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.attention.group)
@@ -158,11 +155,9 @@ class Inputs:
             attention.positions = positions[0] if positions.dim() == 3 else positions
 
     def gather_router_logits(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Put the router logits of full rows into a model's output; their gradients are those of a rank's own tokens.
-
-        An auxiliary loss is a product of two means over all tokens, so that it is no sum over ranks.  Every rank has
-        the loss of the full rows, and the sum of gradients over ``cp`` counts it once.
-        """
+        """Put the router logits of full rows into a model's output; their gradients are those of own tokens."""
+        # An auxiliary loss is a product of two means over all tokens, so that it is no sum over ranks. Every rank has
+        # the loss of the full rows, and the sum of gradients over ``cp`` counts it once.
         found = output.get("router_logits") if isinstance(output, MutableMapping) else None
         if type(found) is tuple and self.rows is not None:
             output["router_logits"] = tuple(self.rows.router_logits(each) for each in found)
@@ -297,10 +292,6 @@ def _positions_in_text(full: Tensor | None, *, has_media: bool) -> Tensor | None
     return None if has_media else full
 
 
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in _leaves(value))
-
-
 def _asks(value: Any) -> bool:
     return value is not None if isinstance(value, Tensor) or is_cache(value) else bool(value)
 
@@ -315,10 +306,8 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool | None = None) -> None:
-    """Check that the last dim of a tensor has this rank's tokens, or where allowed those of the ``full`` rows.
-
-    ``fits`` says that the other dims are right; by default it is one.
-    """
+    """Check that the last dim of a tensor has this rank's tokens, or where allowed those of the ``full`` rows."""
+    # ``fits`` says that the other dims are right; by default it is one.
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if not shape or shape[-1] not in (share, full) or not (len(shape) == 2 if fits is None else fits):
         given = shape if isinstance(value, Tensor) else type(value).__name__
@@ -327,10 +316,8 @@ def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool 
 
 
 def _require_order(positions: Tensor, layout: SequenceLayout) -> None:
-    """Check that positions ``[..., seq]`` go on from chunk to chunk in a layout's order rather than another's.
-
-    Waits for the device.
-    """
+    """Check that positions ``[..., seq]`` go on from chunk to chunk in a layout's order rather than another's."""
+    # Waits for the device.
     chunks = 2 * layout.ranks
     others: LoadBalancer = None if layout.load_balancer else "headtail"
     if layout.ranks == 1 or layout.length % chunks:

@@ -8,6 +8,7 @@ two all-to-alls.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,11 +27,9 @@ from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, is_padding_mask, map_arguments
 from fsdp_runtime.steps.documents.recurrences import ByFunctions
 from fsdp_runtime.steps.documents.sequence_functions import (
-    CONVOLUTION,
-    RECURRENCES,
     Call,
+    Recurrence,
     convolve_documents,
-    original_function,
     recur,
     with_functions,
 )
@@ -38,7 +37,7 @@ from fsdp_runtime.steps.documents.sequence_functions import (
 
 def forward_on_own_tokens(cls: type, attention: ContextAttention) -> Callable[..., Any]:
     """Return a forward of a class of token mixers for the tokens of one rank."""
-    return with_functions(cls, _HaloConvolution(cls, attention), lambda name: _ByHeads(cls, name, attention))
+    return with_functions(cls, partial(_convolve, attention), partial(_recur_by_heads, attention))
 
 
 class OwnTokens(ByFunctions):
@@ -69,78 +68,68 @@ class OwnTokens(ByFunctions):
         return type(self).of_own_tokens(self, *args, **given)
 
 
-class _HaloConvolution:
-    """``causal_conv1d_fn`` of this rank's tokens."""
+def _convolve(
+    attention: ContextAttention,
+    function: Callable[..., Tensor],
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Convolve this rank's tokens."""
+    layout = attention.layout(hidden_states.shape[2])
+    batch, before = hidden_states.shape[0], weight.shape[1] - 1
+    tokens = hidden_states.transpose(1, 2)
+    halo = preceding_tokens(tokens, before, layout, attention.group)
+    chunks = torch.cat([halo, torch.unflatten(tokens, 1, (*halo.shape[1:2], -1))], dim=2)
+    rows = chunks.flatten(0, 1).transpose(1, 2)
+    documents = attention.packing.documents
+    if documents is None:
+        output = function(rows, weight, bias, activation=activation)
+    else:
+        numbers, length = pad(documents.numbers, (before, 0)), chunks.shape[2] - before
+        own = [numbers.narrow(1, chunk * length, before + length) for chunk in layout.chunks]
+        numbers = torch.stack(own, dim=1).flatten(0, 1)
+        output = convolve_documents(function, rows, weight, bias, activation, numbers)
+    return torch.unflatten(output[:, :, before:], 0, (batch, -1)).transpose(1, 2).flatten(2)
 
-    def __init__(self, cls: type, attention: ContextAttention) -> None:
-        self.cls, self.attention = cls, attention
 
-    def __call__(
-        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
-    ) -> Tensor:
-        attention, function = self.attention, original_function(self.cls, CONVOLUTION)
-        layout = attention.layout(hidden_states.shape[2])
-        batch, before = hidden_states.shape[0], weight.shape[1] - 1
-        tokens = hidden_states.transpose(1, 2)
-        halo = preceding_tokens(tokens, before, layout, attention.group)
-        chunks = torch.cat([halo, torch.unflatten(tokens, 1, (*halo.shape[1:2], -1))], dim=2)
-        rows = chunks.flatten(0, 1).transpose(1, 2)
-        documents = attention.packing.documents
-        if documents is None:
-            output: Tensor = function(rows, weight, bias, activation=activation)
-        else:
-            numbers, length = pad(documents.numbers, (before, 0)), chunks.shape[2] - before
-            own = [numbers.narrow(1, chunk * length, before + length) for chunk in layout.chunks]
-            numbers = torch.stack(own, dim=1).flatten(0, 1)
-            output = convolve_documents(function, rows, weight, bias, activation, numbers)
-        return torch.unflatten(output[:, :, before:], 0, (batch, -1)).transpose(1, 2).flatten(2)
+def _recur_by_heads(
+    attention: ContextAttention, function: Callable[..., Any], recurrence: Recurrence, call: Call
+) -> Tensor:
+    """Compute a recurrence on this rank's share of the heads, and return all heads of its tokens."""
+    tokens, further = call.tokens, dict(call.further)
+    main = tokens[recurrence.heads[0]]
+    layout, heads = attention.layout(main.shape[1]), main.shape[2]
+    share = -(-heads // layout.ranks)
+    given = {name: _padded(tokens[name], 2, share * layout.ranks) for name in recurrence.heads if name in tokens}
+    groups = [name for name in recurrence.groups if tokens[name].shape[2] % layout.ranks == 0]
+    given |= {name: tokens[name] for name in groups}  # a group goes to the rank that gets its heads
+    received = tokens_to_heads([*given.values()], layout, attention.group, heads_dim=2, tokens_dim=1)
+    exchanged = dict(zip(given, received, strict=True))
+    others = [name for name in (*recurrence.groups, *recurrence.common) if name not in groups]
+    exchanged |= _gathered({name: tokens[name] for name in others}, layout, attention)
+    first = layout.rank * share
+    for name in (name for name in recurrence.groups if name in others):
+        own = torch.arange(first, first + share, device=main.device).clamp(max=heads - 1)
+        exchanged[name] = exchanged[name].index_select(2, own // (heads // tokens[name].shape[2]))
+    for name in recurrence.parameters:
+        if further.get(name) is not None:
+            further[name] = _padded(further[name], 0, share * layout.ranks).narrow(0, first, share)
+    output = recur(function, recurrence, Call(exchanged, further, call.places), attention.packing.documents)
+    return heads_to_tokens(output, layout, attention.group, heads_dim=2, tokens_dim=1).narrow(2, 0, heads)
 
 
-class _ByHeads:
-    """A recurrence on this rank's share of the heads."""
-
-    def __init__(self, cls: type, name: str, attention: ContextAttention) -> None:
-        self.cls, self.name, self.attention = cls, name, attention
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function, recurrence = original_function(self.cls, self.name), RECURRENCES[self.name]
-        call = Call.of(function, recurrence, args, kwargs)
-        tokens, further = call.tokens, dict(call.further)
-        attention = self.attention
-        main = tokens[recurrence.heads[0]]
-        layout, heads = attention.layout(main.shape[1]), main.shape[2]
-        share = -(-heads // layout.ranks)
-        given = {name: _padded(tokens[name], 2, share * layout.ranks) for name in recurrence.heads if name in tokens}
-        groups = [name for name in recurrence.groups if tokens[name].shape[2] % layout.ranks == 0]
-        given |= {name: tokens[name] for name in groups}
-        exchanged = self._exchange(given, layout)
-        others = [name for name in (*recurrence.groups, *recurrence.common) if name not in groups]
-        exchanged |= self._gather({name: tokens[name] for name in others}, layout)
-        first = layout.rank * share
-        for name in (name for name in recurrence.groups if name in others):
-            own = torch.arange(first, first + share, device=main.device).clamp(max=heads - 1)
-            exchanged[name] = exchanged[name].index_select(2, own // (heads // tokens[name].shape[2]))
-        for name in recurrence.parameters:
-            if further.get(name) is not None:
-                further[name] = _padded(further[name], 0, share * layout.ranks).narrow(0, first, share)
-        output = recur(function, recurrence, Call(exchanged, further, call.places), attention.packing.documents)
-        own_tokens = heads_to_tokens(output, layout, attention.group, heads_dim=2, tokens_dim=1).narrow(2, 0, heads)
-        return recurrence.result(own_tokens)
-
-    def _exchange(self, tokens: Mapping[str, Tensor], layout: SequenceLayout) -> dict[str, Tensor]:
-        """Exchange tokens for heads; a group goes to the rank that gets its heads."""
-        found = tokens_to_heads([*tokens.values()], layout, self.attention.group, heads_dim=2, tokens_dim=1)
-        return dict(zip(tokens, found, strict=True))
-
-    def _gather(self, tokens: Mapping[str, Tensor], layout: SequenceLayout) -> dict[str, Tensor]:
-        if not tokens:
-            return {}
-        flat = [value.flatten(2).unsqueeze(1) for value in tokens.values()]
-        gathered = gather_keys_and_values(flat, layout, self.attention.group)
-        return {
-            name: torch.unflatten(each.squeeze(1), 2, value.shape[2:])
-            for (name, value), each in zip(tokens.items(), gathered, strict=True)
-        }
+def _gathered(tokens: Mapping[str, Tensor], layout: SequenceLayout, attention: ContextAttention) -> dict[str, Tensor]:
+    if not tokens:
+        return {}
+    flat = [value.flatten(2).unsqueeze(1) for value in tokens.values()]
+    gathered = gather_keys_and_values(flat, layout, attention.group)
+    return {
+        name: torch.unflatten(each.squeeze(1), 2, value.shape[2:])
+        for (name, value), each in zip(tokens.items(), gathered, strict=True)
+    }
 
 
 def _padded(value: Tensor, dim: int, size: int) -> Tensor:

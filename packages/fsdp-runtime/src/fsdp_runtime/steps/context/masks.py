@@ -24,12 +24,10 @@ SOME, NOTHING, EVERYTHING = 0, 1, 2
 
 @dataclass(eq=False)
 class SequenceMask:
-    """Who attends to whom in one kind of layer, for one forward.
+    """Who attends to whom in one kind of layer, for one forward."""
 
-    ``between`` returns ``[batch, 1, queries, keys]`` bool for two vectors of places in the full sequence.  ``additive``
-    is the dtype of a mask that is added to scores, as in eager attention, or ``None`` for bool.
-    """
-
+    # ``between`` returns ``[batch, 1, queries, keys]`` bool for two vectors of places in the full sequence.
+    # ``additive`` is the dtype of a mask that is added to scores, as in eager attention, or ``None`` for bool.
     between: Callable[[Tensor, Tensor], Tensor]
     layout: SequenceLayout
     device: torch.device

@@ -24,10 +24,9 @@ _EMBEDDINGS, _MASK, _FEATURES = "inputs_embeds", "visual_pos_masks", "deepstack_
 
 
 class Media:
-    """What a multimodal model is given for its towers, and a forward pre-hook of the language model inside.
+    """What a multimodal model is given for its towers, and a forward pre-hook of the language model inside."""
 
-    ``names`` are the arguments that its towers read; with ``axes`` positions count several axes, set by the media.
-    """
+    # ``names`` are the arguments that its towers read; with ``axes`` positions count several axes, set by the media.
 
     def __init__(self, names: frozenset[str], *, axes: bool) -> None:
         self.names, self.axes = names, axes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from torch import nn
@@ -17,14 +17,6 @@ from tp_plans.runtime import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA
 Method = Literal["allgather", "ulysses", "ring"]
 
 
-def check_attention(mixers: Sequence[TokenMixer], implementation: str, way: Method) -> None:
-    """Check that a way computes what the attention of a model needs."""
-    if way != "ring" or not mixers:
-        return
-    for mixer in mixers:
-        require_plain_attention(mixer.path, eager=implementation == "eager", dropout=_dropout(mixer.module))
-
-
 def require_plain_attention(path: str, *, eager: bool, dropout: float) -> None:
     """Check that a ring can compute an attention: it changes no scores, and drops no weights, which no rank has."""
     if eager or dropout > 0:
@@ -34,15 +26,6 @@ def require_plain_attention(path: str, *, eager: bool, dropout: float) -> None:
             f"{own if eager else f'attention_dropout={dropout}'}: give 'ulysses' or 'allgather', set dropout to 0, or "
             "call model.set_attn_implementation('sdpa') if the model allows it"
         )
-
-
-def check_heads(structure: ModelStructure, mixers: Sequence[TokenMixer], plan: object, *, cp: int, tp: int) -> None:
-    """Check that the ranks of ``cp`` divide the query heads that each rank of ``tp`` has."""
-    for mixer in mixers:
-        heads = query_heads(structure, mixer)
-        local = heads // tp if heads is not None and tp > 1 and is_sharded(mixer, plan) else heads
-        if local is not None:
-            require_heads(mixer.path, local, cp, over_tp="" if local == heads else f", {heads} over tp={tp}")
 
 
 def require_heads(path: str, heads: int, cp: int, *, over_tp: str = "") -> None:
@@ -80,6 +63,7 @@ def is_sharded(mixer: TokenMixer, plan: object) -> bool:
     )
 
 
-def _dropout(module: nn.Module) -> float:
+def attention_dropout(module: nn.Module) -> float:
+    """Return the probability by which an attention drops weights."""
     given = getattr(module, "attention_dropout", getattr(getattr(module, "config", None), "attention_dropout", 0.0))
     return float(given) if isinstance(given, int | float) else 0.0

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._transformers_compat.models import is_causal_lm_loss
 from fsdp_runtime.errors import LayoutError
-from fsdp_runtime.steps.context.exchange import gather_tokens
+from fsdp_runtime.steps.context.exchange import gather_tokens, sum_over_ranks
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 
 
@@ -49,9 +48,7 @@ class GlobalRows:
 
     def sum(self, own: Tensor) -> Tensor:
         """Return the sum over the ranks."""
-        total = own.detach().clone()
-        dist.all_reduce(total, group=self.group)
-        return total + (own - own.detach()) if own.requires_grad else total
+        return sum_over_ranks(own, self.group)
 
 
 class KeptLogits:
@@ -79,11 +76,10 @@ class KeptLogits:
 
 
 class LossOfRows:
-    """A model's loss function, given a rank's tokens.
+    """A model's loss function, given a rank's tokens."""
 
-    That of causal language models is computed of a rank's tokens, for each of which ``labels`` hold the next token
-    of the full row.  Any other gets the full rows.
-    """
+    # That of causal language models is computed of a rank's tokens, for each of which ``labels`` hold the next token of
+    # the full row. Any other gets the full rows.
 
     def __init__(self, function: Callable[..., Tensor], rows: GlobalRows) -> None:
         self.function, self.rows = function, rows

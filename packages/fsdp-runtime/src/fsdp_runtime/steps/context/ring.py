@@ -35,10 +35,8 @@ def attend_around(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Compute attention of this rank's queries ``[batch, heads, seq / cp, dim]`` to the keys of all ranks.
-
-    Without a mask and with ``causal``, a query sees the tokens up to its own.
-    """
+    """Compute attention of this rank's queries ``[batch, heads, seq / cp, dim]`` to the keys of all ranks."""
+    # Without a mask and with ``causal``, a query sees the tokens up to its own.
     parts = Parts(layout, mask, causal, has_flash_attention(query, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _Ring.apply(query, key, value, parts, group, factor)  # type: ignore[no-untyped-call]
@@ -48,10 +46,8 @@ def attend_around(
 def attend_to_prefixes(
     query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, *, scale: float | None
 ) -> Tensor:
-    """Compute causal attention to gathered keys without a mask, where no kernel takes fewer queries than keys.
-
-    Queries are ``[batch, heads, seq / cp, dim]``, keys and values ``[batch, kv_heads, seq, dim]`` in sequence order.
-    """
+    """Compute causal attention to gathered keys without a mask, where no kernel takes fewer queries than keys."""
+    # Queries are ``[batch, heads, seq / cp, dim]``, keys and values ``[batch, kv_heads, seq, dim]`` in sequence order.
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _Ring.apply(query, key, value, _Prefixes(layout), None, factor)  # type: ignore[no-untyped-call]
     return output

@@ -42,7 +42,14 @@ from fsdp_runtime.steps.context.full_sequence import (
 )
 from fsdp_runtime.steps.context.inputs import Inputs, embedded_inputs, refuse_attention_maps
 from fsdp_runtime.steps.context.media import media_of
-from fsdp_runtime.steps.context.methods import Method, check_attention, check_heads
+from fsdp_runtime.steps.context.methods import (
+    Method,
+    attention_dropout,
+    is_sharded,
+    query_heads,
+    require_heads,
+    require_plain_attention,
+)
 from fsdp_runtime.steps.context.sharding import LOAD_BALANCERS, LoadBalancer
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
 from fsdp_runtime.steps.documents.positions import DerivedPositions
@@ -90,7 +97,9 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
             f"{name} has rotary embeddings of type {', '.join(rope)}, whose frequencies depend on the longest position "
             "that a rank sees: use cp=1, or set rope_type to another one"
         )
-    check_attention(replaced_attention(facts.token_mixers, facts.attention), facts.attention, way)
+    for mixer in replaced_attention(facts.token_mixers, facts.attention) if way == "ring" else ():
+        dropout = attention_dropout(mixer.module)
+        require_plain_attention(mixer.path, eager=facts.attention == "eager", dropout=dropout)
 
 
 def _needs_full_row(facts: ModelFacts) -> str | None:
@@ -102,8 +111,12 @@ def _needs_full_row(facts: ModelFacts) -> str | None:
 
 
 def check_heads_over_cp(facts: ModelFacts, plan: object, *, cp: int, tp: int) -> None:
-    """Check that the ranks of ``cp`` divide the query heads."""
-    check_heads(facts.structure, replaced_attention(facts.token_mixers, facts.attention), plan, cp=cp, tp=tp)
+    """Check that the ranks of ``cp`` divide the query heads that each rank of ``tp`` has."""
+    for mixer in replaced_attention(facts.token_mixers, facts.attention):
+        heads = query_heads(facts.structure, mixer)
+        local = heads // tp if heads is not None and tp > 1 and is_sharded(mixer, plan) else heads
+        if local is not None:
+            require_heads(mixer.path, local, cp, over_tp="" if local == heads else f", {heads} over tp={tp}")
 
 
 @dataclass(frozen=True)

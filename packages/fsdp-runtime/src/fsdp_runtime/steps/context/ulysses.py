@@ -28,10 +28,8 @@ def attend_over_heads(
     layout: SequenceLayout,
     group: ProcessGroup,
 ) -> Tensor:
-    """Compute attention with this rank's heads over the full sequence.
-
-    Tensors are ``[batch, heads, seq / cp, *]``, for ``attend`` ``[batch, heads / cp, seq, *]``.
-    """
+    """Compute attention with this rank's heads over the full sequence."""
+    # Tensors are ``[batch, heads, seq / cp, *]``, for ``attend`` ``[batch, heads / cp, seq, *]``.
     require_heads("the attention", query.shape[1], layout.ranks)
     copies = kv_copies(key.shape[1], layout.ranks)
     if copies > 1:

@@ -37,11 +37,9 @@ Outputs = dict[tuple[str, int], Tensor]
 def verify_context_parallelism(
     load_balancer: LoadBalancer, setup: Setup, apply: Callable[[nn.Module, Setup], None]
 ) -> None:
-    """Check that a model computes the same on parts of rows; collective over ``cp``.  The model is not changed.
-
-    Decoders of transformers are not run: their modules outside of token mixers are known to be token-wise.  What cannot
-    be run small is accepted, with a warning; nothing is run on a simulated mesh.
-    """
+    """Check that a model computes the same on parts of rows; collective over ``cp``.  The model is not changed."""
+    # Decoders of transformers are not run: their modules outside of token mixers are known to be token-wise. What
+    # cannot be run small is accepted, with a warning; nothing is run on a simulated mesh.
     mesh, facts = setup.meshes.cp, setup.facts
     model = facts.inner
     name = original_class(model).__name__

@@ -80,10 +80,8 @@ class Documents:
         return tokens.index_select(0, order).view(*self.begins.shape, *tokens.shape[1:])
 
     def restrict(self, mask: Tensor, *, true_allows: bool = True) -> Tensor:
-        """Return an attention mask under which no token attends to another document; computed once a mask.
-
-        It is ``[batch or 1, heads or 1, seq or 1, seq]``, bool or added to the scores.
-        """
+        """Return an attention mask under which no token attends to another document; computed once a mask."""
+        # It is ``[batch or 1, heads or 1, seq or 1, seq]``, bool or added to the scores.
         if id(mask) not in self._masks:
             same = self.same
             if mask.dtype == torch.bool:
@@ -145,12 +143,10 @@ class DocumentBatch:
 def find_documents(
     position_ids: Tensor | None, seq_idx: Tensor | None, cu_seq_lens: Tensor | None, shape: tuple[int, int]
 ) -> Documents | None:
-    """Find the documents of a batch from what a model is given, without waiting for the device.
-
-    A document begins where a position ``[batch, seq]`` is not its predecessor's plus one, as transformers reads them;
-    of ``[axes, batch, seq]`` for multimodal rotary embeddings, the first axis counts tokens of text.  ``seq_idx``
-    ``[batch, seq]`` numbers documents, and ``cu_seq_lens`` counts the tokens before each over all rows.
-    """
+    """Find the documents of a batch from what a model is given, without waiting for the device."""
+    # A document begins where a position ``[batch, seq]`` is not its predecessor's plus one, as transformers reads them;
+    # of ``[axes, batch, seq]`` for multimodal rotary embeddings, the first axis counts tokens of text. ``seq_idx``
+    # ``[batch, seq]`` numbers documents, and ``cu_seq_lens`` counts the tokens before each over all rows.
     if cu_seq_lens is not None:
         if cu_seq_lens.dim() != 1:
             raise LayoutError(f"cu_seq_lens_q {list(cu_seq_lens.shape)}: give [documents + 1] tokens before each")

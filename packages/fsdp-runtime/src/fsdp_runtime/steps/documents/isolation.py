@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import Parameter, signature
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -73,18 +73,16 @@ class PackedMixer(Wrapper):
 def run_per_document(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], documents: Documents, *, alone: bool
 ) -> Any:
-    """Run a forward on documents as rows of a batch; its output is for the rows, ``None`` for attention weights.
-
-    Documents of similar length run together, padded at their ends, which no causal module shows to earlier tokens.
-    So a module runs once for each power of two between the shortest and the longest document; ``alone`` runs each by
-    itself, for a module whose results depend on padding.
-    """
+    """Run a forward on documents as rows of a batch; its output is for the rows, ``None`` for attention weights."""
+    # Documents of similar length run together, padded at their ends, which no causal module shows to earlier tokens. So
+    # a module runs once for each power of two between the shortest and the longest document; ``alone`` runs each by
+    # itself, for a module whose results depend on padding.
     batches = documents.singles if alone else documents.batches
     given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     outputs = []
     for batch in batches:
-        taken = _Taken(batch, documents)
-        outputs.append(forward(*taken.of(tuple(args)), **taken.of(given)))
+        take = partial(_taken, batch, documents)
+        outputs.append(forward(*map_tensors(tuple(args), take), **map_tensors(given, take)))
     return _put_together(outputs, documents, batches)
 
 
@@ -118,53 +116,50 @@ def map_arguments(
     return changed, {name: change(name, value) for name, value in kwargs.items()}
 
 
+def map_full(function: Callable[..., Tensor], *tensors: DTensor) -> DTensor:
+    """Return a function of full tensors, which every rank computes, with the placements of the first one."""
+    first = tensors[0]
+    full = [each.redistribute(placements=[Replicate()] * each.device_mesh.ndim) for each in tensors]
+    local = function(*(each.to_local(grad_placements=each.placements) for each in full))
+    mapped = DTensor.from_local(local, first.device_mesh, full[0].placements, run_check=False)
+    return mapped.redistribute(placements=first.placements)
+
+
 def is_padding_mask(name: str, value: Any) -> bool:
     """Return True for an argument that is the padding mask of rows, by its name and shape."""
     return "mask" in name and isinstance(value, Tensor) and value.dim() == 2
 
 
-@dataclass(frozen=True)
-class _Taken:
-    batch: DocumentBatch
-    documents: Documents
+def _taken(batch: DocumentBatch, documents: Documents, value: Tensor) -> Tensor:
+    """Return a batch's part of a tensor of tokens; any other tensor as it is."""
+    rows, tokens = documents.begins.shape
+    shape = tuple(value.shape)
+    if len(shape) == 4 and shape[2:] == (tokens, tokens) and shape[1] != tokens and shape[0] in (1, rows):
+        return batch.take_mask(value.expand(rows, -1, -1, -1), true_allows=_true_allows(value))
+    if len(shape) >= 2 and shape[1] == tokens and shape[0] in (1, rows):
+        return batch.take(value.expand(rows, *shape[1:]))
+    if len(shape) >= 3 and shape[2] == tokens and shape[1] in (1, rows):  # one for each axis of a rotary embedding
+        return batch.take(value.expand(-1, rows, *shape[2:]).movedim(0, -1)).movedim(-1, 0)
+    if shape == (tokens, tokens):
+        return _of_pairs(batch, value)
+    return value
 
-    def of(self, value: Any) -> Any:
-        """Return a value with every tensor of tokens in it replaced by the batch's."""
-        return map_tensors(value, self._of_tensor)
 
-    def _of_tensor(self, value: Tensor) -> Tensor:
-        rows, tokens = self.documents.begins.shape
-        shape = tuple(value.shape)
-        if len(shape) == 4 and shape[2:] == (tokens, tokens) and shape[1] != tokens and shape[0] in (1, rows):
-            return self.batch.take_mask(value.expand(rows, -1, -1, -1), true_allows=_true_allows(value))
-        if len(shape) >= 2 and shape[1] == tokens and shape[0] in (1, rows):
-            return self.batch.take(value.expand(rows, *shape[1:]))
-        if len(shape) >= 3 and shape[2] == tokens and shape[1] in (1, rows):  # one for each axis of a rotary embedding
-            moved = value.expand(-1, rows, *shape[2:]).movedim(0, -1)
-            return self.batch.take(moved).movedim(-1, 0)
-        if shape == (tokens, tokens):
-            return self._of_pairs(value)
-        return value
-
-    def _of_pairs(self, value: Tensor) -> Tensor:
-        if not torch.equal(value[1:, 1:], value[:-1, :-1]):
-            raise LayoutError(
-                f"an input {list(value.shape)} has a value for each pair of tokens that does not follow from their "
-                "distance: the documents of packed rows cannot share it; give rows of one document"
-            )
-        length = self.batch.tokens.shape[1]
-        return value[:length, :length]
+def _of_pairs(batch: DocumentBatch, value: Tensor) -> Tensor:
+    """Return the part of a value for each pair of tokens that documents of a batch share, as it is by distance."""
+    if not torch.equal(value[1:, 1:], value[:-1, :-1]):
+        raise LayoutError(
+            f"an input {list(value.shape)} has a value for each pair of tokens that does not follow from their "
+            "distance: the documents of packed rows cannot share it; give rows of one document"
+        )
+    length = batch.tokens.shape[1]
+    return value[:length, :length]
 
 
 def _put_together(outputs: list[Any], documents: Documents, batches: list[DocumentBatch]) -> Any:
     first = outputs[0]
     if isinstance(first, DTensor):
-        plain = [each.redistribute(placements=[Replicate()] * each.device_mesh.ndim) for each in outputs]
-        local = [each.to_local(grad_placements=each.placements) for each in plain]
-        rows = DTensor.from_local(
-            documents.together(local, batches), first.device_mesh, plain[0].placements, run_check=False
-        )
-        return rows.redistribute(placements=first.placements)
+        return map_full(lambda *full: documents.together(full, batches), *outputs)
     if isinstance(first, Tensor):
         same = all(o.dim() >= 2 and o.shape[:2] == b.tokens.shape for o, b in zip(outputs, batches, strict=True))
         return documents.together(outputs, batches) if same else None
@@ -175,8 +170,8 @@ def _put_together(outputs: list[Any], documents: Documents, batches: list[Docume
 
 def mask_argument(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the mask that an attention is called with, and the name of its implementation."""
-    name, place = _mask_place(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
-    mask = args[place] if place < len(args) else kwargs.get(name)
+    place = _mask_place(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
+    mask = args[place] if place < len(args) else kwargs.get(MASK)
     return mask, str(attention_in_force(module.config)) if hasattr(module, "config") else "eager"
 
 
@@ -204,10 +199,10 @@ def restricted(
             f"{type(module).__name__} has a mask {shape} for {tokens} tokens: packed rows need a mask "
             f"[batch, heads or 1, {tokens}, {tokens}]"
         )
-    name, place = _mask_place(type(module))  # type: ignore[arg-type]
+    place = _mask_place(type(module))  # type: ignore[arg-type]
     if place < len(args):
         return (*args[:place], mask, *args[place + 1 :]), kwargs
-    return args, {**kwargs, name: mask}
+    return args, {**kwargs, MASK: mask}
 
 
 def _of_keys(mask: Tensor, tokens: int) -> bool:
@@ -229,9 +224,9 @@ def uses_interface(cls: type) -> bool:
 
 @cache
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
-def _mask_place(cls: type) -> tuple[str, int]:
-    """Return the name and the place of the mask among the arguments of a class's own forward, not of one mixed in."""
-    return MASK, _argument_names(cls).index(MASK)
+def _mask_place(cls: type) -> int:
+    """Return the place of the mask among the arguments of a class's own forward, not of one mixed in."""
+    return _argument_names(cls).index(MASK)  # type: ignore[no-any-return]
 
 
 @cache

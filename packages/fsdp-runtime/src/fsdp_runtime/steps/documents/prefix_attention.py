@@ -99,11 +99,9 @@ def attend_in_runs(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Compute attention by the runs of its mask, or at once under a mask without any.
-
-    ``attend`` is a function of ``transformers.AttentionInterface``.  Backward gathers the keys of each run again, so
-    that no copy of them is kept.
-    """
+    """Compute attention by the runs of its mask, or at once under a mask without any."""
+    # ``attend`` is a function of ``transformers.AttentionInterface``. Backward gathers the keys of each run again, so
+    # that no copy of them is kept.
     runs, causal = getattr(attention_mask, _RUNS, ((), False))
     plain = query.shape[2] == key.shape[2] and not any(options.get(name) is not None for name in _FURTHER)
     if not runs or not plain or attention_mask.shape[1] != 1 or torch.compiler.is_compiling():

@@ -13,13 +13,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments
 from fsdp_runtime.steps.documents.sequence_functions import (
-    CONVOLUTION,
-    FUSED,
-    RECURRENCES,
     Call,
+    Recurrence,
     convolve_documents,
     functions_called,
-    original_function,
     recur,
     takes_boundaries,
     with_functions,
@@ -97,21 +94,44 @@ def compute_rows(mixers: Iterable[TokenMixer], packing: CurrentDocuments) -> Non
 
 
 def _forward_on_packed_rows(cls: type, packing: CurrentDocuments) -> Callable[..., Any]:
-    convolution, fused = _Convolution(cls, CONVOLUTION, packing), _Fused(cls, FUSED, packing)
-    return with_functions(cls, convolution, lambda name: _Recurrence(cls, name, packing), fused)
+    def numbers() -> Tensor:
+        documents: Any = packing.documents
+        return documents.numbers  # type: ignore[no-any-return]
+
+    def convolve(
+        function: Any, hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any
+    ) -> Tensor:
+        return convolve_documents(function, hidden_states, weight, bias, activation, numbers())
+
+    def recur_in_rows(function: Any, recurrence: Recurrence, call: Call) -> Tensor:
+        return recur(function, recurrence, call, packing.documents)
+
+    def fused(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not takes_boundaries(function, "seq_idx"):
+            return None
+        return function(*args, **{**kwargs, "seq_idx": numbers().to(torch.int32).contiguous()})
+
+    return with_functions(cls, convolve, recur_in_rows, fused)
 
 
 def _forward_without_mixing(cls: type) -> Callable[..., Any]:
     """Return a forward in which convolution and recurrence are replaced by functions of single tokens."""
-    return with_functions(cls, lambda hidden_states, *_, **__: hidden_states, lambda name: _TokenByToken(cls, name))
+    return with_functions(cls, lambda _, hidden_states, *__, **___: hidden_states, _token_by_token)
+
+
+def _token_by_token(_: Any, recurrence: Recurrence, call: Call) -> Tensor:
+    """Return a function of each token alone that depends on all inputs of a recurrence."""
+    output = call.tokens[recurrence.heads[0]]
+    for value in call.tokens.values():
+        mean = value.flatten(2).mean(2)
+        output = output + mean.view(*mean.shape, *(1,) * (output.dim() - 2)).to(output.dtype)
+    return output
 
 
 @torch.no_grad()
 def _is_token_wise(forward: Callable[[Tensor], Any], like: Tensor) -> bool | None:
-    """Return True if the output of a token depends neither on its place nor on the others; ``None`` without data.
-
-    Half of the tokens are moved to other places among others, then the other half.  Waits for the device.
-    """
+    """Return True if the output of a token depends neither on its place nor on the others; ``None`` without data."""
+    # Half of the tokens are moved to other places among others, then the other half. Waits for the device.
     values = torch.arange(2 * len(_MOVED) * like.shape[2], device=like.device).view(2, 1, len(_MOVED), -1)
     if not has_values(values):  # also where ``like`` is a DTensor of fake ones
         return None
@@ -130,57 +150,3 @@ def _is_token_wise(forward: Callable[[Tensor], Any], like: Tensor) -> bool | Non
 def _full(output: Any) -> Tensor:
     first: Tensor = output[0] if isinstance(output, tuple) else output
     return first.full_tensor() if isinstance(first, DTensor) else first
-
-
-class _OfDocuments:
-    """In place of one of transformers' functions, in one class of mixers."""
-
-    def __init__(self, cls: type, name: str, packing: CurrentDocuments) -> None:
-        self.cls, self.name, self.packing = cls, name, packing
-
-    @property
-    def function(self) -> Any:
-        return original_function(self.cls, self.name)
-
-    @property
-    def numbers(self) -> Tensor:
-        documents: Any = self.packing.documents
-        numbers: Tensor = documents.numbers
-        return numbers
-
-
-class _Convolution(_OfDocuments):
-    def __call__(
-        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
-    ) -> Tensor:
-        return convolve_documents(self.function, hidden_states, weight, bias, activation, self.numbers)
-
-
-class _Recurrence(_OfDocuments):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recurrence = RECURRENCES[self.name]
-        call = Call.of(self.function, recurrence, args, kwargs)
-        return recurrence.result(recur(self.function, recurrence, call, self.packing.documents))
-
-
-class _Fused(_OfDocuments):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not takes_boundaries(self.function, "seq_idx"):
-            return None
-        return self.function(*args, **{**kwargs, "seq_idx": self.numbers.to(torch.int32).contiguous()})
-
-
-class _TokenByToken:
-    """In place of a recurrence: a function of each token alone that depends on all of its inputs."""
-
-    def __init__(self, cls: type, name: str) -> None:
-        self.cls, self.name = cls, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recurrence = RECURRENCES[self.name]
-        tokens = Call.of(original_function(self.cls, self.name), recurrence, args, kwargs).tokens
-        output = tokens[recurrence.heads[0]]
-        for value in tokens.values():
-            mean = value.flatten(2).mean(2)
-            output = output + mean.view(*mean.shape, *(1,) * (output.dim() - 2)).to(output.dtype)
-        return recurrence.result(output)

@@ -91,21 +91,15 @@ def functions_called(cls: type) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def unavailable(*args: Any, **kwargs: Any) -> None:
-    """In place of a fused kernel: the module then calls its steps one by one."""
-
-
 def with_functions(
     cls: type,
     convolution: Callable[..., Any],
-    recurrence: Callable[[str], Callable[..., Any]],
-    fused: Callable[..., Any] = unavailable,
+    recurrence: Callable[[Callable[..., Any], Recurrence, Call], Tensor],
+    fused: Callable[..., Any] = lambda *_, **__: None,  # the module then calls the steps of a fused kernel one by one
 ) -> Callable[..., Any]:
-    """Return a copy of a class's forward that calls other functions by the same names."""
-    functions = {
-        name: convolution if name == CONVOLUTION else recurrence(name) if name in RECURRENCES else fused
-        for name in functions_called(cls)
-    }
+    """Return a copy of a class's forward that calls other functions by the same names; each gets the one there now."""
+    others = {CONVOLUTION: convolution, FUSED: fused}
+    functions = {name: _in_place_of(cls, name, others.get(name, recurrence)) for name in functions_called(cls)}
     forward = unwrap(cls.forward)  # type: ignore[attr-defined]
     copied = FunctionType(
         forward.__code__, {**forward.__globals__, **functions}, forward.__name__, forward.__defaults__,
@@ -117,20 +111,23 @@ def with_functions(
     return uncompiled
 
 
-def original_function(cls: type, name: str) -> Callable[..., Any]:
-    """Return what a class's forward finds under a name now."""
-    module = sys.modules[unwrap(cls.forward).__module__]  # type: ignore[attr-defined]
-    function: Callable[..., Any] = getattr(module, name)
-    return function
+def _in_place_of(cls: type, name: str, other: Callable[..., Any]) -> Callable[..., Any]:
+    recurrence = RECURRENCES.get(name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function = getattr(sys.modules[unwrap(cls.forward).__module__], name)  # type: ignore[attr-defined]
+        if recurrence is None:
+            return other(function, *args, **kwargs)
+        return recurrence.result(other(function, recurrence, Call.of(function, recurrence, args, kwargs)))
+
+    return call
 
 
 @cache
 def takes_boundaries(function: Callable[..., Any], name: str) -> bool:
-    """Return True where a kernel is installed that takes the boundaries of documents.
-
-    transformers wraps the kernel or its own function, which ignores or refuses boundaries, in a function that has the
-    one in use as a variable.
-    """
+    """Return True where a kernel is installed that takes the boundaries of documents."""
+    # transformers wraps the kernel or its own function, which ignores or refuses boundaries, in a function that has the
+    # one in use as a variable.
     found = getclosurevars(function).nonlocals.get("implementation", function) if isfunction(function) else function
     return name in signature(found).parameters
 
@@ -168,10 +165,8 @@ def convolve_documents(
     activation: str | None,
     numbers: Tensor,
 ) -> Tensor:
-    """Convolve without reading another document: by a kernel that takes ``seq_idx``, or tap by tap.
-
-    Tokens are ``[batch, features, seq]``, the weight ``[features, taps]``, the documents' numbers ``[batch, seq]``.
-    """
+    """Convolve without reading another document: by a kernel that takes ``seq_idx``, or tap by tap."""
+    # Tokens are ``[batch, features, seq]``, the weight ``[features, taps]``, the documents' numbers ``[batch, seq]``.
     if takes_boundaries(function, "seq_idx"):
         return function(tokens, weight, bias, activation=activation, seq_idx=numbers.to(torch.int32).contiguous())
     length, taps = tokens.shape[2], weight.shape[1]

@@ -51,7 +51,7 @@ def _check(setup: Setup) -> None:
             f"{name} computes attention by {facts.attention!r}, which takes no mask of ancestors: call "
             "model.set_attn_implementation('sdpa'), or 'flex_attention'"
         )
-    blocks = [(path, module) for path in structure.decoder for path, module in _inside(path, structure.blocks[path])]
+    blocks = [each for path in structure.decoder for each in structure.blocks[path].named_modules(prefix=path)]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_MASKED_LAYERS))
     mixing = [path for path, module in blocks if isinstance(module, nn.Conv1d)]
     if kinds or mixing or is_stateful(facts.inner):
@@ -132,7 +132,3 @@ class _Hooks:
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._tokens:
             _current.reset(self._tokens.pop())
-
-
-def _inside(path: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(f"{path}.{inner}" if inner else path, module) for inner, module in block.named_modules()]

@@ -47,11 +47,9 @@ class TokenMixer:
 
 
 def token_mixers(structure: ModelStructure) -> tuple[TokenMixer, ...]:
-    """Find the modules in the decoder's blocks that mix tokens, by what their forward takes; class names do not matter.
-
-    A module whose forward takes a cache, a state or an attention mask mixes tokens, and so does one that has a
-    convolution over the sequence.  The outermost one inside a block counts.
-    """
+    """Find the modules in the decoder's blocks that mix tokens, by what their forward takes, not by class names."""
+    # A module whose forward takes a cache, a state or an attention mask mixes tokens, and so does one that has a
+    # convolution over the sequence. The outermost one inside a block counts.
     return tuple(mixer for path in structure.decoder for mixer in _below(structure.blocks[path], path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class PackedRowsWatch:
         if documents is None or not documents.packed or _only_padding_restarts(documents, kwargs.get("attention_mask")):
             return
         self.left = 0
-        _Report(module, self.mixers, documents)
+        _report(module, self.mixers, documents)
 
 
 def _only_padding_restarts(documents: Documents, mask: Any) -> bool:
@@ -57,25 +58,20 @@ def _only_padding_restarts(documents: Documents, mask: Any) -> bool:
     return not (documents.begins[:, 1:] & real[:, 1:] & real[:, :-1]).any()
 
 
-class _Report:
-    """Looks at the masks of one forward, and warns after it."""
+def _report(model: nn.Module, mixers: tuple[TokenMixer, ...], documents: Documents) -> None:
+    """Look at the masks of one forward, and warn after it."""
+    leaking = [mixer for mixer in mixers if mixer.way != "mask"]
 
-    def __init__(self, model: nn.Module, mixers: tuple[TokenMixer, ...], documents: Documents) -> None:
-        self.documents = documents
-        self.leaking = [mixer for mixer in mixers if mixer.way != "mask"]
-        self.handles = [
-            hook_forward(mixer.module, "looks at masks", before=_Mask(self, mixer))
-            for mixer in mixers
-            if mixer.way == "mask"
-        ]
-        self.handles.append(hook_forward(model, "warns where documents meet", after=self.after, always=True))
+    def look(mixer: TokenMixer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _leaks(*mask_argument(module, args, kwargs), documents):
+            leaking.append(mixer)
 
-    def after(self, model: nn.Module, args: Any, output: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
-        if self.leaking:
-            kinds = dict.fromkeys(mixer.kind for mixer in self.leaking)
-            paths = [mixer.path for mixer in self.leaking]
+    def warn(model: nn.Module, args: Any, output: Any) -> None:
+        for hook in hooks:
+            hook.remove()
+        if leaking:
+            kinds = dict.fromkeys(mixer.kind for mixer in leaking)
+            paths = [mixer.path for mixer in leaking]
             more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
             logger.warning(
                 "position_ids restart within a row, and %d layers of %s let documents read one another: %s (%s%s); "
@@ -83,22 +79,17 @@ class _Report:
                 len(paths), type(model).__name__, ", ".join(kinds), ", ".join(paths[:3]), more,
             )  # fmt: skip
 
+    by_mask = [mixer for mixer in mixers if mixer.way == "mask"]
+    hooks = [hook_forward(mixer.module, "looks at masks", before=partial(look, mixer)) for mixer in by_mask]
+    hooks.append(hook_forward(model, "warns where documents meet", after=warn, always=True))
 
-class _Mask:
-    def __init__(self, report: _Report, mixer: TokenMixer) -> None:
-        self.report, self.mixer = report, mixer
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        documents = self.report.documents
-        mask, implementation = mask_argument(module, args, kwargs)
-        if mask is None:
-            leaks = not implementation.startswith(("flash", "flex"))
-        elif (
-            isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == mask.shape[3] == len(documents.begins[0])
-        ):
-            kept = documents.restrict(mask)
-            leaks = not torch.equal(mask.expand_as(kept), kept)
-        else:
-            leaks = False
-        if leaks:
-            self.report.leaking.append(self.mixer)
+def _leaks(mask: Any, implementation: str, documents: Documents) -> bool:
+    """Return True for an attention whose mask lets documents meet; one of another shape is not judged."""
+    if mask is None:
+        return not implementation.startswith(("flash", "flex"))
+    length = documents.begins.shape[1]
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2:] != (length, length):
+        return False
+    kept = documents.restrict(mask)
+    return not torch.equal(mask.expand_as(kept), kept)

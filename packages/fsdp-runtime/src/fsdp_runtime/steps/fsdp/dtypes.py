@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from fsdp_runtime._transformers_compat.models import kept_in_float32
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from tp_plans.runtime import ancestors
 
 #: A module of parameters in another dtype is sharded from this number of elements on; below it, memory is less than
 #: the cost of an all-gather.
@@ -31,12 +33,10 @@ SHARDED_FROM = 2**20
 
 @dataclass(frozen=True)
 class FSDPDtypes:
-    """How FSDP2 keeps the dtypes that the model computes in.
+    """How FSDP2 keeps the dtypes that the model computes in."""
 
-    A model that is in the dtype of the policy already passes float32 to its blocks where its code wants float32 (rotary
-    angles, residual streams): such inputs are not cast.
-    """
-
+    # A model that is in the dtype of the policy already passes float32 to its blocks where its code wants float32
+    # (rotary angles, residual streams): such inputs are not cast.
     modules: tuple[str, ...] = ()  # paths of those that become FSDP modules of their own
     replicated: tuple[str, ...] = ()  # parameters that no data-parallel rank shards
     own_dtype: frozenset[str] = frozenset()  # FSDP modules in their parameters' dtype, whatever ``mp_policy``
@@ -53,22 +53,20 @@ def resolve_fsdp_dtypes(
     options: FSDPOptions,
     *,
     wrapped: Iterable[str],
-    experts: Iterable[str] = (),
-    over_tp: bool = False,
+    experts: Iterable[str],
+    over_tp: bool,
 ) -> FSDPDtypes:
-    """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed.
-
-    ``wrapped`` and ``experts`` are paths of blocks, and of modules of experts, that become FSDP modules.  ``over_tp``:
-    layers are sharded, and a parameter of one element may meet a DTensor: FSDP2 does not reduce the gradient that it
-    has then.  FSDP2 takes no parameter without a dim in any case.
-    """
+    """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed."""
+    # ``wrapped`` and ``experts`` are paths of blocks, and of modules of experts, that become FSDP modules. ``over_tp``:
+    # layers are sharded, and a parameter of one element may meet a DTensor: FSDP2 does not reduce the gradient that it
+    # has then. FSDP2 takes no parameter without a dim in any case.
     dtypes = _dtypes(model, options)
     replicated = [name for name, each in model.named_parameters() if each.ndim == 0 or (over_tp and each.numel() == 1)]
     units: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)  # by path of the FSDP module
     paths = {*wrapped, *experts}
     for name, parameter in model.named_parameters():
         if name in dtypes and name not in replicated:
-            units[next((above for above in _modules_above(name) if above in paths), "")][name] = parameter
+            units[next((above for above in ancestors(name) if above in paths), "")][name] = parameter
     modules: list[str] = []
     own_dtype: set[str] = set()
     policy = options.mp_policy
@@ -84,21 +82,19 @@ def resolve_fsdp_dtypes(
         own_dtype |= separate.keys()
         covered = {name for found in separate.values() for name in found}
         replicated += [name for name in parameters if name in others - covered]
-    casts = policy is None or policy.param_dtype != _most(
+    casts = policy is None or policy.param_dtype != _dtype_of_most(
         each for each in model.parameters() if each.is_floating_point()
     )
     return FSDPDtypes(tuple(modules), tuple(replicated), frozenset(own_dtype), casts_block_inputs=casts)
 
 
 def _dtypes(model: nn.Module, options: FSDPOptions) -> dict[str, _Dtypes]:
-    """Return the dtypes of the parameters whose dtype matters: trainable ones, and frozen ones that a cast changes.
-
-    FSDP2 gathers frozen parameters of any dtype together with others; only a policy casts them.
-    """
+    """Return the dtypes of the parameters whose dtype matters: trainable ones, and frozen ones that a cast changes."""
+    # FSDP2 gathers frozen parameters of any dtype together with others; only a policy casts them.
     compute = options.mp_policy.param_dtype if options.mp_policy is not None else None
     floating = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     trainable = {name: each for name, each in floating.items() if each.requires_grad}
-    main, main_of_all = _most(trainable.values()), _most(floating.values())
+    main, main_of_all = _dtype_of_most(trainable.values()), _dtype_of_most(floating.values())
     lower = compute in (torch.bfloat16, torch.float16)
     declared = kept_in_float32(model) if lower else frozenset()
     found: dict[str, _Dtypes] = {}
@@ -114,12 +110,17 @@ def _dtypes(model: nn.Module, options: FSDPOptions) -> dict[str, _Dtypes]:
     return found
 
 
-def _most(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
+def _dtype_of_most(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
     """Return the dtype of most elements, or ``None`` without parameters."""
-    sizes: dict[torch.dtype, int] = defaultdict(int)
-    for parameter in parameters:
-        sizes[parameter.dtype] += parameter.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return _most((each.dtype, each.numel()) for each in parameters)  # type: ignore[no-any-return]
+
+
+def _most(sizes: Iterable[tuple[Any, int]]) -> Any:
+    """Return the key with the largest sum, ``None`` without any."""
+    sums: dict[Any, int] = defaultdict(int)
+    for key, size in sizes:
+        sums[key] += size
+    return max(sums, key=lambda key: sums[key], default=None)
 
 
 def _main(
@@ -129,23 +130,14 @@ def _main(
     head = f"{structure.lm_head}.weight"
     if path == "" and head in parameters and parameters[head].requires_grad:
         return dtypes[head]
-    sizes: dict[_Dtypes, int] = defaultdict(int)
-    trains = any(parameter.requires_grad for parameter in parameters.values())
-    for name, parameter in parameters.items():
-        sizes[dtypes[name]] += parameter.numel() if parameter.requires_grad or not trains else 0
-    return max(sizes, key=lambda pair: sizes[pair])
+    trains = any(each.requires_grad for each in parameters.values())
+    counted = ((dtypes[name], each.numel() * (each.requires_grad or not trains)) for name, each in parameters.items())
+    return _most(counted)  # type: ignore[no-any-return]
 
 
 def _fits(dtypes: _Dtypes, main: _Dtypes, *, trains: bool) -> bool:
     """Return True for a parameter that an FSDP module can hold; frozen ones may be stored in any dtype."""
     return dtypes == main if trains else dtypes[1] == main[1]
-
-
-def _modules_above(name: str) -> Iterator[str]:
-    """Yield the paths of the modules that a parameter is in, the innermost first, without the root."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _separate(
@@ -158,7 +150,7 @@ def _separate(
     """Yield the outermost modules of an FSDP module that are large and hold nothing but other dtypes, all alike."""
     done: set[str] = set()
     for path, module in model.get_submodule(unit).named_modules(prefix=unit) if others else ():
-        if path == unit or any(above in done for above in _modules_above(path)):
+        if path == unit or not done.isdisjoint(ancestors(path)):
             continue
         names = [f"{path}.{name}" for name, _ in module.named_parameters()]
         if not names or not others.issuperset(names):
@@ -177,11 +169,9 @@ def _refuse_experts(path: str, parameters: Mapping[str, nn.Parameter], dtypes: M
 
 
 def reduce_gradients(parameter: nn.Parameter, mesh: DeviceMesh, divisor: float) -> None:
-    """Sum the gradient of a replicated parameter over FSDP2's mesh in every backward, and divide it.
-
-    The hook gets the gradient of one backward before it is accumulated, so that accumulation over micro-batches is
-    right with and without ``set_requires_gradient_sync``.  A parameter that is frozen now may be trained later.
-    """
+    """Sum the gradient of a replicated parameter over FSDP2's mesh in every backward, and divide it."""
+    # The hook gets the gradient of one backward before it is accumulated, so that accumulation over micro-batches is
+    # right with and without ``set_requires_gradient_sync``. A parameter that is frozen now may be trained later.
 
     def reduce(gradient: Tensor) -> Tensor:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -7,7 +7,7 @@ tower on media of another rank's shapes, and adds none of the result: its parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._torch_compat import tree_leaves
 from fsdp_runtime._transformers_compat.models import MEDIA_METHODS, original_class
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
@@ -42,13 +43,11 @@ _INTERMEDIATE = {"hidden_states", "attentions"}
 
 @dataclass(eq=False)
 class AbsentMedia:
-    """Hooks of a model that run its towers where a rank has no media and another rank has.
+    """Hooks of a model that run its towers where a rank has no media and another rank has."""
 
-    One all-reduce of a few bytes, and one wait for its result, a forward and mesh axis.  ``owners`` has by medium the
-    modules with its method, as ``get_image_features``, outermost first; ``projectors`` the parameters that some models
-    call after the method.
-    """
-
+    # One all-reduce of a few bytes, and one wait for its result, a forward and mesh axis. ``owners`` has by medium the
+    # modules with its method, as ``get_image_features``, outermost first; ``projectors`` the parameters that some
+    # models call after the method.
     model: nn.Module
     owners: Mapping[str, Sequence[nn.Module]]
     groups: Sequence[ProcessGroup]
@@ -106,7 +105,8 @@ class AbsentMedia:
             names = _ADDED if projected else {*features} - _INTERMEDIATE
             used = {name: value for name, value in features.items() if name in names}
             projectors = () if projected else map(self.model.get_parameter, self.projectors)
-            nothing += [_nothing(value) for value in (*_tensors(used), *_tensors(tuple(projectors)))]
+            leaves = tree_leaves((used, *projectors))
+            nothing += [_nothing(each) for each in leaves if isinstance(each, Tensor) and each.requires_grad]
         if not nothing:  # frozen towers
             return None
         return output + torch.stack([value.to(output.dtype) for value in nothing]).sum()
@@ -172,14 +172,8 @@ def _media(medium: str, owners: Sequence[nn.Module], given: Mapping[str, Any]) -
 
 def _template(media: Mapping[str, Any]) -> dict[str, Any]:
     """Return media without their values: the shapes of floats, and all else as it is."""
-    return {
-        name: value.to("meta") if isinstance(value, Tensor) and value.is_floating_point() else _on_cpu(value)
-        for name, value in media.items()
-    }
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
+    tensors = {name: value for name, value in media.items() if isinstance(value, Tensor)}
+    return {**media, **{n: each.to("meta" if each.is_floating_point() else "cpu") for n, each in tensors.items()}}
 
 
 def _filled(value: Any, like: Tensor) -> Any:
@@ -192,15 +186,3 @@ def _nothing(value: Tensor) -> Tensor:
     """Return zero, with a gradient of zero for a tensor."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return local.flatten()[:0].sum()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from _tensors(inner)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,8 +64,11 @@ class FSDP2(Step):
         if setup.meshes.fsdp is None:
             return FSDPDtypes()
         refuse_gradient_hooks(model)
+        blocks = _blocks_to_wrap(model, setup.structure, self.options)
         experts = expert_modules(model, setup.expert_plan)
-        return fsdp_dtypes(model, setup.structure, self.options, experts, over_tp=setup.tp > 1)
+        return resolve_fsdp_dtypes(
+            model, setup.structure, self.options, wrapped=blocks, experts=experts, over_tp=setup.tp > 1
+        )
 
     def apply(self, model: nn.Module, setup: Setup, found: FSDPDtypes) -> None:
         """Wrap the modules; nothing changes where the mesh needs no FSDP2."""
@@ -77,11 +80,9 @@ class FSDP2(Step):
 
 
 def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOptions, dtypes: FSDPDtypes) -> None:
-    """Wrap every block and then the model with ``fully_shard``, in place.
-
-    A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
-    parameter; embedding and head belong to the root too, so a tied weight is gathered once.
-    """
+    """Wrap every block and then the model with ``fully_shard``, in place."""
+    # A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
+    # parameter; embedding and head belong to the root too, so a tied weight is gathered once.
     structure = setup.structure
     if options.master_dtype is not None:
         _convert_trainable(model, options.master_dtype)
@@ -146,10 +147,8 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
 
 
 def _require_root_forward(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:
-    """Gather the root for a call of its own modules (embedding, final norm, head) alone, or refuse one with gradients.
-
-    Modules inside blocks are left alone, so that compiled blocks do not trace the check.
-    """
+    """Gather the root for a call of its own modules (embedding, norm, head) alone, or refuse one with gradients."""
+    # Modules inside blocks are left alone, so that compiled blocks do not trace the check.
     blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
     for path, module in model.named_modules():
         parameter = next((each for each in module.parameters(recurse=False) if each not in replicated), None)
@@ -188,12 +187,10 @@ class _GatheredAlone:
 
 
 def _divide_gradients(module: nn.Module, scale: float) -> None:
-    """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``.
-
-    The mean is over the ranks that the module is sharded over: those of ``efsdp`` for experts, to which the tokens of
-    ``ep`` ranks were sent.  FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice where
-    replicas have no shards (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
-    """
+    """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``."""
+    # The mean is over the ranks that the module is sharded over: those of ``efsdp`` for experts, to which the tokens of
+    # ``ep`` ranks were sent. FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice
+    # where replicas have no shards (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
 
     def rescale(gradients: torch.Tensor) -> None:
         gradients.mul_(scale)
@@ -203,30 +200,15 @@ def _divide_gradients(module: nn.Module, scale: float) -> None:
 
 
 def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
-    """Return the dim to shard a parameter on if it has fewer rows than ranks; ``None`` for rows, FSDP2's default.
-
-    A rank of ``tp`` may hold one or two merged experts: sharded by rows they would be on as many ranks, and the other
-    ranks would hold nothing.  FSDP2 shards dims other than the first into equal parts only.
-    """
+    """Return the dim to shard a parameter on if it has fewer rows than ranks; ``None`` for rows, FSDP2's default."""
+    # A rank of ``tp`` may hold one or two merged experts: sharded by rows they would be on as many ranks, and the other
+    # ranks would hold nothing. FSDP2 shards dims other than the first into equal parts only.
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if isinstance(placement, Shard)]
     if local.ndim < 2 or local.shape[0] >= shards:
         return None
     free = (dim for dim in range(1, local.ndim) if dim not in sharded and local.shape[dim] % shards == 0)
     return next((Shard(dim) for dim in free), None)
-
-
-def fsdp_dtypes(
-    model: nn.Module,
-    structure: ModelStructure,
-    options: FSDPOptions,
-    experts: Mapping[str, nn.Module] | None = None,
-    *,
-    over_tp: bool = False,
-) -> FSDPDtypes:
-    """Return how FSDP2 keeps the dtypes that the model computes in; the model is not changed."""
-    blocks = _blocks_to_wrap(model, structure, options)
-    return resolve_fsdp_dtypes(model, structure, options, wrapped=blocks, experts=experts or (), over_tp=over_tp)
 
 
 def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> dict[str, nn.Module]:

@@ -55,11 +55,11 @@ def assert_inputs_equal(mesh: DeviceMesh, inputs: Mapping[str, Any], *, axis: st
 
 
 class InputCheck:
-    """A forward pre-hook that compares digests of all inputs over process groups.
+    """A forward pre-hook that compares digests of all inputs over process groups."""
 
-    One all-gather of two int64 a rank and a group, and one wait for its result, a forward.  A rank that was given other
-    inputs makes every rank of the group raise.  Ranks of ``cp`` must get the same names, shapes and ``attention_mask``.
-    """
+    # One all-gather of two int64 a rank and a group, and one wait for its result, a forward. A rank that was given
+    # other inputs makes every rank of the group raise. Ranks of ``cp`` must get the same names, shapes and
+    # ``attention_mask``.
 
     def __init__(self, tp: ProcessGroup | None, cp: ProcessGroup | None) -> None:
         self.tp, self.cp = tp, cp
@@ -99,7 +99,7 @@ def _compare(inputs: Mapping[str, Any], group: ProcessGroup, axis: str) -> None:
     values = dict(_leaves((), inputs))
     digests = {name: _digest(name, value) for name, value in values.items()}
     device = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
-    names = torch.tensor(_text_digest(repr(sorted(values))), device=device, dtype=torch.int64)
+    names = torch.tensor(crc32(repr(sorted(values)).encode()), device=device, dtype=torch.int64)
     content = sum((value.to(device) * _MIX for value in digests.values()), torch.zeros_like(names))
     own = torch.stack([names, content])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -150,14 +150,9 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, Any]]:
 def _digest(name: str, value: Any) -> Tensor:
     """Return an int64 that depends on the name, dtype, shape, and every element with its position."""
     if not isinstance(value, Tensor):
-        return torch.tensor(_text_digest(f"{name} {value!r}"), dtype=torch.int64)
+        return torch.tensor(crc32(f"{name} {value!r}".encode()), dtype=torch.int64)
     local = value.to_local() if isinstance(value, DTensor) else value
-    head = _text_digest(f"{name} {local.dtype} {tuple(local.shape)}")
-    return hash_bits(local) + head
-
-
-def _text_digest(text: str) -> int:
-    return crc32(text.encode())
+    return hash_bits(local) + crc32(f"{name} {local.dtype} {tuple(local.shape)}".encode())
 
 
 def _description(value: Any) -> str:

@@ -6,14 +6,11 @@ gradients are never set: its steps would change nothing, without an error, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_runtime._torch_compat import parameter_hooks, set_parameter_hooks
 from fsdp_runtime.errors import ModelError
@@ -25,11 +22,9 @@ _REPLACED = "_fsdp_runtime_replaced"
 
 @contextmanager
 def carry_over_parameters(model: nn.Module) -> Iterator[None]:
-    """Carry attributes and hooks over to the parameters that take the place of others inside the ``with``.
-
-    Hooks of ``register_post_accumulate_grad_hook`` get the new parameter with its complete gradient, those of
-    ``register_hook`` the gradient as a DTensor; FSDP2, which runs none of the latter, refuses them before.
-    """
+    """Carry attributes and hooks over to the parameters that take the place of others inside the ``with``."""
+    # Hooks of ``register_post_accumulate_grad_hook`` get the new parameter with its complete gradient, those of
+    # ``register_hook`` the gradient as a DTensor; FSDP2, which runs none of the latter, refuses them before.
     attached = {}
     for path, parameter in model.named_parameters():
         attached[path] = dict(vars(parameter)), parameter_hooks(parameter)
@@ -43,17 +38,10 @@ def carry_over_parameters(model: nn.Module) -> Iterator[None]:
         attributes, hooks = attached.get(path, ({}, (None, None)))
         vars(parameter).update({**attributes, **vars(parameter)})
         set_parameter_hooks(parameter, hooks)
-    _register_check()
 
 
-@cache
-def _register_check() -> None:
-    """Check the parameters of every optimizer at its steps, once per process."""
-    register_optimizer_step_pre_hook(_check)
-
-
-def _check(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+def refuse_replaced(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse a step of parameters that others have taken the place of."""
     stale = [path for parameter in parameters if (path := getattr(parameter, _REPLACED, None)) is not None]
     if stale:
         raise ModelError(

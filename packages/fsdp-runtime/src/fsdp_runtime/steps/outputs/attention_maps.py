@@ -29,11 +29,9 @@ _HEADS = 1  # the dim of a map [batch, heads, queries, keys]
 
 @dataclass(eq=False)
 class _Noted:
-    """What the attention layers below a model returned in this forward.
+    """What the attention layers below a model returned in this forward."""
 
-    Other members of a layer's output, such as a bias of the scores, are among the maps.
-    """
-
+    # Other members of a layer's output, such as a bias of the scores, are among the maps.
     model: nn.Module
     maps: list[tuple[Tensor, DeviceMesh]] = field(default_factory=list)
     hooks: ExitStack = field(default_factory=ExitStack)

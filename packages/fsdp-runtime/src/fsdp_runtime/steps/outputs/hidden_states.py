@@ -23,11 +23,9 @@ _indexes: ContextVar[nn.Module | None] = ContextVar("indexes", default=None)
 
 
 def return_full_hidden_states(model: nn.Module, *, over_cp: bool = False) -> None:
-    """Let every transformers model in a model return full plain tensors in its tuples of hidden states.
-
-    In a forward with indices as ``logits_to_keep``, the last hidden states are full and plain too; context parallelism
-    makes indices of a number of tokens.
-    """
+    """Let every transformers model in a model return full plain tensors in its tuples of hidden states."""
+    # In a forward with indices as ``logits_to_keep``, the last hidden states are full and plain too; context
+    # parallelism makes indices of a number of tokens.
     begin = partial(_begin, over_cp)
     for module in model.modules():
         if is_transformers_model(module):

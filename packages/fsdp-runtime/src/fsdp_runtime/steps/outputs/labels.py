@@ -16,11 +16,9 @@ _has_labels = ContextVar("has_labels", default=False)
 
 
 def gather_logits_for_labels(model: nn.Module, heads: Iterable[str]) -> None:
-    """Let a model, or the one inside a ``PeftModel``, gather its logits in each forward that gets ``labels``.
-
-    Losses of transformers compare plain logits with the labels.  A ``loss_function`` whose ``takes_sharded_logits`` is
-    true gets them sharded, as that of :class:`fsdp_runtime.trainers.MeshTrainer`.
-    """
+    """Let a model, or the one inside a ``PeftModel``, gather its logits in each forward that gets ``labels``."""
+    # Losses of transformers compare plain logits with the labels. A ``loss_function`` whose ``takes_sharded_logits`` is
+    # true gets them sharded, as that of :class:`fsdp_runtime.trainers.MeshTrainer`.
     for path in heads:
         hook_forward(model.get_submodule(path), "gathers logits for labels", after=_gather)
     hook_forward(base_model(model), "notices labels", before=_begin, after=_end, always=True)

@@ -139,7 +139,8 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
     finally:
         siblings[name] = head
         hook.remove()
-    return _restored(run.result, output)
+    # A dataclass travels through the hooks as a dict.
+    return dataclasses.replace(run.result, **output) if dataclasses.is_dataclass(run.result) else output  # type: ignore[type-var]
 
 
 #: What each model does with its logits, once measured.
@@ -232,17 +233,14 @@ def _measured(logits: Tensor | None, probes: Tensor) -> LogitsMap | None:
     largest, unit = got[-1], got[_PROBES.index(0.125)] / 0.125
     candidates = [LogitsMap(scale=largest / sent[-1])]
     if largest > 0:
-        candidates.append(LogitsMap(scale=_slope(unit, largest), softcap=largest))
+        # The scale under which ``0.125`` is taken to ``0.125 * unit`` below the soft cap.
+        scale = largest * math.atanh(min(0.125 * unit / largest, 1 - 1e-12)) / 0.125
+        candidates.append(LogitsMap(scale, softcap=largest))
     for candidate in candidates:
         expected = [_mapped(value, candidate) for value in sent]
         if all(math.isclose(x, y, rel_tol=tolerance, abs_tol=1e-9) for x, y in zip(expected, got, strict=True)):
             return candidate
     return None
-
-
-def _slope(unit: float, softcap: float) -> float:
-    """The scale under which ``0.125`` was taken to ``0.125 * unit`` below a soft cap."""
-    return softcap * math.atanh(min(0.125 * unit / softcap, 1 - 1e-12)) / 0.125
 
 
 def _mapped(value: float, logits_map: LogitsMap) -> float:
@@ -257,11 +255,6 @@ def _unknown_map(model: nn.Module, path: str) -> ModelError:
     )
 
 
-def _restored(result: Any, output: Any) -> Any:
-    """The output in the function's own type: a dataclass travels through the hooks as a dict."""
-    return dataclasses.replace(result, **output) if dataclasses.is_dataclass(result) else output  # type: ignore[type-var]
-
-
 def _require_linear(head: nn.Module, path: str) -> None:
     """Check that a head is one linear map, as which a loss without logits reads it."""
     if reason := linear_in_force(head).not_linear:
@@ -272,11 +265,9 @@ def _require_linear(head: nn.Module, path: str) -> None:
 
 
 def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` that a head, or peft's wrapper, computes with.
-
-    Adapters in force are added in the weight's dtype, and get their gradients through the sum.  Of a weight that is
-    sharded over ``tp`` a rank adds its rows only.
-    """
+    """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` that a head, or its wrapper, computes with."""
+    # Adapters in force are added in the weight's dtype, and get their gradients through the sum. Of a weight that is
+    # sharded over ``tp`` a rank adds its rows only.
     found = linear_in_force(head)
     weight: Tensor = found.layer.weight
     bias: Tensor | None = getattr(found.layer, "bias", None)
@@ -289,10 +280,8 @@ def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def _adapted(weight: Tensor, of_base: Tensor, factors: HeadFactors) -> Tensor:
-    """Return a weight with an adapter.
-
-    DoRA scales the rows of the sum, by norms that count as constants: Liu et al., arXiv:2402.09353, section 4.3.
-    """
+    """Return a weight with an adapter."""
+    # DoRA scales the rows of the sum, by norms that count as constants: Liu et al., arXiv:2402.09353, section 4.3.
     product = factors.b @ _with_full_gradient(factors.a) * factors.scaling
     if factors.magnitude is None:
         return weight + product

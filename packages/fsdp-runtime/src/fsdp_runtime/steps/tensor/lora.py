@@ -60,10 +60,8 @@ def resolve_adapted_plan(
     mesh: DeviceMesh | None = None,
     towers_tp: int | None = None,
 ) -> Plan:
-    """Resolve a plan as ``tp_plans.resolve_plan`` does; for a ``PeftModel``, add styles for its adapters.
-
-    The paths of a plan for a ``PeftModel`` are its own, or those in the model inside.
-    """
+    """Resolve a plan as ``tp_plans.resolve_plan`` does; for a ``PeftModel``, add styles for its adapters."""
+    # The paths of a plan for a ``PeftModel`` are its own, or those in the model inside.
     base = base_model(model) if is_peft_model(model) else model
     if base is not model and isinstance(plan, Mapping):
         plan = _inside_wrapper(plan)
@@ -84,10 +82,8 @@ def resolve_adapted_plan(
 
 
 def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
-    """Return a plan of the base model as one of the unsharded adapted model, with rules for low-rank factors.
-
-    The rule of a module holds for each of its copies that an adapter trains in full (``modules_to_save``, LN tuning).
-    """
+    """Return a plan of the base model as one of the unsharded adapted model, with rules for low-rank factors."""
+    # The rule of a module holds for each of its copies that an adapter trains in full (``modules_to_save``, LN tuning).
     adapted = _AdaptedModel.of(model, plan)
     adapted.check_stacked()
     matched: dict[str, list[str]] = {pattern: [] for pattern in plan}
@@ -218,11 +214,9 @@ class _AdaptedModel:
         return rules
 
     def _rules_of_parameter(self, path: str, pattern: str, style: Style) -> dict[str, Style]:
-        """Return the rules of a bare parameter.
-
-        A matrix to which peft adds adapters where the layer's code reads it stays replicated: the sum is of plain
-        tensors.
-        """
+        """Return the rules of a bare parameter."""
+        # A matrix to which peft adds adapters where the layer's code reads it stays replicated: the sum is of plain
+        # tensors.
         summed = {layer.matrix for layer in self.layers.values()}
         base, _, name = path.rpartition(".")
         above, _, last = pattern.rpartition(".")

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tp_plans.row_ranges import shard_ranges
-from tp_plans.torch_styles.collectives import gather
+from tp_plans.torch_styles.collectives import gather, own_bounds
 
 
 def sum_rows(values: Tensor, index: Tensor, size: int) -> Tensor:
@@ -20,8 +19,8 @@ def sum_rows(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 def split_rows(mesh: DeviceMesh, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
     """Return this rank's part, on ``dim``, of tensors that all ranks have in full; gradients come back in full."""
-    own = shard_ranges(tensors[0].shape[dim], mesh.size())[mesh.get_local_rank()]
-    exact = [tensor.narrow(dim, own.start, len(own)) for tensor in tensors]
+    start, end = own_bounds(tensors[0].shape[dim], mesh)
+    exact = [tensor.narrow(dim, start, end - start) for tensor in tensors]
     traced = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     if traced and torch.is_grad_enabled():
         found = _SplitRows.apply(mesh, dim, *(tensors[i] for i in traced))  # type: ignore[no-untyped-call]
@@ -41,8 +40,8 @@ class _SplitRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.mesh, ctx.dim, ctx.size = mesh, dim, tensors[0].shape[dim]
-        own = shard_ranges(ctx.size, mesh.size())[mesh.get_local_rank()]
-        return tuple(tensor.narrow(dim, own.start, len(own)).clone() for tensor in tensors)
+        start, end = own_bounds(ctx.size, mesh)
+        return tuple(tensor.narrow(dim, start, end - start).clone() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -59,5 +58,5 @@ class _JoinRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
-        own = shard_ranges(ctx.size, ctx.mesh.size())[ctx.mesh.get_local_rank()]
-        return None, gradient.narrow(ctx.dim, own.start, len(own)).contiguous(), None, None
+        start, end = own_bounds(ctx.size, ctx.mesh)
+        return None, gradient.narrow(ctx.dim, start, end - start).contiguous(), None, None

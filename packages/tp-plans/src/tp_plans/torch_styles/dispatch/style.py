@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 from tp_plans import layouts
 from tp_plans._torch_compat import CALL, call_of, own_parameters
 from tp_plans.errors import LayoutError, PlanError
-from tp_plans.naming import EXPERT_COUNTS
-from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import DispatchExperts, ParameterStyle
 from tp_plans.torch_styles.base import Args, Arguments, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
 from tp_plans.torch_styles.boundaries import summed_gradient
+from tp_plans.torch_styles.collectives import own_bounds
 from tp_plans.torch_styles.dispatch.exchange import (
     AllToAllExchange,
     DispatchedTokens,
@@ -33,13 +32,11 @@ from tp_plans.torch_styles.placement import plain_full_tensor
 
 
 class DispatchExpertsImpl(LocalTensorStyle):
-    """``DispatchExperts``: brings this rank's experts the tokens of all ranks, and every rank its tokens' sums.
+    """``DispatchExperts``: brings this rank's experts the tokens of all ranks, and every rank its tokens' sums."""
 
-    The module's own forward runs on pairs of a token and one expert, ``top_k = 1``, so that none of its
-    implementations meets an index that stands for no expert.  ``shared_mesh`` is the axis whose ranks have the same
-    tokens (``tp``), which they divide among themselves; ``None`` where every rank has its own.
-    """
-
+    # The module's own forward runs on pairs of a token and one expert, ``top_k = 1``, so that none of its
+    # implementations meets an index that stands for no expert. ``shared_mesh`` is the axis whose ranks have the same
+    # tokens (``tp``), which they divide among themselves; ``None`` where every rank has its own.
     style: DispatchExperts
     #: The compiler leaves the call to Python, FSDP2's hooks included: its sizes are data.
     class_attributes: ClassVar[Mapping[str, Any]] = {
@@ -80,7 +77,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         experts = number_of_experts(context.parameters)
-        own = shard_ranges(experts, context.mesh.size())[context.mesh.get_local_rank()]
+        own = range(*own_bounds(experts, context.mesh))
         for name, parameter in context.parameters.items():
             if parameter.shape[:1] != (experts,):
                 rows = full_view(parameter, partial=True)
@@ -88,10 +85,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
         for child, name, parameter in _inner_parameters(module):
             # Summed once a forward, not once a call: ranks call what is inside experts as often as they have tokens.
             context.swap_in(child, name, parameter, summed_gradient(parameter))
-        for name in EXPERT_COUNTS:
-            if getattr(module, name, None) == experts:
-                context.attributes[name] = experts
-                setattr(module, name, len(own))
+        context.count_own_experts(module, experts, own)
         names = _argument_names(type(module))  # type: ignore[arg-type]  # classes are hashable
         given = self._arguments(module, names, args, kwargs)
         if len(given) == 1:

@@ -1,0 +1,142 @@
+"""Steps of optimizers that hold parameters of a parallelized model: refused where a step would be wrong, or divided.
+
+- Some optimizers cannot step shards: torch would raise in the middle of a step, after it has changed some of them.
+- An optimizer from before ``parallelize`` holds parameters whose gradients are never set.
+- No rank reduces the gradients of plain parameters next to shards, such as those of a head around a model, but the
+  user; where they are of a rank's own batch, each rank would step to other values, without an error.
+- A plain parameter that has met a DTensor, as a learned temperature the logits, has a DTensor as its gradient, a
+  partial sum: a step gets the sum.
+- One call of a fused or ``foreach`` step takes the tensors of a group together, and torch refuses lists of plain
+  tensors and DTensors, or of DTensors of several meshes: during a step each group is divided by mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp_runtime._torch_compat import local_tensor
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.steps.guards.replaced_parameters import refuse_replaced
+
+#: What optimizers of torch and transformers do, by the names of their classes, that DTensors cannot.
+_CANNOT = {
+    "Rprop": "writes to the elements whose gradients change their sign",
+    "Adafactor": "updates means of rows and columns in place",
+    "LBFGS": "makes one vector of all parameters, which takes DTensors alone, of parts of equal size",
+}
+#: Optimizers whose plain parameters have had equal gradients, other than 0, on every rank.
+_compared: WeakSet[Optimizer] = WeakSet()
+#: The relative difference of sums of gradients that reductions in another order explain, in float32 and narrower.
+_TOLERANCE = 1e-3
+#: The attribute of an optimizer that holds its own groups during a step.
+_GROUPS = "_fsdp_runtime_groups"
+
+
+@cache
+def watch_optimizers() -> None:
+    """Check and divide the steps of every optimizer, once per process."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_restore)
+
+
+@torch.no_grad()
+def _before(optimizer: Optimizer, *_: Any) -> None:
+    _restore(optimizer)  # after a step that raised
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shards = [each for each in parameters if isinstance(each, DTensor)]
+    plain = [each for each in parameters if not isinstance(each, DTensor)]
+    refuse_replaced(optimizer, parameters)
+    _refuse_kind(optimizer, shards, len(parameters))
+    for parameter in plain:
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad = parameter.grad.full_tensor()
+    if optimizer not in _compared:
+        _compare(optimizer, [each for each in plain if each.requires_grad], shards)
+    # Only torch's own optimizers are divided: others may write to the group that they step, as schedule-free ones do,
+    # and that would be lost.
+    if type(optimizer).__module__.startswith("torch.optim."):
+        _divide(optimizer)
+
+
+def _refuse_kind(optimizer: Optimizer, shards: Sequence[DTensor], total: int) -> None:
+    kind = next((each for each in type(optimizer).__mro__ if each.__name__ in _CANNOT), None)
+    if kind is None or kind.__module__.partition(".")[0] not in ("torch", "transformers"):
+        return
+    one_vector = kind.__name__ == "LBFGS" and len(shards) == total and all(map(_is_even, shards))
+    if shards and not one_vector:
+        raise ModelError(
+            f"{kind.__name__} {_CANNOT[kind.__name__]}, and {len(shards)} of its {total} parameters are "
+            "shards: take an optimizer that steps each element alone, as AdamW does"
+        )
+
+
+def _is_even(shard: DTensor) -> bool:
+    axes = range(shard.device_mesh.ndim)
+    ranks = prod(shard.device_mesh.size(axis) for axis in axes if not shard.placements[axis].is_replicate())
+    return local_tensor(shard).numel() * ranks == shard.numel()
+
+
+def _compare(optimizer: Optimizer, plain: Sequence[torch.Tensor], shards: Sequence[DTensor]) -> None:
+    """Compare the gradients of plain parameters over the ranks, until a step has some other than 0."""
+    meshes = dict.fromkeys(each.device_mesh for each in shards if plain)
+    groups = {axis: mesh.get_group(axis) for mesh in meshes for axis in mesh.mesh_dim_names or ()}
+    groups = {a: g for a, g in groups.items() if dist.get_world_size(g) > 1 and dist.get_backend(g) != "fake"}
+    if not groups:
+        return
+    device = next(iter(meshes)).device_type
+    sums = torch.stack([_sum(parameter, device) for parameter in plain])
+    bounds = torch.cat([sums, -sums])
+    for group in groups.values():
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    most, least = bounds.chunk(2)
+    if different := (most + least > _TOLERANCE * most).nonzero().flatten().tolist():
+        raise ModelError(
+            f"{len(different)} of {len(plain)} parameters of this {type(optimizer).__name__} that are no shards (first "
+            f"of shape {tuple(plain[different[0]].shape)}) have other gradients on other ranks of {', '.join(groups)}, "
+            "as nothing reduces them: put their module into the model before parallelize, or average their gradients "
+            "over the ranks before the step"
+        )
+    if bool(sums.any()):
+        _compared.add(optimizer)
+
+
+def _sum(parameter: torch.Tensor, device: str) -> torch.Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return gradient.double().abs().sum().to(device)
+
+
+def _divide(optimizer: Optimizer) -> None:
+    groups = optimizer.param_groups
+    parts = [part for group in groups for part in _parts(group)]
+    if len(parts) > len(groups):
+        optimizer.__dict__[_GROUPS] = groups
+        optimizer.param_groups = parts
+
+
+def _restore(optimizer: Optimizer, *_: Any) -> None:
+    if (groups := optimizer.__dict__.pop(_GROUPS, None)) is not None:
+        optimizer.param_groups = groups
+
+
+def _parts(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the group, or its parts by mesh where one call would take all of its tensors."""
+    by_mesh: dict[Any, list[Any]] = {}
+    if group.get("fused") or group.get("foreach"):
+        for parameter in group["params"]:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    if len(by_mesh) < 2:
+        yield group
+    else:
+        yield from ({**group, "params": parameters} for parameters in by_mesh.values())
