@@ -144,6 +144,7 @@ CASES: Provocations = {
         "makes its masks itself": lambda: _mixer(
             torch.ones(1, 4, 16), attention_mask=torch.zeros(1, 1, 3, 3), position_ids=ids(1, 4)
         ),
+        "for each pair of this rank's tokens": lambda: _mixer(torch.ones(1, 4, 16), distances=ids(4, 4)),
     },
     "fsdp_runtime/steps/context/inputs.py": {
         "takes its inputs by name": lambda: _forward({}, None, ids(1, 4)),

@@ -62,6 +62,27 @@ def test_a_model_with_media_is_that_of_one_process(kind: str, media: str, two_ra
         assert gradient < 1e-6
 
 
+def _text_error(kind: str) -> float:
+    """The error of this rank's logits of text alone, with the token types that a processor gives."""
+    with compute_in_float64():
+        reference: Any = multimodal_model(kind)
+        inputs = {"input_ids": torch.arange(3, 11)[None], "mm_token_type_ids": torch.zeros(1, 8, dtype=torch.int64)}
+        expected = reference(**inputs, **ASKED).logits
+        mesh = mesh_for({"cp": 2})
+        model = parallelize(copy.deepcopy(reference), mesh, logits="full")
+        layout = sequence_layout(mesh, 8)
+        own = {name: layout.shard(value) for name, value in inputs.items()}
+        return max(
+            largest(model(**{**own, "mm_token_type_ids": kinds}, **ASKED).logits - layout.shard(expected))
+            for kinds in (own["mm_token_type_ids"], inputs["mm_token_type_ids"])
+        )
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_token_types_of_text_change_nothing(kind: str, two_ranks: RankPool) -> None:
+    assert max(two_ranks.run(_text_error, kind)) < 1e-8
+
+
 def test_media_beside_tensor_and_sequence_parallelism(four_ranks: RankPool) -> None:
     axes = {"cp": 2, "tp": 2}
     for output, gradient in four_ranks.run(errors, "qwen3_vl", "image", axes, sequence_parallel=True):

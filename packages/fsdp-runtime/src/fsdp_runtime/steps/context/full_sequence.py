@@ -103,7 +103,7 @@ class _GatheredMixer(Wrapper):
         if tokens is None:
             raise LayoutError(f"{type(self).__name__} takes no tensor [batch, seq / cp, ...]")
         layout = attention.layout(tokens.shape[1])
-        full = _Full(attention, layout)
+        full = _Full(attention, layout, type(self).__name__, rows=tokens.shape[0])
         given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         args, given = map_arguments(self, args, given, full.of)  # type: ignore[arg-type]  # a mixin of modules
         documents = attention.packing.documents
@@ -120,8 +120,8 @@ class _GatheredMixer(Wrapper):
 class _Full:
     """The arguments of a mixer with all tokens."""
 
-    def __init__(self, attention: ContextAttention, layout: SequenceLayout) -> None:
-        self.attention, self.layout = attention, layout
+    def __init__(self, attention: ContextAttention, layout: SequenceLayout, mixer: str, *, rows: int) -> None:
+        self.attention, self.layout, self.mixer, self.rows = attention, layout, mixer, rows
         self.local = layout.length // layout.ranks
 
     def of(self, name: str, value: Any) -> Any:
@@ -140,6 +140,12 @@ class _Full:
             return DTensor.from_local(local, value.device_mesh, replicated, run_check=False)
         if value.dim() == 4 and value.shape[2:] == (self.local, self.layout.length):  # rows of a mask
             return self.attention.full_mask(value, self.layout)
+        of_pairs = value.shape == (self.local, self.local) and not value.is_floating_point()
+        if of_pairs and self.local != self.rows and self.layout.ranks > 1:
+            raise LayoutError(
+                f"{self.mixer} is given numbers {tuple(value.shape)}, one for each pair of this rank's tokens, which "
+                "the model makes from the length of a row: use cp=1"
+            )
         dim = next((dim for dim in (1, 2) if value.dim() > dim and value.shape[dim] == self.local), None)
         if dim is None:
             return value

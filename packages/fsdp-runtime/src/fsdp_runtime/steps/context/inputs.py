@@ -73,6 +73,8 @@ class Inputs:
         kwargs = dict(kwargs)
         subtree_end = kwargs.pop("subtree_end", None) if self.shared_prefixes else None
         asked = {name: kwargs.pop(name) for name in (*_LABELS, _KEPT) if _asks(kwargs.get(name))}
+        if self.media is not None and self.media.axes:
+            kwargs.pop("mm_token_type_ids", None)  # read for positions alone: media require them, text has a count
         media = self._media(kwargs)
         known = {*_OF_TOKENS, *self.embedded, *media}
         _refuse_unshardable({name: each for name, each in kwargs.items() if name not in known})
