@@ -199,3 +199,20 @@ def test_adapters_of_sharded_experts_reach_receivers_bit_for_bit_alone_and_merge
 def test_an_unknown_adapter_is_refused() -> None:
     with pytest.raises(OptionError, match="has no adapter 'other'"):
         ModelShards(_adapted(), adapter="other")
+
+
+def test_shards_of_replaced_tensors_and_other_adapters_are_refused() -> None:
+    model = _adapted()
+    merged, alone = ModelShards(model), ModelShards(model, adapter="default")
+    with model.disable_adapter(), pytest.raises(OptionError, match="the adapters have changed"):
+        merged.refresh()
+    merged.refresh()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state)  # in place
+    merged.refresh()
+    assert alone.local
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(OptionError, match="tensors were replaced"):
+        merged.refresh()
+    with pytest.raises(OptionError, match="make a new ModelShards"):
+        alone.local  # noqa: B018  # a property

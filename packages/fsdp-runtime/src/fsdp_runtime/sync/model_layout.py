@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime._peft_compat import lora_layers
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
@@ -63,6 +65,8 @@ class ModelShards:
             groups = export.prepare(model, entries).groups
         else:
             groups = _adapter_groups(saved_tensors(model, entries, adapter, embeddings=False), dtype)
+        self._model, self._in_force = model, _adapters_in_force(model)
+        self._made_of = [local_tensor(entry.tensor).detach() for entry in entries]
         mesh = model_mesh(entries)
         own = own_rank()
         everyone = [own] if mesh is None else mesh.mesh.flatten().tolist()
@@ -102,8 +106,10 @@ class ModelShards:
         """This rank's local tensors; the layout's blocks name them.
 
         Raises:
-            OptionError: there are merged or quantized copies, and :meth:`refresh` was not called.
+            OptionError: there are merged or quantized copies, and :meth:`refresh` was not called; or the model has
+                other tensors or adapters than it had.
         """
+        self._require_same_tensors()
         if not self._is_fresh:
             raise OptionError(
                 "the merged or quantized shards hold no values yet: call refresh() on every rank of the model, and "
@@ -117,10 +123,37 @@ class ModelShards:
         return self._local
 
     def refresh(self) -> None:
-        """Merge and quantize the model's present weights, where asked for.  Collective over the model's ranks."""
+        """Merge and quantize the model's present weights, where asked for.  Collective over the model's ranks.
+
+        Raises:
+            OptionError: the model has other tensors or adapters than it had.
+        """
+        self._require_same_tensors()
         for each in self._derived:
             each.refresh()
         self._is_fresh = True
+
+    def _require_same_tensors(self) -> None:
+        entries = state_entries(self._model, allow_offloaded=True)
+        pairs = itertools.zip_longest(entries, self._made_of)
+        replaced = [entry for entry, held in pairs if entry is None or held is None or not _shares(entry.tensor, held)]
+        if replaced or self._in_force != _adapters_in_force(self._model):
+            what = f"{len(replaced)} of the model's tensors were replaced" if replaced else "the adapters have changed"
+            first = f" (first {replaced[0].names[0]})" if replaced and replaced[0] else ""
+            raise OptionError(
+                f"{what}{first} since these shards were listed, as by load_state_dict(assign=True), .to() or "
+                "disable_adapter(): make a new ModelShards, and plan the transfer with it"
+            )
+
+
+def _shares(tensor: Tensor, held: Tensor) -> bool:
+    local = local_tensor(tensor)
+    same = local.dtype == held.dtype and local.shape == held.shape
+    return same and local.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+
+
+def _adapters_in_force(model: nn.Module) -> list[tuple[str, str | None, dict[str, float]]]:
+    return [(layer.path, layer.parameter, layer.scaling) for layer in lora_layers(model)]
 
 
 def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[str, Tensor]:
