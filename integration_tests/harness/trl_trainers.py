@@ -137,8 +137,6 @@ def trainers() -> dict[str, tuple[type, type, Callable[[], Dataset], dict[str, A
 def build(model: Any, mesh: Any, dp: int, *, name: str, output: str, teacher: Any = None, **options: Any) -> Any:
     """A trainer of two steps, on a mesh or, for ``mesh=None``, TRL's own."""
     cls, config, data, settings, others, _ = trainers()[name]
-    if "reward_funcs" in others:
-        sample_apart(model)
     given = {
         **COMMON,
         "output_dir": output,
@@ -160,7 +158,10 @@ def build(model: Any, mesh: Any, dp: int, *, name: str, output: str, teacher: An
         **more,
         **{key: teacher if key == "teacher_model" else value for key, value in others.items()},
     }
-    return alone(cls, common) if mesh is None else on_mesh(cls)(**common, mesh=mesh)
+    trainer = alone(cls, common) if mesh is None else on_mesh(cls)(**common, mesh=mesh)
+    if "reward_funcs" in others:
+        sample_apart(trainer.model)
+    return trainer
 
 
 def alone(cls: Any, arguments: dict[str, Any]) -> Any:
