@@ -48,7 +48,7 @@ def on_new_ranks(work: Work, tp: int) -> list[Any]:
 
 @contextmanager
 def _forked(work: Work, tp: int, folder: str) -> Iterator[list[Connection]]:
-    """Fork ranks, yield a connection to each, and end those that still run afterwards."""
+    """Fork ranks, yield a connection to each, and end them afterwards."""
     context = multiprocessing.get_context("fork")
     processes, connections = [], []
     try:
@@ -62,11 +62,9 @@ def _forked(work: Work, tp: int, folder: str) -> Iterator[list[Connection]]:
     finally:
         for connection in connections:
             connection.close()
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for process in processes:  # each has answered, or never will
+            process.kill()
+            process.join()
 
 
 def why_no_new_ranks() -> str | None:
