@@ -63,7 +63,7 @@ def test_heads_have_a_section_with_counts_and_each_reason_once() -> None:
     assert "- TP: 1 of 2 right, 1 wrong" in text
     assert "- SP: 0 of 2 right, 2 refused" in text
     assert "- transformers' own TP: 0 of 2 right, 1 refused, 1 hung" in text
-    marks = "✓ | refused | refused | ✗ wrong | refused | ✗ hangs"
+    marks = "✓, refused, refused | ✗ wrong, refused, ✗ hangs"
     assert f"| phi | {marks} | 1, 2 |" in text
     assert text.endswith("\n\n1. trunk, SP: no form | none\n2. reward, transformers' own TP: late\n")
 

@@ -49,7 +49,7 @@ def test_the_page_shows_how_far_bfloat16_is_from_exact() -> None:
 def test_the_page_shows_the_graphs_of_each_length_and_whose_the_breaks_are() -> None:
     broken = {"status": "right", "graphs": [3, 4, 4], "breaks": 2, "reasons": ["data"]}
     row = {"aot_eager TP": broken, "aot_eager SP": REFUSED, "aot_eager one process": {**broken, "breaks": 1}}
-    told = ["| llama | ✓ | 3, 4, 4 | 2 | refused |  |  | 1 | 1, 2 |", "", "1. aot_eager SP: 6 heads", "2. data"]
+    told = ["| llama | ✓ 3, 4, 4 (breaks: 2) | refused | 1 | 1, 2 |", "", "1. aot_eager SP: 6 heads", "2. data"]
     assert lines(compiled.section, row)[-4:] == told
 
 
@@ -61,7 +61,7 @@ def test_the_page_says_where_one_process_fails_as_well_and_what_a_third_length_c
         "qwen3_next": {"aot_eager TP": failed, "aot_eager one process": failed},
     }
     text = [*compiled.section({"rows": rows})]
-    assert text[-3] == "| qwen3_next | fails in one process, too |  |  | failed | 1 |"
+    assert text[-3] == "| qwen3_next | fails in one process, too | failed | 1 |"
     assert text[-1] == "1. aot_eager TP: view"
     assert (
         "- aot_eager TP: 2 of 3 right; 1 without a break; 1 fails in one process without a plan, too; "

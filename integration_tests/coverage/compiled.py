@@ -171,7 +171,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"- {mode}: {_sums(rows, mode)}" for mode in shown)
     yield ""
     yield from table(
-        ["row", *(cell for mode in shown for cell in (mode, "graphs", "breaks")), "breaks in one process", "notes"],
+        ["row", *shown, "breaks in one process", "notes"],
         ([name, *_cells(row, shown)] for name, row in sorted(rows.items())),
     )
 
@@ -196,12 +196,17 @@ def _fails_alone(row: Row, mode: str) -> bool:
     return row.get(mode, {}).get("status") == row.get(alone, {}).get("status") == "failed"
 
 
+def _cell(row: Row, mode: str) -> str:
+    """Return a mode's mark, the graphs after each step, and the breaks where there are any."""
+    if _fails_alone(row, mode):
+        return "fails in one process, too"
+    found = row.get(mode, {})
+    told = mark(row, mode), ", ".join(map(str, found.get("graphs", ())))
+    return " ".join(filter(None, (*told, f"(breaks: {found['breaks']})" if found.get("breaks") else "")))
+
+
 def _cells(row: Row, shown: Sequence[str]) -> list[Cell]:
-    cells: list[Cell] = []
-    for mode in shown:
-        found = row.get(mode, {})
-        told = "fails in one process, too" if _fails_alone(row, mode) else mark(row, mode)
-        cells += [told, ", ".join(map(str, found.get("graphs", ()))), str(found.get("breaks", ""))]
+    cells = [_cell(row, mode) for mode in shown]
     alone = [row[mode] for mode in row if mode.endswith(ALONE)]
     own = [str(each["breaks"]) if "breaks" in each else each["status"] for each in alone]
     reasons = [reason for mode in shown for reason in row.get(mode, {}).get("reasons", ())]

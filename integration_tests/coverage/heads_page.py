@@ -35,12 +35,19 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         found = [cell[mode]["status"] for row in rows.values() for cell in row.values() if mode in cell]
         yield f"- {_TITLES[mode]}: {tally(found)}"
     yield ""
-    titles = [f"{head}: {_TITLES[mode]}" for head in heads for mode in modes]
+    yield f"Each cell: {', '.join(_TITLES[mode] for mode in modes)}; one mark where they are the same."
+    yield ""
     cells = (
-        [name, *(mark(row.get(head, {}), mode) for head in heads for mode in modes), [*_notes(row, modes)]]
+        [name, *(_marks(row.get(head, {}), modes) for head in heads), [*_notes(row, modes)]]
         for name, row in sorted(rows.items())
     )
-    yield from table(["row", *titles, "notes"], cells)
+    yield from table(["row", *heads, "notes"], cells)
+
+
+def _marks(cell: Mapping[str, Any], modes: Sequence[str]) -> str:
+    """Return the marks of a class, one for each mode; one alone where all are the same."""
+    marks = [mark(cell, mode) or "not measured" for mode in modes]
+    return "" if not cell else ", ".join(marks if len({*marks}) > 1 else marks[:1])
 
 
 def _notes(row: Mapping[str, Mapping[str, Any]], modes: Sequence[str]) -> Iterator[str]:
