@@ -37,6 +37,7 @@ from fsdp_runtime.sharded.collectives import (
     required_device,
 )
 from fsdp_runtime.sharded.file_systems import FilePlace
+from fsdp_runtime.sharded.shard_offsets import require_layouts
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 from fsdp_runtime.weights.messages import EXCHANGED_BYTES
@@ -150,6 +151,7 @@ def load_weights(
         with checkpoint:
             with raise_on_all(ranks) as step:
                 base_entries = base_state_entries(model, entries)
+                require_layouts({entry.names[0]: entry.tensor for entry in base_entries})
                 weights = _match(
                     model, base_entries, checkpoint, strict=strict, warn=ranks.is_first, new=new_modules or {}
                 )
