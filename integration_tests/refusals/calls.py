@@ -107,6 +107,11 @@ CASES: Provocations = {
             lambda: refuse(Own(), plan=None, packed_sequences=True),
             lambda: refuse(Own(), plan=None, steps=(SharedPrefixes(),)),
         ),
+        "torch.compile(model) was given": (
+            lambda: refuse(torch.compile(tiny_model("LlamaForCausalLM")), {"tp": 2}),  # type: ignore[arg-type]
+            lambda: refuse(torch.compile(tiny_model("LlamaForCausalLM")), {"cp": 2}),  # type: ignore[arg-type]
+            lambda: refuse(torch.compile(tiny_model("LlamaForCausalLM")), packed_sequences=True),  # type: ignore[arg-type]
+        ),
         "computes its mask and positions": (
             lambda: refuse(cpm_ant(), {"cp": 2}),
             lambda: refuse(cpm_ant(), packed_sequences=True),

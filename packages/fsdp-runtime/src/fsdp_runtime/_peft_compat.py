@@ -180,6 +180,18 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
             )
 
 
+def adapters_in_force(model: nn.Module) -> list[tuple[object, ...]]:
+    """Return what decides which of a ``PeftModel``'s tensors are in force, and with which scaling."""
+    if not is_peft_model(model):
+        return []
+    base = base_model(model)
+    factors = [(layer.path, layer.parameter, layer.scaling, layer.odd) for layer in lora_layers(base)]
+    running = [
+        (place.path, place.in_force, place.wrapper is not None and is_disabled(place.module)) for place in places(base)
+    ]
+    return [*factors, *running]
+
+
 #: What a wrapper of peft does: adds low-rank products, runs a copy that an adapter trains in full, or anything else.
 WrapperKind = Literal["lora", "copies", "other"]
 

@@ -119,8 +119,16 @@ class ModelFacts:
         """Why a part of a row is not enough, if it is known to be so."""
         return needs_full_row(self.structure)
 
+    def require_not_compiled(self) -> None:
+        """Check that the model is not what ``torch.compile`` returns, in which torch traces hooks of its own copies."""
+        if type(self.model).__name__ == "OptimizedModule":
+            raise ModelError(
+                "torch.compile(model) was given: give the model itself, with compile=True, which compiles each block"
+            )
+
     def require_transformers(self, own: str) -> None:
         """Check that the model is one of transformers; ``own`` says what to do for another one."""
+        self.require_not_compiled()
         if not self.of_transformers:
             raise ModelError(f"{self.name} is not a transformers model, whose attention is known: {own}")
 

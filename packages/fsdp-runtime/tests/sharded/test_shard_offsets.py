@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_runtime import WeightsError
+from fsdp_runtime import WeightsError, save_training_state, save_weights, stream_weights
 from fsdp_runtime.sharded.chunks import slices_of
 from fsdp_runtime.sharded.shard_offsets import dtensor_slices, local_box
 from harness.parity import mesh_for
@@ -110,6 +111,30 @@ def _refusal_of_a_partial() -> str:
     with pytest.raises(WeightsError) as refusal:
         dtensor_slices(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     return str(refusal.value)
+
+
+def _refusals_of_a_model_with_a_partial(directory: str) -> list[str]:
+    """What saving, loading and streaming say of a parameter without a place of its own on each rank."""
+    mesh = mesh_for({"tp": 2})["tp"]
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    model[0].weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
+    calls = (
+        lambda: list(stream_weights(model)),
+        lambda: save_weights(model, directory),
+        lambda: save_training_state(directory, model, step=1),
+    )
+    refusals = []
+    for call in calls:
+        with pytest.raises(WeightsError) as refusal:
+            call()
+        refusals.append(str(refusal.value))
+    return refusals
+
+
+def test_a_parameter_without_a_place_is_named(two_ranks: RankPool, tmp_path: Path) -> None:
+    for refusals in two_ranks.run(_refusals_of_a_model_with_a_partial, str(tmp_path)):
+        assert [refusal[:10] for refusal in refusals[:2]] == ["0.weight: "] * 2
+        assert refusals[2].startswith("model/0.weight: ")
 
 
 def test_a_partial_sum_is_refused(two_ranks: RankPool) -> None:

@@ -201,6 +201,20 @@ def test_an_unknown_adapter_is_refused() -> None:
         ModelShards(_adapted(), adapter="other")
 
 
+def test_adapters_that_were_merged_or_given_up_since_are_refused() -> None:
+    model = _adapted()
+    shards = ModelShards(model)
+    model.merge_adapter()
+    with pytest.raises(OptionError, match="the adapters have changed"):  # they would be added twice
+        shards.refresh()
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["norm"])
+    copies: Any = peft.get_peft_model(tiny_model("Qwen3ForCausalLM", dtype=torch.float32), config)
+    shards = ModelShards(copies)
+    copies.get_base_model().model.norm.enable_adapters(False)  # the base model's norm runs
+    with pytest.raises(OptionError, match="the adapters have changed"):
+        shards.refresh()
+
+
 def test_shards_of_replaced_tensors_and_other_adapters_are_refused() -> None:
     model = _adapted()
     merged, alone = ModelShards(model), ModelShards(model, adapter="default")

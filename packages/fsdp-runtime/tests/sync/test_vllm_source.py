@@ -161,6 +161,18 @@ def test_a_source_sends_what_the_model_has_at_each_pass() -> None:
         }
 
 
+def test_parameters_that_moved_are_read_where_they_are() -> None:
+    """``.to()`` keeps parameters and gives them other memory, as a move to another device and back does."""
+    model = tiny_model("LlamaForCausalLM", **SMALL)
+    source = source_class()(model)
+    model.to(torch.float64).to(torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1)
+    expected = {name: each.tolist() for name, each in stream_weights(model)}
+    for weights in (source.iter_local, source.iter_full):
+        assert {name: each.tolist() for name, each in weights()} == expected
+
+
 def test_weights_that_are_no_longer_as_declared_are_refused() -> None:
     model = tiny_model("LlamaForCausalLM", **SMALL)
     source = source_class()(model)

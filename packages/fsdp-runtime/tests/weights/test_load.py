@@ -483,6 +483,26 @@ def test_a_new_head_is_drawn_the_same_on_every_mesh(two_ranks: RankPool, tmp_pat
         load_weights(transformers.Qwen3ForTokenClassification(_small_qwen3()), tmp_path)
 
 
+def _loads_with_options_of_one_rank(path: str) -> list[str]:
+    """Each would leave replicas that differ: other values of a new head, or dropout on one rank."""
+    model = parallelize(transformers.Qwen3ForTokenClassification(_small_qwen3()), mesh_for({"dp_replicate": 2}))
+    refusals = []
+    for options in ({"new_modules": {"score": 0.02 + dist.get_rank()}}, {"training": dist.get_rank() == 0}):
+        with pytest.raises(OptionError) as refusal:
+            load_weights(model, path, **{"new_modules": {"score": 0.02}, **options})  # type: ignore[arg-type]
+        refusals.append(str(refusal.value))
+    return refusals
+
+
+def test_options_that_would_make_replicas_differ_are_the_same_on_every_rank(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    transformers.Qwen3ForCausalLM(_small_qwen3()).save_pretrained(tmp_path)
+    for refusals in two_ranks.run(_loads_with_options_of_one_rank, str(tmp_path)):
+        assert refusals[0].startswith("new_modules is {'score': 0.02} on rank 0 and {'score': 1.02} on rank 1")
+        assert refusals[1].startswith("training is True on rank 0 and False on rank 1")
+
+
 def _small_qwen3() -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return transformers.Qwen3Config(vocab_size=32, num_key_value_heads=2, head_dim=8, num_labels=1, **sizes)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,44 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 MESHES = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2})
 #: The number of a mesh, and ``init_lora_weights``: both axes at once, and each other way of drawing on one.
 DEFAULT = {(0, False), (1, "gaussian"), (2, True)}
+
+
+def _with_alpha(alpha: int) -> Any:
+    config = peft.LoraConfig(r=2, target_modules=["0"], lora_alpha=alpha)
+    model: Any = peft.get_peft_model(nn.Sequential(nn.Linear(4, 4)), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.fill_(alpha)
+    return model
+
+
+def test_a_save_that_stops_leaves_no_weights_beside_the_config_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a killed process does; the tensors of both adapters have the same names and shapes."""
+    replace = Path.replace
+    for count in range(3):
+        folder, left = tmp_path / str(count), [2]
+        save_adapter(_with_alpha(4), folder)
+        left[0] = count
+
+        def stops(self: Path, target: Path, left: list[int] = left) -> Path:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", stops)
+        with nullcontext() if count == 2 else pytest.raises(KeyboardInterrupt):
+            save_adapter(_with_alpha(8), folder)
+        monkeypatch.setattr(Path, "replace", replace)
+        if (folder / "adapter_model.safetensors").exists():
+            saved = load_file(folder / "adapter_model.safetensors").values()
+            config = json.loads((folder / "adapter_config.json").read_text())
+            assert {value for each in saved for value in each.flatten().tolist()} == {config["lora_alpha"]}
+        else:
+            assert count < 2
 
 
 def _on_meta(**options: Any) -> Any:

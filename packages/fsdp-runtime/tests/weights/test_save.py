@@ -34,7 +34,7 @@ from fsdp_runtime import (
     save_weights,
 )
 from fsdp_runtime.errors import OtherRankError
-from fsdp_runtime.sharded import work_directory
+from fsdp_runtime.sharded import safetensors_io, work_directory
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
 from fsdp_runtime.steps.tensor import lora
 from fsdp_runtime.steps.tensor.step import TensorParallel
@@ -388,6 +388,17 @@ def test_a_refused_write_names_file_and_bytes_and_leaves_no_part_of_a_file(tmp_p
         save_adapter(adapted, tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == files
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == saved
+
+
+def test_a_disk_without_room_is_told_the_bytes_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(descriptor: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save_weights(model := _model(), tmp_path / "fits", max_shard_bytes=SIZES["several"])
+    nbytes = sum(file.stat().st_size for file in (tmp_path / "fits").glob("*.safetensors"))
+    monkeypatch.setattr(safetensors_io, "reserve", reserve)
+    with pytest.raises(OSError, match=rf"No space left .*, a file of \d+ bytes; .*; {nbytes} bytes are needed in all"):
+        save_weights(model, tmp_path / "full", max_shard_bytes=SIZES["several"])
 
 
 def _files(directory: Path) -> dict[str, bytes]:

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -130,9 +131,15 @@ def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
         for _, group in _groups_below(root)
         for each in group.fsdp_params
         for module, name in _places(each._module_info)
-        if (held := module._parameters.get(name)) is not each.sharded_param
+        if ((held := module._parameters.get(name)) is not each.sharded_param or _is_swapped(each))
         and held is not getattr(each, "_unsharded_param", None)
     ]
+
+
+def _is_swapped(parameter: Any) -> bool:
+    """Return True if a shard has other memory than FSDP2 gathers, as ``torch.utils.swap_tensors`` gives it."""
+    local, gathered = parameter.sharded_param._local_tensor, parameter._sharded_param_data
+    return type(local) is type(gathered) is Tensor and not torch._C._is_alias_of(local, gathered)  # type: ignore[attr-defined]
 
 
 def _places(info: Any) -> list[tuple[nn.Module, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,11 @@ def _ask(model: str | Path | Any, gpus: int) -> tuple[tuple[int, ...], tuple[str
     from fsdp_runtime.dry_run.build_model import build_model
     from tp_plans import CapabilityError, with_expert_parallelism
 
-    built = build_model(model, torch.bfloat16)
-    try:
+    built, ep = build_model(model, torch.bfloat16), 1
+    with suppress(CapabilityError):  # no stacked experts
         with_expert_parallelism(None, built)
-    except CapabilityError:  # no stacked experts
-        return (1,), not_adapted(built)
-    return tuple(dict.fromkeys((math.gcd(8, gpus), 1))), not_adapted(built)
+        ep = math.gcd(8, gpus)
+    return tuple(dict.fromkeys((ep, 1))), not_adapted(built)
 
 
 def _sizes_of_cp(gpus: int, seq_len: int) -> list[int]:

@@ -144,7 +144,8 @@ def _refuse_replaced(root: Any) -> None:
         path = next((path for path, each in root.named_modules() if each is module), type(module).__name__)
         raise ModelError(
             f"{path}.{name} is another tensor than FSDP2 gathers, which would compute with the one before: write its "
-            "values in place, under no_grad with parameter.copy_(values), instead of a new parameter or functional_call"
+            "values in place, under no_grad with parameter.copy_(values), instead of a new parameter, swap_tensors or "
+            "functional_call"
         )
 
 

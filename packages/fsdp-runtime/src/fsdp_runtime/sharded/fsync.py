@@ -34,6 +34,17 @@ def naming_write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]
         ) from error
 
 
+@contextmanager
+def naming_total(nbytes: int) -> Iterator[None]:
+    """Say how many bytes all files take, where a disk or a quota has no room for one of them."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(error.errno, f"{error.strerror}; {nbytes} bytes are needed in all") from error
+
+
 def fsync_path(path: Path) -> None:
     """Return once a file's content, or the names in a directory, are on the disk."""
     if path.is_dir() and os.name != "posix":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_runtime._torch_compat import is_strided
@@ -27,6 +28,16 @@ def mesh_layout_of(placement: Placement) -> MeshLayout:
     if placement.is_replicate():
         return Replicate()
     raise WeightsError(f"a parameter is placed as {placement}: only Shard and Replicate can be read or saved")
+
+
+def require_layouts(tensors: Mapping[str, Tensor]) -> None:
+    """Check that this rank's part of each tensor is known, and name the first of which it is not."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            try:
+                dtensor_box(tensor)
+            except WeightsError as error:
+                raise WeightsError(f"{name}: {error}") from None
 
 
 def local_box(

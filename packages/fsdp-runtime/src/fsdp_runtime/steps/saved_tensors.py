@@ -50,8 +50,7 @@ class SelectiveContexts:
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a forward and of its recomputation."""
         kept, reused = create_selective_checkpoint_contexts(list(self.saved))  # type: ignore[no-untyped-call]
-        forward, recompute = _Only(self.saved, kept), _Only(self.saved, reused)
-        return _both(forward, _WatchWrites(self.saved)), recompute
+        return _both(_Only(self.saved, kept), _WatchWrites(self.saved)), _Reused(self.saved, reused)
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Return ``forward()``, repeated as long as it writes into kept results."""
@@ -71,7 +70,7 @@ def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[A
     kept, reused = create_selective_checkpoint_contexts(list(saved))  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling():
         return kept, reused
-    return _Only(saved, kept), _Only(saved, reused)
+    return _Only(saved, kept), _Reused(saved, reused)
 
 
 class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -89,6 +88,21 @@ class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in self.saved and not _unrecorded.get():
             return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+class _Reused(_Only):  # type: ignore[no-untyped-call]
+    """Gives kept results to the first recomputation; that of another backward (``retain_graph``) computes all anew."""
+
+    # Each result is freed when it is given. The first recomputation ends with the last tensor that backward reads, and
+    # what it has left over is not what another one begins with.
+
+    is_first = True
+
+    def __enter__(self) -> Any:
+        if not self.is_first:
+            self.saved = frozenset()
+        self.is_first = False
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
 
 class _WatchWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]

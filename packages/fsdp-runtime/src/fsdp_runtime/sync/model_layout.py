@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import lora_layers
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
@@ -18,6 +16,7 @@ from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.adapters import saved_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, MergedShards
 from fsdp_runtime.weights.file_plan import ExportedPieces
+from fsdp_runtime.weights.held_tensors import HeldTensors
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
 
@@ -65,8 +64,7 @@ class ModelShards:
             groups = export.prepare(model, entries).groups
         else:
             groups = _adapter_groups(saved_tensors(model, entries, adapter, embeddings=False), dtype)
-        self._model, self._in_force = model, _adapters_in_force(model)
-        self._made_of = [local_tensor(entry.tensor).detach() for entry in entries]
+        self._held = HeldTensors(model, entries)
         mesh = model_mesh(entries)
         own = own_rank()
         everyone = [own] if mesh is None else mesh.mesh.flatten().tolist()
@@ -134,26 +132,12 @@ class ModelShards:
         self._is_fresh = True
 
     def _require_same_tensors(self) -> None:
-        entries = state_entries(self._model, allow_offloaded=True)
-        pairs = itertools.zip_longest(entries, self._made_of)
-        replaced = [entry for entry, held in pairs if entry is None or held is None or not _shares(entry.tensor, held)]
-        if replaced or self._in_force != _adapters_in_force(self._model):
-            what = f"{len(replaced)} of the model's tensors were replaced" if replaced else "the adapters have changed"
-            first = f" (first {replaced[0].names[0]})" if replaced and replaced[0] else ""
+        difference = self._held.difference()
+        if difference is not None:
             raise OptionError(
-                f"{what}{first} since these shards were listed, as by load_state_dict(assign=True), .to() or "
+                f"{difference} since these shards were listed, as by load_state_dict(assign=True), .to() or "
                 "disable_adapter(): make a new ModelShards, and plan the transfer with it"
             )
-
-
-def _shares(tensor: Tensor, held: Tensor) -> bool:
-    local = local_tensor(tensor)
-    same = local.dtype == held.dtype and local.shape == held.shape
-    return same and local.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
-
-
-def _adapters_in_force(model: nn.Module) -> list[tuple[str, str | None, dict[str, float]]]:
-    return [(layer.path, layer.parameter, layer.scaling) for layer in lora_layers(model)]
 
 
 def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[str, Tensor]:

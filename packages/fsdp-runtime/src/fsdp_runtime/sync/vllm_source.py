@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_runtime._peft_compat import is_peft_model
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
-from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sync.model_layout import ModelShards
+from fsdp_runtime.weights.held_tensors import HeldTensors
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans import Replicate, Shard
 from tp_plans.transfer import TransferLayout, box_shape, mesh_boxes, volume
@@ -94,7 +93,7 @@ class WeightSource(_Base):
     is_collective = True
 
     def __init__(self, model: nn.Module, *, export: WeightExport = WeightExport()) -> None:
-        self._model, self._options, self._tensors = model, export, _tensors(model)
+        self._model, self._options, self._held = model, export, HeldTensors(model)
         self._export = export.prepare(model)
         self._shards, self._declared = _shards(model, export), self._export.metadata()
 
@@ -104,10 +103,10 @@ class WeightSource(_Base):
         return self._declared
 
     def _prepare(self) -> None:
-        """Prepare anew where the model may have other tensors or adapters than at the last pass."""
-        tensors = _tensors(self._model)
-        if tensors == self._tensors and not is_peft_model(self._model):
+        """Prepare anew where the model has other tensors or adapters than at the last pass."""
+        if self._held.difference() is None:
             return
+        held = HeldTensors(self._model)
         export = self._options.prepare(self._model)
         for declared, found in itertools.zip_longest(self._declared, export.metadata()):
             if declared != found:
@@ -115,7 +114,7 @@ class WeightSource(_Base):
                     f"{each.name} {each.dtype} {each.shape}" if each else "nothing" for each in (declared, found)
                 )
                 raise OptionError(f"{was} was declared, and the model has {now}: make a new WeightSource of it")
-        self._export, self._shards, self._tensors = export, _shards(self._model, self._options), tensors
+        self._export, self._shards, self._held = export, _shards(self._model, self._options), held
 
     @cached_property
     def metadata(self) -> _Metadata:
@@ -184,11 +183,6 @@ class WeightSource(_Base):
             mesh_shape=placement.mesh_shape,
             placements=tuple(replicate() if dim is None else shard(dim) for dim in placement.dims),
         )
-
-
-def _tensors(model: nn.Module) -> list[tuple[int, torch.dtype]]:
-    """The identities and dtypes of a model's tensors."""
-    return [(id(entry.tensor), entry.tensor.dtype) for entry in state_entries(model)]
 
 
 def _shards(model: nn.Module, export: WeightExport) -> ModelShards | None:

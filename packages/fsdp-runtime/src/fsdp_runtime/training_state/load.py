@@ -23,6 +23,7 @@ from fsdp_runtime.sharded.chunks import fill_local, whole_chunk
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
+from fsdp_runtime.sharded.shard_offsets import require_layouts
 from fsdp_runtime.training_state.directory import newest_state
 from fsdp_runtime.training_state.manifest import MANIFEST, Manifest, StoredTensor, checksum, read_manifest
 from fsdp_runtime.training_state.optimizers import (
@@ -118,9 +119,9 @@ def load_training_state(
         newest.value = newest_state(root).relative_to(root)
     folder = root / newest.values[ranks.global_first]  # one for all: another job may save to the directory just now
     with raise_on_all(ranks) as opened:
-        manifest = read_manifest(folder)
+        manifest, of_manifest = read_manifest(folder)
         reader = _StateReader(folder, manifest)
-        opened.value = {"directory: the checksum of the manifest": (folder / MANIFEST).read_text(encoding="utf-8")[:8]}
+        opened.value = {"directory: the checksum of the manifest": of_manifest}
     with reader, leave_inference_mode():
         require_equal_on_all(opened.values)
         with raise_on_all(ranks):
@@ -131,6 +132,7 @@ def load_training_state(
                 require_rng_states(folder / rng_file(ranks.index), own["rng"])
             for index, saved in enumerate(shared["optimizers"]):
                 require_saved_optimizer(folder / SHARED_FILE, index, saved, manifest.tensors)
+            require_layouts({entry.names[0]: entry.tensor for entry in entries})
             _check(entries, optimizers, scheduler, manifest, shared)
             if verify:
                 reader.verify(range(ranks.index, len(manifest.tensors), ranks.count))

@@ -65,8 +65,8 @@ class Manifest:
         write_and_fsync(directory / MANIFEST, b"%08x\n%s\n" % (zlib.crc32(content), content))
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a training state."""
+def read_manifest(directory: Path) -> tuple[Manifest, str]:
+    """Return the manifest of a training state, and its checksum."""
     path = directory / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"{path} has format {found}, and this version of fsdp-runtime reads format {FORMAT}: resume with the "
                 "version that saved it"
             )
-        return _manifest(**fields)
+        return _manifest(**fields), checksum
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not what save_training_state writes ({error}): resume from an older state"

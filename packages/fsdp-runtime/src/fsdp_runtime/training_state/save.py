@@ -28,7 +28,7 @@ from fsdp_runtime.sharded.collectives import (
 from fsdp_runtime.sharded.host_staging import HostStaging, drained
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
-from fsdp_runtime.sharded.shard_offsets import shard_steps
+from fsdp_runtime.sharded.shard_offsets import require_layouts, shard_steps
 from fsdp_runtime.sharded.work_directory import require_seen, work_directory
 from fsdp_runtime.training_state.directory import commit
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor, checksum
@@ -151,6 +151,7 @@ def save_training_state(
         folder = require_path("directory", directory)
         tensors = named_tensors(entries, optimizers)
         require_memory(tensors, "tensors of the training state")
+        require_layouts(tensors)
         names = parameter_names(entries, optimizers)
         shared = serialize(
             {

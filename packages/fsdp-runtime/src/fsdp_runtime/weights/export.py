@@ -15,6 +15,7 @@ from fsdp_runtime.model.state import StateEntry, require_unquantized
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk, local_part, slices_of
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
+from fsdp_runtime.sharded.shard_offsets import require_layouts
 from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, lora_factors, merge_lora
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.naming import Names, canonical_names, export_mapping
@@ -70,6 +71,7 @@ def export_groups(
         for names_of_entry, entry in zip(canonical_names(model, base_entries), base_entries, strict=True)
         for name in names_of_entry
     }
+    require_layouts(tensors)
     specs = {
         name: TensorSpec(tuple(t.shape), dtype if dtype and t.is_floating_point() else t.dtype)
         for name, t in tensors.items()

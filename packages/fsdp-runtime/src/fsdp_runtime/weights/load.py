@@ -37,6 +37,7 @@ from fsdp_runtime.sharded.collectives import (
     required_device,
 )
 from fsdp_runtime.sharded.file_systems import FilePlace
+from fsdp_runtime.sharded.shard_offsets import require_layouts
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 from fsdp_runtime.weights.messages import EXCHANGED_BYTES
@@ -115,8 +116,8 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing, truncated or corrupt, the index names one outside its directory, or another
             process replaced the checkpoint while ranks opened it, or wrote to its files while they were read.
-        OptionError: the path is empty, ``readers`` unknown, ``bucket_bytes`` not positive, or one of the two not the
-            same on every rank.
+        OptionError: the path is empty, ``readers`` unknown, ``bucket_bytes`` not positive, or one of these two,
+            ``training`` or ``new_modules`` not the same on every rank.
         MismatchError: tensors are missing or of another shape, all listed; or the checkpoint has several tensors for
             one tied tensor of the model, and their values differ.
         ConversionError: tensors to be fused, merged or split for the model do not fit together, or the model's weights
@@ -144,12 +145,18 @@ def load_weights(
                 raise OptionError(
                     f"readers={readers!r}, bucket_bytes={bucket_bytes}: write 'host' or 'job', and a positive number"
                 )
-            step.value = {"readers": readers, "bucket_bytes": bucket_bytes}
+            step.value = {
+                "readers": readers,
+                "bucket_bytes": bucket_bytes,
+                "training": training,
+                "new_modules": {**(new_modules or {})},
+            }
         require_equal_on_all(step.values)
         checkpoint, places = open_on_all(path, ranks)
         with checkpoint:
             with raise_on_all(ranks) as step:
                 base_entries = base_state_entries(model, entries)
+                require_layouts({entry.names[0]: entry.tensor for entry in base_entries})
                 weights = _match(
                     model, base_entries, checkpoint, strict=strict, warn=ranks.is_first, new=new_modules or {}
                 )

@@ -33,7 +33,13 @@ from fsdp_runtime.sharded.collectives import (
     required_device,
 )
 from fsdp_runtime.sharded.file_systems import file_place, may_share_files
-from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, naming_write_errors, write_and_fsync
+from fsdp_runtime.sharded.fsync import (
+    freed_in_background,
+    fsync_path,
+    naming_total,
+    naming_write_errors,
+    write_and_fsync,
+)
 from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
@@ -107,7 +113,8 @@ def save_weights(
     written to a temporary directory, which all ranks have to see, and then renamed.
     One last rename makes the new weights take effect, so a process killed at any time leaves either the old or the new
     weights complete; the config is renamed just before.  Of jobs that save to one directory at the same time, the last
-    rename is in effect.
+    rename is in effect.  Old files are removed after that, as the disk may have no room for both: :func:`load_weights`
+    opens the new ones instead, and a reader of another library that meets it finds a file missing and has to try again.
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
@@ -140,7 +147,8 @@ def save_weights(
             ``if_saving`` unknown, the directory empty or not seen by one rank, an option other than ``if_saving`` not
             the same on every rank, or an earlier save still being written with ``if_saving="raise"``.
         WeightsError: safetensors lacks the dtype of a tensor.
-        OSError: on a rank that cannot write; the directory's old contents stay in effect.
+        OSError: on a rank that cannot write; the directory's old contents stay in effect, unless only the wait for the
+            last rename to reach the disk failed.
         OtherRankError: on the other ranks.
 
     Example:
@@ -239,9 +247,10 @@ def _write_files(
     with raise_on_all(ranks):
         require_seen(work, ranks)
         layouts = [SafetensorsLayout(each.items) for each in files]
-        for each, layout in zip(files, layouts, strict=True):
-            if rank == (first if each.writer is None else each.writer):
-                SafetensorsWriter(work / each.name, layout).close()  # its header, and its full size
+        with naming_total(sum(layout.nbytes for layout in layouts)):
+            for each, layout in zip(files, layouts, strict=True):
+                if rank == (first if each.writer is None else each.writer):
+                    SafetensorsWriter(work / each.name, layout).close()  # its header, and its full size
     blocks = BlockWriter(rank, ranks, bucket_bytes, required_device(ranks.groups) or torch.device("cpu"))
     tensors = _planned(export, everyone, bucket_bytes, files)
     unchecked = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -27,7 +29,7 @@ from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
-from fsdp_runtime.sharded.fsync import move_into_place, naming_write_errors
+from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, naming_write_errors
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
@@ -47,7 +49,7 @@ from tp_plans import (
 from tp_plans.runtime import adapter_styles, ancestors, is_at_or_below, join, parent, resolve_style
 from tp_plans.styles import GatheredParameters, ParallelAttention
 
-_FILE = "adapter_model.safetensors"
+_FILE, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 #: Styles that gather the input of all layers below a module.
 _GATHERING = (PrepareModuleInput, ParallelAttention, GatherSequence)
 
@@ -109,7 +111,9 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     The file has all that peft's ``save_pretrained`` writes: trained biases, modules of ``modules_to_save``, trainable
     tokens, and embedding and head where they are adapted or resized.
 
-    Collective: call it on every rank of the model.  One rename replaces an older file.
+    Collective: call it on every rank of the model.  One rename replaces older weights of the same config.  Those of
+    another config are removed first, so that a process killed at any time leaves no weights beside a config that is not
+    theirs.
 
     Args:
         model: the ``PeftModel``, plain, sharded over ``tp``, by FSDP2, or both.
@@ -149,12 +153,24 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             with SafetensorsWriter(work / _FILE, headers) as file:
                 for name, tensor in full.items():
                     file.write(name, tensor)
-            with naming_write_errors(work / "adapter_config.json"):
+            with naming_write_errors(work / _CONFIG):
                 save_adapter_config(model, adapter, str(work))
+            if _settings(target / _CONFIG) != _settings(work / _CONFIG):
+                (target / _FILE).unlink(missing_ok=True)
+                fsync_path(target)
             for name in sorted(path.name for path in work.iterdir() if path.name != _FILE):
                 move_into_place(work / name, target / name)
             move_into_place(work / _FILE, target / _FILE)
             remove_work(work)
+
+
+def _settings(config: Path) -> dict[str, Any] | None:
+    """Return what an adapter's config says, lists as sets, in whose order peft writes them; ``None`` without one."""
+    try:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        return {name: sorted(map(str, each)) if isinstance(each, list) else each for name, each in settings.items()}
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _require_prompts_fit(model: nn.Module, plan: Plan) -> None:

@@ -110,6 +110,7 @@ class TensorParallel(Step):
             return replace(setup, meshes=replace(setup.meshes, tp=None))
         if tp_mesh is None and (setup.meshes.ep is None or self.plan == "auto"):
             return setup
+        setup.facts.require_not_compiled()
         try:
             return replace(setup, plan=self.plan_for(setup))
         except UnknownArchitectureError as error:

@@ -1,0 +1,42 @@
+"""Notice that a model has other tensors or adapters than those that an export of it was prepared from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from fsdp_runtime._peft_compat import adapters_in_force
+from fsdp_runtime._torch_compat import local_tensor
+from fsdp_runtime.model.state import StateEntry, state_entries
+
+
+class HeldTensors:
+    """The tensors and adapters that a model had; it keeps the memory of the tensors."""
+
+    # Tensors are told apart by their memory: ``.to()`` keeps parameters and gives them other memory, and offloading
+    # keeps the storage, emptied.
+
+    def __init__(self, model: nn.Module, entries: Sequence[StateEntry] | None = None) -> None:
+        entries = state_entries(model) if entries is None else entries
+        self._model, self._adapters = model, adapters_in_force(model)
+        self._tensors = [local_tensor(entry.tensor).detach() for entry in entries]
+
+    def difference(self) -> str | None:
+        """Return in words what the model has others of; ``None`` if its tensors and adapters are the same."""
+        pairs = itertools.zip_longest(state_entries(self._model), self._tensors)
+        replaced = [entry for entry, held in pairs if entry is None or held is None or not _is_same(entry, held)]
+        if replaced:
+            first = f" (first {replaced[0].names[0]})" if replaced[0] else ""
+            return f"{len(replaced)} of the model's tensors were replaced{first}"
+        return None if self._adapters == adapters_in_force(self._model) else "the adapters have changed"
+
+
+def _is_same(entry: StateEntry, held: Tensor) -> bool:
+    return _memory_of(local_tensor(entry.tensor)) == _memory_of(held)
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    start = tensor.untyped_storage().data_ptr()
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), start
