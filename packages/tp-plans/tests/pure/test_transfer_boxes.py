@@ -1,11 +1,11 @@
-"""Boxes of tensors: intersections, differences and splits lose no element and repeat none."""
+"""Boxes of tensors: intersections, cells and splits lose no element and repeat none."""
 
 import itertools
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tp_plans.transfer.boxes import box_shape, difference, disjoint, intersection, split_box, uncovered, volume
+from tp_plans.transfer.boxes import box_shape, cells, intersection, split_box, volume
 
 on_any_machine = settings(deadline=None, max_examples=50)
 ranges = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: (min(pair), max(pair)))
@@ -28,16 +28,21 @@ def test_an_intersection_has_the_common_elements(one, other):
 
 
 @on_any_machine
-@given(boxes, boxes)
-def test_a_difference_has_every_other_element_once(one, other):
-    assert all_once(difference(one, other), elements(one) - elements(other))
+@given(st.lists(boxes.filter(volume), max_size=5))
+def test_cells_have_every_element_once_and_say_which_boxes_have_it(several):
+    found = list(cells(several))
+    assert all_once([box for box, _ in found], set().union(*map(elements, several)))
+    for box, numbers in found:
+        assert volume(box)
+        assert numbers == tuple(n for n, other in enumerate(several) if intersection(box, other) == box)
+        assert all(intersection(box, other) is None for n, other in enumerate(several) if n not in numbers)
 
 
-@on_any_machine
-@given(st.lists(boxes, max_size=4), boxes)
-def test_a_cover_has_every_element_once_and_its_complement_the_others(several, one):
-    assert all_once(disjoint(several), set().union(*map(elements, several)))
-    assert all_once(uncovered(one, several), elements(one) - set().union(*map(elements, several)))
+def test_boxes_that_do_not_overlap_are_cut_no_smaller_than_the_others_cut_them():
+    rows = [((start, start + 2), (0, 6)) for start in range(0, 8, 2)]
+    columns = [((0, 8), (start, start + 3)) for start in (0, 3)]
+    assert [box for box, _ in cells(rows)] == rows
+    assert len(list(cells([*rows, *columns]))) == len(rows) * len(columns)
 
 
 @on_any_machine

@@ -117,6 +117,25 @@ def test_experts_are_stacked_and_dealt_over_expert_and_tensor_ranks(tp, ep):
         assert equal(local, (rank, f"{LAYER}.mlp.shared_experts.gate_up_proj.weight"), shared)
 
 
+@pytest.mark.parametrize(
+    ("split", "rows", "columns"),
+    [
+        ("replicated", [(0, 8), (0, 8)], [(0, 6), (0, 6)]),
+        ("rows", [(0, 4), (4, 8)], [(0, 6), (0, 6)]),
+        ("row_pairs", [(0, 4), (4, 8)], [(0, 6), (0, 6)]),
+        ("columns", [(0, 8), (0, 8)], [(0, 3), (3, 6)]),
+        ("first_rank", [(0, 8)], [(0, 6)]),
+    ],
+)
+def test_a_rule_for_numbered_experts_cuts_them_as_it_says(split, rows, columns):
+    name = f"{LAYER}.mlp.experts.0.proj.weight"
+    rule = EngineRule(pattern="*.proj.weight", split=split, fused_into="w", expert=True)
+    layout = tp_plans.transfer.engine_layout(
+        {name: CheckpointTensor((8, 6))}, EngineSize(num_attention_heads=2, tp=2), rules=[rule]
+    )
+    assert [block.box for block in layout.blocks(name)] == list(zip(rows, columns, strict=True))
+
+
 def stacked(parent):
     return {
         f"{LAYER}.{parent}.experts.gate_up_proj": (EXPERTS, HIDDEN, 2 * EXPERT_WIDTH),

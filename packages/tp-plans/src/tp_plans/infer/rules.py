@@ -51,14 +51,17 @@ def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
             "its code reads weights directly, so they are stored sharded and gathered for it: correct, but not faster"
         )
         return stored_rules(sub.path, tree), [Doubt(sub.path, what)]
-    reason = _not_understood(sub, tree)
-    if reason is None:
+    try:
+        _require_known_parts(sub, tree)
         rules, more = _rules_of_kind(sub, tree)
-        if rules:
-            return rules, [*doubts, *more]
-        reason = more[0].what
-    what = f"{reason}, so its layers are sharded and their outputs gathered: correct, but with more communication"
-    return gathered_rules(sub), [*doubts, Doubt(sub.path, what)]
+    except _NotUnderstoodError as reason:
+        what = f"{reason}, so its layers are sharded and their outputs gathered: correct, but with more communication"
+        return gathered_rules(sub), [*doubts, Doubt(sub.path, what)]
+    return rules, [*doubts, *more]
+
+
+class _NotUnderstoodError(Exception):
+    """A sub-layer cannot be sharded inside: parts of it may meet its sharded features."""
 
 
 def _rules_of_kind(sub: Sublayer, tree: ModelTree) -> Proposal:
@@ -91,22 +94,16 @@ def stored_rules(path: str, tree: ModelTree, *, deep: bool = False) -> dict[str,
     return {path: styles.GatheredParameters(names=names)} if names else {}
 
 
-def _not_understood(sub: Sublayer, tree: ModelTree) -> str | None:
-    """Return the reason why a sub-layer cannot be sharded inside: parts that may meet its sharded features."""
+def _require_known_parts(sub: Sublayer, tree: ModelTree) -> None:
     if sub.other_linears and sub.mla_kv_down is None:
-        return f"{', '.join(map(leaf, sub.other_linears))} neither read nor write the hidden states"
+        names = ", ".join(map(leaf, sub.other_linears))
+        raise _NotUnderstoodError(f"{names} neither read nor write the hidden states")
     if own := tree.own_parameters(sub.path):
-        return f"it has parameters of its own ({', '.join(own)})"
-    known = {*sub.input_projs, *sub.other_linears, sub.output_proj}
-    tables = _head_tables(sub, tree)
-    unknown = [
-        path
-        for path in tree.below(sub.path)
-        if path not in known and path not in tables and tree.own_parameters(path) and not _is_vector(path, tree)
-    ]
-    if unknown:
-        return f"{leaf(unknown[0])} is unknown"
-    return None
+        raise _NotUnderstoodError(f"it has parameters of its own ({', '.join(own)})")
+    known = {*sub.input_projs, *sub.other_linears, sub.output_proj, *_head_tables(sub, tree)}
+    for path in tree.below(sub.path):
+        if path not in known and tree.own_parameters(path) and not _is_vector(path, tree):
+            raise _NotUnderstoodError(f"{leaf(path)} is unknown")
 
 
 def _is_vector(path: str, tree: ModelTree) -> bool:
@@ -116,14 +113,14 @@ def _is_vector(path: str, tree: ModelTree) -> bool:
 def _mlp(sub: Sublayer, tree: ModelTree) -> Proposal:
     widths = [tree.shape(reader)[0] for reader in sub.input_projs]
     if vectors := list(_other_parameters(sub, tree)):
-        return {}, [Doubt(sub.path, f"{leaf(vectors[0])} may need all features")]
+        raise _NotUnderstoodError(f"{leaf(vectors[0])} may need all features")
     children = set(map(leaf, tree.children[sub.path]))
     if unknown := non_elementwise_op(tree.modules[sub.path], children):
-        return {}, [Doubt(sub.path, f"its code uses {unknown}, which may need all features")]
+        raise _NotUnderstoodError(f"its code uses {unknown}, which may need all features")
     is_fused = widths == [2 * sub.inner_dim]
     if not is_fused and (set(widths) != {sub.inner_dim} or len(widths) > 2):
         given = ", ".join(map(str, widths))
-        return {}, [Doubt(sub.path, f"input projections of {given} features precede one that reads {sub.inner_dim}")]
+        raise _NotUnderstoodError(f"input projections of {given} features precede one that reads {sub.inner_dim}")
     rules = {sub.path: _input_style(sub, tree), **rules_for(replace(sub, fused_sizes=(1, 1) if is_fused else ()))}
     doubts = [
         Doubt(sub.input_projs[0], "assumed to be gate and up, concatenated; if they are interleaved, gather its output")
@@ -134,7 +131,7 @@ def _mlp(sub: Sublayer, tree: ModelTree) -> Proposal:
 def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
     head = _head(sub, tree)
     if head is None:
-        return {}, [Doubt(sub.path, "its head size is unknown")]
+        raise _NotUnderstoodError("its head size is unknown")
     unit, size = head
     if sub.is_apart:  # the module with the output projection has no attribute of that name
         unit = size
@@ -142,13 +139,13 @@ def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
     fused_sizes = _fused_sizes(sub, tree, size, widths)
     if fused_sizes is None:
         given = ", ".join(map(str, widths.values()))
-        return {}, [
-            Doubt(sub.path, f"projections of {given} features, in heads of {size}, are not queries, keys and values")
-        ]
+        raise _NotUnderstoodError(
+            f"projections of {given} features, in heads of {size}, are not queries, keys and values"
+        )
     tables = _head_tables(sub, tree)
     norms = tuple(path for path in _other_parameters(sub, tree) if path not in tables)
     if other := next((path for path in norms if not tree.is_scale(path, size)), None):
-        return {}, [Doubt(sub.path, f"{leaf(other)} is not over one head")]
+        raise _NotUnderstoodError(f"{leaf(other)} is not over one head")
     split = rules_for(replace(sub, head_norms=norms, fused_sizes=fused_sizes), multiple_of=unit)
     counts = counts_used(tree.modules[sub.path], _per_rank_sizes(sub, widths, size))
     replicated = _replicated_kv(sub, tree, split)
@@ -172,7 +169,7 @@ def _latent_attention(sub: Sublayer, tree: ModelTree) -> Proposal:
     features: dict[str, int] = {path: tree.shape(path)[0] for path in sub.input_projs}
     features[sub.output_proj] = sub.inner_dim
     if odd := next((path for path, width in features.items() if width % heads), None):
-        return {}, [Doubt(sub.path, f"{leaf(odd)} has {features[odd]} features for {heads} heads")]
+        raise _NotUnderstoodError(f"{leaf(odd)} has {features[odd]} features for {heads} heads")
     split = {
         path: replace(style, multiple_of=features[path] // heads)
         if isinstance(style, (styles.ColwiseParallel, styles.RowwiseParallel))

@@ -74,14 +74,10 @@ def _of_each_stream(planned: PlannedTree, streams: tuple[str, ...], *, gather_bl
     for path in streams:
         inside = {each: rules.pop(each) for each in [*rules] if each != path and is_at_or_below(each, path)}
         own = Plan({each.removeprefix(f"{path}."): style for each, style in inside.items()}, name=plan.name)
-        rules |= with_sequence_parallelism(own, tree.modules[path], gather_blocks=gather_blocks).with_prefix(path)
-    return Plan(_merged(rules, tree), name=plan.name, sequence_parallel=True)
-
-
-def _merged(rules: dict[str, Style], tree: ModelTree) -> dict[str, Style]:
-    """Merge rules of single paths; patterns stay."""
-    single = {path: style for path, style in rules.items() if "*" not in path}
-    return {**{path: style for path, style in rules.items() if "*" in path}, **merge_per_block(single.items(), tree)}
+        below = ModelTree.of(tree.modules[path])
+        derived = with_sequence_parallelism(own, below, gather_blocks=gather_blocks)
+        rules |= {join(path, each): style for each, style in PlannedTree(below, derived).styles.items()}
+    return Plan(merge_per_block(rules.items(), tree), name=plan.name, sequence_parallel=True)
 
 
 def _require_sequence_parallel_form(tree: ModelTree) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 #: Start and stop of each dim.
 Box = tuple[tuple[int, int], ...]
-
-#: Boxes that several ranks can send are shared out in parts of at most this many bytes.
-SHARED_BYTES = 4 * 2**20
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -38,47 +37,27 @@ def intersection(one: Box, other: Box) -> Box | None:
     return tuple(common)
 
 
-def difference(box: Box, cut: Box) -> list[Box]:
-    """The parts of a box outside ``cut``, as boxes that do not overlap."""
-    common = intersection(box, cut)
-    if common is None:
-        return [box]
-    parts: list[Box] = []
-    rest = list(box)
-    for dim, ((start, stop), (first, last)) in enumerate(zip(box, common, strict=True)):
-        for side in ((start, first), (last, stop)):
-            if side[0] < side[1]:
-                parts.append((*rest[:dim], side, *rest[dim + 1 :]))
-        rest[dim] = (first, last)
-    return parts
+def cells(boxes: Sequence[Box]) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Cut boxes by the borders of all of them; yield each part once, with the numbers of the boxes that have it."""
+    if boxes:
+        yield from _cells(boxes, range(len(boxes)), 0)
 
 
-def disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Boxes that do not overlap and cover the same elements; those that overlapped no earlier one are kept whole."""
-    found: list[Box] = []
-    for box in boxes:
-        found += uncovered(box, found)
-    return found
-
-
-def uncovered(box: Box, covering: Iterable[Box]) -> list[Box]:
-    """The parts of a box that no box of ``covering`` has."""
-    left = [box] if volume(box) else []
-    for other in covering:
-        left = [part for piece in left for part in difference(piece, other)]
-    return left
-
-
-def cells(boxes: Iterable[Box]) -> list[Box]:
-    """Boxes that do not overlap and cover what some boxes cover, each of them in full inside or outside of each."""
-    found: list[Box] = []
-    for box in boxes:
-        cut: list[Box] = []
-        for cell in found:
-            common = intersection(cell, box)
-            cut += [cell] if common is None else [common, *difference(cell, common)]
-        found = cut + uncovered(box, cut)
-    return found
+def _cells(boxes: Sequence[Box], numbers: Sequence[int], dim: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Cut some boxes into slices along a dim, and each slice along the dims after it."""
+    if dim == len(boxes[numbers[0]]):
+        yield (), tuple(numbers)
+        return
+    starting: dict[int, list[int]] = defaultdict(list)
+    for number in numbers:
+        starting[boxes[number][dim][0]].append(number)
+    inside: list[int] = []
+    for low, high in pairwise(sorted({border for number in numbers for border in boxes[number][dim]})):
+        inside = [number for number in inside if boxes[number][dim][1] > low]
+        if low in starting:
+            inside = sorted([*inside, *starting[low]])
+        if inside:
+            yield from ((((low, high), *rest), found) for rest, found in _cells(boxes, inside, dim + 1))
 
 
 def split_box(box: Box, limit: int) -> list[Box]:

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from tp_plans._validate import MAX_RANKS, is_integer
 from tp_plans.errors import TransferError
@@ -152,12 +151,9 @@ def engine_layout(
 def _patterns(members: Sequence[_Member], size: EngineSize, first_rank: int, replicas: int) -> list[Pattern]:
     """How each tensor of a parameter lies; parameters of like members, as those of all layers are, share it."""
     found: dict[str, dict[_Part, list[int]]] = {each.name: {} for each in members}
-    on_rank = partial(_on_rank, members)
-    if members[0].expert is not None and not members[0].rule.stacked:
-        several = any(member.rule.position for member in members)
-        on_rank = partial(_experts_on_rank, sorted(members, key=_expert), several)
+    in_order = sorted(members, key=lambda each: (_expert(each), each.rule.position))
     for rank in range(size.tp):
-        for name, part in on_rank(rank, size):
+        for name, part in _on_rank(in_order, rank, size):
             found[name].setdefault(part, []).append(rank)
     starts = range(first_rank, first_rank + replicas * size.tp, size.tp)
     return [
@@ -194,21 +190,42 @@ def _local_name(name: str, rule: EngineRule) -> tuple[str, int | None]:
 
 
 def _on_rank(members: Sequence[_Member], rank: int, size: EngineSize) -> Iterator[tuple[str, _Part]]:
-    """A rank's parts of the tensors in one parameter."""
-    if members[0].rule.stacked:
-        for member in members:
-            yield from ((member.name, part) for part in _stacked_on_rank(member, rank, size))
-        return
+    """A rank's parts of the tensors in one parameter: they follow one another, in every expert where it has experts."""
+    rule, held, ranks = members[0].rule, range(0), size.tp
+    if rule.expert or rule.stacked:
+        held, rank, ranks = _held(members[0].shape[0] if rule.stacked else _expert(members[-1]) + 1, rank, size)
+    if rule.expert:
+        first, last = (bisect_left(members, number, key=_expert) for number in (held.start, held.stop))
+        members = members[first:last]
+    several = any(each.rule.position for each in members)
     start = 0
-    for member in sorted(members, key=lambda each: each.rule.position):
+    for member in members:
+        expert = (_expert(member) - held.start,) if rule.expert else (0,) if rule.stacked else ()
+        position = member.rule.position
         if member.is_number:
-            yield member.name, ((), (member.rule.position,), ())
+            yield member.name, ((), (*expert, position) if several or not expert else expert, ())
             continue
-        dim, (low, high) = _cut(member, rank, size)
-        shape = member.shape
-        box = in_cells(member.scale, (*full_box(shape[:dim]), (low, high), *full_box(shape[dim + 1 :])), shape)
-        yield member.name, (box, (start,) + (0,) * (len(shape) - 1), tuple(range(len(shape))))
-        start += box[0][1] - box[0][0]
+        outputs = len(member.shape) - 1 if rule.stacked else 0
+        for box in _boxes(member, outputs, rank, ranks, size):
+            rows = box[outputs][1] - box[outputs][0]
+            offset = (*expert, position * rows if rule.expert else start)
+            yield member.name, _stacked_part(box, held, offset) if rule.stacked else _part(box, offset)
+            start += rows
+
+
+def _part(box: Box, offset: tuple[int, ...]) -> _Part:
+    """A box whose first element has this offset, in as many dims of the local tensor as the box has."""
+    before = len(offset) - 1
+    return box, offset + (0,) * (len(box) - 1), tuple(range(before, before + len(box)))
+
+
+def _stacked_part(box: Box, held: range, offset: tuple[int, ...]) -> _Part:
+    """The same of stacked experts, ``[experts, in, out]`` or ``[experts, out]``, in ``[experts, out, in]``."""
+    return ((held.start, held.stop), *box[1:]), offset + (0,) * (len(box) - 2), (0, *range(len(box) - 1, 0, -1))
+
+
+def _expert(member: _Member) -> int:
+    return member.expert or 0
 
 
 def _held(count: int, rank: int, size: EngineSize) -> tuple[range, int, int]:
@@ -220,86 +237,56 @@ def _held(count: int, rank: int, size: EngineSize) -> tuple[range, int, int]:
     return range(first, first + local + (ep_rank < rest)), tp_rank, expert_tp
 
 
-def _expert(member: _Member) -> int:
-    return member.expert or 0
+def _boxes(member: _Member, outputs: int, rank: int, ranks: int, size: EngineSize) -> Iterator[Box]:
+    """The boxes of a tensor on one of the ranks that it is cut over, one for each matrix that is cut."""
+    shape, rule, whole = member.shape, member.rule, full_box(member.shape)
+    dim = 1 if rule.split == "columns" else outputs
+    if rule.split == "columns" and rule.stacked and outputs == 1:  # a bias has no input features
+        yield whole
+        return
+    matrices = rule.matrices if dim == outputs else 1
+    if shape[dim] % matrices:
+        raise _uneven(member.name, shape[dim], 1, matrices, 1)
+    width = shape[dim] // matrices
+    low, high = _range(member, width, rank, ranks, size)
+    for first in range(0, shape[dim], width or 1):
+        box = (*whole[:dim], (first + low, first + high), *whole[dim + 1 :])
+        yield in_cells(member.scale, box, shape)
 
 
-def _experts_on_rank(
-    members: Sequence[_Member], several: bool, rank: int, size: EngineSize
-) -> Iterator[tuple[str, _Part]]:
-    """A rank's parts of the tensors of experts, in order of these; ``several`` lie in one parameter of an expert."""
-    held, tp_rank, expert_tp = _held(_expert(members[-1]) + 1, rank, size)
-    first, last = (bisect_left(members, number, key=_expert) for number in (held.start, held.stop))
-    for member in members[first:last]:
-        expert = _expert(member) - held.start
-        if member.is_number:
-            yield member.name, ((), (expert, member.rule.position) if several else (expert,), ())
-            continue
-        (rows, columns), position = member.shape, member.rule.position
-        if member.rule.split == "rows":
-            box: Box = (_even(member.name, rows, tp_rank, expert_tp), (0, columns))
-        else:
-            box = ((0, rows), _even(member.name, columns, tp_rank, expert_tp))
-        box = in_cells(member.scale, box, member.shape)
-        yield member.name, (box, (expert, position * (box[0][1] - box[0][0]), 0), (1, 2))
-
-
-def _stacked_on_rank(member: _Member, rank: int, size: EngineSize) -> Iterator[_Part]:
-    """Parts of a tensor of stacked experts, ``[experts, in, out]`` or ``[experts, out]``, in ``[experts, out, in]``."""
-    experts, *inputs, outputs = member.shape
-    held, tp_rank, expert_tp = _held(experts, rank, size)
-    own = (held.start, held.stop)
-    dims = (0, 2, 1) if inputs else (0, 1)
-    zeros = (0,) * len(inputs)
+def _range(member: _Member, length: int, rank: int, ranks: int, size: EngineSize) -> tuple[int, int]:
+    """A rank's range of the features that are cut."""
+    name = member.name
     match member.rule.split:
-        case "columns" if inputs:
-            yield (own, _even(member.name, inputs[0], tp_rank, expert_tp), (0, outputs)), (0, 0, 0), dims
-        case "rows" | "row_pairs":
-            width = outputs // member.rule.matrices
-            _even(member.name, outputs, 0, 1, unit=member.rule.matrices)
-            unit = 2 if member.rule.split == "row_pairs" else 1
-            low, high = _even(member.name, width, tp_rank, expert_tp, each=unit)
-            for number in range(member.rule.matrices):
-                columns = (number * width + low, number * width + high)
-                yield (own, *full_box(inputs), columns), (0, number * (high - low), *zeros), dims
-        case "first_rank" if tp_rank:
-            return
-        case _:
-            yield (own, *full_box(inputs), (0, outputs)), (0, 0, *zeros), dims
-
-
-def _cut(member: _Member, rank: int, size: EngineSize) -> tuple[int, tuple[int, int]]:
-    """The dim that a tensor is cut on, and the rank's range of it."""
-    shape, split = member.shape, member.rule.split
-    match split:
         case "replicated":
-            return 0, (0, shape[0])
+            return 0, length
         case "first_rank":
-            return 0, (0, shape[0] if rank == 0 else 0)
+            return 0, length if rank == 0 else 0
         case "row_pairs":
-            return 0, _even(member.name, shape[0], rank, size.tp, each=2)
-        case "columns":
-            return 1, _even(member.name, shape[1], rank, size.tp)
+            return _even(name, length, rank, ranks, each=2)
         case "heads":
-            return 0, _even(member.name, shape[0], rank, size.tp, unit=size.num_attention_heads)
-        case "kv_heads" if size.kv_heads < size.tp:
-            _even(member.name, shape[0], 0, 1, unit=size.kv_heads)
-            return 0, _even(member.name, shape[0], rank * size.kv_heads // size.tp, size.kv_heads)
+            return _even(name, length, rank, ranks, unit=size.num_attention_heads)
+        case "kv_heads" if size.kv_heads < ranks:
+            return _even(name, length, rank * size.kv_heads // ranks, size.kv_heads, unit=size.kv_heads)
         case "kv_heads":
-            return 0, _even(member.name, shape[0], rank, size.tp, unit=size.kv_heads)
+            return _even(name, length, rank, ranks, unit=size.kv_heads)
         case "vocabulary":
-            padded = -(-shape[0] // size.vocab_padding) * size.vocab_padding
-            low, high = _even(f"the padded vocabulary of {member.name}", padded, rank, size.tp)
-            return 0, (min(low, shape[0]), min(high, shape[0]))
-    return 0, _even(member.name, shape[0], rank, size.tp)
+            padded = -(-length // size.vocab_padding) * size.vocab_padding
+            low, high = _even(f"the padded vocabulary of {name}", padded, rank, ranks)
+            return min(low, length), min(high, length)
+    return _even(name, length, rank, ranks)
 
 
 def _even(name: str, length: int, rank: int, parts: int, unit: int = 1, each: int = 1) -> tuple[int, int]:
-    """A rank's range of features, ``unit`` equal heads or matrices, in equal parts of a multiple of ``each``."""
+    """A rank's range of features, ``unit`` equal heads, in equal parts of a multiple of ``each``."""
     if length % (parts * each) or length % unit:
-        pairs = f", each of a multiple of {each}" if each > 1 else ""
-        raise TransferError(
-            f"{name}: {length} features cannot be split evenly over {parts} ranks{pairs} in {unit} equal units, as the "
-            "engine does: use a tp that divides them"
-        )
+        raise _uneven(name, length, parts, unit, each)
     return rank * (length // parts), (rank + 1) * (length // parts)
+
+
+def _uneven(name: str, length: int, parts: int, unit: int, each: int) -> TransferError:
+    pairs = f", each of a multiple of {each}" if each > 1 else ""
+    return TransferError(
+        f"{name}: {length} features cannot be split evenly over {parts} ranks{pairs} in {unit} equal units, as the "
+        "engine does: use a tp that divides them"
+    )

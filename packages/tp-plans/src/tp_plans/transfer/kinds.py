@@ -2,199 +2,181 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from tp_plans.errors import TransferError
-from tp_plans.transfer.boxes import Box, disjoint, intersection
-from tp_plans.transfer.cuts import Cut, CutPart, Wanted, cut
+from tp_plans.transfer.boxes import Box, cells, split_box, volume
 from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
-from tp_plans.transfer.near_boxes import NearBoxes
 from tp_plans.transfer.patterns import Pattern
-from tp_plans.transfer.senders import Lines, Segment
+from tp_plans.transfer.shares import Share, share_out
+
+#: Boxes that several ranks can send are shared out in parts of at most this many bytes.
+SHARED_BYTES = 4 * 2**20
+
+Ranks = tuple[int, ...]
+#: The parts of a tensor that are wanted, each with the numbers of the boxes that are stored and wanted of it.
+Cut = Sequence[tuple[Box, tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclass(slots=True)
+class CutPart:
+    """A box that the same ranks have and the same ranks want, in all tensors of a kind."""
+
+    box: Box
+    nbytes: int
+    holders: Ranks  # that have it
+    receivers: Ranks  # that want it and do not have it
+    keepers: Ranks  # that want it and have it
+    copies: int  # how often it leaves the source
+    start: int = 0  # bytes of a tensor that leave the source before it
+    senders: Sequence[Share] = ()  # shares of the copies: those for the first receiver in all tensors, then the next
+    spared: Sequence[Share] = ()  # with relays, who passes on nothing: shares of the tensors
 
 
 class Move(NamedTuple):
     """A part that one rank sends another, of some tensors of a kind, from number ``first`` to before ``last``."""
 
-    part: CutPart
-    copy: int
     source: int
     destination: int
     first: int
     last: int
+    copy: int = 0  # how often the part has left the source before
     origin: int | None = None
     hop: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class Kind:
     """Tensors of one shape and dtype with the same pattern on both sides, in the order of the checkpoint."""
 
-    def __init__(
-        self,
-        tensors: Sequence[str],
-        cut: Cut,
-        holders: Sequence[tuple[int, ...]],
-        receivers: Sequence[tuple[int, ...]],
-        *,
-        relay: bool,
-    ) -> None:
-        self.tensors, self.cut, self._relay = tensors, cut, relay
-        self.holders, self.receivers = holders, receivers  # the ranks of each stored and of each wanted box
-        self._senders: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._chains: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._lines: tuple[Lines, Lines] = Lines(), Lines()
-        self._segments: dict[tuple[int, ...], Segment] = {}
-        self._relayed: dict[tuple[int, ...], Segment] = {}
+    tensors: Sequence[str]
+    parts: Sequence[CutPart]
+    relay: bool
 
-    def share_out(self, senders: Lines, relays: Lines, load: dict[int, int]) -> None:
-        """Put what several ranks can send on their lines, and count what only one can."""
-        self._lines, count = (senders, relays), len(self.tensors)
-        for having, runs in self.cut.sent.items():
-            ranks = self._union(self._senders, having, self.holders)
-            nbytes = self.cut.sent_bytes[having]
-            if len(ranks) == 1:
-                load[ranks[0]] += nbytes * count
-            else:
-                self._segments[having] = senders.of(ranks).add(self.cut, runs, nbytes, count)
-        for wanting, runs in self.cut.relayed.items() if self._relay else ():
-            ranks = self._union(self._chains, wanting, self.receivers)
-            self._relayed[wanting] = relays.of(ranks).add(self.cut, runs, self.cut.relayed_bytes[wanting], count)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one tensor that leave the source."""
+        return sum(part.nbytes * part.copies for part in self.parts)
 
-    @cached_property
-    def by_rank(self) -> Mapping[int, tuple[Sequence[int], Sequence[int]]]:
-        """The stored and the wanted boxes of each rank."""
-        found: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        for side, boxes in enumerate((self.holders, self.receivers)):
-            for number, ranks in enumerate(boxes):
-                for rank in ranks:
-                    found[rank][side].append(number)
-        return found
+    def parts_of(self, rank: int) -> Iterator[CutPart]:
+        """The parts that a rank sends, receives or keeps."""
+        for part in self.parts:
+            is_sender = any(sender == rank for sender, _, _ in part.senders)
+            if is_sender or rank in part.receivers or rank in part.keepers:
+                yield part
 
-    def moves(self, rank: int | None = None) -> Iterator[Move]:
-        """All that is sent or kept, or what one rank has part in."""
-        if rank is None:
-            for number in range(len(self.cut.parts)):
-                yield from self._moves_of(number)
-            return
-        stored, wanted = self.by_rank.get(rank, ((), ()))
-        sending = {part for box in stored for part in self.cut.of_stored.get(box, ())}
-        receiving = {part for box in wanted for part in self.cut.of_wanted.get(box, ())}
-        for number in sorted(sending | receiving):
-            only = rank if number not in sending and not self._relay else None
-            for each in self._moves_of(number, only):
-                if rank in (each.source, each.destination, each.origin):
-                    yield each
+    def moves(self, part: CutPart) -> Iterator[Move]:
+        """All that is sent and kept of a part."""
+        count = len(self.tensors)
+        yield from (Move(rank, rank, 0, count) for rank in part.keepers)
+        for sender, first, last in part.senders:
+            if self.relay:
+                yield from _chains(part, sender, first, last)
+                continue
+            for copy in range(first // count, -(-last // count)):
+                before = copy * count
+                low, high = max(first - before, 0), min(last - before, count)
+                yield Move(sender, part.receivers[copy], low, high, copy)
 
-    def _moves_of(self, number: int, destination: int | None = None) -> Iterator[Move]:
-        part, count = self.cut.parts[number], len(self.tensors)
-        if not part.having:
-            for copy, rank in enumerate(self._union(self._chains, part.wanting, self.receivers)):
-                yield Move(part, copy, rank, rank, 0, count)
-            return
-        receivers = self._union(self._chains, part.wanting, self.receivers)
-        if self._relay:
-            yield from self._chain(number, part, receivers)
-            return
-        for copy, rank in enumerate(receivers):
-            if destination in (None, rank):
-                for source, first, last in self._from(number, part, copy):
-                    yield Move(part, copy, source, rank, first, last)
 
-    def _from(self, number: int, part: CutPart, copy: int) -> Iterator[tuple[int, int, int]]:
-        ranks = self._union(self._senders, part.having, self.holders)
-        if len(ranks) == 1:
-            yield ranks[0], 0, len(self.tensors)
-            return
-        start, _ = self.cut.places[number]
-        yield from self._lines[0].of(ranks).senders(self._segments[part.having], start, part.nbytes, copy)
-
-    def _chain(self, number: int, part: CutPart, receivers: tuple[int, ...]) -> Iterator[Move]:
-        """Along a chain of those who want the part: each passes it on, but for the last, who takes turns."""
-        _, start = self.cut.places[number]
-        turns = list(self._lines[1].of(receivers).senders(self._relayed[part.wanting], start, part.nbytes, 0))
-        for origin, begin, end in self._from(number, part, 0):
-            for last_rank, first, last in turns:
-                low, high = max(begin, first), min(end, last)
-                if low >= high:
-                    continue
-                place = receivers.index(last_rank) + 1
-                source = origin
-                for hop, rank in enumerate((*receivers[place:], *receivers[:place])):
-                    yield Move(part, 0, source, rank, low, high, origin if hop else None, hop)
-                    source = rank
-
-    def _union(
-        self, known: dict[tuple[int, ...], tuple[int, ...]], boxes: tuple[int, ...], ranks: Sequence[tuple[int, ...]]
-    ) -> tuple[int, ...]:
-        """The ranks of some boxes, in order."""
-        if len(boxes) == 1:
-            return ranks[boxes[0]]
-        if boxes not in known:
-            known[boxes] = tuple(sorted({rank for box in boxes for rank in ranks[box]}))
-        return known[boxes]
+def _chains(part: CutPart, origin: int, first: int, last: int) -> Iterator[Move]:
+    """Along a chain of the receivers: each passes the part on, but for the last, who takes turns."""
+    for spared, begin, end in part.spared:
+        low, high = max(first, begin), min(last, end)
+        if low < high:
+            place = part.receivers.index(spared) + 1
+            source = origin
+            for hop, rank in enumerate((*part.receivers[place:], *part.receivers[:place])):
+                yield Move(source, rank, low, high, 0, origin if hop else None, hop)
+                source = rank
 
 
 def kinds_of(source: TransferLayout, destination: TransferLayout, *, relay: bool) -> list[Kind]:
-    """The kinds of the destination's tensors."""
-    alike: dict[tuple[Pattern, Pattern, CheckpointTensor], list[str]] = {}
+    """The kinds of the destination's tensors; who sends their parts is open."""
+    alike: dict[tuple[Pattern, Pattern, CheckpointTensor], list[str]] = defaultdict(list)
     for name, tensor in destination.tensors.items():
-        alike.setdefault((source.pattern(name), destination.pattern(name), tensor), []).append(name)
-    cuts = _Cuts(relay=relay)
-    found = []
+        alike[source.pattern(name), destination.pattern(name), tensor].append(name)
+    cut = cache(_cut)  # experts are cut alike, as they lie on other ranks
+    kinds = []
     for (have, want, tensor), names in alike.items():
-        wanted = _wanted(have, want)
-        try:
-            shared = cuts.of(have, wanted, tensor.itemsize)
-        except TransferError as error:
+        boxes = cut(tuple(have.owners), tuple(want.owners))
+        parts = list(_parts(have, want, boxes, tensor.itemsize, relay=relay))
+        if lacking := [part for part in parts if not part.holders]:
             raise TransferError(
-                f"no source rank stores {error} of {names[0]}, which has shape {tensor.shape}: the source layout must "
-                "hold every part of the tensors that it sends"
-            ) from None
-        found.append(Kind(names, shared, list(have.owners.values()), list(wanted.values()), relay=relay))
-    return found
+                f"no source rank stores {lacking[0].box} of {names[0]}, which has shape {tensor.shape}: the source "
+                "layout must hold every part of the tensors that it sends"
+            )
+        kinds.append(Kind(names, parts, relay))
+    return kinds
 
 
-class _Cuts:
-    """Remembers how boxes are cut, as experts are cut alike on other ranks."""
-
-    def __init__(self, *, relay: bool) -> None:
-        self._relay = relay
-        self._known: dict[Hashable, Cut] = {}
-
-    def of(self, have: Pattern, wanted: Mapping[Wanted, Sequence[int]], itemsize: int) -> Cut:
-        stored, shared = tuple(have.owners), tuple(len(ranks) > 1 for ranks in have.owners.values())
-        counts = tuple(len(ranks) for ranks in wanted.values())
-        key = stored, shared, tuple(wanted), counts, itemsize
-        if key not in self._known:
-            self._known[key] = cut(stored, shared, list(wanted), counts, itemsize, relay=self._relay)
-        return self._known[key]
-
-
-def _wanted(have: Pattern, want: Pattern) -> dict[Wanted, tuple[int, ...]]:
-    """The boxes that ranks want, which do not overlap on a rank, with what each rank has of them itself."""
-    numbers = {box: number for number, box in enumerate(have.owners)}
-    found: dict[Wanted, list[int]] = {}
-    for box, ranks in _given(want).items():
-        for rank in ranks:
-            own: tuple[int, ...] = ()
-            if rank in have.by_rank:
-                held = list(dict.fromkeys(each.box for each in have.by_rank[rank]))
-                own = tuple(
-                    numbers[held[n]] for n in NearBoxes(held).near(box) if intersection(held[n], box) is not None
-                )
-            found.setdefault(Wanted(box, own), []).append(rank)
-    return {wanted: tuple(ranks) for wanted, ranks in found.items()}
+def share_parts(kinds: Iterable[Kind]) -> tuple[dict[int, int], dict[int, int]]:
+    """Choose who sends each part, and with relays who need not pass it on; return the bytes of each rank in both."""
+    sent: defaultdict[int, int] = defaultdict(int)
+    spared: defaultdict[int, int] = defaultdict(int)
+    for kind, ranks, parts in _alike(kinds, lambda part: part.holders):
+        count = len(kind.tensors)
+        shares = share_out([(part.nbytes, part.copies * count) for part in parts], ranks, sent)
+        for part, found in zip(parts, shares, strict=True):
+            part.senders = found
+    for kind, ranks, parts in _alike((kind for kind in kinds if kind.relay), lambda part: part.receivers):
+        shares = share_out([(part.nbytes, len(kind.tensors)) for part in parts], ranks, spared)
+        for part, found in zip(parts, shares, strict=True):
+            part.spared = found
+    return sent, spared
 
 
-def _given(want: Pattern) -> Mapping[Box, Sequence[int]]:
-    """The ranks to be given each box, so that none is given an element twice."""
-    if all(len(boxes) == 1 for boxes in want.by_rank.values()):
-        return want.owners
-    found: dict[Box, list[int]] = {}
-    for rank in sorted(want.by_rank):
-        for box in disjoint(dict.fromkeys(each.box for each in want.by_rank[rank])):
-            found.setdefault(box, []).append(rank)
+def _alike(kinds: Iterable[Kind], ranks_of: Callable[[CutPart], Ranks]) -> list[tuple[Kind, Ranks, list[CutPart]]]:
+    """The parts that are sent, by the ranks that share them: first those that few share, and large ones."""
+    found = []
+    for kind in kinds:
+        parts: dict[Ranks, list[CutPart]] = defaultdict(list)
+        for part in kind.parts:
+            if part.receivers:
+                parts[ranks_of(part)].append(part)
+        found += [(kind, ranks, listed) for ranks, listed in parts.items()]
+    # What comes later can make up for what is not shared evenly before.
+    return sorted(found, key=lambda each: (len(each[1]), -each[2][0].nbytes))
+
+
+def _parts(have: Pattern, want: Pattern, cut: Cut, itemsize: int, *, relay: bool) -> Iterator[CutPart]:
+    """The parts of a tensor that are wanted; small ones where ranks can take turns to send them or to pass them on."""
+    ranks_having, ranks_wanting = _union(have.owners.values()), _union(want.owners.values())
+    on_both_sides = have.by_rank.keys() & want.by_rank.keys()
+    start = 0
+    for box, stored, wanted in cut:
+        holders, takers = ranks_having(stored), ranks_wanting(wanted)
+        have_it = on_both_sides.intersection(holders) if on_both_sides else ()
+        keepers = tuple(rank for rank in takers if rank in have_it) if have_it else ()
+        receivers = tuple(rank for rank in takers if rank not in have_it) if have_it else takers
+        copies = min(1, len(receivers)) if relay else len(receivers)
+        takes_turns = receivers and (relay or len(holders) > 1)
+        for small in split_box(box, max(1, SHARED_BYTES // itemsize)) if takes_turns else [box]:
+            nbytes = volume(small) * itemsize
+            yield CutPart(small, nbytes, holders, receivers, keepers, copies, start)
+            start += copies * nbytes
+
+
+def _union(ranks_of_boxes: Iterable[Ranks]) -> Callable[[tuple[int, ...]], Ranks]:
+    """A function that returns the ranks of the boxes of some numbers, in order."""
+    known = list(ranks_of_boxes)
+
+    @cache
+    def joined(numbers: tuple[int, ...]) -> Ranks:
+        return tuple(sorted({rank for number in numbers for rank in known[number]}))
+
+    return lambda numbers: known[numbers[0]] if len(numbers) == 1 else joined(numbers)
+
+
+def _cut(stored: Sequence[Box], wanted: Sequence[Box]) -> Cut:
+    found = []
+    for box, numbers in cells([*stored, *wanted]):
+        place = bisect_left(numbers, len(stored))
+        if place < len(numbers):
+            found.append((box, numbers[:place], tuple(number - len(stored) for number in numbers[place:])))
     return found

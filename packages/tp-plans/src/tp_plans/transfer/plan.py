@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 from tp_plans.errors import TransferError
 from tp_plans.transfer.block_transfer import BlockTransfer
 from tp_plans.transfer.boxes import full_box
-from tp_plans.transfer.kinds import Kind, Move, kinds_of
+from tp_plans.transfer.kinds import CutPart, Kind, Move, kinds_of, share_parts
 from tp_plans.transfer.layout import TransferLayout
 from tp_plans.transfer.patterns import Copies, Pattern, Placed
-from tp_plans.transfer.senders import Lines
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+#: Ranks have the same plan only if they choose who sends what in the same way.
+_CHOICE = b"2"
 
 
 class TransferPlan:
@@ -35,15 +40,8 @@ class TransferPlan:
 
     def __init__(self, source: TransferLayout, destination: TransferLayout, *, relay: bool = False) -> None:
         self.source, self.destination, self.relay = source, destination, relay
-        self._listed: tuple[BlockTransfer, ...] | None = None  # of a part
         self._kinds = kinds_of(source, destination, relay=relay)
-        self._senders, self._relays = Lines(), Lines()
-        self._load: dict[int, int] = defaultdict(int)
-        for kind in self._kinds:
-            kind.share_out(self._senders, self._relays, self._load)
-        self._senders.level(self._load)
-        for line in self._relays:
-            line.level({})
+        self._load, self._spared = share_parts(self._kinds)
 
     def for_rank(self, rank: int, *, direct: bool = False) -> list[BlockTransfer]:
         """Return what a rank sends, receives and keeps, in checkpoint order.
@@ -52,22 +50,21 @@ class TransferPlan:
             rank: a rank of either layout; any other has none.
             direct: as if nobody passed anything on: what a rank of the source sends to all of a chain, each.
         """
-        if self._listed is not None:
-            listed = (each.direct if direct else each for each in self._listed)
-            return [each for each in listed if rank in (each.source, each.destination)]
         found: list[BlockTransfer] = []
-        for kind in self._kinds_of_rank.get(rank, ()):
-            for move in kind.moves(rank):
-                if direct and move.origin is not None:
-                    move = move._replace(source=move.origin, origin=None)
-                if rank in (move.source, move.destination):
-                    found += self._transfers(kind, move)
+        for kind in self._kinds:
+            for part in kind.parts_of(rank):
+                for move in kind.moves(part):
+                    if direct and move.origin is not None:
+                        move = move._replace(source=move.origin, origin=None)
+                    if rank in (move.source, move.destination):
+                        found += self._transfers(kind, part, move)
         return sorted(found, key=lambda each: (each.position, each.hop))
 
     @cached_property
     def transfers(self) -> tuple[BlockTransfer, ...]:
         """Every transfer, in checkpoint order; no element reaches a rank twice.  For small plans."""
-        found = [each for kind in self._kinds for move in kind.moves() for each in self._transfers(kind, move)]
+        moves = ((kind, part, move) for kind in self._kinds for part in kind.parts for move in kind.moves(part))
+        found = [each for kind, part, move in moves for each in self._transfers(kind, part, move)]
         return tuple(sorted(found, key=lambda each: (each.position, each.hop)))
 
     def part(self, transfers: Iterable[BlockTransfer]) -> TransferPlan:
@@ -75,24 +72,9 @@ class TransferPlan:
 
         Of one rank's transfers, the totals are right for that rank.
         """
-        listed = tuple(transfers)
-        totals: tuple[dict[int, int], ...] = (defaultdict(int), defaultdict(int), defaultdict(int))
-        load: dict[int, int] = defaultdict(int)
-        for each in listed:
-            if each.is_local:
-                totals[2][each.source] += each.nbytes
-                continue
-            totals[0][each.source] += each.nbytes
-            totals[1][each.destination] += each.nbytes
-            load[each.source] += 0 if each.is_relay else each.nbytes
-        found = object.__new__(TransferPlan)
-        found.source, found.destination, found.relay = self.source, self.destination, self.relay
-        found._listed, found._load = listed, load
-        vars(found).update(transfers=listed, _totals=totals, nbytes=self.nbytes)  # no kinds: it has no fingerprint
-        return found
+        return _PlanPart(self, transfers)
 
-    def _transfers(self, kind: Kind, move: Move) -> Iterator[BlockTransfer]:
-        part = move.part
+    def _transfers(self, kind: Kind, part: CutPart, move: Move) -> Iterator[BlockTransfer]:
         inside = part.start + move.copy * part.nbytes
         for name in kind.tensors[move.first : move.last]:
             position = self._positions[name] + inside
@@ -101,67 +83,58 @@ class TransferPlan:
             )
 
     @cached_property
-    def _kinds_of_rank(self) -> Mapping[int, list[Kind]]:
-        found: dict[int, list[Kind]] = defaultdict(list)
-        for kind in self._kinds:
-            for rank in kind.by_rank:
-                found[rank].append(kind)
-        return found
-
-    @cached_property
     def _positions(self) -> Mapping[str, int]:
-        """Bytes of all tensors before each one, as they are sent."""
-        nbytes = {name: kind.cut.nbytes for kind in self._kinds for name in kind.tensors}
+        """Bytes of all tensors before each one that leave the source."""
+        nbytes = {name: size for kind in self._kinds for size in [kind.nbytes] for name in kind.tensors}
         names = list(self.destination.tensors)
         return dict(zip(names, accumulate((nbytes[name] for name in names), initial=0), strict=False))
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the line on which transfers have their positions."""
-        return sum(kind.cut.nbytes * len(kind.tensors) for kind in self._kinds)
+        return self.bytes_wanted
 
     @cached_property
-    def _totals(self) -> tuple[Mapping[int, int], Mapping[int, int], Mapping[int, int]]:
-        sent: dict[int, int] = defaultdict(int, self._load)
-        received: dict[int, int] = defaultdict(int)
-        kept: dict[int, int] = defaultdict(int)
-        for line in self._relays:
-            for rank, spared in line.shares().items():
-                sent[rank] += line.nbytes - spared
-        for kind in self._kinds:
-            for box, (arriving, own) in kind.cut.arriving.items():
-                for rank in kind.receivers[box]:
-                    received[rank] += arriving * len(kind.tensors)
-                    kept[rank] += own * len(kind.tensors)
-        return sent, received, kept
+    def _sent(self) -> Mapping[int, int]:
+        passed_on = ((rank, nbytes - self._spared[rank]) for rank, nbytes in self._received.items() if self.relay)
+        return _summed([*self._load.items(), *passed_on])
+
+    @cached_property
+    def _received(self) -> Mapping[int, int]:
+        return self._bytes_by_rank(lambda part: part.receivers)
+
+    @cached_property
+    def _kept(self) -> Mapping[int, int]:
+        return self._bytes_by_rank(lambda part: part.keepers)
+
+    def _bytes_by_rank(self, ranks_of: Callable[[CutPart], tuple[int, ...]]) -> Mapping[int, int]:
+        parts = ((kind, part) for kind in self._kinds for part in kind.parts)
+        found = _summed((ranks_of(part), part.nbytes * len(kind.tensors)) for kind, part in parts)
+        return _summed((rank, nbytes) for ranks, nbytes in found.items() for rank in ranks)
 
     def bytes_sent(self, rank: int) -> int:
         """Bytes that a rank sends to other ranks."""
-        return self._totals[0].get(rank, 0)
+        return self._sent.get(rank, 0)
 
     def bytes_received(self, rank: int) -> int:
         """Bytes that a rank receives from other ranks."""
-        return self._totals[1].get(rank, 0)
+        return self._received.get(rank, 0)
 
     def bytes_kept(self, rank: int) -> int:
         """Bytes that a rank of both layouts copies from itself."""
-        return self._totals[2].get(rank, 0)
+        return self._kept.get(rank, 0)
 
     def bytes_sent_to(self, rank: int) -> dict[int, int]:
         """Bytes that a rank sends to each other rank that it sends to."""
-        found: dict[int, int] = defaultdict(int)
-        for kind in self._kinds_of_rank.get(rank, ()):
-            for move in kind.moves(rank):
-                if move.source == rank != move.destination:
-                    found[move.destination] += move.part.nbytes * (move.last - move.first)
-        return dict(found)
+        away = (each for each in self.for_rank(rank) if each.source == rank != each.destination)
+        return _summed((each.destination, each.nbytes) for each in away)
 
     def fingerprint(self) -> int:
         """Return a number of 62 bits that is the same on every process for the same plan."""
-        digest = hashlib.blake2b(digest_size=8)
+        digest = hashlib.blake2b(_CHOICE, digest_size=8)
         for layout in (self.source, self.destination):
             digest.update(layout.digest())
-        if self.relay and any(line.nbytes and len(line.ranks) > 1 for line in self._relays):
+        if any(len(part.receivers) > part.copies > 0 for kind in self._kinds for part in kind.parts):
             digest.update(b"relays")
         return int.from_bytes(digest.digest(), "big") >> 2
 
@@ -173,12 +146,37 @@ class TransferPlan:
     @cached_property
     def receivers(self) -> tuple[int, ...]:
         """The ranks that receive or keep something, in order."""
-        return tuple(sorted(rank for rank in self.destination.ranks if self._totals[1][rank] + self._totals[2][rank]))
+        return tuple(rank for rank in self.destination.ranks if self.bytes_received(rank) + self.bytes_kept(rank))
 
-    @cached_property
+    @property
     def bytes_wanted(self) -> int:
         """Bytes that leave the source ranks, those that are passed on not counted."""
         return sum(self._load.values())
+
+
+class _PlanPart(TransferPlan):
+    """Some of a plan's transfers; a part has no fingerprint."""
+
+    def __init__(self, whole: TransferPlan, transfers: Iterable[BlockTransfer]) -> None:
+        self.source, self.destination, self.relay = whole.source, whole.destination, whole.relay
+        self.nbytes, self.transfers = whole.nbytes, tuple(transfers)
+        away = [each for each in self.transfers if not each.is_local]
+        self._load = _summed((each.source, each.nbytes) for each in away if not each.is_relay)
+        self._sent = _summed((each.source, each.nbytes) for each in away)
+        self._received = _summed((each.destination, each.nbytes) for each in away)
+        self._kept = _summed((each.source, each.nbytes) for each in self.transfers if each.is_local)
+
+    def for_rank(self, rank: int, *, direct: bool = False) -> list[BlockTransfer]:
+        """Return what a rank sends, receives and keeps of them."""
+        listed = (each.direct if direct else each for each in self.transfers)
+        return [each for each in listed if rank in (each.source, each.destination)]
+
+
+def _summed(found: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
+    sums: dict[_Key, int] = defaultdict(int)
+    for key, number in found:
+        sums[key] += number
+    return dict(sums)
 
 
 def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay: bool = False) -> TransferPlan:
