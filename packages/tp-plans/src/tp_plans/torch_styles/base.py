@@ -128,6 +128,10 @@ class LocalTensorStyle(ParallelStyle):
         rule = self._matched_rules.get(name)
         return self.local_parameter(name, parameter) if rule is None else parameter_view(rule, parameter)
 
+    def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
+        """The plain tensors that stand for a module's own parameters during forward."""
+        return {name: self.view(name, parameter) for name, parameter in parameters.items()}
+
     def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(own_parameters(module).items()):
             # Matched once and here: the compiler traces a call, and cannot trace how patterns are matched.
@@ -182,7 +186,7 @@ class _TensorParallelMixin:
             for name, parameter in views.items():
                 if isinstance(parameter, DTensor):
                     context.parameters[name] = parameter
-                    views[name] = style.view(name, parameter)
+            views.update(style.views(module, context.parameters))
             args, kwargs = style.pre_forward(module, args, kwargs, context)
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:

@@ -42,6 +42,23 @@ def local_parameter(parameter: DTensor) -> Tensor:
     return _local_part(parameter, spec_of(parameter)) if part is None else part
 
 
+def local_parameters(parameters: Sequence[DTensor], scale: float | None = None) -> Sequence[Tensor]:
+    """Return what :func:`local_parameter` does for parameters, in eager code; gradients are multiplied by ``scale``."""
+    trained = [each.requires_grad and each.is_contiguous() for each in parameters]
+    if parameters and all(trained) and torch.is_grad_enabled():
+        parts: Sequence[Tensor] = _local_parts(scale, *parameters)
+        return parts
+    return [scaled_gradient(local_parameter(each), scale) for each in parameters]
+
+
+def scaled_gradient(tensor: Tensor, scale: float | None) -> Tensor:
+    """Return a tensor, in eager code, whose gradient is multiplied by a number, if there is one."""
+    if scale is None or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    scaled: Tensor = _scale_gradient(tensor, scale)
+    return scaled
+
+
 def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
     """Make what :func:`local_parameter` returns for parameters by one autograd function, until they are dropped."""
     # One may come twice. Returns the parameters for ``drop_parts``.
@@ -50,7 +67,7 @@ def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
     read = [each for each in {id(each): each for each in parameters}.values() if each.requires_grad]
     if len(read) < 2 or not torch.is_grad_enabled() or not all(each.is_contiguous() for each in read):
         return []
-    for parameter, part in zip(read, _local_parts(*read), strict=True):
+    for parameter, part in zip(read, _local_parts(None, *read), strict=True):
         vars(parameter)[_PART] = part
     return read
 
@@ -241,15 +258,30 @@ class _LocalPart(torch.autograd.Function):
 
 class _LocalParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, scale: float | None, *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.specs = [spec_of(parameter) for parameter in parameters]
+        ctx.scale, ctx.specs = scale, [spec_of(parameter) for parameter in parameters]
         return tuple([local_of(parameter).view_as(local_of(parameter)) for parameter in parameters])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
-        pairs = zip(gradients, ctx.specs, strict=True)
-        return tuple([None if own is None else with_spec(_own(own), spec) for own, spec in pairs])
+        scale = ctx.scale
+        own = [each if each is None or scale is None else each * scale for each in gradients]
+        pairs = zip(own, ctx.specs, strict=True)
+        return None, *[None if each is None else with_spec(_own(each), spec) for each, spec in pairs]
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity forward; the gradient times a number backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
 
 
 class _SummedPart(torch.autograd.Function):
@@ -352,4 +384,4 @@ class _Scattered(torch.autograd.Function):
 
 _local_part, _summed_part, _sum_gradient = direct(_LocalPart), direct(_SummedPart), direct(_SumGradient)
 _from_part, _moved, _sum, _scatter = direct(_FromPart), direct(_Moved), direct(_Summed), direct(_Scattered)
-_enter, _local_parts = direct(_Enter), direct(_LocalParts)
+_enter, _local_parts, _scale_gradient = direct(_Enter), direct(_LocalParts), direct(_ScaleGradient)
