@@ -10,6 +10,7 @@ less those of the plain model: those of a model with three layers less those of 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import sys
 import tempfile
@@ -247,11 +248,13 @@ def counted() -> Iterator[Counter[str]]:
             file = "/".join(Path(code.co_filename).parts[-2:]) if code.co_name in NAMES else ""
             counts[COUNTED.get((file, code.co_name), "others")] += 1
 
+    gc.disable()  # which runs code of what it frees
     sys.setprofile(profile)
     try:
         yield counts
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def counts_of_a_layer(name: str) -> Counter[str]:

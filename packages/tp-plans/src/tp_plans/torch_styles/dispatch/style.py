@@ -111,15 +111,15 @@ class DispatchExpertsImpl(LocalTensorStyle):
         stack: _Stack = vars(module)[_STACK]
         stacked = [name for name in parameters if name in stack.stacked]
         found = dict(zip(stacked, local_parameters([parameters[each] for each in stacked], stack.scale), strict=True))
-        for name, parameter in parameters.items() if len(found) < len(parameters) else ():
-            if name in found:
-                continue
-            if parameter.shape[:1] == (stack.experts,):
-                view = self.view(name, parameter)
-            else:
-                view = full_view(parameter, partial=True)
-                view = view[stack.own.start : stack.own.stop] if parameter.ndim > 1 else view
+        others = {name: each for name, each in parameters.items() if name not in found}
+        ruled = {name: each for name, each in others.items() if each.shape[:1] == (stack.experts,)}
+        for name, view in super().views(module, ruled).items():
             found[name] = scaled_gradient(view, stack.scale)
+        for name, parameter in others.items():
+            if name not in ruled:
+                rows = full_view(parameter, partial=True)
+                own = rows[stack.own.start : stack.own.stop] if rows.ndim > 1 else rows
+                found[name] = scaled_gradient(own, stack.scale)
         return found
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
