@@ -43,8 +43,8 @@ def local_parameter(parameter: DTensor) -> Tensor:
         return parameter.to_local()
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return local_of(parameter)
-    part = _local_part(parameter, spec_of(parameter))
-    return part
+    made: Tensor = _local_part(parameter, spec_of(parameter))
+    return made
 
 
 def local_parameters(parameters: Sequence[DTensor], scale: float | None = None) -> Sequence[Tensor]:
@@ -94,12 +94,12 @@ def summed_gradient(tensor: DTensor) -> Tensor:
 
 
 def stream_and_parameters(stream: DTensor, parameters: Sequence[DTensor]) -> Sequence[Tensor] | None:
-    """Return ``local_part(stream)`` and ``summed_gradient`` of parameters by one autograd function, where that is so."""
+    """Return ``local_part`` of a stream and ``summed_gradient`` of parameters, made by one autograd function."""
     # ``None`` where not all of them have a gradient: what one makes has, if any of its inputs has.
     read = (stream, *parameters)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    if not all([each.requires_grad and each.is_contiguous() for each in read]):
+    if not all(each.requires_grad and each.is_contiguous() for each in read):
         return None
     parts: Sequence[Tensor] = _stream_and_parameters(stream, _spec_of_gradient(stream, None), *parameters)
     return parts

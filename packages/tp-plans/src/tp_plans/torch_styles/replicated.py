@@ -96,8 +96,10 @@ class SequenceParallelImpl(FirstTensorStyle):
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         args, kwargs = super().pre_forward(module, args, kwargs, context)
-        if any(context.views[name] is parameter for name, parameter in context.parameters.items()):
-            context.views.update(super().views(module, context.parameters))
+        for name, parameter in context.parameters.items():
+            if context.views[name] is parameter:
+                context.views.update(super().views(module, context.parameters))
+                break
         return args, kwargs
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:

@@ -22,7 +22,7 @@ _Exchanging = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
     """All-gather ``[batch, heads, seq / cp, *]`` that differ in the last dim over ``cp`` in sequence order, at once."""
     # Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
-    apply = _Gather.apply if torch.compiler.is_compiling() else _gather
+    apply: Callable[..., Sequence[Tensor]] = _Gather.apply if torch.compiler.is_compiling() else _gather
     return list(apply(layout, group, *parts))
 
 
@@ -93,7 +93,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: SequenceLayout, group: ProcessGroup, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.layout, ctx.group, ctx.widths = layout, group, [part.shape[-1] for part in parts]
-        return tuple(_gathered(_side_by_side(parts), layout, group).movedim(0, 2).split(ctx.widths, dim=-1))
+        full = _gathered(_side_by_side(parts), layout, group).movedim(0, 2)
+        return tuple(torch.split(full, ctx.widths, dim=-1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,7 +103,7 @@ class _Gather(torch.autograd.Function):
             by_rank = by_rank.index_select(0, ctx.layout.order_on(by_rank.device))
         local = by_rank.new_empty(len(by_rank) // ctx.layout.ranks, *by_rank.shape[1:])
         reduce_scatter_flat(local.view(-1), by_rank.view(-1), ctx.group).wait()
-        return None, None, *local.movedim(0, 2).split(ctx.widths, dim=-1)
+        return None, None, *torch.split(local.movedim(0, 2), ctx.widths, dim=-1)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:

@@ -161,7 +161,9 @@ def _needs_fsdp2(
     """Return whether experts are on several ranks, cast or offloaded."""
     # On one rank FSDP2 would copy the parameters in every forward and backward, and the gradients.
     parameters = list(module.parameters())
-    kept = all(dtype in (None, each.dtype) for each in parameters for dtype in (policy.param_dtype, policy.reduce_dtype))
+    kept = all(
+        dtype in (None, each.dtype) for each in parameters for dtype in (policy.param_dtype, policy.reduce_dtype)
+    )
     dispatched = all(isinstance(each, DTensor) for each in parameters)
     return mesh.size() > 1 or not (kept and dispatched) or isinstance(offload_policy, CPUOffloadPolicy)
 

@@ -32,7 +32,6 @@ from tp_plans.torch_styles.dispatch.rows import join_rows, split_rows, sum_rows
 from tp_plans.torch_styles.gradients import full_view
 from tp_plans.torch_styles.placement import plain_full_tensor
 
-
 #: The attribute of a module with what is known of its experts.
 _STACK = "_tp_plans_stack"
 
