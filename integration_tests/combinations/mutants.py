@@ -121,10 +121,9 @@ def _partial_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return boundaries.with_spec(gradient, ctx.spec), None
 
 
-def _local_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+def _local_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     """Keep this rank's part of its own gradient in the place of the sum over the ranks."""
-    by_rank = gradients[0].movedim(2, 0).index_select(0, ctx.permutation)
-    return by_rank.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)].movedim(0, 2), None, None
+    return None, None, *(ctx.layout.shard(gradient, dim=2) for gradient in gradients)
 
 
 def _bias_on_every_rank(ctx: Any, bias: Tensor, is_first: bool) -> Tensor:

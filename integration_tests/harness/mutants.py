@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fsdp_runtime import parallelize, resolve_parallelism
 from fsdp_runtime.steps import ExpertParallel
 from tp_plans import NoParallel, plan_for
+from tp_plans.runtime import scale_expert_gradients
 from tp_plans.torch_styles import AllToAllExchange, DispatchedTokens
 
 
@@ -92,6 +93,8 @@ def undivided_experts(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for path, module in model.named_modules():
         if path.endswith(".experts") and isinstance(module, FSDPModule):
             module.set_all_reduce_hook(lambda gradient: None)
+        elif path.endswith(".experts"):
+            scale_expert_gradients(module, 1)
     return model
 
 

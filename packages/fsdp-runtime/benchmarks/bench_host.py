@@ -10,6 +10,7 @@ less those of the plain model: those of a model with three layers less those of 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import sys
 import tempfile
@@ -35,8 +36,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_runtime import MeshSpec, parallelize, record_routes, replay_routes
-from fsdp_runtime.steps import ExpertParallel
+from fsdp_runtime import MeshSpec, parallelize, record_routes, replay_routes, submesh
+from tp_plans import with_expert_parallelism
+from tp_plans.runtime import expert_styles_by_path
 
 HIDDEN, TOKENS, VOCAB = 64, 32, 128
 
@@ -124,6 +126,29 @@ def by_transformers(layers: int) -> nn.Module:
         return LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
 
 
+def mixture_by_hand(layers: int, *, dp: int, apart: bool) -> nn.Module:
+    """``fully_shard`` of every block, and of its experts as a second FSDP module where they are ``apart``."""
+    model: Any = mixture(layers)
+    mesh = MeshSpec(dp_shard=dp).build(device_type="cpu")
+    for block in model.model.layers:
+        for module in (block.mlp.experts, block) if apart else (block,):
+            fully_shard(module, mesh=mesh["dp_shard"])
+    fully_shard(model, mesh=mesh["dp_shard"])
+    return model
+
+
+def dispatched(layers: int, *, dp: int, whole: bool = False) -> nn.Module:
+    """Experts over ``ep``, without FSDP2; or blocks ``whole`` besides, as FSDP2 by hand wraps them without experts."""
+    model: Any = mixture(layers)
+    mesh = MeshSpec(dp_shard=dp, ep=dp).build(device_type="cpu")
+    plan = with_expert_parallelism(None, model)
+    parallelize_module(model, submesh(mesh, "ep"), dict(expert_styles_by_path(plan, model)))
+    experts = {parameter for block in model.model.layers for parameter in block.mlp.experts.parameters()}
+    for module in (*model.model.layers, model) if whole else ():
+        fully_shard(module, mesh=mesh["dp_shard"], ignored_params=experts)
+    return model
+
+
 def ours(build: Callable[[int], nn.Module], layers: int, axes: dict[str, int], **options: Any) -> nn.Module:
     """This package."""
     return parallelize(build(layers), MeshSpec(**axes).build(device_type="cpu"), **options)
@@ -131,7 +156,6 @@ def ours(build: Callable[[int], nn.Module], layers: int, axes: dict[str, int], *
 
 #: Contender: the plain model that its time is compared with, a model of so many layers, and the call around a step.
 Contender = tuple[str, Callable[[int], nn.Module], str]
-EXPERTS = {"steps": (ExpertParallel(),)}
 CONTENDERS: dict[str, Contender] = {
     "plain": ("plain", llama, ""),
     "mixture": ("mixture", mixture, ""),
@@ -149,6 +173,11 @@ CONTENDERS: dict[str, Contender] = {
     "fsdp2 x tp": ("plain", partial(ours, llama, axes={"dp_shard": 2, "tp": 2}), ""),
     "fsdp2 x sp": ("plain", partial(ours, llama, axes={"dp_shard": 2, "tp": 2}, sequence_parallel=True), ""),
     "ep": ("mixture", partial(ours, mixture, axes={"dp_shard": 2, "ep": 2}), ""),
+    "ep, efsdp": ("mixture", partial(ours, mixture, axes={"dp_shard": 4, "ep": 2}), ""),
+    "dispatch alone": ("mixture", partial(dispatched, dp=2), ""),
+    "dispatch, fsdp2 by hand": ("mixture", partial(dispatched, dp=2, whole=True), ""),
+    "mixture, fsdp2 by hand": ("mixture", partial(mixture_by_hand, dp=2, apart=False), ""),
+    "mixture, two groups by hand": ("mixture", partial(mixture_by_hand, dp=2, apart=True), ""),
     "mixture, tp": ("mixture", partial(ours, mixture, axes={"tp": 2}), ""),
     "mixture, fsdp2": ("mixture", partial(ours, mixture, axes={"dp_shard": 2}), ""),
     "packed": ("plain", partial(ours, llama, axes={"dp_shard": 1}, packed_sequences=True), "packed"),
@@ -219,11 +248,13 @@ def counted() -> Iterator[Counter[str]]:
             file = "/".join(Path(code.co_filename).parts[-2:]) if code.co_name in NAMES else ""
             counts[COUNTED.get((file, code.co_name), "others")] += 1
 
+    gc.disable()  # which runs code of what it frees
     sys.setprofile(profile)
     try:
         yield counts
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def counts_of_a_layer(name: str) -> Counter[str]:
@@ -280,7 +311,7 @@ def main() -> None:
         dist.destroy_process_group()
         added = {key: counts[name][key] - counts[base][key] for key in ("calls", "DTensors", *COUNTED.values())}
         told = ", ".join(f"{count} {key}" for key, count in added.items() if count)
-        print(f"{name:20} {times[name]:6.2f} ms a layer, {times[name] - times[base]:6.2f} added: {told}", flush=True)
+        print(f"{name:27} {times[name]:6.2f} ms a layer, {times[name] - times[base]:6.2f} added: {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ DISPATCHED = ("from_local", "to_local", "redistribute", "specs")
 def added() -> dict[str, dict[str, int]]:
     """Counts by contender, beyond those of the plain model."""
     names = ["tp by hand", "tp", "sp by hand", "sp", "tp, lora", "fsdp2 by hand", "fsdp2", "ep", "mixture, fsdp2"]
-    names += ["packed", "cp", "recorded", "replayed"]
+    names += ["packed", "cp", "recorded", "replayed", "sp, lora", "ep, efsdp", "dispatch alone"]
+    names += ["mixture, fsdp2 by hand", "mixture, two groups by hand"]
     command = [sys.executable, str(BENCHMARK), *names, "--rounds", "1", "--layers", "1"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -53,6 +54,29 @@ def test_documents_and_routes_cost_a_layer_few_calls(added: dict[str, dict[str, 
     assert 0 < added[name]["calls"] <= calls
 
 
-@pytest.mark.parametrize(("name", "functions"), [("ep", 12), ("cp", 6), ("tp, lora", 30)])
+def test_dispatch_costs_a_fraction_of_fsdp2(added: dict[str, dict[str, int]]) -> None:
+    by_hand = added["mixture, fsdp2 by hand"]["calls"]
+    assert added["dispatch alone"]["calls"] <= 240
+    assert added["ep"]["calls"] <= by_hand + 160  # experts that no other rank has are not in FSDP2
+    assert added["ep, efsdp"]["calls"] <= added["mixture, two groups by hand"]["calls"] + 320
+
+
+def test_attention_over_ranks_costs_few_calls_beside_fsdp2(added: dict[str, dict[str, int]]) -> None:
+    assert added["cp"]["calls"] <= added["fsdp2 by hand"]["calls"] + 150
+
+
+@pytest.mark.parametrize(
+    ("name", "functions"),
+    [
+        ("tp", 16),
+        ("sp", 20),
+        ("tp, lora", 30),
+        ("sp, lora", 50),
+        ("dispatch alone", 6),
+        ("ep", 8),
+        ("ep, efsdp", 10),
+        ("cp", 6),
+    ],
+)
 def test_boundaries_are_single_autograd_functions(added: dict[str, dict[str, int]], name: str, functions: int) -> None:
     assert added[name]["functions"] <= functions

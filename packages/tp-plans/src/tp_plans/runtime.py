@@ -4,7 +4,9 @@ Styles of a model:   ``resolve_style``, ``expert_styles_by_path``
 Adapters:            ``adapter_styles``, ``AdapterStyles``
 Exchanges of tokens: ``TokenExchange``, ``AllToAllExchange``, ``DispatchedTokens``, ``exchange_class``
 Runs on few ranks:   ``tiny_model``, ``on_ranks_of``, ``computes``
-Tensors:             ``full_view``, ``attach_zero_grads``, ``plain_full_tensor``, ``shard_ranges``
+Tensors:             ``full_view``, ``attach_zero_grads``, ``plain_full_tensor``, ``shard_ranges``,
+                     ``scale_expert_gradients``
+Host time:           ``direct``
 Module paths:        ``parent``, ``join``, ``ancestors``, ``is_at_or_below``
 Names in models:     ``QUERY``, ``KEY``, ``FUSED_QKV``, ``HEAD_DIM``, ``HEAD_COUNTS``, ``KV_GROUPS``, ``MLA_HEADS``,
                      ``MLA_QUERIES``, ``MLA_ROPE_DIM``, ``MLP_MODULES``, ``EXPERT_COUNTS``
@@ -43,6 +45,8 @@ from tp_plans.text import colorize
 
 if TYPE_CHECKING:
     from tp_plans.torch_styles import AllToAllExchange, DispatchedTokens, TokenExchange, exchange_class
+    from tp_plans.torch_styles._host_time_compat import direct
+    from tp_plans.torch_styles.dispatch.style import scale_expert_gradients
     from tp_plans.torch_styles.gradients import attach_zero_grads, full_view
     from tp_plans.torch_styles.placement import plain_full_tensor
     from tp_plans.verification.ranks import computes, on_ranks_of
@@ -54,7 +58,9 @@ else:
             ("AllToAllExchange", "DispatchedTokens", "TokenExchange", "exchange_class"), "tp_plans.torch_styles"
         ),
         **dict.fromkeys(("attach_zero_grads", "full_view"), "tp_plans.torch_styles.gradients"),
+        "direct": "tp_plans.torch_styles._host_time_compat",
         "plain_full_tensor": "tp_plans.torch_styles.placement",
+        "scale_expert_gradients": "tp_plans.torch_styles.dispatch.style",
         **dict.fromkeys(("computes", "on_ranks_of"), "tp_plans.verification.ranks"),
         "tiny_model": "tp_plans.verification.tiny",
     }
@@ -87,6 +93,7 @@ __all__ = [
     "attach_zero_grads",
     "colorize",
     "computes",
+    "direct",
     "exchange_class",
     "expert_styles_by_path",
     "full_view",
@@ -97,6 +104,7 @@ __all__ = [
     "plain_full_tensor",
     "referenced_names",
     "resolve_style",
+    "scale_expert_gradients",
     "shard_ranges",
     "takes_argument",
     "tiny_model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import rl_logprobs
 from fsdp_runtime import (
     FSDPOptions,
     assert_replicas_equal,
+    describe_parallelism,
     load_training_state,
     load_weights,
     no_sync,
@@ -280,3 +282,57 @@ def test_gradients_are_the_same_accumulated_gathered_offloaded_and_in_lower_prec
     for rank in four_ranks.run(_all_same_gradients, meshes):
         for found in rank:
             assert {name: off for name, off in found.items() if not off < 1e-5} == {}
+
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+#: Meshes and options, and whether FSDP2 has the experts.
+WRAPPED: dict[str, tuple[dict[str, int], FSDPOptions, bool]] = {
+    "on one rank": (ALL, FSDPOptions(), False),
+    "on one rank, in their own dtype": (ALL, FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.float32)), False),
+    "on one rank, cast": (ALL, FSDPOptions(mp_policy=POLICY, master_dtype=torch.float32), True),
+    "on one rank, reduced in another dtype": (
+        ALL,
+        FSDPOptions(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)),
+        True,
+    ),
+    "on one rank, offloaded": (ALL, FSDPOptions(offload_policy=CPUOffloadPolicy()), True),
+    "on two ranks": (TWO, FSDPOptions(), True),
+    "replicated": (REPLICAS, FSDPOptions(), True),
+}
+
+
+def _wrapped() -> dict[str, bool]:
+    found = {}
+    for name, (axes, options, _) in WRAPPED.items():
+        paths = describe_parallelism(_parallel(axes, fsdp=options)).fsdp_modules
+        found[name] = any(path.endswith(".experts") for path in paths)
+    return found
+
+
+def test_fsdp2_has_the_experts_that_are_shared_cast_or_offloaded(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_wrapped) == [{name: wrapped for name, (*_, wrapped) in WRAPPED.items()}] * 4
+
+
+def _divided_gradients() -> list[float]:
+    """How far gradients of experts are off after their parameters were replaced, and of a copy of the experts."""
+    model = _parallel(ALL)
+    _loss(model, ALL).backward()
+    expected = {name: each.grad.to_local().clone() for name, each in model.named_parameters()}
+    replaced: Any = _parallel(ALL)
+    experts = replaced.model.layers[0].mlp.experts
+    experts.load_state_dict(experts.state_dict(), assign=True)
+    _loss(replaced, ALL).backward()
+    off = _off(replaced, expected)
+    own, copied = experts, copy.deepcopy(experts)
+    tokens, index = torch.ones(3, own.gate_up_proj.shape[-1]), torch.tensor([[0, 5], [1, 7], [2, 3]])
+    for each in (own, copied):
+        each.zero_grad()
+        each(tokens, index, torch.full((3, 2), 0.5)).sum().backward()
+    pairs = zip(own.parameters(), copied.parameters(), strict=True)
+    return [off, *((one.grad - other.grad).to_local().abs().max().item() for one, other in pairs)]
+
+
+def test_gradients_of_replaced_and_copied_experts_are_divided_too(four_ranks: RankPool) -> None:
+    for off, *copied in four_ranks.run(_divided_gradients):
+        assert off < 1e-6
+        assert copied == [0.0, 0.0]

@@ -216,11 +216,11 @@ def _calls_of_a_layer(options_of_cases: list[dict[str, Any]]) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("options", [SP, pytest.param({}, marks=pytest.mark.slow)], ids=["SP", "TP"])
-def test_a_layer_exchanges_five_times_forward_and_three_times_backward(
+def test_a_layer_exchanges_four_times_forward_and_three_times_backward(
     four_ranks: RankPool, options: dict[str, Any]
 ) -> None:
-    # Forward two of counts, and rows, pairs and sums; backward sums, the weights of pairs, and rows.
-    layer = {"forward all_to_all": 5, "backward all_to_all": 3}
+    # Forward the counts, the pairs with their weights, rows and sums; backward sums, the weights of pairs, and rows.
+    layer = {"forward all_to_all": 4, "backward all_to_all": 3}
     assert four_ranks.run(_calls_of_a_layer, [options]) == [[layer]] * 4
 
 

@@ -123,10 +123,13 @@ class LocalTensorStyle(ParallelStyle):
         module.__class__ = self._class_for(type(module), device_mesh)
         return module
 
-    def view(self, name: str, parameter: DTensor) -> Tensor:
-        """The plain tensor that stands for a parameter during forward, by its own rule or the module's."""
-        rule = self._matched_rules.get(name)
-        return self.local_parameter(name, parameter) if rule is None else parameter_view(rule, parameter)
+    def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
+        """The plain tensors that stand for a module's own parameters during forward."""
+        found = {}
+        for name, parameter in parameters.items():
+            rule = self._matched_rules.get(name)
+            found[name] = self.local_parameter(name, parameter) if rule is None else parameter_view(rule, parameter)
+        return found
 
     def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(own_parameters(module).items()):
@@ -182,7 +185,8 @@ class _TensorParallelMixin:
             for name, parameter in views.items():
                 if isinstance(parameter, DTensor):
                     context.parameters[name] = parameter
-                    views[name] = style.view(name, parameter)
+            if context.parameters:
+                views.update(style.views(module, context.parameters))
             args, kwargs = style.pre_forward(module, args, kwargs, context)
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:

@@ -26,20 +26,42 @@ def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
     # The gradient lies across the ranks as the tensor by default, but replicated for partial sums.
     if torch.compiler.is_compiling() or not tensor.is_contiguous():
         return tensor.to_local(grad_placements=None if gradient is None else [gradient])
-    if not torch.is_grad_enabled():
-        return tensor.to_local()
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return local_of(tensor)
     part: Tensor = _local_part(tensor, _spec_of_gradient(tensor, gradient))
     return part
 
 
 def local_parameter(parameter: DTensor) -> Tensor:
     """Return this rank's part of a parameter as a plain tensor, whose gradient has the parameter's placement."""
-    if torch.compiler.is_compiling() or not parameter.is_contiguous():
+    if torch.compiler.is_compiling():
+        return parameter.to_local()
+    part: Tensor | None = vars(parameter).get(_PART)
+    if part is not None:
+        return part
+    if not parameter.is_contiguous():
         return parameter.to_local()
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return local_of(parameter)
-    part: Tensor | None = vars(parameter).get(_PART)
-    return _local_part(parameter, spec_of(parameter)) if part is None else part
+    made: Tensor = _local_part(parameter, spec_of(parameter))
+    return made
+
+
+def local_parameters(parameters: Sequence[DTensor], scale: float | None = None) -> Sequence[Tensor]:
+    """Return what :func:`local_parameter` does for parameters, in eager code; gradients are multiplied by ``scale``."""
+    trained = [each.requires_grad and each.is_contiguous() for each in parameters]
+    if parameters and all(trained) and torch.is_grad_enabled():
+        parts: Sequence[Tensor] = _local_parts(scale, *parameters)
+        return parts
+    return [scaled_gradient(local_parameter(each), scale) for each in parameters]
+
+
+def scaled_gradient(tensor: Tensor, scale: float | None) -> Tensor:
+    """Return a tensor, in eager code, whose gradient is multiplied by a number, if there is one."""
+    if scale is None or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    scaled: Tensor = _scale_gradient(tensor, scale)
+    return scaled
 
 
 def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
@@ -50,7 +72,7 @@ def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
     read = [each for each in {id(each): each for each in parameters}.values() if each.requires_grad]
     if len(read) < 2 or not torch.is_grad_enabled() or not all(each.is_contiguous() for each in read):
         return []
-    for parameter, part in zip(read, _local_parts(*read), strict=True):
+    for parameter, part in zip(read, _local_parts(None, *read), strict=True):
         vars(parameter)[_PART] = part
     return read
 
@@ -69,6 +91,18 @@ def summed_gradient(tensor: DTensor) -> Tensor:
         return local_part(tensor)
     part: Tensor = _summed_part(tensor, spec_of(tensor))
     return part
+
+
+def stream_and_parameters(stream: DTensor, parameters: Sequence[DTensor]) -> Sequence[Tensor] | None:
+    """Return ``local_part`` of a stream and ``summed_gradient`` of parameters, made by one autograd function."""
+    # ``None`` where not all of them have a gradient: what one makes has, if any of its inputs has.
+    read = (stream, *parameters)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    if not all(each.requires_grad and each.is_contiguous() for each in read):
+        return None
+    parts: Sequence[Tensor] = _stream_and_parameters(stream, _spec_of_gradient(stream, None), *parameters)
+    return parts
 
 
 def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -241,15 +275,30 @@ class _LocalPart(torch.autograd.Function):
 
 class _LocalParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, scale: float | None, *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.specs = [spec_of(parameter) for parameter in parameters]
+        ctx.scale, ctx.specs = scale, [spec_of(parameter) for parameter in parameters]
         return tuple([local_of(parameter).view_as(local_of(parameter)) for parameter in parameters])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
-        pairs = zip(gradients, ctx.specs, strict=True)
-        return tuple([None if own is None else with_spec(_own(own), spec) for own, spec in pairs])
+        scale = ctx.scale
+        own = [each if each is None or scale is None else each * scale for each in gradients]
+        pairs = zip(own, ctx.specs, strict=True)
+        return None, *[None if each is None else with_spec(_own(each), spec) for each, spec in pairs]
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity forward; the gradient times a number backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
 
 
 class _SummedPart(torch.autograd.Function):
@@ -262,6 +311,20 @@ class _SummedPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
         return with_spec(all_reduce(gradient, ctx.mesh), ctx.spec), None
+
+
+class _StreamAndParameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream: DTensor, spec: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.specs, ctx.mesh = spec, [spec_of(each) for each in parameters], stream.device_mesh
+        return tuple([local_of(each).view_as(local_of(each)) for each in (stream, *parameters)])
+
+    @staticmethod
+    def backward(ctx: Any, of_stream: Tensor | None, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        pairs = zip(gradients, ctx.specs, strict=True)
+        summed = [None if each is None else with_spec(all_reduce(each, ctx.mesh), spec) for each, spec in pairs]
+        return None if of_stream is None else with_spec(_own(of_stream), ctx.spec), None, *summed
 
 
 class _SumGradient(torch.autograd.Function):
@@ -352,4 +415,5 @@ class _Scattered(torch.autograd.Function):
 
 _local_part, _summed_part, _sum_gradient = direct(_LocalPart), direct(_SummedPart), direct(_SumGradient)
 _from_part, _moved, _sum, _scatter = direct(_FromPart), direct(_Moved), direct(_Summed), direct(_Scattered)
-_enter, _local_parts = direct(_Enter), direct(_LocalParts)
+_enter, _local_parts, _scale_gradient = direct(_Enter), direct(_LocalParts), direct(_ScaleGradient)
+_stream_and_parameters = direct(_StreamAndParameters)

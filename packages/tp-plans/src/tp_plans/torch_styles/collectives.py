@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
@@ -17,6 +18,7 @@ class _Axis(NamedTuple):
     """What collectives ask of a mesh of one axis, which takes torch as long as a collective's other host time."""
 
     mesh: DeviceMesh
+    process_group: ProcessGroup
     group: str
     ranks: int
     rank: int
@@ -31,33 +33,39 @@ def _axis(mesh: DeviceMesh) -> _Axis:
     if axis is None:
         if len(_axes) >= 256:
             _axes.clear()
-        axis = _axes[id(mesh)] = _Axis(mesh, mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+        group = mesh.get_group()
+        axis = _axes[id(mesh)] = _Axis(mesh, group, group.group_name, mesh.size(), mesh.get_local_rank())
     return axis
+
+
+def group_of(mesh: DeviceMesh) -> ProcessGroup:
+    """Return the process group of a mesh of one axis."""
+    return _axis(mesh).process_group
 
 
 def all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum over the ranks; ``tensor`` stays as it is.  The compiler may trace it."""
     if torch.compiler.is_compiling():
         return DTensor.from_local(tensor, mesh, [Partial()], run_check=False).full_tensor()
-    return all_reduced(_without_history(tensor), _axis(mesh).group)
+    return all_reduced(without_history(tensor), _axis(mesh).group)
 
 
 def gather(part: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     """Return the tensor, of ``size`` on ``dim``, whose parts the ranks have; only the last parts are shorter."""
-    _, group, ranks, _ = _axis(mesh)
-    full = gathered(_rows(_without_history(part), dim, -(-size // ranks)), group, ranks)
+    _, _, group, ranks, _ = _axis(mesh)
+    full = gathered(_rows(without_history(part), dim, -(-size // ranks)), group, ranks)
     return _from_rows(full, part, dim, size)
 
 
 def reduce_scatter(partial: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Return this rank's part, on ``dim``, of the sum over the ranks."""
-    (_, group, ranks, rank), size = _axis(mesh), partial.shape[dim]
-    own = reduce_scattered(_rows(_without_history(partial), dim, -(-size // ranks) * ranks), group, ranks)
+    (_, _, group, ranks, rank), size = _axis(mesh), partial.shape[dim]
+    own = reduce_scattered(_rows(without_history(partial), dim, -(-size // ranks) * ranks), group, ranks)
     start, end = _bounds(size, ranks, rank)
     return _from_rows(own, partial, dim, end - start)
 
 
-def _without_history(tensor: Tensor) -> Tensor:
+def without_history(tensor: Tensor) -> Tensor:
     """Return a tensor whose gradient nobody asks for, as in a forward or backward of an autograd function."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise CapabilityError(

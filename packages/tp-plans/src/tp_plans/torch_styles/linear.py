@@ -63,7 +63,7 @@ class ColwiseParallelImpl(_LinearImpl):
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         own = local_view(parameter)
-        exchange = self._exchanges.get(parameter.shape[0])
+        exchange = self._exchanges.get(parameter.shape[0]) if self._exchanges else None
         return own if exchange is None else exchange(own, parameter.device_mesh)
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
@@ -104,7 +104,7 @@ class RowwiseParallelImpl(_LinearImpl):
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         if name != "bias":
             own = local_view(parameter)
-            exchange = self._exchanges.get(parameter.shape[1])
+            exchange = self._exchanges.get(parameter.shape[1]) if self._exchanges else None
             return own if exchange is None else exchange(own.mT, parameter.device_mesh).mT
         is_first = parameter.device_mesh.get_local_rank() == 0
         return cast(Tensor, _OnFirstRank.apply(local_view(parameter), is_first))  # type: ignore[no-untyped-call]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -22,7 +23,7 @@ from tp_plans.torch_styles.base import (
     LocalTensorStyle,
     distribute_tied,
 )
-from tp_plans.torch_styles.boundaries import local_part, shared_part, summed_gradient
+from tp_plans.torch_styles.boundaries import local_part, shared_part, stream_and_parameters, summed_gradient
 from tp_plans.torch_styles.gradients import full_view, local_view
 from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, prepared, redistribute, wrap
 
@@ -44,8 +45,9 @@ class NoParallelImpl(FirstTensorStyle):
         if not isinstance(tensor, DTensor):
             return tensor
         self._require_matching(module, as_dtensor(tensor, context.mesh, layouts.Replicate()))
-        context.saved["arrived"] = tensor
-        return shared_part(tensor)
+        part = shared_part(tensor)
+        context.saved.update(arrived=tensor, part=part)
+        return part
 
     def post_forward(self, module: nn.Module, output: Any, context: ForwardContext) -> Any:
         arrived: DTensor | None = context.saved.get("arrived")
@@ -54,7 +56,7 @@ class NoParallelImpl(FirstTensorStyle):
         (cut,) = arrived.placements
         if not isinstance(cut, Shard):
             return prepared(output, context.mesh, layouts.Replicate())
-        own = arrived.to_local().shape[cut.dim]
+        own = context.saved["part"].shape[cut.dim]
         if cut.dim >= output.ndim or output.shape[cut.dim] != own:
             raise LayoutError(
                 f"{type(module).__name__} got a DTensor sharded on dim {cut.dim} (local size {own}) and returned "
@@ -88,11 +90,29 @@ class SequenceParallelImpl(FirstTensorStyle):
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return summed_gradient(parameter)
 
+    def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
+        # Most often together with the stream, in ``enter``.
+        return super().views(module, parameters) if self._matched_rules or torch.compiler.is_compiling() else {}
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
+        args, kwargs = super().pre_forward(module, args, kwargs, context)
+        for name, parameter in context.parameters.items():
+            if context.views[name] is parameter:
+                context.views.update(super().views(module, context.parameters))
+                break
+        return args, kwargs
+
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
         sequence = layouts.Shard(self.style.sequence_dim)
         stream = redistribute(as_dtensor(tensor, context.mesh, layouts.Replicate()), sequence)
         context.saved["length"] = stream.shape[sequence.dim]
-        return local_part(stream)
+        parameters = context.parameters
+        waiting = parameters and not self._matched_rules
+        together = stream_and_parameters(stream, list(parameters.values())) if waiting else None
+        if together is None:
+            return local_part(stream)
+        context.views.update(zip(parameters, together[1:], strict=True))
+        return together[0]
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         stream = wrap(output, context.mesh, self.style.sequence_dim, size=context.saved["length"])

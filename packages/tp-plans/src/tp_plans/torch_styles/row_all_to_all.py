@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_plans.row_ranges import intersect, shard_ranges
+from tp_plans.torch_styles._host_time_compat import direct
+from tp_plans.torch_styles.collectives import group_of, without_history
 
 
 class RowExchange:
@@ -39,7 +41,9 @@ class RowExchange:
 
 def exchange_rows(rows: Tensor, mesh: DeviceMesh, received: list[int], sent: list[int]) -> Tensor:
     """All-to-all with the numbers of rows from and to each rank; backward sends the gradients back."""
-    return cast(Tensor, _ExchangeRows.apply(rows, mesh, received, sent))  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        return cast(Tensor, _ExchangeRows.apply(rows, mesh, received, sent))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _exchange_rows(rows, mesh, received, sent))
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -53,9 +57,15 @@ class _ExchangeRows(torch.autograd.Function):
         return all_to_all(gradient, ctx.mesh, ctx.sent, ctx.received), None, None, None
 
 
+_exchange_rows = direct(_ExchangeRows)
+
+
 def all_to_all(rows: Tensor, mesh: DeviceMesh, received: Sequence[int], sent: Sequence[int]) -> Tensor:
     """The same without a gradient."""
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    if not torch.compiler.is_compiling():
+        dist.all_to_all_single(arrived, without_history(rows).contiguous(), received, sent, group=group_of(mesh))
+        return arrived
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=mesh.get_group())
     # A view: torch 2.11's compiler gives no gradient to an autograd function whose output was written in place.
     return arrived.view_as(arrived)

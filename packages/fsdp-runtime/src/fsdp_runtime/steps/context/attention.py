@@ -81,6 +81,8 @@ class ContextAttention:
     packing: CurrentDocuments = field(default_factory=CurrentDocuments)
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _made_masks: bool = False  # in this forward
+    #: By the length of a rank's part, in a forward that :meth:`begin` has announced.
+    _layouts: dict[int, SequenceLayout] | None = None
 
     def __post_init__(self) -> None:
         require_one_of("context_parallel", self.context_parallel, get_args(Method))
@@ -112,12 +114,18 @@ class ContextAttention:
         self.documents = None if documents is None else documents.numbers
         self.positions = None if documents is None else documents.positions
         self._masks.clear()
-        self._made_masks = False
+        self._made_masks, self._layouts = False, {}
 
     def layout(self, local_length: int) -> SequenceLayout:
         """Return the layout of sequences of which each rank holds ``local_length`` tokens."""
+        kept = None if torch.compiler.is_compiling() else self._layouts
+        if kept is not None and local_length in kept:
+            return kept[local_length]
         ranks = dist.get_world_size(self.group)
-        return SequenceLayout(local_length * ranks, ranks, dist.get_rank(self.group), self.load_balancer)
+        layout = SequenceLayout(local_length * ranks, ranks, dist.get_rank(self.group), self.load_balancer)
+        if kept is not None:
+            kept[local_length] = layout
+        return layout
 
     def attend(
         self,

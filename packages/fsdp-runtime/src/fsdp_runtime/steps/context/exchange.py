@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from fsdp_runtime._torch_compat import all_gather_flat, reduce_scatter_flat
 from fsdp_runtime.steps.context.sharding import SequenceLayout
+from tp_plans.runtime import direct
 
 _Exchanging = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
@@ -21,16 +22,20 @@ _Exchanging = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
     """All-gather ``[batch, heads, seq / cp, *]`` that differ in the last dim over ``cp`` in sequence order, at once."""
     # Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
-    gathered: Tensor = _Gather.apply(torch.cat(parts, dim=-1), layout, group)  # type: ignore[no-untyped-call]
-    return list(torch.split(gathered, [part.shape[-1] for part in parts], dim=-1))
+    apply: Callable[..., Sequence[Tensor]] = _Gather.apply if torch.compiler.is_compiling() else _gather
+    return list(apply(layout, group, *parts))
 
 
 def gather_tokens(local: Tensor, layout: SequenceLayout, group: ProcessGroup, *, dim: int) -> Tensor:
     """All-gather the tokens on ``dim`` of a tensor in sequence order, without gradient."""
-    first = local.movedim(dim, 0).contiguous()
-    by_rank = first.new_empty(layout.length, *first.shape[1:])
-    all_gather_flat(by_rank.view(-1), first.view(-1), group).wait()
-    return by_rank.index_select(0, layout.permutation.to(local.device).argsort()).movedim(0, dim)
+    return _gathered(local.movedim(dim, 0).contiguous(), layout, group).movedim(0, dim)
+
+
+def _gathered(rows: Tensor, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
+    """All-gather contiguous rows ``[seq / cp, ...]`` in sequence order."""
+    by_rank = rows.new_empty(layout.length, *rows.shape[1:])
+    all_gather_flat(by_rank.view(-1), rows.view(-1), group).wait()
+    return by_rank if layout.is_contiguous else by_rank.index_select(0, layout.inverse_on(rows.device))
 
 
 def tokens_to_heads(
@@ -86,16 +91,28 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: SequenceLayout, group: ProcessGroup) -> Tensor:
-        ctx.group, ctx.permutation = group, layout.permutation.to(local.device)
-        return gather_tokens(local, layout, group, dim=2)
+    def forward(ctx: Any, layout: SequenceLayout, group: ProcessGroup, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.layout, ctx.group, ctx.widths = layout, group, [part.shape[-1] for part in parts]
+        full = _gathered(_side_by_side(parts), layout, group).movedim(0, 2)
+        return tuple(torch.split(full, ctx.widths, dim=-1))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        by_rank = gradients[0].movedim(2, 0).index_select(0, ctx.permutation)
-        local = by_rank.new_empty(len(by_rank) // dist.get_world_size(ctx.group), *by_rank.shape[1:])
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        by_rank = _side_by_side(gradients)
+        if not ctx.layout.is_contiguous:
+            by_rank = by_rank.index_select(0, ctx.layout.order_on(by_rank.device))
+        local = by_rank.new_empty(len(by_rank) // ctx.layout.ranks, *by_rank.shape[1:])
         reduce_scatter_flat(local.view(-1), by_rank.view(-1), ctx.group).wait()
-        return local.movedim(0, 2), None, None
+        return None, None, *torch.split(local.movedim(0, 2), ctx.widths, dim=-1)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Return ``[batch, heads, tokens, *]`` as contiguous ``[tokens, batch, heads, *]``, one beside the other."""
+    rows = [part.movedim(2, 0) for part in parts]
+    return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)).contiguous()
+
+
+_gather = direct(_Gather)
 
 
 @dataclass(frozen=True)
@@ -109,12 +126,12 @@ class _HeadExchange:
 
     def to_heads(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         by_rank = [self._by_rank(part, self.heads_dim) for part in parts]
-        order, at = self.layout.permutation.argsort().to(parts[0].device), self.tokens_dim
+        order, at = self.layout.inverse_on(parts[0].device), self.tokens_dim
         received = _all_to_all(by_rank, self.group)
         return tuple(part.movedim(0, at).flatten(at, at + 1).index_select(at, order) for part in received)
 
     def to_tokens(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        order, at = self.layout.permutation.to(parts[0].device), self.heads_dim
+        order, at = self.layout.order_on(parts[0].device), self.heads_dim
         by_rank = [self._by_rank(part.index_select(self.tokens_dim, order), self.tokens_dim) for part in parts]
         return tuple(part.movedim(0, at).flatten(at, at + 1) for part in _all_to_all(by_rank, self.group))
 

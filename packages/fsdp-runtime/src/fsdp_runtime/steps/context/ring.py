@@ -8,8 +8,9 @@ documents) are not computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime._torch_compat import has_flash_attention
 from fsdp_runtime.steps.context.masks import EVERYTHING, NOTHING, SequenceMask, chunk_places, tiles
 from fsdp_runtime.steps.context.sharding import SequenceLayout
-from fsdp_runtime.steps.context.tiles import Block, add_part, attend, attend_backward, statistics_dtype
+from fsdp_runtime.steps.context.tiles import Block, add_part, attend, attend_backward, set_part, statistics_dtype
+from tp_plans.runtime import direct
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between ranks
@@ -39,7 +41,7 @@ def attend_around(
     # Without a mask and with ``causal``, a query sees the tokens up to its own.
     parts = Parts(layout, mask, causal, has_flash_attention(query, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    output: Tensor = _Ring.apply(query, key, value, parts, group, factor)  # type: ignore[no-untyped-call]
+    output: Tensor = _ring(query, key, value, parts, group, factor)
     return output
 
 
@@ -49,7 +51,7 @@ def attend_to_prefixes(
     """Compute causal attention to gathered keys without a mask, where no kernel takes fewer queries than keys."""
     # Queries are ``[batch, heads, seq / cp, dim]``, keys and values ``[batch, kv_heads, seq, dim]`` in sequence order.
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    output: Tensor = _Ring.apply(query, key, value, _Prefixes(layout), None, factor)  # type: ignore[no-untyped-call]
+    output: Tensor = _ring(query, key, value, _Prefixes(layout), None, factor)
     return output
 
 
@@ -59,13 +61,20 @@ class _Prefixes:
 
     layout: SequenceLayout
 
-    def of(self, _owner: int) -> Iterator[Block]:
-        size = self.layout.length // self.layout.num_chunks
-        for at, chunk in enumerate(self.layout.chunks):
-            queries, start = slice(at * size, (at + 1) * size), chunk * size
-            if start:
-                yield Block(queries, slice(0, start), fused=True)
-            yield Block(queries, slice(start, start + size), causal=True, fused=True)
+    def of(self, _owner: int) -> Sequence[Block]:
+        return _prefixes(self.layout.length // self.layout.num_chunks, self.layout.chunks)
+
+
+@lru_cache(maxsize=64)
+def _prefixes(size: int, chunks: tuple[int, ...]) -> Sequence[Block]:
+    """Return the parts of chunks of a size, by their places in the sequence."""
+    found: list[Block] = []
+    for at, chunk in enumerate(chunks):
+        queries, start = slice(at * size, (at + 1) * size), chunk * size
+        if start:
+            found.append(Block(queries, slice(0, start), fused=True))
+        found.append(Block(queries, slice(start, start + size), causal=True, fused=True))
+    return found
 
 
 @dataclass(frozen=True)
@@ -118,11 +127,17 @@ class _Ring(torch.autograd.Function):
         dtype = statistics_dtype(query.dtype)
         output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=dtype)
+        begun: set[int] = set()  # queries of which a part is in the output
         for owner, (keys, values) in _around(key, value, group):
             for block in parts.of(owner):
                 seen = keys[:, :, block.keys], values[:, :, block.keys]
                 found = attend(query[:, :, block.queries], *seen, block, scale)
-                add_part(output[:, :, block.queries], lse[:, :, block.queries], *found)
+                into = output[:, :, block.queries], lse[:, :, block.queries]
+                if block.queries.start in begun:
+                    add_part(*into, *found)
+                else:
+                    set_part(*into, *found)
+                    begun.add(block.queries.start)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.parts, ctx.group, ctx.scale = parts, group, scale
@@ -154,6 +169,9 @@ class _Ring(torch.autograd.Function):
             own += carried.wait()
         grad_key, grad_value = own.to(key.dtype).split([key.shape[3], value.shape[3]], dim=-1)
         return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
+
+
+_ring = direct(_Ring)
 
 
 def _around(key: Tensor, value: Tensor, group: ProcessGroup | None) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -98,6 +98,28 @@ class SequenceLayout:
         with torch.inference_mode(False):  # kept for later calls, whose backward may save it
             chunks = torch.arange(self.length).view(self.num_chunks, -1)
             return torch.cat([chunks[chunk] for rank in range(self.ranks) for chunk in self.chunks_of(rank)])
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the ranks' tokens one after another are the sequence."""
+        return self.chunks_per_rank == 1
+
+    def order_on(self, device: torch.device) -> Tensor:
+        """Return the permutation on a device, kept for later calls."""
+        return self._kept("order", device, lambda: self.permutation.to(device))
+
+    def inverse_on(self, device: torch.device) -> Tensor:
+        """Return the inverse of the permutation on a device, kept for later calls."""
+        return self._kept("inverse", device, lambda: self.permutation.argsort().to(device))
+
+    def _kept(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        if torch.compiler.is_compiling():
+            return make()
+        kept: dict[tuple[str, torch.device], Tensor] = self.__dict__.setdefault("_on_devices", {})
+        if (name, device) not in kept:
+            with torch.inference_mode(False):
+                kept[name, device] = make()
+        return kept[name, device]
 
     @property
     def positions(self) -> Tensor:

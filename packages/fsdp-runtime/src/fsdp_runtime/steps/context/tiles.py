@@ -50,6 +50,12 @@ def add_part(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Non
     lse.copy_(total)
 
 
+def set_part(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Begin the sum with a part, in place."""
+    output.copy_(part)
+    lse.copy_(part_lse)
+
+
 def attend_backward(
     grad_output: Tensor,
     query: Tensor,

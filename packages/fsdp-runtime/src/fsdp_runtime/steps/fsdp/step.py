@@ -31,6 +31,7 @@ from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes, reduce_gradients, resolve
 from fsdp_runtime.steps.fsdp.missing_media import apply_absent_media
 from fsdp_runtime.steps.fsdp.options import FSDPOptions, check_fsdp_options, replicated_parameters
 from fsdp_runtime.wrap import hook_forward
+from tp_plans.runtime import scale_expert_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -98,19 +99,21 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
     expert_policy = replace(block_policy, cast_forward_inputs=False)
     experts, expert_mesh = expert_modules(model, setup.expert_plan), setup.meshes.expert_fsdp
 
+    def policy_of(path: str, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+        return replace(policy, param_dtype=None) if path in dtypes.own_dtype else policy
+
     def shard(
         path: str, module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool
     ) -> None:
         shards = mesh.size(mesh.ndim - 1)  # the last axis shards, also under HSDP
-        if path in dtypes.own_dtype:
-            policy = replace(policy, param_dtype=None)
+        ignored = replicated | whole
         fully_shard(
             module,
             mesh=mesh,
-            mp_policy=policy,
+            mp_policy=policy_of(path, policy),
             offload_policy=offload_policy,
             reshard_after_forward=reshard_after_forward,
-            ignored_params=replicated | outer if path in blocks else replicated,
+            ignored_params=ignored | outer if path in blocks else ignored,
             shard_placement_fn=lambda parameter: _shard_placement(parameter, shards),
         )
         runtime_state(module).reshard_after_forward = reshard_after_forward
@@ -122,9 +125,15 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
         return options.reshard_after_forward and (options.reshard_last_block or not is_last)
 
     blocks, outer = _blocks_to_wrap(model, structure, options), _outer_parameters(model, structure)
+    whole: set[nn.Parameter] = set()  # of experts that no other rank has
     for path, module in experts.items():
-        if expert_mesh is not None and not replicated.issuperset(module.parameters()):
+        if expert_mesh is None or replicated.issuperset(module.parameters()):
+            continue
+        if _needs_fsdp2(module, expert_mesh, policy_of(path, expert_policy), offload_policy):
             shard(path, module, expert_mesh, policy=expert_policy, reshard_after_forward=frees(path))
+        else:
+            whole.update(module.parameters())
+            scale_expert_gradients(module, 1 / (options.gradient_divide_factor or 1))
     for path in dtypes.modules:
         # Their code casts its own inputs, and may return float32.
         shard(path, model.get_submodule(path), mesh, policy=expert_policy, reshard_after_forward=frees(path))
@@ -133,7 +142,7 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
     reshards_root = options.reshard_after_forward and options.reshard_last_block
     shard("", model, mesh, policy=policy, reshard_after_forward=reshards_root)
     of_experts = {parameter for module in experts.values() for parameter in module.parameters()}
-    for parameter in replicated:
+    for parameter in replicated - whole:
         ranks = mesh if expert_mesh is None or parameter not in of_experts else expert_mesh
         reduce_gradients(parameter, ranks, options.gradient_divide_factor or mesh.size())
     keep_recording(model)
@@ -144,6 +153,19 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
     apply_absent_media(model, structure, mesh)
     _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], experts.values(), options)
     logger.info("FSDP2: %d blocks and the root over %d ranks", len(blocks), mesh.size())
+
+
+def _needs_fsdp2(
+    module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy
+) -> bool:
+    """Return whether experts are on several ranks, cast or offloaded."""
+    # On one rank FSDP2 would copy the parameters in every forward and backward, and the gradients.
+    parameters = list(module.parameters())
+    kept = all(
+        dtype in (None, each.dtype) for each in parameters for dtype in (policy.param_dtype, policy.reduce_dtype)
+    )
+    dispatched = all(isinstance(each, DTensor) for each in parameters)
+    return mesh.size() > 1 or not (kept and dispatched) or isinstance(offload_policy, CPUOffloadPolicy)
 
 
 def _require_root_forward(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_plans.errors import CapabilityError, PlanError
+from tp_plans.torch_styles._host_time_compat import direct
 from tp_plans.torch_styles.collectives import gather
 from tp_plans.torch_styles.dispatch.rows import sum_rows
 from tp_plans.torch_styles.row_all_to_all import all_to_all, exchange_rows
@@ -87,7 +88,7 @@ class _AllToAllState:
 class AllToAllExchange(TokenExchange):
     """The reference: ``all_to_all_single`` with the exact sizes, which are read on the host once a call.
 
-    Five collectives forward (the sizes, the pairs, their weights, the tokens, the results) and three backward.
+    Four collectives forward (the sizes, the pairs with their weights, the tokens, the results) and three backward.
     """
 
     def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor, *, experts: int) -> DispatchedTokens:
@@ -95,43 +96,40 @@ class AllToAllExchange(TokenExchange):
         ranks = self.mesh.size()
         own = experts // ranks
         expert = index.reshape(-1)
-        token = torch.arange(tokens, device=index.device).repeat_interleave(top_k)
-        to_rank = torch.where((expert >= 0) & (expert < experts), expert // own, ranks)
+        # No rank where the number stands for none: a negative one without its sign bit is larger than any other.
+        to_rank = (expert // own).bitwise_and_(torch.iinfo(expert.dtype).max).clamp_(max=ranks)
 
         # Pairs in the order of rank and token, so that those of one row follow one another; pairs for no rank last.
-        key, order = (to_rank * max(tokens, 1) + token).sort(stable=True)
-        starts_row = torch.ones_like(key)
-        starts_row[1:] = key[1:] != key[:-1]
-        sorted_rank = to_rank[order]
-        counts = key.new_zeros(ranks + 1, 2).index_add_(
-            0, sorted_rank, torch.stack([starts_row, torch.ones_like(key)], dim=1)
-        )[:ranks]
+        sorted_rank, order = to_rank.sort(stable=True)
+        token = order // top_k
+        starts_row = _starts(torch.add(token, sorted_rank, alpha=max(tokens, 1)))
+        rows_until = starts_row.new_zeros(len(order) + 1)  # until each pair, and in all
+        torch.cumsum(starts_row, 0, out=rows_until[1:])
+        pairs_until = torch.searchsorted(sorted_rank, torch.arange(-1, ranks, out=sorted_rank.new_empty(0)), right=True)
+        until = torch.stack([rows_until[pairs_until], pairs_until], dim=1)
+        counts = until[1:] - until[:-1]
         arriving = all_to_all(counts, self.mesh, [1] * ranks, [1] * ranks)
         sent_rows, sent_pairs, rows, pairs = self.read_counts(counts, arriving)
 
-        order, sorted_rank = order[: sum(sent_pairs)], sorted_rank[: sum(sent_pairs)]
-        row = starts_row[: sum(sent_pairs)].cumsum(0) - 1
-        row_token = key.new_zeros(sum(sent_rows)).scatter_(0, row, token[order])
-        first_row = counts[:, 0].cumsum(0) - counts[:, 0]
-        code = (row - first_row[sorted_rank]) * own + expert[order] % own
-        code = all_to_all(code, self.mesh, pairs, sent_pairs)
-
-        received_rows, pair_weight = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            hidden[row_token], weights.reshape(-1)[order], self.mesh, (rows, sent_rows), (pairs, sent_pairs)
+        sent, places = sum(sent_pairs), sum(sent_rows) + 1  # the first place is of no row: they are counted from 1
+        order, token = order[:sent], token[:sent]
+        row_token = token.new_zeros(places).scatter_(0, rows_until[1 : sent + 1], token)[1:]
+        code = torch.add(starts_row[:sent], expert[order], alpha=2)
+        received, code, pair_weight = _dispatch(
+            hidden, weights, (row_token, order, code), self.mesh, (rows, sent_rows), (pairs, sent_pairs)
         )
-        offset = (arriving[:, 0].cumsum(0) - arriving[:, 0]).repeat_interleave(arriving[:, 1], output_size=sum(pairs))
         return DispatchedTokens(
-            rows=received_rows,
-            pair_row=code // own + offset,
-            pair_expert=code % own,
+            rows=received,
+            pair_row=(code & 1).cumsum(0).sub_(1),
+            pair_expert=(code >> 1).remainder_(own),
             pair_weight=pair_weight,
             state=_AllToAllState(tokens, row_token, sent_rows, rows),
         )
 
     def combine(self, rows: Tensor, dispatched: DispatchedTokens) -> Tensor:
         state: _AllToAllState = dispatched.state
-        returned = exchange_rows(rows, self.mesh, state.sent, state.received)
-        return sum_rows(returned, state.row_token, state.tokens)
+        summed: Tensor = _combine(rows, state.row_token, state.tokens, self.mesh, (state.sent, state.received))
+        return summed
 
     def read_counts(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
         """Return the rows and pairs sent to each rank, and received from it, as numbers; waits for the device."""
@@ -139,20 +137,76 @@ class AllToAllExchange(TokenExchange):
         return numbers[0], numbers[1], numbers[2], numbers[3]
 
 
+def _starts(key: Tensor) -> Tensor:
+    """Return 1 where a number differs from the one before, and at the first one; else 0."""
+    starts = torch.ones_like(key)
+    torch.ne(key[1:], key[:-1], out=starts[1:])
+    return starts
+
+
 class _Dispatch(torch.autograd.Function):
-    """Send rows and the weights of their pairs; one node, so that every rank's backward has one order."""
+    """Send rows, and the codes and weights of their pairs; one node, so that every rank's backward has one order."""
+
+    # A pair's code is twice its expert, and one more where it is the first of its row.
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, mesh: DeviceMesh, by_row: _Splits, by_pair: _Splits
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        weights: Tensor,
+        pairs: tuple[Tensor, Tensor, Tensor],
+        mesh: DeviceMesh,
+        by_row: _Splits,
+        by_pair: _Splits,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        row_token, order, code = pairs
         ctx.mesh, ctx.by_row, ctx.by_pair = mesh, by_row, by_pair
-        return all_to_all(rows, mesh, *by_row), all_to_all(weights, mesh, *by_pair)
+        ctx.tokens, ctx.shape = len(hidden), weights.shape
+        ctx.save_for_backward(row_token, order)
+        weight = weights.reshape(-1).index_select(0, order)
+        code, weight = _unpacked(all_to_all(_packed(code, weight), mesh, *by_pair), code, weight)
+        ctx.mark_non_differentiable(code)
+        return all_to_all(hidden.index_select(0, row_token), mesh, *by_row), code, weight
 
     @staticmethod
-    def backward(ctx: Any, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, rows: Tensor, _: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        row_token, order = ctx.saved_tensors
         rows = all_to_all(rows, ctx.mesh, *reversed(ctx.by_row))
-        return rows, all_to_all(weights, ctx.mesh, *reversed(ctx.by_pair)), None, None, None
+        weight = all_to_all(weight, ctx.mesh, *reversed(ctx.by_pair))
+        weights = weight.new_zeros(ctx.shape.numel()).scatter_(0, order, weight).view(ctx.shape)
+        return sum_rows(rows, row_token, ctx.tokens), weights, None, None, None, None
+
+
+def _packed(code: Tensor, weight: Tensor) -> Tensor:
+    """Return codes and weights of pairs as the bits of integers ``[pairs, 2]``, so that they are sent together."""
+    wide = weight.double() if weight.element_size() == 8 else weight.float()
+    bits = torch.int64 if weight.element_size() == 8 else torch.int32
+    return torch.stack([code.to(bits), wide.view(bits)], dim=1)
+
+
+def _unpacked(pairs: Tensor, code: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and weights of :func:`_packed`, in the dtypes of some."""
+    wide = torch.float64 if pairs.dtype == torch.int64 else torch.float32
+    return pairs[:, 0].to(code.dtype), pairs[:, 1].contiguous().view(wide).to(weight.dtype)
+
+
+class _Combine(torch.autograd.Function):
+    """Send rows back to the ranks of their tokens, and sum them there."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_token: Tensor, tokens: int, mesh: DeviceMesh, splits: _Splits) -> Tensor:
+        ctx.mesh, ctx.splits = mesh, splits
+        ctx.save_for_backward(row_token)
+        return sum_rows(all_to_all(rows, mesh, *splits), row_token, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (row_token,) = ctx.saved_tensors
+        rows = all_to_all(gradient.index_select(0, row_token), ctx.mesh, *reversed(ctx.splits))
+        return rows, None, None, None, None
+
+
+_dispatch, _combine = direct(_Dispatch), direct(_Combine)
 
 
 def to_experts(exchange: TokenExchange, tokens: Tensor) -> tuple[Tensor, list[int]]:

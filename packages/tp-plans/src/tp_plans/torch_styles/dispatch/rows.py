@@ -14,7 +14,7 @@ from tp_plans.torch_styles.collectives import gather, own_bounds
 def sum_rows(values: Tensor, index: Tensor, size: int) -> Tensor:
     """Return ``[size, ...]`` whose row ``i`` is the sum of the values with index ``i``."""
     # By ``index_put``, which sums in a fixed order on CUDA, unlike ``index_add``: recomputed activations are the same.
-    return values.new_zeros(size, *values.shape[1:]).index_put((index,), values, accumulate=True)
+    return values.new_zeros(size, *values.shape[1:]).index_put_((index,), values, accumulate=True)
 
 
 def split_rows(mesh: DeviceMesh, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
 from typing import Any, ClassVar
@@ -15,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from tp_plans import layouts
 from tp_plans._torch_compat import CALL, call_of, own_parameters
 from tp_plans.errors import LayoutError, PlanError
+from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.styles import DispatchExperts, ParameterStyle
 from tp_plans.torch_styles.base import Args, Arguments, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
-from tp_plans.torch_styles.boundaries import summed_gradient
+from tp_plans.torch_styles.boundaries import local_parameters, scaled_gradient, summed_gradient
 from tp_plans.torch_styles.collectives import own_bounds
 from tp_plans.torch_styles.dispatch.exchange import (
     AllToAllExchange,
@@ -29,6 +31,26 @@ from tp_plans.torch_styles.dispatch.exchange import (
 from tp_plans.torch_styles.dispatch.rows import join_rows, split_rows, sum_rows
 from tp_plans.torch_styles.gradients import full_view
 from tp_plans.torch_styles.placement import plain_full_tensor
+
+#: The attribute of a module with what is known of its experts.
+_STACK = "_tp_plans_stack"
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """What a module's experts are, found once, when the style is applied."""
+
+    experts: int  # of all ranks
+    own: range  # this rank's
+    stacked: frozenset[str]  # its own parameters with one row for each expert, and without a rule of their own
+    has_inner: bool  # whether modules below it have parameters
+    counts: tuple[str, ...]  # its attributes with the number of experts
+    scale: float | None = None  # of the gradients of its parameters
+
+
+def scale_expert_gradients(module: nn.Module, scale: float) -> None:
+    """Multiply the gradients of the parameters of dispatched experts, below and its own, in every backward."""
+    vars(module)[_STACK] = replace(vars(module)[_STACK], scale=None if scale == 1 else scale)
 
 
 class DispatchExpertsImpl(LocalTensorStyle):
@@ -74,18 +96,41 @@ class DispatchExpertsImpl(LocalTensorStyle):
                 layout = layouts.Shard(next(even, 0)) if parameter.ndim else layouts.Replicate()
                 module.register_parameter(name, distribute_tied(parameter, mesh, layout, self.src_data_rank))
         super()._distribute(module, mesh)
+        parameters = {name: each for name, each in own_parameters(module).items() if each is not None}
+        stacked = {name for name, each in parameters.items() if each.shape[:1] == (experts,)}
+        vars(module)[_STACK] = _Stack(
+            experts=experts,
+            own=range(*own_bounds(experts, mesh)),
+            stacked=frozenset(stacked - self._matched_rules.keys()),
+            has_inner=bool(_inner_parameters(module)),
+            counts=tuple(name for name in EXPERT_COUNTS if getattr(module, name, None) == experts),
+        )
+
+    def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
+        stack: _Stack = vars(module)[_STACK]
+        stacked = [name for name in parameters if name in stack.stacked]
+        found = dict(zip(stacked, local_parameters([parameters[each] for each in stacked], stack.scale), strict=True))
+        others = {name: each for name, each in parameters.items() if name not in found}
+        ruled = {name: each for name, each in others.items() if each.shape[:1] == (stack.experts,)}
+        for name, view in super().views(module, ruled).items():
+            found[name] = scaled_gradient(view, stack.scale)
+        for name, parameter in others.items():
+            if name not in ruled:
+                rows = full_view(parameter, partial=True)
+                own = rows[stack.own.start : stack.own.stop] if rows.ndim > 1 else rows
+                found[name] = scaled_gradient(own, stack.scale)
+        return found
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
-        experts = number_of_experts(context.parameters)
-        own = range(*own_bounds(experts, context.mesh))
-        for name, parameter in context.parameters.items():
-            if parameter.shape[:1] != (experts,):
-                rows = full_view(parameter, partial=True)
-                own_parameters(module)[name] = rows[own.start : own.stop] if parameter.ndim > 1 else rows
-        for child, name, parameter in _inner_parameters(module):
+        stack: _Stack = vars(module)[_STACK]
+        experts = stack.experts
+        for child, name, parameter in _inner_parameters(module) if stack.has_inner else ():
             # Summed once a forward, not once a call: ranks call what is inside experts as often as they have tokens.
-            context.swap_in(child, name, parameter, summed_gradient(parameter))
-        context.count_own_experts(module, experts, own)
+            view = scaled_gradient(summed_gradient(parameter), stack.scale)
+            context.swap_in(child, name, parameter, view)
+        for name in stack.counts:
+            context.attributes[name] = experts
+            setattr(module, name, len(stack.own))
         names = _argument_names(type(module))  # type: ignore[arg-type]  # classes are hashable
         given = self._arguments(module, names, args, kwargs)
         if len(given) == 1:
