@@ -9,14 +9,17 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
 
+from coverage.multimodal import multimodal_model
+from coverage.multimodal_inputs import multimodal_inputs
 from coverage.packing import PACKED_BOUND, measure_packing_on_ranks
 from coverage.table import UNBUILDABLE, entries, tiny_model
 from fsdp_runtime import MeshSpec, ModelError, parallelize, record_routes, replay_routes, stream_weights
 from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
 from fsdp_runtime.steps.tensor.step import check_plan
 from harness.models import tiny_model as tiny_decoder
-from harness.parity import mesh_for
+from harness.parity import gradient_errors, logits_of, mesh_for
 from harness.ranks import RankPool
 from tp_plans import PlanError, from_hugging_face, suggest
 
@@ -73,6 +76,42 @@ def _errors() -> dict[str, float]:
 
 def test_documents_of_adapted_models_are_computed_as_alone_on_ranks(two_ranks: RankPool) -> None:
     assert two_ranks.run(_errors) == [{}, {}]
+
+
+_BERT = {
+    "vocab_size": 130,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+
+
+def _errors_on_plain_rows() -> dict[str, float]:
+    """How far a vision tower's and a pooling head's adapters are off, which get ``[tokens, hidden]``, over SP."""
+    models = {
+        "vision tower": adapted(multimodal_model("qwen2_5_vl")),
+        "pooling head": adapted(BertForSequenceClassification(BertConfig(**_BERT))),
+    }
+    inputs: dict[str, Any] = {
+        "vision tower": multimodal_inputs(models["vision tower"].get_base_model(), seed=1),
+        "pooling head": {"input_ids": torch.arange(21).view(3, 7)},
+    }
+    found: dict[str, float] = {}
+    for name, plain in models.items():
+        sharded = parallelize(copy.deepcopy(plain), mesh_for({"tp": 2}), sequence_parallel=True)
+        expected, own = (logits_of(model, inputs[name]) for model in (plain, sharded))
+        weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=expected.dtype)
+        for logits in (expected, own):
+            (logits * weights).sum().backward()
+        found[f"{name}, logits"] = (own - expected).abs().max().item()
+        gradients = {each: parameter.grad for each, parameter in plain.named_parameters()}
+        found |= {f"{name}, {each}": error for each, error in gradient_errors(gradients, sharded).items()}
+    return {name: error for name, error in found.items() if not error <= PACKED_BOUND}
+
+
+def test_adapters_of_layers_beside_the_stream_compute_what_one_process_does(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_errors_on_plain_rows) == [{}, {}]
 
 
 def _streamed() -> list[str]:

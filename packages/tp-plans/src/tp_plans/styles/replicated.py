@@ -34,7 +34,7 @@ class SequenceParallel:
     Korthikanti et al., arXiv:2205.05198.
 
     Args:
-        sequence_dim: the dim of ``[batch, seq, hidden]`` that is sharded.
+        sequence_dim: the dim of ``[batch, seq, hidden]`` that is sharded; -2 shards ``[tokens, hidden]`` too.
         full_output: output the full tensor, plain, for heads and other code that works on all tokens.
     """
 

@@ -25,7 +25,7 @@ from tp_plans.torch_styles.base import (
 )
 from tp_plans.torch_styles.boundaries import local_part, shared_part, stream_and_parameters, summed_gradient
 from tp_plans.torch_styles.gradients import full_view, local_view
-from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, prepared, redistribute, wrap
+from tp_plans.torch_styles.placement import as_dtensor, existing_dim, plain_full_tensor, prepared, redistribute, wrap
 
 
 class NoParallelImpl(FirstTensorStyle):
@@ -103,9 +103,9 @@ class SequenceParallelImpl(FirstTensorStyle):
         return args, kwargs
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
-        sequence = layouts.Shard(self.style.sequence_dim)
+        sequence = layouts.Shard(existing_dim(self.style.sequence_dim, tensor))
         stream = redistribute(as_dtensor(tensor, context.mesh, layouts.Replicate()), sequence)
-        context.saved["length"] = stream.shape[sequence.dim]
+        context.saved.update(dim=sequence.dim, length=stream.shape[sequence.dim])
         parameters = context.parameters
         waiting = parameters and not self._matched_rules
         together = stream_and_parameters(stream, list(parameters.values())) if waiting else None
@@ -115,7 +115,7 @@ class SequenceParallelImpl(FirstTensorStyle):
         return together[0]
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
-        stream = wrap(output, context.mesh, self.style.sequence_dim, size=context.saved["length"])
+        stream = wrap(output, context.mesh, context.saved["dim"], size=context.saved["length"])
         full: Tensor = plain_full_tensor(stream, context.mesh) if self.style.full_output else stream
         return full
 

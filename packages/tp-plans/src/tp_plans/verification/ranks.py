@@ -114,8 +114,9 @@ def _serve(work: Work, rank: int, tp: int, store: str, connection: Connection) -
     result = work(mesh)
     connection.send(result)
     connection.close()
-    if not any(each.error for each in result):  # else others may wait in a collective, which this process's end ends
-        dist.barrier()
+    # Others may wait in a collective: an end of this process ends it, as it must after an error and must not else.
+    if not any(each.error for each in result) and (caller := multiprocessing.parent_process()) is not None:
+        caller.join()
     os._exit(0)  # what the parent registered to run at its exit is not this process's
 
 

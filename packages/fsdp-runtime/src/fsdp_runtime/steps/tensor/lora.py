@@ -279,7 +279,8 @@ class _AdaptedModel:
         plan, base = self.plan, place.base
         rules = [plan[pattern] for above in (base, *ancestors(base)) for pattern in plan.match(above)]
         sharded_input = plan.sequence_parallel and not any(isinstance(rule, _GATHERING) for rule in rules)
-        factors = adapter_styles(resolve_style(style, self._parent(place)), sequence_dim=1 if sharded_input else None)
+        # The second dim from the end: towers and pooling heads hand plain ``[tokens, hidden]`` to their layers.
+        factors = adapter_styles(resolve_style(style, self._parent(place)), sequence_dim=-2 if sharded_input else None)
         return {"lora_A.*": factors.a, "lora_B.*": factors.b}
 
     def check_stacked(self) -> None:
