@@ -8,7 +8,7 @@ therefore meet ordinary tensors only, and no operator needs a sharding strategy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -53,12 +53,11 @@ class ForwardContext:
         self.swapped.append((owner, name, parameter))
         own_parameters(owner)[name] = view
 
-    def count_own_experts(self, module: nn.Module, experts: int, own: range) -> None:
-        """Let a module that counts all experts count those of this rank during its forward."""
-        for name in EXPERT_COUNTS:
-            if getattr(module, name, None) == experts:
-                self.attributes[name] = experts
-                setattr(module, name, len(own))
+    def count_own_experts(self, module: nn.Module, names: Sequence[str], own: range) -> None:
+        """Let attributes that count all experts (:func:`expert_counts`) count those of this rank during a forward."""
+        for name in names:
+            self.attributes[name] = getattr(module, name)
+            setattr(module, name, len(own))
 
     def restore(self, module: nn.Module) -> None:
         """Give the module its DTensor parameters and its attributes again, and others what was swapped."""
@@ -194,6 +193,11 @@ class _TensorParallelMixin:
             if shared:
                 drop_parts(shared)
         return style.post_forward(module, output, context)
+
+
+def expert_counts(module: nn.Module, experts: int) -> tuple[str, ...]:
+    """Return the names of a module's attributes that count all experts."""
+    return tuple(name for name in EXPERT_COUNTS if getattr(module, name, None) == experts)
 
 
 def _parts_read_below(children: Mapping[str, Any]) -> list[DTensor]:

@@ -14,7 +14,15 @@ from tp_plans._transformers_compat import mark_expert_parallel, skips_sentinel_i
 from tp_plans.errors import LayoutError, PlanError
 from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import AllReduceOutput, ExpertsParallel, ScaleInput
-from tp_plans.torch_styles.base import Args, Arguments, FirstTensorStyle, ForwardContext, Kwargs, LocalTensorStyle
+from tp_plans.torch_styles.base import (
+    Args,
+    Arguments,
+    FirstTensorStyle,
+    ForwardContext,
+    Kwargs,
+    LocalTensorStyle,
+    expert_counts,
+)
 from tp_plans.torch_styles.boundaries import with_summed_gradient
 from tp_plans.torch_styles.collectives import own_bounds
 from tp_plans.torch_styles.gradients import attach_zero_grads
@@ -56,7 +64,7 @@ class ExpertsParallelImpl(AllReduceOutputImpl):
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         experts = next(iter(context.parameters.values())).shape[0]
         own = range(*own_bounds(experts, context.mesh))
-        context.count_own_experts(module, experts, own)
+        context.count_own_experts(module, expert_counts(module, experts), own)
         args, kwargs = super().pre_forward(module, args, kwargs, context)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         tokens, index = tensors[0], next((value for value in tensors if not value.is_floating_point()), None)

@@ -239,10 +239,10 @@ def _held(count: int, rank: int, size: EngineSize) -> tuple[range, int, int]:
 
 def _boxes(member: _Member, outputs: int, rank: int, ranks: int, size: EngineSize) -> Iterator[Box]:
     """The boxes of a tensor on one of the ranks that it is cut over, one for each matrix that is cut."""
-    shape, rule, whole = member.shape, member.rule, full_box(member.shape)
+    shape, rule, full = member.shape, member.rule, full_box(member.shape)
     dim = 1 if rule.split == "columns" else outputs
     if rule.split == "columns" and rule.stacked and outputs == 1:  # a bias has no input features
-        yield whole
+        yield full
         return
     matrices = rule.matrices if dim == outputs else 1
     if shape[dim] % matrices:
@@ -250,7 +250,7 @@ def _boxes(member: _Member, outputs: int, rank: int, ranks: int, size: EngineSiz
     width = shape[dim] // matrices
     low, high = _range(member, width, rank, ranks, size)
     for first in range(0, shape[dim], width or 1):
-        box = (*whole[:dim], (first + low, first + high), *whole[dim + 1 :])
+        box = (*full[:dim], (first + low, first + high), *full[dim + 1 :])
         yield in_cells(member.scale, box, shape)
 
 

@@ -157,9 +157,9 @@ class TransferPlan:
 class _PlanPart(TransferPlan):
     """Some of a plan's transfers; a part has no fingerprint."""
 
-    def __init__(self, whole: TransferPlan, transfers: Iterable[BlockTransfer]) -> None:
-        self.source, self.destination, self.relay = whole.source, whole.destination, whole.relay
-        self.nbytes, self.transfers = whole.nbytes, tuple(transfers)
+    def __init__(self, plan: TransferPlan, transfers: Iterable[BlockTransfer]) -> None:
+        self.source, self.destination, self.relay = plan.source, plan.destination, plan.relay
+        self.nbytes, self.transfers = plan.nbytes, tuple(transfers)
         away = [each for each in self.transfers if not each.is_local]
         self._load = _summed((each.source, each.nbytes) for each in away if not each.is_relay)
         self._sent = _summed((each.source, each.nbytes) for each in away)

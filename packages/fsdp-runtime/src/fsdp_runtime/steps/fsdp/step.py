@@ -106,7 +106,7 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
         path: str, module: nn.Module, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, reshard_after_forward: bool
     ) -> None:
         shards = mesh.size(mesh.ndim - 1)  # the last axis shards, also under HSDP
-        ignored = replicated | whole
+        ignored = replicated | unshared
         fully_shard(
             module,
             mesh=mesh,
@@ -125,14 +125,14 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
         return options.reshard_after_forward and (options.reshard_last_block or not is_last)
 
     blocks, outer = _blocks_to_wrap(model, structure, options), _outer_parameters(model, structure)
-    whole: set[nn.Parameter] = set()  # of experts that no other rank has
+    unshared: set[nn.Parameter] = set()  # of experts that no other rank has
     for path, module in experts.items():
         if expert_mesh is None or replicated.issuperset(module.parameters()):
             continue
         if _needs_fsdp2(module, expert_mesh, policy_of(path, expert_policy), offload_policy):
             shard(path, module, expert_mesh, policy=expert_policy, reshard_after_forward=frees(path))
         else:
-            whole.update(module.parameters())
+            unshared.update(module.parameters())
             scale_expert_gradients(module, 1 / (options.gradient_divide_factor or 1))
     for path in dtypes.modules:
         # Their code casts its own inputs, and may return float32.
@@ -142,7 +142,7 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
     reshards_root = options.reshard_after_forward and options.reshard_last_block
     shard("", model, mesh, policy=policy, reshard_after_forward=reshards_root)
     of_experts = {parameter for module in experts.values() for parameter in module.parameters()}
-    for parameter in replicated - whole:
+    for parameter in replicated - unshared:
         ranks = mesh if expert_mesh is None or parameter not in of_experts else expert_mesh
         reduce_gradients(parameter, ranks, options.gradient_divide_factor or mesh.size())
     keep_recording(model)

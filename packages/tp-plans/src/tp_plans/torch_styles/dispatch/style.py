@@ -16,9 +16,16 @@ from torch.distributed.tensor import DTensor
 from tp_plans import layouts
 from tp_plans._torch_compat import CALL, call_of, own_parameters
 from tp_plans.errors import LayoutError, PlanError
-from tp_plans.naming import EXPERT_COUNTS
 from tp_plans.styles import DispatchExperts, ParameterStyle
-from tp_plans.torch_styles.base import Args, Arguments, ForwardContext, Kwargs, LocalTensorStyle, distribute_tied
+from tp_plans.torch_styles.base import (
+    Args,
+    Arguments,
+    ForwardContext,
+    Kwargs,
+    LocalTensorStyle,
+    distribute_tied,
+    expert_counts,
+)
 from tp_plans.torch_styles.boundaries import local_parameters, scaled_gradient, summed_gradient
 from tp_plans.torch_styles.collectives import own_bounds
 from tp_plans.torch_styles.dispatch.exchange import (
@@ -103,7 +110,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
             own=range(*own_bounds(experts, mesh)),
             stacked=frozenset(stacked - self._matched_rules.keys()),
             has_inner=bool(_inner_parameters(module)),
-            counts=tuple(name for name in EXPERT_COUNTS if getattr(module, name, None) == experts),
+            counts=expert_counts(module, experts),
         )
 
     def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
@@ -128,9 +135,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
             # Summed once a forward, not once a call: ranks call what is inside experts as often as they have tokens.
             view = scaled_gradient(summed_gradient(parameter), stack.scale)
             context.swap_in(child, name, parameter, view)
-        for name in stack.counts:
-            context.attributes[name] = experts
-            setattr(module, name, len(stack.own))
+        context.count_own_experts(module, stack.counts, stack.own)
         names = _argument_names(type(module))  # type: ignore[arg-type]  # classes are hashable
         given = self._arguments(module, names, args, kwargs)
         if len(given) == 1:
