@@ -14,7 +14,7 @@ def test_pages_are_generated() -> None:
         assert recipes.path_of(family).read_text() == recipes.page(family, found)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-4B", "Llama-3.1-8B"])
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", pytest.param("Qwen3-4B", marks=pytest.mark.slow), "Llama-3.1-8B"])
 def test_a_dry_run_gives_the_row_of_the_page(name: str) -> None:
     kept = json.loads(recipes.FOUND.read_text())[name]
     rows = [each for each in kept["rows"] if (each["training"], each["tokens"]) == ("lora", 8192)]

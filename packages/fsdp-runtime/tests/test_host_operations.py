@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from harness.interpreter import environment
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bench_host.py"
 #: Operations of DTensor in Python.
@@ -21,10 +21,9 @@ def added() -> dict[str, dict[str, int]]:
     names = ["tp by hand", "tp", "sp by hand", "sp", "tp, lora", "fsdp2 by hand", "fsdp2", "ep", "mixture, fsdp2"]
     names += ["packed", "cp", "recorded", "replayed", "sp, lora", "ep, efsdp", "dispatch alone"]
     names += ["mixture, fsdp2 by hand", "mixture, two groups by hand"]
-    command = [sys.executable, str(BENCHMARK), *names, "--rounds", "1", "--layers", "1"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    command = ["python", str(BENCHMARK), *names, "--rounds", "1", "--layers", "1"]
+    env = {**environment(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^(\S.*?)\s+\S+ ms a layer, +\S+ added: (.*)$", done.stdout, re.MULTILINE)
     return {name: {key: int(count) for count, key in re.findall(r"(\d+) (\w+)", told)} for name, told in lines}

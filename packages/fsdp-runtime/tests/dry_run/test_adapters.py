@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fsdp_runtime.dry_run.adapters import WithAdapters
 from harness.models import tiny_config
 
 
+@cache
 def run(name: str = "Qwen3ForCausalLM", adapters: int = 0, **options: Any) -> Estimate:
     config = tiny_config(name)
     model = WithAdapters(config, rank=8, adapters=adapters) if adapters else config

@@ -9,25 +9,27 @@ from transformers import LlamaConfig
 
 from fsdp_runtime.dry_run import Estimate, estimate
 
-CONFIG = LlamaConfig(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=9,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+#: More blocks than are traced to scale them, and as few as a model has that is traced as it is.
+MANY, FEW = 7, 2
 
 
 @cache
-def _estimate(**options: object) -> Estimate:
+def _estimate(blocks: int = FEW, **options: object) -> Estimate:
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=blocks,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     keywords: dict[str, object] = {"seq_len": 2048, "activation_checkpointing": "block", "constants": ()}
-    return estimate(CONFIG, {"dp_shard": 2}, **{**keywords, **options})  # type: ignore[arg-type]
+    return estimate(config, {"dp_shard": 2}, **{**keywords, **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": True, "activation_checkpointing": "none"}, {"micro_batches": 2}])
 def test_scaled_tapes_reserve_as_much_as_every_block(options: dict[str, object]) -> None:
-    scaled, exact = _estimate(**options), _estimate(exact=True, **options)
+    scaled, exact = _estimate(MANY, **options), _estimate(MANY, exact=True, **options)
     assert scaled.memory.phases[0].total == exact.memory.phases[0].total
     assert scaled.memory.reserved is not None
     assert exact.memory.reserved is not None
@@ -42,10 +44,10 @@ def test_gradients_of_earlier_micro_batches_are_live_in_forward() -> None:
 
 
 def test_what_is_cached_is_released_before_a_device_is_full() -> None:
-    free = _estimate().memory
+    free = _estimate(MANY).memory
     assert free.reserved is not None
     available = free.reserved - 2**20
-    found = _estimate(device_memory=available + sum(free.constants.values()))
+    found = _estimate(MANY, device_memory=available + sum(free.constants.values()))
     assert found.memory.reserved is not None
     assert found.memory.reserved <= available
     assert found.fits
@@ -61,7 +63,7 @@ def test_compiled_blocks_keep_less() -> None:
 
 def test_inputs_of_recomputed_blocks_move_to_the_host() -> None:
     kept, moved = _estimate(), _estimate(offload_activations=True)
-    inputs = 9 * 2048 * 128 * 2
+    inputs = FEW * 2048 * 128 * 2
     saved = kept.memory.after_forward.activations - moved.memory.after_forward.activations
     assert saved >= inputs
 
