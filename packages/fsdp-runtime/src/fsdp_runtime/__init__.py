@@ -21,7 +21,7 @@ torch is imported.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -29,18 +29,6 @@ if TYPE_CHECKING:
     from fsdp_runtime._api import *  # noqa: F403
     from fsdp_runtime._api import __all__ as __all__
 else:
-    import sys
-    from types import ModuleType
-
     from fsdp_runtime._lazy import lazy_names
 
     __getattr__, __dir__ = lazy_names(__name__, "fsdp_runtime._api")
-
-    class _Package(ModuleType):
-        """The import system binds a submodule to its package; ``parallelize`` stays the function."""
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name != "parallelize" or not isinstance(value, ModuleType):
-                super().__setattr__(name, value)
-
-    sys.modules[__name__].__class__ = _Package

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_runtime.apply import parallelize
 from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.debug.finite_grads import assert_finite_gradients
 from fsdp_runtime.debug.replica_check import assert_replicas_equal
@@ -20,7 +21,6 @@ from fsdp_runtime.memory.offload import offload, onload
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import MeshSpec, adopt_mesh, submesh
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
-from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.routing.replay import record_routes, replay_routes
 from fsdp_runtime.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.steps.checkpointing import SelectiveCheckpoint

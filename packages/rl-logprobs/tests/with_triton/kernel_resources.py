@@ -29,4 +29,4 @@ def test_more_columns_a_thread_would_spill(resources, monkeypatch):
     monkeypatch.setattr(resources.triton_backend, "COLUMNS_PER_THREAD", 64)
     widest = resources.training_variants(torch.bfloat16)[2]
     (found,) = resources.spilling([widest], ["sm_90"])
-    assert "| sm_90 | 255 |" in found
+    assert found.startswith(f"| {widest} | sm_90 |")  # how many registers are left to it is ptxas's choice

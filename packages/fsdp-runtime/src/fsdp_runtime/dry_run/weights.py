@@ -163,9 +163,9 @@ def estimate_weights(
         >>> save.most("written"), save.most("sent"), stream.most("gathered")
         (2224, 0, 6672)
     """
+    from fsdp_runtime.apply import parallelize
     from fsdp_runtime.dry_run.build_model import build_model
     from fsdp_runtime.dry_run.trace.fake_world import fake_world
-    from fsdp_runtime.parallelize import parallelize
 
     built = build_model(model, parse_dtype(dtype))
     with fake_world(parse_mesh_spec(mesh), rank=0) as device_mesh:

@@ -24,10 +24,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime.apply import parallelize
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import adopt_mesh, axis_size
 from fsdp_runtime.model.materialize import materialize
-from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.trainers._automodel_compat import (

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from fsdp_runtime.apply import parallelize
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.parallelize import parallelize
 from fsdp_runtime.steps import ContextParallel, ExpertParallel, Step
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.trainers.verl.config import FsdpRuntimeEngineConfig
