@@ -34,7 +34,6 @@ from fsdp_runtime.dry_run.types import (
     Estimate,
     Memory,
     MemoryBreakdown,
-    Peak,
     Phase,
     ReplicatedParameters,
     Settings,
@@ -59,7 +58,7 @@ ProgressCallback = Callable[[str, int, int], None]
 _STEPS = 4
 
 #: The assumption about a part of a block that cannot be traced.
-LEFT_OUT = "depends on values: the module is left out of the estimate and returns its input"
+_LEFT_OUT = "depends on values: the module is left out of the estimate and returns its input"
 
 #: Categories that are on the host with ``offload``.
 _OFFLOADED = ("parameters", "gradients", "optimizer_state")
@@ -111,10 +110,7 @@ def run(
         ),
         findings=parallelism.findings,
         assumptions=(
-            *(
-                Assumption(operator=operator, module=module, assumption=text, counted=text != LEFT_OUT)
-                for operator, module, text in summary.assumptions
-            ),
+            *summary.assumptions,
             *untrained_assumptions(model, summary.untrained, step),
             *routing_assumptions(exchange, next((path for path, _ in (setup.expert_plan or Plan({})).items()), "")),
             *recurrence_assumptions(model),
@@ -226,7 +222,7 @@ def _trace_traceable(
     """Return the summary of copies of a model, in which untraceable parts of blocks return their input."""
     # A model with parameters without gradients is traced again once these are known, because they have no optimizer
     # state.
-    left_out: dict[str, str] = {}
+    left_out: dict[str, Assumption] = {}
     while True:
         traced = template.copy()
         for path, module in traced.model.named_modules():
@@ -239,14 +235,13 @@ def _trace_traceable(
             inside_blocks = any(error.module.startswith(f"{block}.") for block in template.structure.decoder)
             if pattern in left_out or not inside_blocks:
                 raise
-            left_out[pattern] = error.operator
+            left_out[pattern] = Assumption(operator=error.operator, module=pattern, assumption=_LEFT_OUT, counted=False)
             continue
         unknown = summary.untrained.keys() != without_grad and not step.assume_gradients
         if unknown and step.optimizer != "none":
             without_grad = frozenset(summary.untrained)
             continue
-        assumptions = tuple((operator, pattern, LEFT_OUT) for pattern, operator in left_out.items())
-        return replace(summary, assumptions=(*summary.assumptions, *assumptions))
+        return replace(summary, assumptions=(*summary.assumptions, *left_out.values()))
 
 
 def _return_input(*args: Any, **kwargs: Any) -> Any:
@@ -263,10 +258,7 @@ def _memory(trace: _Trace, step: StepConfig, world_size: int, device_memory: int
     ends = summary.ends
     at_end = ends.get("optimizer", ends["backward"])
     host = _without(at_end, set(at_end.by_category()) - set(_OFFLOADED)) if offload else MemoryBreakdown()
-    phases = tuple(
-        Peak(phase=phase, module=sample.event.module, operator=sample.event.operator, nbytes=on_device(sample.nbytes))
-        for phase, sample in peaks(summary).items()
-    )
+    phases = tuple(replace(peak, nbytes=on_device(peak.nbytes)) for peak in peaks(summary))
     # Groups of ranks that communicate have a communicator each.
     groups = len({ranks for _, _, ranks in summary.traffic if len(ranks) > 1})
     constants = constant_costs(step.constants, world_size=world_size, axes=groups)

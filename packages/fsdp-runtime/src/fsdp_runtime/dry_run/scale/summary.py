@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fsdp_runtime.dry_run.trace.fused_allocations import with_fused_storages
 from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo
-from fsdp_runtime.dry_run.types import MemoryBreakdown, Phase
+from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown, Peak, Phase
 
 #: Phase, kind of collective, and global ranks of its group.
 CallKey = tuple[Phase, str, tuple[int, ...]]
@@ -23,13 +23,6 @@ class StepRegion(NamedTuple):
     block: int  # index of the last block that was entered, -1 before the first
     inside: bool  # whether that block is still running; else the code after it
     step: int = 0  # in phases without blocks the number of the operator, else 0
-
-
-class PeakSample(NamedTuple):
-    """The peak of a region: live bytes, and the operator that allocated last."""
-
-    nbytes: MemoryBreakdown
-    event: OpEvent
 
 
 class TapeEntry(NamedTuple):
@@ -70,7 +63,7 @@ class Summary:
     """Summary of one trace."""
 
     blocks: int  # number of the decoder's blocks that ran
-    regions: dict[StepRegion, PeakSample]  # peak of each region
+    regions: dict[StepRegion, Peak]  # peak of each region
     before: MemoryBreakdown  # live bytes before the step
     ends: dict[Phase, MemoryBreakdown]  # live bytes at the end of each phase
     traffic: Mapping[CallKey, tuple[int, ...]]  # number of collectives, bytes of inputs, and bytes sent at least
@@ -78,7 +71,7 @@ class Summary:
     flops: Mapping[str, int]  # floating-point operations by kind
     bytes_moved: int  # bytes that operators without any read and write in forward and backward
     replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # number and bytes by name pattern
-    assumptions: tuple[tuple[str, str, str], ...] = ()  # (operator, module, assumption), block indices as ``*``
+    assumptions: tuple[Assumption, ...] = ()  # of results that depend on data, and of modules that were left out
     untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the same of what got no gradient
 
 
@@ -94,7 +87,7 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
         key = (phase, call.kind, call.ranks)
         count, nbytes, sent = traffic.get(key, (0, 0, 0))
         traffic[key] = (count + 1, nbytes + call.nbytes, sent + call.bytes_sent)
-    assumptions = ((operator, wildcard(module), text) for operator, module, text in recording.assumptions)
+    assumptions = (replace(each, module=wildcard(each.module)) for each in recording.assumptions)
     return Summary(
         blocks=len(blocks),
         regions=peaks,
@@ -127,7 +120,7 @@ def _category(info: StorageInfo, events: Sequence[OpEvent], blocks: Sequence[str
 
 def _replay(
     recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]
-) -> tuple[dict[StepRegion, PeakSample], MemoryBreakdown, dict[Phase, MemoryBreakdown]]:
+) -> tuple[dict[StepRegion, Peak], MemoryBreakdown, dict[Phase, MemoryBreakdown]]:
     """Replay the allocations; return the regions' peaks, the bytes before the step and at the end of each phase."""
     live: Counter[str] = Counter()
     total = 0
@@ -149,7 +142,10 @@ def _replay(
         if region not in highest or total > highest[region][0]:
             highest[region] = (total, dict(live), recording.events[allocation.event])
     at_end |= {phase: MemoryBreakdown(**live) for phase in ending.get(len(recording.allocations), ())}
-    found = {region: PeakSample(MemoryBreakdown(**parts), event) for region, (_, parts, event) in highest.items()}
+    found = {
+        region: Peak(**event._asdict(), nbytes=MemoryBreakdown(**parts))
+        for region, (_, parts, event) in highest.items()
+    }
     return found, before, at_end
 
 
@@ -158,7 +154,6 @@ def regions_of(events: Sequence[OpEvent], blocks: Sequence[str]) -> list[StepReg
     found: list[StepRegion] = []
     phase, last, step = None, -1, 0
     for event in events:
-        assert event.phase is not None  # noqa: S101  # events are recorded inside phases
         if event.phase != phase:
             phase, last, step = event.phase, -1, 0
         if event.phase in ("clip", "optimizer"):

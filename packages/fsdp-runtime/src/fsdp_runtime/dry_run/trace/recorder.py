@@ -38,7 +38,7 @@ from fsdp_runtime.dry_run.trace.kernels import (
     storages_on_streams,
 )
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
-from fsdp_runtime.dry_run.types import Phase
+from fsdp_runtime.dry_run.types import Assumption, Phase
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.mesh.collectives import CollectiveCall, collective_call
 
@@ -60,7 +60,7 @@ Stream = Literal["compute", "gather", "reduce"]
 class OpEvent(NamedTuple):
     """An operator that allocated, with its phase and module."""
 
-    phase: Phase | None
+    phase: Phase
     module: str
     operator: str
 
@@ -96,7 +96,7 @@ class Recording:
     collectives: list[tuple[Phase, CollectiveCall]] = field(default_factory=list)  # calls with their phases
     flops: Counter[str] = field(default_factory=Counter)  # floating-point operations by kind
     bytes_moved: int = 0  # bytes that operators without any read and write in forward and backward
-    assumptions: dict[tuple[str, str, str], None] = field(default_factory=dict)  # of results that depend on data, once
+    assumptions: dict[Assumption, None] = field(default_factory=dict)  # of results that depend on data, once
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._multiplicity = multiplicity
         self._modules = modules
-        self._phase: Phase | None = None
+        self._phase: Phase = "forward"
         self._live: dict[int, tuple[int, int]] = {}  # storage key -> index in storages, bytes
 
     @contextmanager
@@ -126,7 +126,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with observe_storage_resizes(self._resized), self._modules.track(), self:
             yield
         self._end_phase()
-        self._phase = None
 
     def begin(self, name: Phase) -> None:
         """End the phase of the code that runs, and record what follows in the same ``with`` as another."""
@@ -137,8 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._phase in ("forward", "loss"):
             for index, _ in self._live.values():
                 self.recording.storages[index].outlives_forward = True
-        if self._phase is not None:
-            self.recording.ends[self._phase] = len(self.recording.allocations)
+        self.recording.ends[self._phase] = len(self.recording.allocations)
 
     def register(self, tensors: Iterable[Tensor], category: str) -> None:
         """Register tensors that exist before the step under a category."""
@@ -158,16 +156,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator and record it."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        assert self._phase is not None  # noqa: S101  # the mode is entered by phase()
         kwargs = kwargs or {}
         self._note_arguments(func, args)
         if (call := collective_call(func, args, kwargs)) is not None:
             self.recording.collectives.append((self._phase, call))
         if func in DATA_DEPENDENT:
             running = self._modules.running_modules()
-            result, assumption = assume_result(func, args[0], running)
+            result, text = assume_result(func, args[0], running)
             if running:  # checks of loss and optimizer (valid targets, step number) are not listed
-                self.recording.assumptions[str(func), self._modules.current_path(), assumption] = None
+                path = self._modules.current_path()
+                self.recording.assumptions[Assumption(operator=str(func), module=path, assumption=text)] = None
         elif func in GROUPED_MM and args[0].dtype != torch.bfloat16:
             result = grouped_mm(*args, **kwargs)
         else:
