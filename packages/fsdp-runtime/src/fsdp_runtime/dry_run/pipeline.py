@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.allocator.constants import WORKSPACES, constant_costs
-from fsdp_runtime.dry_run.allocator.replay import replay
+from fsdp_runtime.dry_run.allocator.replay import reserved_bytes
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions, untrained_assumptions
 from fsdp_runtime.dry_run.build_model import build_model
 from fsdp_runtime.dry_run.parse_args import dtype_name, plan_name
@@ -96,7 +96,8 @@ def run(
     report("done", _STEPS, _STEPS)
     setup = parallelism.setup
     settings = _settings(model, spec, rank, step, trace, setup)
-    memory = _memory(trace, step, math.prod(spec.sizes.values()), device_memory, offload=settings.offload)
+    on_host = _OFFLOADED if settings.offload else ()
+    memory = _memory(trace, step, settings.world_size, device_memory, on_host)
     return Estimate(
         settings=settings,
         memory=memory,
@@ -249,55 +250,40 @@ def _return_input(*args: Any, **kwargs: Any) -> Any:
     return next(iter((*args, *kwargs.values())))
 
 
-def _memory(trace: _Trace, step: StepConfig, world_size: int, device_memory: int | None, *, offload: bool) -> Memory:
-    summary = trace.summary
-
-    def on_device(nbytes: MemoryBreakdown) -> MemoryBreakdown:
-        return _without(nbytes, _OFFLOADED) if offload else nbytes
-
-    ends = summary.ends
+def _memory(
+    trace: _Trace, step: StepConfig, world_size: int, device_memory: int | None, on_host: Collection[str]
+) -> Memory:
+    """Return the bytes of the full model; ``on_host`` are the categories that are not on the device."""
+    summary, ends = trace.summary, trace.summary.ends
     at_end = ends.get("optimizer", ends["backward"])
-    host = _without(at_end, set(at_end.by_category()) - set(_OFFLOADED)) if offload else MemoryBreakdown()
-    phases = tuple(replace(peak, nbytes=on_device(peak.nbytes)) for peak in peaks(summary))
     # Groups of ranks that communicate have a communicator each.
     groups = len({ranks for _, _, ranks in summary.traffic if len(ranks) > 1})
     constants = constant_costs(step.constants, world_size=world_size, axes=groups)
-    available = None if device_memory is None else device_memory - sum(constants.values())
-    return Memory(
-        resident=on_device(_without(summary.before, ("inputs",))),
-        after_forward=on_device(ends["forward"]),
-        after_backward=on_device(ends["backward"]),
-        phases=phases,
-        host=host,
-        reserved=_reserved(trace, step, available, offload=offload),
-        constants=constants,
-    )
-
-
-def _reserved(trace: _Trace, step: StepConfig, available: int | None, *, offload: bool) -> int | None:
-    """Return what the allocator reserves: it releases cached blocks where the device would not have enough for more."""
-    if step.allocator is None:
-        return None
-    limited = [] if available is None else [replace(step.allocator, device_memory=available)]
-    reserved: int | None = None
-    for settings in (*limited, step.allocator):
-        found = replay(
-            trace.summary.tape,
-            settings,
+    reserved = None
+    if step.allocator is not None:
+        reserved = reserved_bytes(
+            summary.tape,
+            step.allocator,
+            available=None if device_memory is None else device_memory - sum(constants.values()),
             smaller=trace.smaller,
             repeated=trace.repeated,
             micro_batches=step.micro_batches,
             workspaces=WORKSPACES if "cublas" in step.constants else 0,
-            on_host=_OFFLOADED if offload else (),
+            on_host=on_host,
         )
-        reserved = None if found is None else found.reserved
-        if found is None or found.fits:
-            break
-    return reserved
+    return Memory(
+        resident=_without(summary.before, ("inputs", *on_host)),
+        after_forward=_without(ends["forward"], on_host),
+        after_backward=_without(ends["backward"], on_host),
+        phases=tuple(replace(peak, nbytes=_without(peak.nbytes, on_host)) for peak in peaks(summary)),
+        host=_without(at_end, at_end.by_category().keys() - on_host),
+        reserved=reserved,
+        constants=constants,
+    )
 
 
-def _without(nbytes: MemoryBreakdown, categories: Collection[str]) -> MemoryBreakdown:
-    return MemoryBreakdown(**{name: size for name, size in nbytes.by_category().items() if name not in categories})
+def _without(nbytes: MemoryBreakdown, categories: Iterable[str]) -> MemoryBreakdown:
+    return replace(nbytes, **dict.fromkeys(categories, 0))
 
 
 def summarize_traffic(

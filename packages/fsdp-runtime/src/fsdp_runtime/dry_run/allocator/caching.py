@@ -85,9 +85,7 @@ class CachingAllocator:
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
-        self.allocated = self.reserved = 0
-        self.peak_allocated = self.peak_reserved = 0
-        self.released = 0  # segments or parts of them that were given back to make room
+        self.reserved = self.peak_reserved = 0
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._next_address = 0
         self._clock = 0
@@ -103,28 +101,23 @@ class CachingAllocator:
             block = self._reserve(pool, size)
         self._split(block, size)
         block.used = True
-        self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: MemoryBlock) -> None:
         """Take a block back; its memory stays reserved."""
         self._clock += 1
-        self.allocated -= block.size
         block.used, block.age = False, self._clock
         block.pool.free.add(self._with_neighbours(block, block.pool.free))
 
-    def reset_peaks(self) -> None:
-        """Begin to measure peaks anew."""
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+    def reset_peak(self) -> None:
+        """Begin to measure the peak anew."""
+        self.peak_reserved = self.reserved
 
-    def release_cached(self) -> int:
-        """Give back all memory that no tensor uses, as ``torch.cuda.empty_cache``; return the bytes."""
-        before = self.reserved
+    def release_cached(self) -> None:
+        """Give back all memory that no tensor uses, as ``torch.cuda.empty_cache``."""
         for pool in self._pools.values():
             for block in list(pool.free.at.values()):
                 self._release(block)
-        return before - self.reserved
 
     def _best_fit(self, pool: _Pool, size: int) -> MemoryBlock | None:
         free = pool.free
@@ -150,14 +143,14 @@ class CachingAllocator:
     def _reserve(self, pool: _Pool, size: int) -> MemoryBlock:
         """Return a free block of new memory, which is not in the pool's list."""
         wanted = segment_size(size)
-        for retry in (False, True):
-            if retry:
-                self.released += 1
-                self.release_cached()
-            block = self._grow(pool, wanted) if self.settings.expandable_segments else self._new_segment(pool, wanted)
-            if block is not None:
-                return block
-        raise OutOfDeviceMemoryError
+        reserve = self._grow if self.settings.expandable_segments else self._new_segment
+        block = reserve(pool, wanted)
+        if block is None:
+            self.release_cached()
+            block = reserve(pool, wanted)
+        if block is None:
+            raise OutOfDeviceMemoryError
+        return block
 
     def _new_segment(self, pool: _Pool, size: int) -> MemoryBlock | None:
         if not self._take(size):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fsdp_runtime.dry_run.trace.fused_allocations import with_fused_storages
-from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo
+from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo, Stream
 from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown, Peak, Phase
 
 #: Phase, kind of collective, and global ranks of its group.
@@ -28,10 +28,12 @@ class StepRegion(NamedTuple):
 class TapeEntry(NamedTuple):
     """One allocation (``delta > 0``) or free."""
 
-    storage: int  # a number of the storage
+    storage: Hashable  # its number in the trace; copies of repeated blocks have other names
     delta: int  # bytes
     region: StepRegion | None  # where the operator ran; ``None`` before the step
     operator: str  # its name
+    stream: Stream  # the stream that allocates
+    category: str  # the storage's category
 
     @property
     def phase(self) -> str:
@@ -39,23 +41,8 @@ class TapeEntry(NamedTuple):
         return "" if self.region is None else self.region.phase
 
 
-@dataclass(frozen=True)
-class Tape:
-    """The allocations and frees of a trace in order."""
-
-    entries: tuple[TapeEntry, ...]  # allocations and frees
-    streams: tuple[str, ...]  # stream of each storage
-    categories: tuple[str, ...]  # category of each storage
-
-    @classmethod
-    def of(cls, recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]) -> Tape:
-        """Return the tape of a recording, with the region of every event."""
-        operators = [event.operator for event in recording.events]
-        places = [*zip(regions, operators, strict=True), (None, "")]  # the last is event -1, before the step
-        entries = tuple(
-            TapeEntry(each.storage, each.delta, *places[each.event]) for each in recording.allocations if each.delta
-        )
-        return cls(entries, tuple(info.stream for info in recording.storages), tuple(categories))
+#: The allocations and frees of a step in order.
+Tape = Sequence[TapeEntry]
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class Summary:
     before: MemoryBreakdown  # live bytes before the step
     ends: dict[Phase, MemoryBreakdown]  # live bytes at the end of each phase
     traffic: Mapping[CallKey, tuple[int, ...]]  # number of collectives, bytes of inputs, and bytes sent at least
-    tape: Tape  # every allocation and free, to replay them on an allocator; in a sum of traces the larger one's
+    tape: Tape  # to replay it on an allocator; in a sum of traces the larger one's
     flops: Mapping[str, int]  # floating-point operations by kind
     bytes_moved: int  # bytes that operators without any read and write in forward and backward
     replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # number and bytes by name pattern
@@ -97,8 +84,20 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
         flops=recording.flops,
         bytes_moved=recording.bytes_moved,
         assumptions=tuple(dict.fromkeys(assumptions)),
-        tape=Tape.of(recording, categories, regions),
+        tape=_tape(recording, categories, regions),
     )
+
+
+def _tape(recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]) -> Tape:
+    operators = (event.operator for event in recording.events)
+    places = [*zip(regions, operators, strict=True), (None, "")]  # the last is event -1, before the step
+    streams = (info.stream for info in recording.storages)
+    kinds = [*zip(streams, categories, strict=True)]
+    return [
+        TapeEntry(each.storage, each.delta, *places[each.event], *kinds[each.storage])
+        for each in recording.allocations
+        if each.delta
+    ]
 
 
 def wildcard(path: str) -> str:
