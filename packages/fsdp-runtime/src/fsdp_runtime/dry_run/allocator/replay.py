@@ -22,7 +22,7 @@ from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
 from fsdp_runtime.dry_run.scale.summary import Tape, TapeEntry
 
 _STREAMS = {"compute": 0, "gather": 1, "reduce": 2}
-_PERSISTENT = ("parameters", "buffers")
+_UPDATE = ("clip", "optimizer")  # phases without blocks
 _STEPS = 3
 
 
@@ -49,11 +49,12 @@ def reserved_bytes(
         return None
     groups = 0 if repeated is None else repeated.count - repeated.min_count - 1
     added = _added_sizes(tape, smaller, groups) if smaller is not None and groups else {}
+    added = {where: sizes for where, sizes in added.items() if where not in on_host}
     limited = [] if available is None else [replace(settings, device_memory=available)]
     for each in (*limited, settings):
         allocator = CachingAllocator(each)
         with suppress(OutOfDeviceMemoryError):
-            _Replay(entries, added, allocator, on_host).run(micro_batches, workspaces)
+            _Replay(entries, added, allocator).run(micro_batches, workspaces)
             break
     return allocator.peak_reserved
 
@@ -73,7 +74,7 @@ def _sizes(tape: Tape) -> dict[tuple[str, str], Counter[int]]:
     for entry in tape:
         if entry.delta > 0 and entry.region is None:
             found[entry.category, ""][entry.delta] += 1
-        elif entry.delta > 0 and entry.phase in ("clip", "optimizer"):
+        elif entry.delta > 0 and entry.phase in _UPDATE:
             found[entry.phase, entry.operator][entry.delta] += 1
     return found
 
@@ -86,16 +87,16 @@ class _Replay:
         entries: Sequence[TapeEntry],
         added: Mapping[str, Sequence[int]],  # by category, and by phase without blocks
         allocator: CachingAllocator,
-        on_host: Collection[str],
     ) -> None:
-        self._initial = [entry for entry in entries if entry.region is None]
-        self._steps = [entry for entry in entries if entry.region is not None]
-        self._added, self._allocator, self._on_host = added, allocator, on_host
+        self._entries: dict[str, list[TapeEntry]] = defaultdict(list)  # by phase without blocks, others under "pass"
+        for entry in entries:
+            self._entries[entry.phase if entry.phase in ("", *_UPDATE) else "pass"].append(entry)
+        self._added, self._allocator = added, allocator
         self._live: dict[Hashable, MemoryBlock] = {}
         self._kept: list[MemoryBlock] = []
 
     def run(self, micro_batches: int, workspaces: int) -> None:
-        self._permanent(_PERSISTENT)
+        self._allocate("parameters", "buffers")
         if workspaces:
             self._allocator.allocate(workspaces)
         for number in range(_STEPS):
@@ -106,12 +107,11 @@ class _Replay:
         for number in range(micro_batches):
             self._pass(keeps_gradients=number < micro_batches - 1 and number == 0)
         if first:
-            self._permanent(("optimizer_state",))
-        for phase in ("clip", "optimizer"):
+            self._allocate("optimizer_state")
+        for phase in _UPDATE:
             more = [self._allocator.allocate(size) for size in self._added.get(phase, ())]
-            for step in self._steps:
-                if step.phase == phase:
-                    self._apply(step)
+            for entry in self._entries[phase]:
+                self._apply(entry)
             for block in more:
                 self._allocator.free(block)
         for block in (*self._live.values(), *self._kept):
@@ -121,34 +121,29 @@ class _Replay:
 
     def _pass(self, *, keeps_gradients: bool) -> None:
         """Run forward and backward; the first of several keeps the reduced gradients."""
-        for step in self._initial:
-            if step.category == "inputs":
-                self._apply(step)
+        for entry in self._entries[""]:
+            if entry.category == "inputs":
+                self._apply(entry)
         kept = False
-        for step in self._steps:
-            if step.phase in ("clip", "optimizer"):
-                continue
-            if keeps_gradients and step.stream == "reduce" and step.delta < 0:
-                if (block := self._live.pop(step.storage, None)) is not None:
+        for entry in self._entries["pass"]:
+            if keeps_gradients and entry.stream == "reduce" and entry.delta < 0:
+                if (block := self._live.pop(entry.storage, None)) is not None:
                     self._kept.append(block)
                     kept = True
                 continue
-            self._apply(step)
+            self._apply(entry)
         if keeps_gradients and not kept:
-            sizes = [step.delta for step in self._initial if step.category == "gradients"]
-            self._kept += [self._allocator.allocate(size) for size in (*sizes, *self._added.get("gradients", ()))]
+            self._kept += self._allocate("gradients")
 
-    def _permanent(self, categories: Sequence[str]) -> None:
-        sizes = [step.delta for step in self._initial if step.category in categories]
-        for category in categories:
-            if category not in self._on_host:
-                sizes += self._added.get(category, ())
-        for size in sizes:
-            self._allocator.allocate(size)
+    def _allocate(self, *categories: str) -> list[MemoryBlock]:
+        """Allocate what exists before the step, of all blocks."""
+        sizes = [entry.delta for entry in self._entries[""] if entry.category in categories]
+        sizes += [size for category in categories for size in self._added.get(category, ())]
+        return [self._allocator.allocate(size) for size in sizes]
 
-    def _apply(self, step: TapeEntry) -> None:
-        block = self._live.pop(step.storage, None)
+    def _apply(self, entry: TapeEntry) -> None:
+        block = self._live.pop(entry.storage, None)
         if block is not None:
             self._allocator.free(block)
-        if step.delta > 0:
-            self._live[step.storage] = self._allocator.allocate(step.delta, _STREAMS[step.stream])
+        if entry.delta > 0:
+            self._live[entry.storage] = self._allocator.allocate(entry.delta, _STREAMS[entry.stream])
