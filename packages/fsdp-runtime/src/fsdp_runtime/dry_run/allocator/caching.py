@@ -204,10 +204,7 @@ class CachingAllocator:
             return None
         hole.pool.holes.remove(hole)
         if hole.size > size:
-            rest = MemoryBlock(hole.address + size, hole.size - size, hole.pool, mapped=False)
-            _link(hole, rest)
-            hole.size = size
-            hole.pool.holes.add(rest)
+            hole.pool.holes.add(_cut(hole, size))
         hole.mapped = True
         return self._with_neighbours(hole, hole.pool.free)
 
@@ -247,16 +244,10 @@ class CachingAllocator:
         pool = block.pool
         pool.free.remove(block)
         if start > block.address:
-            rest = MemoryBlock(start, block.address + block.size - start, block.pool)
-            _link(block, rest)
-            block.size = start - block.address
-            pool.free.add(block)
-            block = rest
+            before, block = block, _cut(block, start - block.address)
+            pool.free.add(before)
         if block.address + block.size > end:
-            rest = MemoryBlock(end, block.address + block.size - end, block.pool)
-            _link(block, rest)
-            block.size = end - block.address
-            pool.free.add(rest)
+            pool.free.add(_cut(block, end - block.address))
         self.reserved -= block.size
         block.mapped = False
         pool.holes.add(self._with_neighbours(block, pool.holes))
@@ -268,12 +259,8 @@ class CachingAllocator:
             splits = remaining >= MIN_BLOCK
         else:
             splits = (limit is None or size < limit) and remaining > SMALL_SIZE
-        if not splits:
-            return
-        rest = MemoryBlock(block.address + size, remaining, block.pool, age=block.age)
-        _link(block, rest)
-        block.size = size
-        block.pool.free.add(rest)
+        if splits:
+            block.pool.free.add(_cut(block, size))
 
     def _with_neighbours(self, block: MemoryBlock, listed: _Blocks) -> MemoryBlock:
         """Merge a block with those of its neighbours that are listed, and take these out."""
@@ -321,9 +308,11 @@ def _is_whole(block: MemoryBlock) -> bool:
     return block.before is None and block.after is None
 
 
-def _link(block: MemoryBlock, rest: MemoryBlock) -> None:
-    """Put a block after another one."""
-    rest.before, rest.after = block, block.after
+def _cut(block: MemoryBlock, size: int) -> MemoryBlock:
+    """Cut a block that is not in use off after ``size`` bytes; return the rest."""
+    address, remaining = block.address + size, block.size - size
+    rest = MemoryBlock(address, remaining, block.pool, False, block.mapped, block.age, block, block.after)
     if block.after is not None:
         block.after.before = rest
-    block.after = rest
+    block.after, block.size = rest, size
+    return rest
