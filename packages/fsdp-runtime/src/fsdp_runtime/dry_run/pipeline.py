@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -126,32 +126,26 @@ def run(
 def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace, setup: Setup) -> Settings:
     layers, tokens = setup.required(TensorParallel), setup.required(ContextParallel)
     sharding = setup.required(FSDP2).options
-    return Settings(
-        model=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        mesh={**spec.sizes, "ep": spec.ep},
-        world_size=math.prod(spec.sizes.values()),
-        rank=rank,
-        seq_len=step.seq_len,
-        micro_batch=step.micro_batch,
-        plan=plan_name(layers.plan),
-        sequence_parallel=layers.sequence_parallel,
-        context_parallel=tokens.method,
-        activation_checkpointing=str(setup.required(ActivationCheckpointing).mode),
-        dtype=dtype_name(step.dtype),
-        master_dtype=None if sharding.master_dtype is None else dtype_name(sharding.master_dtype),
-        optimizer=step.optimizer,
-        logprobs=step.logprobs if isinstance(step.logprobs, str) else "custom",
-        offload=isinstance(sharding.offload_policy, CPUOffloadPolicy),
-        routing=step.routing,
-        micro_batches=step.micro_batches,
-        compiled=step.compiled,
-        offload_activations=step.offload_activations,
-        attention_kernels=step.attention_kernels,
-        blocks=trace.summary.blocks,
-        traced=trace.traced,
-        scaling=trace.scaling,
-    )
+    as_given = {each.name: getattr(step, each.name) for each in fields(Settings) if hasattr(step, each.name)}
+    resolved = {
+        "model": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "mesh": {**spec.sizes, "ep": spec.ep},
+        "world_size": math.prod(spec.sizes.values()),
+        "rank": rank,
+        "plan": plan_name(layers.plan),
+        "sequence_parallel": layers.sequence_parallel,
+        "context_parallel": tokens.method,
+        "activation_checkpointing": str(setup.required(ActivationCheckpointing).mode),
+        "dtype": dtype_name(step.dtype),
+        "master_dtype": None if sharding.master_dtype is None else dtype_name(sharding.master_dtype),
+        "logprobs": step.logprobs if isinstance(step.logprobs, str) else "custom",
+        "offload": isinstance(sharding.offload_policy, CPUOffloadPolicy),
+        "blocks": trace.summary.blocks,
+        "traced": trace.traced,
+        "scaling": trace.scaling,
+    }
+    return Settings(**as_given | resolved)
 
 
 def _names_single_blocks(parallelism: Parallelism) -> bool:

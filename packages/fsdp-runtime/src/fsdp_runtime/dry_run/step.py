@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import local_tensor, viewed_tensor
 from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
-from fsdp_runtime.dry_run.allocator.constants import CONSTANTS
 from fsdp_runtime.dry_run.build_model import vocabulary_size
 from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs_on_accelerator
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
@@ -61,15 +60,15 @@ class StepConfig:
     clip: bool
     offload: bool
     options: Options
-    assume_gradients: bool = False
-    routing: Routing = "balanced"
-    micro_batches: int = 1
-    offload_activations: bool = False
-    attention_kernels: AttentionKernels = "flash2"
-    allocator: AllocatorSettings | None = None
-    constants: Collection[str] = CONSTANTS
-    frozen_dtype: torch.dtype | None = None
-    reshard_after_forward: bool = True
+    assume_gradients: bool
+    routing: Routing
+    micro_batches: int
+    offload_activations: bool
+    attention_kernels: AttentionKernels
+    allocator: AllocatorSettings | None
+    constants: Collection[str]
+    frozen_dtype: torch.dtype | None
+    reshard_after_forward: bool
 
     def __post_init__(self) -> None:
         """Raise :class:`EstimateError` for an unknown optimizer, a batch without tokens, or what cannot be traced."""
@@ -105,13 +104,11 @@ class StepConfig:
         """Dtypes and offload of FSDP2."""
         if (given := self.options.get("fsdp")) is not None:
             return given
-        offload_policy = CPUOffloadPolicy() if self.offload else None
-        if self.master_dtype is None:
-            return FSDPOptions(offload_policy=offload_policy, reshard_after_forward=self.reshard_after_forward)
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master_dtype)
         return FSDPOptions(
-            mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master_dtype),
+            mp_policy=None if self.master_dtype is None else policy,
             master_dtype=self.master_dtype,
-            offload_policy=offload_policy,
+            offload_policy=CPUOffloadPolicy() if self.offload else None,
             reshard_after_forward=self.reshard_after_forward,
         )
 

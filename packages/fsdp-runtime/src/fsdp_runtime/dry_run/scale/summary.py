@@ -122,25 +122,22 @@ def _replay(
 ) -> tuple[dict[StepRegion, Peak], MemoryBreakdown, dict[Phase, MemoryBreakdown]]:
     """Replay the allocations; return the regions' peaks, the bytes before the step and at the end of each phase."""
     live: Counter[str] = Counter()
-    total = 0
+    total = begin = 0
     highest: dict[StepRegion, tuple[int, dict[str, int], OpEvent]] = {}
-    ending: dict[int, list[Phase]] = {}  # a phase without allocations ends where the previous one does
-    for phase, position in recording.ends.items():
-        ending.setdefault(position, []).append(phase)
     at_end: dict[Phase, MemoryBreakdown] = {}
     before = MemoryBreakdown()
-    for position, allocation in enumerate(recording.allocations):
-        if allocation.event >= 0 and before.total == 0:
-            before = MemoryBreakdown(**live)
-        at_end |= {phase: MemoryBreakdown(**live) for phase in ending.get(position, ())}
-        live[categories[allocation.storage]] += allocation.delta
-        total += allocation.delta
-        if allocation.event < 0 or allocation.delta < 0:
-            continue
-        region = regions[allocation.event]
-        if region not in highest or total > highest[region][0]:
-            highest[region] = (total, dict(live), recording.events[allocation.event])
-    at_end |= {phase: MemoryBreakdown(**live) for phase in ending.get(len(recording.allocations), ())}
+    for phase, end in recording.ends.items():
+        for allocation in recording.allocations[begin:end]:
+            if allocation.event >= 0 and before.total == 0:
+                before = MemoryBreakdown(**live)
+            live[categories[allocation.storage]] += allocation.delta
+            total += allocation.delta
+            if allocation.event < 0 or allocation.delta < 0:
+                continue
+            region = regions[allocation.event]
+            if region not in highest or total > highest[region][0]:
+                highest[region] = (total, dict(live), recording.events[allocation.event])
+        at_end[phase], begin = MemoryBreakdown(**live), end
     found = {
         region: Peak(**event._asdict(), nbytes=MemoryBreakdown(**parts))
         for region, (_, parts, event) in highest.items()
