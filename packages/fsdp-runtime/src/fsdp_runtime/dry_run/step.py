@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
 from fsdp_runtime.dry_run.build_model import vocabulary_size
 from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs_on_accelerator
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
-from fsdp_runtime.dry_run.scale.summary import Summary, summarize, wildcard
+from fsdp_runtime.dry_run.scale.summary import Summary, add_up, summarize, wildcard
 from fsdp_runtime.dry_run.trace.assumed_routes import Routing
 from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data
 from fsdp_runtime.dry_run.trace.kernels import AttentionKernels
@@ -180,7 +180,7 @@ def _accumulated_gradients(model: nn.Module, without_grad: frozenset[str]) -> li
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def _untrained(model: nn.Module) -> dict[str, tuple[int, int]]:
+def _untrained(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return number and local bytes of trainable parameters without gradients, by name patterns that all lack one."""
     # A vision tower is such a part: the step has no images.
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -188,18 +188,12 @@ def _untrained(model: nn.Module) -> dict[str, tuple[int, int]]:
     return _sizes({name: parameter for name, parameter in trainable.items() if wildcard(name) not in trained})
 
 
-def _sizes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+def _sizes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return number and bytes of parameters on this rank, by name pattern."""
-    count: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    for name, parameter in parameters.items():
-        local = local_tensor(parameter)
-        count[wildcard(name)] += 1
-        nbytes[wildcard(name)] += local.numel() * local.element_size()
-    return {pattern: (count[pattern], nbytes[pattern]) for pattern in count}
+    return add_up((wildcard(name), (1, local_tensor(each).nbytes)) for name, each in parameters.items())
 
 
-def _replicated(model: nn.Module) -> dict[str, tuple[int, int]]:
+def _replicated(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return number and bytes of the parameters that are replicated over all axes, by name pattern."""
     parameters = dict(model.named_parameters())
     # Aliases of tied parameters are listed too.

@@ -34,19 +34,15 @@ class _Expansion:
         self._tape = tape
         self._repeated = repeated
         self._added = repeated.count - repeated.min_count - 1
-        self._group: dict[Hashable, int] = {}
-        self._keys: dict[Hashable, Key] = {}
-        self._storages: dict[tuple[int, Key], Hashable] = {}
+        self._places: dict[Hashable, tuple[int, Key]] = {}  # group and key of a storage that a group allocated
         seen: Counter[tuple[int, str, str, int]] = Counter()
         for entry in tape:
             group = self._group_of(entry.region)
-            if entry.delta <= 0 or entry.storage in self._keys or group is None:
-                continue
-            kind = (entry.phase, entry.operator, entry.delta)
-            key = (*kind, seen[group, *kind])
-            seen[group, *kind] += 1
-            self._group[entry.storage], self._keys[entry.storage] = group, key
-            self._storages[group, key] = entry.storage
+            if entry.delta > 0 and group is not None and entry.storage not in self._places:
+                kind = (entry.phase, entry.operator, entry.delta)
+                self._places[entry.storage] = group, (*kind, seen[group, *kind])
+                seen[group, *kind] += 1
+        self._storages = {place: storage for storage, place in self._places.items()}
 
     def entries(self) -> list[TapeEntry]:
         found: list[TapeEntry] = []
@@ -62,17 +58,20 @@ class _Expansion:
 
     def _outside(self, entries: Iterable[TapeEntry], group: int | None) -> Iterable[TapeEntry]:
         for entry in entries:
-            if group is None and self._group.get(entry.storage) == 1 and entry.delta < 0:
+            if group is None and entry.delta < 0 and self._is_copied(entry.storage):
                 for copy in range(self._added + 1):
                     yield entry._replace(storage=(entry.storage, copy))
                 continue
             yield entry._replace(storage=self._name(entry.storage, group, 0))
 
+    def _is_copied(self, storage: Hashable) -> bool:
+        return storage in self._places and self._places[storage][0] == 1
+
     def _name(self, storage: Hashable, group: int | None, copy: int) -> Hashable:
         """Return the name of a storage that a copy of a group refers to."""
-        own = self._group.get(storage)
-        if own is None or group is None:
-            return (storage, 0) if own == 1 else storage
+        if storage not in self._places or group is None:
+            return (storage, 0) if self._is_copied(storage) else storage
+        own, key = self._places[storage]
         position = own + (copy if group <= 1 else self._added)
         if position <= 0:
             target = (position, 0)
@@ -80,9 +79,9 @@ class _Expansion:
             target = (1, position - 1)
         else:
             target = (position - self._added, 0)
-        named = storage if target[0] == own else self._storages.get((target[0], self._keys[storage]))
+        named = self._storages.get((target[0], key))
         if named is None:
-            raise TapeMismatchError(f"{self._keys[storage]} of group {own} has no counterpart in group {target[0]}")
+            raise TapeMismatchError(f"{key} of group {own} has no counterpart in group {target[0]}")
         return (named, target[1]) if target[0] == 1 else named
 
     def _group_of(self, region: StepRegion | None) -> int | None:

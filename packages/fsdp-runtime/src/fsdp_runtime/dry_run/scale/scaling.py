@@ -7,15 +7,12 @@ between them the function is linear in its index, hence largest at one of the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
-from fsdp_runtime.dry_run.scale.summary import StepRegion, Summary
+from fsdp_runtime.dry_run.scale.summary import Key, StepRegion, Summary
 from fsdp_runtime.dry_run.types import PHASES, MemoryBreakdown, Peak, Phase
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 def scale_up(

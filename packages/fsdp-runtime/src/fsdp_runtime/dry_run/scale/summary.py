@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fsdp_runtime.dry_run.trace.fused_allocations import with_fused_storages
 from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo, Stream
 from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown, Peak, Phase
 
+Key = TypeVar("Key", bound=Hashable)
 #: Phase, kind of collective, and global ranks of its group.
 CallKey = tuple[Phase, str, tuple[int, ...]]
 
@@ -69,18 +70,15 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
     categories = [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
     regions = regions_of(recording.events, blocks)
     peaks, before, ends = _replay(recording, categories, regions)
-    traffic: dict[CallKey, tuple[int, ...]] = {}
-    for phase, call in recording.collectives:
-        key = (phase, call.kind, call.ranks)
-        count, nbytes, sent = traffic.get(key, (0, 0, 0))
-        traffic[key] = (count + 1, nbytes + call.nbytes, sent + call.bytes_sent)
     assumptions = (replace(each, module=wildcard(each.module)) for each in recording.assumptions)
     return Summary(
         blocks=len(blocks),
         regions=peaks,
         before=before,
         ends=ends,
-        traffic=traffic,
+        traffic=add_up(
+            ((phase, call.kind, call.ranks), (1, call.nbytes, call.bytes_sent)) for phase, call in recording.collectives
+        ),
         flops=recording.flops,
         bytes_moved=recording.bytes_moved,
         assumptions=tuple(dict.fromkeys(assumptions)),
@@ -98,6 +96,15 @@ def _tape(recording: Recording, categories: Sequence[str], regions: Sequence[Ste
         for each in recording.allocations
         if each.delta
     ]
+
+
+def add_up(items: Iterable[tuple[Key, tuple[int, ...]]]) -> dict[Key, tuple[int, ...]]:
+    """Return the sums of tuples of numbers by key."""
+    found: dict[Key, tuple[int, ...]] = {}
+    for key, numbers in items:
+        before = found.get(key, (0,) * len(numbers))
+        found[key] = tuple(one + other for one, other in zip(before, numbers, strict=True))
+    return found
 
 
 def wildcard(path: str) -> str:
