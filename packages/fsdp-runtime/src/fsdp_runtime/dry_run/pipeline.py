@@ -304,6 +304,5 @@ def summarize_traffic(
                 seconds=None if speed is None else sent / speed,
             )
         )
-    order = list(dict.fromkeys(axes.values()))
-    position = {axis: index for index, axis in enumerate(order)}
-    return tuple(sorted(found, key=lambda t: (position.get(t.axis, len(order)), t.axis, PHASES.index(t.phase), t.kind)))
+    order = {axis: index for index, axis in enumerate(axes.values())}
+    return tuple(sorted(found, key=lambda t: (order.get(t.axis, len(order)), t.axis, PHASES.index(t.phase), t.kind)))

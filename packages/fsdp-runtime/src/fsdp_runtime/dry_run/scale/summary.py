@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from fsdp_runtime.dry_run.trace.fused_allocations import with_fused_storages
 from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo, Stream
 from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown, Peak, Phase
+from tp_plans.runtime import is_at_or_below
 
 Key = TypeVar("Key", bound=Hashable)
 #: Phase, kind of collective, and global ranks of its group.
@@ -170,4 +171,4 @@ def regions_of(events: Sequence[OpEvent], blocks: Sequence[str]) -> list[StepReg
 
 
 def _block_of(module: str, blocks: Sequence[str]) -> int | None:
-    return next((i for i, path in enumerate(blocks) if module == path or module.startswith(f"{path}.")), None)
+    return next((index for index, path in enumerate(blocks) if is_at_or_below(module, path)), None)
