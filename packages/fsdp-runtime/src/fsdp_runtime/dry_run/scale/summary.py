@@ -147,7 +147,7 @@ def _replay(
                 highest[region] = (total, dict(live), recording.events[allocation.event])
         at_end[phase], begin = MemoryBreakdown(**live), end
     found = {
-        region: Peak(**event._asdict(), nbytes=MemoryBreakdown(**parts))
+        region: Peak(phase=event.phase, module=event.module, operator=event.operator, nbytes=MemoryBreakdown(**parts))
         for region, (_, parts, event) in highest.items()
     }
     return found, before, at_end
