@@ -43,7 +43,14 @@ def test_gradients_of_earlier_micro_batches_are_live_in_forward() -> None:
 
 
 def test_gradients_on_the_host_reserve_nothing() -> None:
-    wide = LlamaConfig(**{**CONFIG.to_dict(), "hidden_size": 2048, "intermediate_size": 8192})
+    wide = LlamaConfig(
+        vocab_size=512,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=9,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     options: dict[str, Any] = {"seq_len": 64, "offload": True, "micro_batches": 2, "constants": ()}
     scaled, exact = (
         estimate(wide, {"tp": 2}, exact=each, activation_checkpointing="block", **options).memory
