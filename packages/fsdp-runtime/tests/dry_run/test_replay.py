@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig
@@ -41,6 +42,23 @@ def test_gradients_of_earlier_micro_batches_are_live_in_forward() -> None:
     one, two = _estimate(), _estimate(micro_batches=2)
     gradients = one.memory.after_backward.gradients
     assert two.memory.after_forward.total - one.memory.after_forward.total == gradients
+
+
+def test_gradients_on_the_host_reserve_nothing() -> None:
+    wide = LlamaConfig(
+        vocab_size=512,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=9,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    options: dict[str, Any] = {"seq_len": 64, "offload": True, "micro_batches": 2, "constants": ()}
+    scaled, exact = (
+        estimate(wide, {"tp": 2}, exact=each, activation_checkpointing="block", **options).memory
+        for each in (False, True)
+    )
+    assert scaled.reserved == exact.reserved
 
 
 def test_what_is_cached_is_released_before_a_device_is_full() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from torch import nn
 
 from fsdp_runtime.dry_run.report.format import format_bytes
-from fsdp_runtime.dry_run.scale.summary import wildcard
+from fsdp_runtime.dry_run.scale.summary import add_up, wildcard
 from fsdp_runtime.dry_run.step import OPTIMIZERS, StepConfig
 from fsdp_runtime.dry_run.types import Assumption
 
@@ -17,15 +16,10 @@ def untrained_assumptions(
     model: nn.Module, untrained: Mapping[str, tuple[int, ...]], step: StepConfig
 ) -> list[Assumption]:
     """Return what the numbers lack for each part of the model that the step does not reach."""
-    count: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    for pattern, (parameters, size) in untrained.items():
-        count[_part_of(pattern)] += parameters
-        nbytes[_part_of(pattern)] += size
     has_vision = getattr(getattr(model, "config", None), "vision_config", None) is not None
     trained = {wildcard(name) for name, each in model.named_parameters() if each.requires_grad} - untrained.keys()
     found = []
-    for part, size in nbytes.items():
+    for part, (count, size) in add_up((_part_of(pattern), sizes) for pattern, sizes in untrained.items()).items():
         unused = has_vision and part not in map(_part_of, trained)
         reason = "the step has text and no images or other media" if unused else "the step does not use all of it"
         state = format_bytes(OPTIMIZERS[step.optimizer][1] * size)
@@ -37,7 +31,7 @@ def untrained_assumptions(
                 f"it would have {sizes} on this rank, and activations; assume_gradients=True counts the first two, and "
                 "requires_grad_(False) freezes it"
             )
-        text = f"{reason}, so {count[part]} trainable parameters have no gradient: {counted}"
+        text = f"{reason}, so {count} trainable parameters have no gradient: {counted}"
         found.append(Assumption(operator="", module=part, assumption=text, counted=False))
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,13 @@ _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
 _ALLOCATOR_OPTIONS = (
     "expandable_segments:True, max_split_size_mb:512, garbage_collection_threshold:0.8, roundup_power2_divisions:4"
 )
+#: Options of the allocator by name: the field, and how its value is read.
+_ALLOCATOR: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "expandable_segments": ("expandable_segments", {"True": True, "False": False}.__getitem__),
+    "max_split_size_mb": ("max_split_size", lambda text: int(text) * 2**20),
+    "garbage_collection_threshold": ("garbage_collection_threshold", float),
+    "roundup_power2_divisions": ("roundup_power2_divisions", int),
+}
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
 _AXES = [field.name for field in fields(MeshSpec)]
 
@@ -121,18 +128,11 @@ def parse_allocator(text: str, *, device_memory: int | None = None) -> Allocator
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition(":")
+        if name not in _ALLOCATOR:
+            raise EstimateError(f"allocator={text!r}: {name!r} is not modelled; known are {_ALLOCATOR_OPTIONS}")
+        field, read = _ALLOCATOR[name]
         try:
-            match name:
-                case "expandable_segments":
-                    found[name] = {"True": True, "False": False}[value]
-                case "max_split_size_mb":
-                    found["max_split_size"] = int(value) * 2**20
-                case "garbage_collection_threshold":
-                    found[name] = float(value)
-                case "roundup_power2_divisions":
-                    found[name] = int(value)
-                case _:
-                    raise EstimateError(f"allocator={text!r}: {name!r} is not modelled; known are {_ALLOCATOR_OPTIONS}")
+            found[field] = read(value)
         except (KeyError, ValueError) as error:
             raise EstimateError(f"allocator={text!r}: {part!r} has no valid value") from error
     if found.get("garbage_collection_threshold"):

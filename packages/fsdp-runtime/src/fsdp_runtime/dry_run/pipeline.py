@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.allocator.constants import WORKSPACES, constant_costs
-from fsdp_runtime.dry_run.allocator.replay import replay
+from fsdp_runtime.dry_run.allocator.replay import reserved_bytes
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions, untrained_assumptions
 from fsdp_runtime.dry_run.build_model import build_model
 from fsdp_runtime.dry_run.parse_args import dtype_name, plan_name
@@ -34,7 +34,6 @@ from fsdp_runtime.dry_run.types import (
     Estimate,
     Memory,
     MemoryBreakdown,
-    Peak,
     Phase,
     ReplicatedParameters,
     Settings,
@@ -59,7 +58,7 @@ ProgressCallback = Callable[[str, int, int], None]
 _STEPS = 4
 
 #: The assumption about a part of a block that cannot be traced.
-LEFT_OUT = "depends on values: the module is left out of the estimate and returns its input"
+_LEFT_OUT = "depends on values: the module is left out of the estimate and returns its input"
 
 #: Categories that are on the host with ``offload``.
 _OFFLOADED = ("parameters", "gradients", "optimizer_state")
@@ -97,7 +96,8 @@ def run(
     report("done", _STEPS, _STEPS)
     setup = parallelism.setup
     settings = _settings(model, spec, rank, step, trace, setup)
-    memory = _memory(trace, step, math.prod(spec.sizes.values()), device_memory, offload=settings.offload)
+    on_host = _OFFLOADED if settings.offload else ()
+    memory = _memory(trace, step, settings.world_size, device_memory, on_host)
     return Estimate(
         settings=settings,
         memory=memory,
@@ -111,10 +111,7 @@ def run(
         ),
         findings=parallelism.findings,
         assumptions=(
-            *(
-                Assumption(operator=operator, module=module, assumption=text, counted=text != LEFT_OUT)
-                for operator, module, text in summary.assumptions
-            ),
+            *summary.assumptions,
             *untrained_assumptions(model, summary.untrained, step),
             *routing_assumptions(exchange, next((path for path, _ in (setup.expert_plan or Plan({})).items()), "")),
             *recurrence_assumptions(model),
@@ -129,32 +126,27 @@ def run(
 def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace, setup: Setup) -> Settings:
     layers, tokens = setup.required(TensorParallel), setup.required(ContextParallel)
     sharding = setup.required(FSDP2).options
-    return Settings(
-        model=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        mesh={**spec.sizes, "ep": spec.ep},
-        world_size=math.prod(spec.sizes.values()),
-        rank=rank,
-        seq_len=step.seq_len,
-        micro_batch=step.micro_batch,
-        plan=plan_name(layers.plan),
-        sequence_parallel=layers.sequence_parallel,
-        context_parallel=tokens.method,
-        activation_checkpointing=str(setup.required(ActivationCheckpointing).mode),
-        dtype=dtype_name(step.dtype),
-        master_dtype=None if sharding.master_dtype is None else dtype_name(sharding.master_dtype),
-        optimizer=step.optimizer,
-        logprobs=step.logprobs if isinstance(step.logprobs, str) else "custom",
-        offload=isinstance(sharding.offload_policy, CPUOffloadPolicy),
-        routing=step.routing,
-        micro_batches=step.micro_batches,
-        compiled=step.compiled,
-        offload_activations=step.offload_activations,
-        attention_kernels=step.attention_kernels,
-        blocks=trace.summary.blocks,
-        traced=trace.traced,
-        scaling=trace.scaling,
-    )
+    # What the step and its settings have in common, by name; what was resolved has precedence.
+    as_given = {each.name: getattr(step, each.name) for each in fields(Settings) if hasattr(step, each.name)}
+    resolved = {
+        "model": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "mesh": {**spec.sizes, "ep": spec.ep},
+        "world_size": math.prod(spec.sizes.values()),
+        "rank": rank,
+        "plan": plan_name(layers.plan),
+        "sequence_parallel": layers.sequence_parallel,
+        "context_parallel": tokens.method,
+        "activation_checkpointing": str(setup.required(ActivationCheckpointing).mode),
+        "dtype": dtype_name(step.dtype),
+        "master_dtype": None if sharding.master_dtype is None else dtype_name(sharding.master_dtype),
+        "logprobs": step.logprobs if isinstance(step.logprobs, str) else "custom",
+        "offload": isinstance(sharding.offload_policy, CPUOffloadPolicy),
+        "blocks": trace.summary.blocks,
+        "traced": trace.traced,
+        "scaling": trace.scaling,
+    }
+    return Settings(**as_given | resolved)
 
 
 def _names_single_blocks(parallelism: Parallelism) -> bool:
@@ -226,7 +218,7 @@ def _trace_traceable(
     """Return the summary of copies of a model, in which untraceable parts of blocks return their input."""
     # A model with parameters without gradients is traced again once these are known, because they have no optimizer
     # state.
-    left_out: dict[str, str] = {}
+    left_out: dict[str, Assumption] = {}
     while True:
         traced = template.copy()
         for path, module in traced.model.named_modules():
@@ -239,14 +231,13 @@ def _trace_traceable(
             inside_blocks = any(error.module.startswith(f"{block}.") for block in template.structure.decoder)
             if pattern in left_out or not inside_blocks:
                 raise
-            left_out[pattern] = error.operator
+            left_out[pattern] = Assumption(operator=error.operator, module=pattern, assumption=_LEFT_OUT, counted=False)
             continue
         unknown = summary.untrained.keys() != without_grad and not step.assume_gradients
         if unknown and step.optimizer != "none":
             without_grad = frozenset(summary.untrained)
             continue
-        assumptions = tuple((operator, pattern, LEFT_OUT) for pattern, operator in left_out.items())
-        return replace(summary, assumptions=(*summary.assumptions, *assumptions))
+        return replace(summary, assumptions=(*summary.assumptions, *left_out.values()))
 
 
 def _return_input(*args: Any, **kwargs: Any) -> Any:
@@ -254,58 +245,40 @@ def _return_input(*args: Any, **kwargs: Any) -> Any:
     return next(iter((*args, *kwargs.values())))
 
 
-def _memory(trace: _Trace, step: StepConfig, world_size: int, device_memory: int | None, *, offload: bool) -> Memory:
-    summary = trace.summary
-
-    def on_device(nbytes: MemoryBreakdown) -> MemoryBreakdown:
-        return _without(nbytes, _OFFLOADED) if offload else nbytes
-
-    ends = summary.ends
+def _memory(
+    trace: _Trace, step: StepConfig, world_size: int, device_memory: int | None, on_host: Collection[str]
+) -> Memory:
+    """Return the bytes of the full model; ``on_host`` are the categories that are not on the device."""
+    summary, ends = trace.summary, trace.summary.ends
     at_end = ends.get("optimizer", ends["backward"])
-    host = _without(at_end, set(at_end.by_category()) - set(_OFFLOADED)) if offload else MemoryBreakdown()
-    phases = tuple(
-        Peak(phase=phase, module=sample.event.module, operator=sample.event.operator, nbytes=on_device(sample.nbytes))
-        for phase, sample in peaks(summary).items()
-    )
     # Groups of ranks that communicate have a communicator each.
     groups = len({ranks for _, _, ranks in summary.traffic if len(ranks) > 1})
     constants = constant_costs(step.constants, world_size=world_size, axes=groups)
-    available = None if device_memory is None else device_memory - sum(constants.values())
-    return Memory(
-        resident=on_device(_without(summary.before, ("inputs",))),
-        after_forward=on_device(ends["forward"]),
-        after_backward=on_device(ends["backward"]),
-        phases=phases,
-        host=host,
-        reserved=_reserved(trace, step, available, offload=offload),
-        constants=constants,
-    )
-
-
-def _reserved(trace: _Trace, step: StepConfig, available: int | None, *, offload: bool) -> int | None:
-    """Return what the allocator reserves: it releases cached blocks where the device would not have enough for more."""
-    if step.allocator is None:
-        return None
-    limited = [] if available is None else [replace(step.allocator, device_memory=available)]
-    reserved: int | None = None
-    for settings in (*limited, step.allocator):
-        found = replay(
-            trace.summary.tape,
-            settings,
+    reserved = None
+    if step.allocator is not None:
+        reserved = reserved_bytes(
+            summary.tape,
+            step.allocator,
+            available=None if device_memory is None else device_memory - sum(constants.values()),
             smaller=trace.smaller,
             repeated=trace.repeated,
             micro_batches=step.micro_batches,
             workspaces=WORKSPACES if "cublas" in step.constants else 0,
-            on_host=_OFFLOADED if offload else (),
+            on_host=on_host,
         )
-        reserved = None if found is None else found.reserved
-        if found is None or found.fits:
-            break
-    return reserved
+    return Memory(
+        resident=_without(summary.before, ("inputs", *on_host)),
+        after_forward=_without(ends["forward"], on_host),
+        after_backward=_without(ends["backward"], on_host),
+        phases=tuple(replace(peak, nbytes=_without(peak.nbytes, on_host)) for peak in peaks(summary)),
+        host=_without(at_end, at_end.by_category().keys() - on_host),
+        reserved=reserved,
+        constants=constants,
+    )
 
 
-def _without(nbytes: MemoryBreakdown, categories: Collection[str]) -> MemoryBreakdown:
-    return MemoryBreakdown(**{name: size for name, size in nbytes.by_category().items() if name not in categories})
+def _without(nbytes: MemoryBreakdown, categories: Iterable[str]) -> MemoryBreakdown:
+    return replace(nbytes, **dict.fromkeys(categories, 0))
 
 
 def summarize_traffic(
@@ -331,6 +304,5 @@ def summarize_traffic(
                 seconds=None if speed is None else sent / speed,
             )
         )
-    order = list(dict.fromkeys(axes.values()))
-    position = {axis: index for index, axis in enumerate(order)}
-    return tuple(sorted(found, key=lambda t: (position.get(t.axis, len(order)), t.axis, PHASES.index(t.phase), t.kind)))
+    order = {axis: index for index, axis in enumerate(axes.values())}
+    return tuple(sorted(found, key=lambda t: (order.get(t.axis, len(order)), t.axis, PHASES.index(t.phase), t.kind)))

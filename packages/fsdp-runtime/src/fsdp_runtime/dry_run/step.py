@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import local_tensor, viewed_tensor
 from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
-from fsdp_runtime.dry_run.allocator.constants import CONSTANTS
 from fsdp_runtime.dry_run.build_model import vocabulary_size
 from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs_on_accelerator
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
-from fsdp_runtime.dry_run.scale.summary import Summary, summarize, wildcard
+from fsdp_runtime.dry_run.scale.summary import Summary, add_up, summarize, wildcard
 from fsdp_runtime.dry_run.trace.assumed_routes import Routing
 from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data
 from fsdp_runtime.dry_run.trace.kernels import AttentionKernels
@@ -61,15 +60,15 @@ class StepConfig:
     clip: bool
     offload: bool
     options: Options
-    assume_gradients: bool = False
-    routing: Routing = "balanced"
-    micro_batches: int = 1
-    offload_activations: bool = False
-    attention_kernels: AttentionKernels = "flash2"
-    allocator: AllocatorSettings | None = None
-    constants: Collection[str] = CONSTANTS
-    frozen_dtype: torch.dtype | None = None
-    reshard_after_forward: bool = True
+    assume_gradients: bool
+    routing: Routing
+    micro_batches: int
+    offload_activations: bool
+    attention_kernels: AttentionKernels
+    allocator: AllocatorSettings | None
+    constants: Collection[str]
+    frozen_dtype: torch.dtype | None
+    reshard_after_forward: bool
 
     def __post_init__(self) -> None:
         """Raise :class:`EstimateError` for an unknown optimizer, a batch without tokens, or what cannot be traced."""
@@ -105,13 +104,11 @@ class StepConfig:
         """Dtypes and offload of FSDP2."""
         if (given := self.options.get("fsdp")) is not None:
             return given
-        offload_policy = CPUOffloadPolicy() if self.offload else None
-        if self.master_dtype is None:
-            return FSDPOptions(offload_policy=offload_policy, reshard_after_forward=self.reshard_after_forward)
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master_dtype)
         return FSDPOptions(
-            mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master_dtype),
+            mp_policy=None if self.master_dtype is None else policy,
             master_dtype=self.master_dtype,
-            offload_policy=offload_policy,
+            offload_policy=CPUOffloadPolicy() if self.offload else None,
             reshard_after_forward=self.reshard_after_forward,
         )
 
@@ -183,7 +180,7 @@ def _accumulated_gradients(model: nn.Module, without_grad: frozenset[str]) -> li
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def _untrained(model: nn.Module) -> dict[str, tuple[int, int]]:
+def _untrained(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return number and local bytes of trainable parameters without gradients, by name patterns that all lack one."""
     # A vision tower is such a part: the step has no images.
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -191,18 +188,12 @@ def _untrained(model: nn.Module) -> dict[str, tuple[int, int]]:
     return _sizes({name: parameter for name, parameter in trainable.items() if wildcard(name) not in trained})
 
 
-def _sizes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+def _sizes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Return number and bytes of parameters on this rank, by name pattern."""
-    count: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    for name, parameter in parameters.items():
-        local = local_tensor(parameter)
-        count[wildcard(name)] += 1
-        nbytes[wildcard(name)] += local.numel() * local.element_size()
-    return {pattern: (count[pattern], nbytes[pattern]) for pattern in count}
+    return add_up((wildcard(name), (1, local_tensor(each).nbytes)) for name, each in parameters.items())
 
 
-def _replicated(model: nn.Module) -> dict[str, tuple[int, int]]:
+def _replicated(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return number and bytes of the parameters that are replicated over all axes, by name pattern."""
     parameters = dict(model.named_parameters())
     # Aliases of tied parameters are listed too.

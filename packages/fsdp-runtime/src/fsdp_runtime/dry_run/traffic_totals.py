@@ -10,11 +10,10 @@ from fsdp_runtime.dry_run.types import Traffic
 
 def totals_by_axis(traffic: Iterable[Traffic]) -> list[Traffic]:
     """Return the traffic of all phases by axis and kind, in the order and under the phase of its first occurrence."""
-    grouped: dict[tuple[str, str], list[Traffic]] = {}
+    grouped: dict[str, dict[str, list[Traffic]]] = {}
     for item in traffic:
-        grouped.setdefault((item.axis, item.kind), []).append(item)
-    axes = list(dict.fromkeys(axis for axis, _ in grouped))
-    return [_sum(grouped[key]) for axis in axes for key in grouped if key[0] == axis]
+        grouped.setdefault(item.axis, {}).setdefault(item.kind, []).append(item)
+    return [_sum(items) for kinds in grouped.values() for items in kinds.values()]
 
 
 def total_bytes_sent(traffic: Iterable[Traffic]) -> int:

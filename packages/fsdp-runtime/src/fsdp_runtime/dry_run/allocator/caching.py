@@ -85,9 +85,7 @@ class CachingAllocator:
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
-        self.allocated = self.reserved = 0
-        self.peak_allocated = self.peak_reserved = 0
-        self.released = 0  # segments or parts of them that were given back to make room
+        self.reserved = self.peak_reserved = 0
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._next_address = 0
         self._clock = 0
@@ -103,28 +101,23 @@ class CachingAllocator:
             block = self._reserve(pool, size)
         self._split(block, size)
         block.used = True
-        self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: MemoryBlock) -> None:
         """Take a block back; its memory stays reserved."""
         self._clock += 1
-        self.allocated -= block.size
         block.used, block.age = False, self._clock
         block.pool.free.add(self._with_neighbours(block, block.pool.free))
 
-    def reset_peaks(self) -> None:
-        """Begin to measure peaks anew."""
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+    def reset_peak(self) -> None:
+        """Begin to measure the peak anew."""
+        self.peak_reserved = self.reserved
 
-    def release_cached(self) -> int:
-        """Give back all memory that no tensor uses, as ``torch.cuda.empty_cache``; return the bytes."""
-        before = self.reserved
+    def release_cached(self) -> None:
+        """Give back all memory that no tensor uses, as ``torch.cuda.empty_cache``."""
         for pool in self._pools.values():
             for block in list(pool.free.at.values()):
                 self._release(block)
-        return before - self.reserved
 
     def _best_fit(self, pool: _Pool, size: int) -> MemoryBlock | None:
         free = pool.free
@@ -150,14 +143,14 @@ class CachingAllocator:
     def _reserve(self, pool: _Pool, size: int) -> MemoryBlock:
         """Return a free block of new memory, which is not in the pool's list."""
         wanted = segment_size(size)
-        for retry in (False, True):
-            if retry:
-                self.released += 1
-                self.release_cached()
-            block = self._grow(pool, wanted) if self.settings.expandable_segments else self._new_segment(pool, wanted)
-            if block is not None:
-                return block
-        raise OutOfDeviceMemoryError
+        reserve = self._grow if self.settings.expandable_segments else self._new_segment
+        block = reserve(pool, wanted)
+        if block is None:
+            self.release_cached()
+            block = reserve(pool, wanted)
+        if block is None:
+            raise OutOfDeviceMemoryError
+        return block
 
     def _new_segment(self, pool: _Pool, size: int) -> MemoryBlock | None:
         if not self._take(size):
@@ -211,10 +204,7 @@ class CachingAllocator:
             return None
         hole.pool.holes.remove(hole)
         if hole.size > size:
-            rest = MemoryBlock(hole.address + size, hole.size - size, hole.pool, mapped=False)
-            _link(hole, rest)
-            hole.size = size
-            hole.pool.holes.add(rest)
+            hole.pool.holes.add(_cut(hole, size))
         hole.mapped = True
         return self._with_neighbours(hole, hole.pool.free)
 
@@ -254,16 +244,10 @@ class CachingAllocator:
         pool = block.pool
         pool.free.remove(block)
         if start > block.address:
-            rest = MemoryBlock(start, block.address + block.size - start, block.pool)
-            _link(block, rest)
-            block.size = start - block.address
-            pool.free.add(block)
-            block = rest
+            before, block = block, _cut(block, start - block.address)
+            pool.free.add(before)
         if block.address + block.size > end:
-            rest = MemoryBlock(end, block.address + block.size - end, block.pool)
-            _link(block, rest)
-            block.size = end - block.address
-            pool.free.add(rest)
+            pool.free.add(_cut(block, end - block.address))
         self.reserved -= block.size
         block.mapped = False
         pool.holes.add(self._with_neighbours(block, pool.holes))
@@ -275,12 +259,8 @@ class CachingAllocator:
             splits = remaining >= MIN_BLOCK
         else:
             splits = (limit is None or size < limit) and remaining > SMALL_SIZE
-        if not splits:
-            return
-        rest = MemoryBlock(block.address + size, remaining, block.pool, age=block.age)
-        _link(block, rest)
-        block.size = size
-        block.pool.free.add(rest)
+        if splits:
+            block.pool.free.add(_cut(block, size))
 
     def _with_neighbours(self, block: MemoryBlock, listed: _Blocks) -> MemoryBlock:
         """Merge a block with those of its neighbours that are listed, and take these out."""
@@ -328,9 +308,11 @@ def _is_whole(block: MemoryBlock) -> bool:
     return block.before is None and block.after is None
 
 
-def _link(block: MemoryBlock, rest: MemoryBlock) -> None:
-    """Put a block after another one."""
-    rest.before, rest.after = block, block.after
+def _cut(block: MemoryBlock, size: int) -> MemoryBlock:
+    """Cut a block that is not in use off after ``size`` bytes; return the rest."""
+    address, remaining = block.address + size, block.size - size
+    rest = MemoryBlock(address, remaining, block.pool, False, block.mapped, block.age, block, block.after)
     if block.after is not None:
         block.after.before = rest
-    block.after = rest
+    block.after, block.size = rest, size
+    return rest

@@ -8,9 +8,8 @@ group of a storage of a neighbour refers to the same neighbour of every copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from itertools import groupby
-from typing import NamedTuple
 
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
 from fsdp_runtime.dry_run.scale.summary import StepRegion, Tape, TapeEntry
@@ -19,29 +18,13 @@ from fsdp_runtime.dry_run.scale.summary import StepRegion, Tape, TapeEntry
 Key = tuple[str, str, int, int]
 
 
-class TapeStep(NamedTuple):
-    """One allocation or free of the extended tape."""
-
-    storage: object  # a storage's name
-    delta: int  # bytes
-    phase: str  # the phase, ``""`` before the step
-    stream: str  # the stream that allocates
-    category: str  # the storage's category
-
-
 class TapeMismatchError(Exception):
     """The groups of a trace do not allocate alike, so that one of them cannot stand for others."""
 
 
-def expand(tape: Tape, repeated: RepeatedBlocks | None) -> list[TapeStep]:
+def expand(tape: Tape, repeated: RepeatedBlocks | None) -> Tape:
     """Return the tape of the full model from that of the larger of two traces; the same if the trace ran all blocks."""
-    if repeated is None:
-        return [_step(tape, entry, entry.storage) for entry in tape.entries]
-    return _Expansion(tape, repeated).steps()
-
-
-def _step(tape: Tape, entry: TapeEntry, name: object) -> TapeStep:
-    return TapeStep(name, entry.delta, entry.phase, tape.streams[entry.storage], tape.categories[entry.storage])
+    return tape if repeated is None else _Expansion(tape, repeated).entries()
 
 
 class _Expansion:
@@ -51,45 +34,44 @@ class _Expansion:
         self._tape = tape
         self._repeated = repeated
         self._added = repeated.count - repeated.min_count - 1
-        self._group: dict[int, int] = {}
-        self._keys: dict[int, Key] = {}
-        self._storages: dict[tuple[int, Key], int] = {}
+        self._places: dict[Hashable, tuple[int, Key]] = {}  # group and key of a storage that a group allocated
         seen: Counter[tuple[int, str, str, int]] = Counter()
-        for entry in tape.entries:
+        for entry in tape:
             group = self._group_of(entry.region)
-            if entry.delta <= 0 or entry.storage in self._keys or group is None:
-                continue
-            kind = (entry.phase, entry.operator, entry.delta)
-            key = (*kind, seen[group, *kind])
-            seen[group, *kind] += 1
-            self._group[entry.storage], self._keys[entry.storage] = group, key
-            self._storages[group, key] = entry.storage
+            if entry.delta > 0 and group is not None and entry.storage not in self._places:
+                kind = (entry.phase, entry.operator, entry.delta)
+                self._places[entry.storage] = group, (*kind, seen[group, *kind])
+                seen[group, *kind] += 1
+        self._storages = {place: storage for storage, place in self._places.items()}
 
-    def steps(self) -> list[TapeStep]:
-        found: list[TapeStep] = []
-        for (group, phase), run in groupby(self._tape.entries, lambda each: (self._group_of(each.region), each.phase)):
+    def entries(self) -> list[TapeEntry]:
+        found: list[TapeEntry] = []
+        for (group, phase), run in groupby(self._tape, lambda each: (self._group_of(each.region), each.phase)):
             entries = list(run)
             if group != 1:
                 found += self._outside(entries, group)
                 continue
             copies = range(self._added + 1)
             for copy in copies if phase in ("forward", "loss") else reversed(copies):
-                found += (_step(self._tape, entry, self._name(entry.storage, 1, copy)) for entry in entries)
+                found += (entry._replace(storage=self._name(entry.storage, 1, copy)) for entry in entries)
         return found
 
-    def _outside(self, entries: Iterable[TapeEntry], group: int | None) -> Iterable[TapeStep]:
+    def _outside(self, entries: Iterable[TapeEntry], group: int | None) -> Iterable[TapeEntry]:
         for entry in entries:
-            if group is None and self._group.get(entry.storage) == 1 and entry.delta < 0:
+            if group is None and entry.delta < 0 and self._is_copied(entry.storage):
                 for copy in range(self._added + 1):
-                    yield _step(self._tape, entry, (entry.storage, copy))
+                    yield entry._replace(storage=(entry.storage, copy))
                 continue
-            yield _step(self._tape, entry, self._name(entry.storage, group, 0))
+            yield entry._replace(storage=self._name(entry.storage, group, 0))
 
-    def _name(self, storage: int, group: int | None, copy: int) -> object:
+    def _is_copied(self, storage: Hashable) -> bool:
+        return storage in self._places and self._places[storage][0] == 1
+
+    def _name(self, storage: Hashable, group: int | None, copy: int) -> Hashable:
         """Return the name of a storage that a copy of a group refers to."""
-        own = self._group.get(storage)
-        if own is None or group is None:
-            return (storage, 0) if own == 1 else storage
+        if storage not in self._places or group is None:
+            return (storage, 0) if self._is_copied(storage) else storage
+        own, key = self._places[storage]
         position = own + (copy if group <= 1 else self._added)
         if position <= 0:
             target = (position, 0)
@@ -97,9 +79,9 @@ class _Expansion:
             target = (1, position - 1)
         else:
             target = (position - self._added, 0)
-        named = storage if target[0] == own else self._storages.get((target[0], self._keys[storage]))
+        named = self._storages.get((target[0], key))
         if named is None:
-            raise TapeMismatchError(f"{self._keys[storage]} of group {own} has no counterpart in group {target[0]}")
+            raise TapeMismatchError(f"{key} of group {own} has no counterpart in group {target[0]}")
         return (named, target[1]) if target[0] == 1 else named
 
     def _group_of(self, region: StepRegion | None) -> int | None:

@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import Any
 
 from fsdp_runtime.dry_run.report.format import binary_scale, format_bytes
-from fsdp_runtime.dry_run.report.sections import CATEGORY_NAMES
+from fsdp_runtime.dry_run.report.sections import sizes_by_name
 from fsdp_runtime.dry_run.sweep_types import Sweep
 from fsdp_runtime.dry_run.traffic_totals import bytes_sent_by_axis, totals_by_axis
 from fsdp_runtime.dry_run.types import Estimate, MemoryBreakdown
@@ -107,11 +107,8 @@ def _charts_of_sweep(sweep: Sweep) -> list[Chart]:
 
 
 def _memory_chart(title: str, points: Iterable[tuple[str, MemoryBreakdown]], estimate: Estimate) -> Chart:
-    bars = []
-    for label, nbytes in points:
-        sizes = nbytes.by_category()
-        bars.append((label, {name: sizes[category] for category, name in CATEGORY_NAMES.items()}))
-    return Chart(title=title, bars=tuple(bars), colours=_MEMORY, limit=estimate.device_memory)
+    bars = tuple((label, sizes_by_name(nbytes)) for label, nbytes in points)
+    return Chart(title=title, bars=bars, colours=_MEMORY, limit=estimate.device_memory)
 
 
 def _traffic_chart(title: str, sent: Iterable[tuple[str, Mapping[str, int]]]) -> list[Chart]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_runtime.dry_run.report.format import format_bytes, format_count, format_seconds
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep, format_mesh
 from fsdp_runtime.dry_run.traffic_totals import axes_without_bandwidth, total_bytes_sent, totals_by_axis
-from fsdp_runtime.dry_run.types import Assumption, Estimate, Memory, Settings
+from fsdp_runtime.dry_run.types import Assumption, Estimate, Memory, MemoryBreakdown, Settings
 from tp_plans.runtime import colorize
 
 #: Labels of the categories of memory.
@@ -125,8 +125,9 @@ def memory_section(estimate: Estimate) -> Section:
         **({"on the host": memory.host} if memory.host.total else {}),
     }
     rows = [["", *points]]
-    for category, name in CATEGORY_NAMES.items():
-        sizes = [point.by_category()[category] for point in points.values()]
+    named = [sizes_by_name(point) for point in points.values()]
+    for name in CATEGORY_NAMES.values():
+        sizes = [each[name] for each in named]
         if any(sizes):
             rows.append([name, *(format_bytes(size) if size else _NONE for size in sizes)])
     rows.append(["all", *(format_bytes(point.total) for point in points.values())])
@@ -135,6 +136,11 @@ def memory_section(estimate: Estimate) -> Section:
     peak = f"peak: {memory.peak.phase}{where} ({memory.peak.operator})"
     lines = [peak, f"peak of each phase: {phases}", *_device_lines(memory)]
     return Section(heading="Memory of this rank", rows=rows, lines=lines)
+
+
+def sizes_by_name(nbytes: MemoryBreakdown) -> dict[str, int]:
+    """Return bytes by the label of their category, in the order of reports."""
+    return {name: getattr(nbytes, category) for category, name in CATEGORY_NAMES.items()}
 
 
 def _device_lines(memory: Memory) -> list[str]:

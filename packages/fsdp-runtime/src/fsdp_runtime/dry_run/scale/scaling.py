@@ -7,14 +7,12 @@ between them the function is linear in its index, hence largest at one of the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
-from fsdp_runtime.dry_run.scale.summary import PeakSample, StepRegion, Summary
-from fsdp_runtime.dry_run.types import PHASES, MemoryBreakdown, Phase
-
-Key = TypeVar("Key", bound=Hashable)
+from fsdp_runtime.dry_run.scale.summary import Key, StepRegion, Summary
+from fsdp_runtime.dry_run.types import PHASES, MemoryBreakdown, Peak, Phase
 
 
 def scale_up(
@@ -38,13 +36,13 @@ def scale_up(
         return {key: tuple(map(number, one.get(key, none), other.get(key, none))) for key in keys}
 
     added = repeated.blocks - large.blocks
-    regions: dict[StepRegion, PeakSample] = {}
+    regions: dict[StepRegion, Peak] = {}
     for in_small, in_large, from_back in _matching_regions(small, large, repeated):
-        nbytes = breakdown(small.regions[in_small].nbytes, large.regions[in_large].nbytes)
-        event = large.regions[in_large].event
+        peak = large.regions[in_large]
+        nbytes = breakdown(small.regions[in_small].nbytes, peak.nbytes)
         region = in_large._replace(block=in_large.block + added * from_back)
-        if region not in regions or nbytes.total > regions[region].nbytes.total:
-            regions[region] = PeakSample(nbytes, event._replace(module=shift_block(event.module, added * from_back)))
+        if region not in regions or nbytes.total > regions[region].total:
+            regions[region] = replace(peak, nbytes=nbytes, module=shift_block(peak.module, added * from_back))
 
     return Summary(
         blocks=number(small.blocks, large.blocks),
@@ -61,13 +59,13 @@ def scale_up(
     )
 
 
-def peaks(summary: Summary) -> dict[Phase, PeakSample]:
+def peaks(summary: Summary) -> tuple[Peak, ...]:
     """Return the peak of every phase that allocated, in the order of the step."""
-    found: dict[Phase, PeakSample] = {}
-    for region, sample in summary.regions.items():
-        if region.phase not in found or sample.nbytes.total > found[region.phase].nbytes.total:
-            found[region.phase] = sample
-    return {phase: found[phase] for phase in PHASES if phase in found}
+    found: dict[Phase, Peak] = {}
+    for peak in summary.regions.values():
+        if peak.phase not in found or peak.total > found[peak.phase].total:
+            found[peak.phase] = peak
+    return tuple(found[phase] for phase in PHASES if phase in found)
 
 
 def _matching_regions(
@@ -94,14 +92,14 @@ def _matching_regions(
 def _highest_regions(phase: Phase, small: Summary, large: Summary) -> Iterator[tuple[StepRegion, StepRegion, int]]:
     """Yield only the highest regions of a phase whose operators run once per parameter, and so do not correspond."""
     highest = [
-        max((r for r in s.regions if r.phase == phase), key=lambda r: s.regions[r].nbytes.total, default=None)
+        max((r for r in s.regions if r.phase == phase), key=lambda r: s.regions[r].total, default=None)
         for s in (small, large)
     ]
     if highest[0] is not None and highest[1] is not None:
         yield highest[0], highest[1], 0
 
 
-def _operator_counts(regions: Mapping[StepRegion, PeakSample]) -> dict[Phase, int]:
+def _operator_counts(regions: Mapping[StepRegion, Peak]) -> dict[Phase, int]:
     found: dict[Phase, int] = {}
     for region in regions:
         found[region.phase] = max(found.get(region.phase, 0), region.step)

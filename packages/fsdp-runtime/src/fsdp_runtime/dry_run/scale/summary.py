@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 from fsdp_runtime.dry_run.trace.fused_allocations import with_fused_storages
-from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo
-from fsdp_runtime.dry_run.types import MemoryBreakdown, Phase
+from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo, Stream
+from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown, Peak, Phase
+from tp_plans.runtime import is_at_or_below
 
+Key = TypeVar("Key", bound=Hashable)
 #: Phase, kind of collective, and global ranks of its group.
 CallKey = tuple[Phase, str, tuple[int, ...]]
 
@@ -25,20 +27,15 @@ class StepRegion(NamedTuple):
     step: int = 0  # in phases without blocks the number of the operator, else 0
 
 
-class PeakSample(NamedTuple):
-    """The peak of a region: live bytes, and the operator that allocated last."""
-
-    nbytes: MemoryBreakdown
-    event: OpEvent
-
-
 class TapeEntry(NamedTuple):
     """One allocation (``delta > 0``) or free."""
 
-    storage: int  # a number of the storage
+    storage: Hashable  # its number in the trace; copies of repeated blocks have other names
     delta: int  # bytes
     region: StepRegion | None  # where the operator ran; ``None`` before the step
     operator: str  # its name
+    stream: Stream  # the stream that allocates
+    category: str  # the storage's category
 
     @property
     def phase(self) -> str:
@@ -46,23 +43,8 @@ class TapeEntry(NamedTuple):
         return "" if self.region is None else self.region.phase
 
 
-@dataclass(frozen=True)
-class Tape:
-    """The allocations and frees of a trace in order."""
-
-    entries: tuple[TapeEntry, ...]  # allocations and frees
-    streams: tuple[str, ...]  # stream of each storage
-    categories: tuple[str, ...]  # category of each storage
-
-    @classmethod
-    def of(cls, recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]) -> Tape:
-        """Return the tape of a recording, with the region of every event."""
-        operators = [event.operator for event in recording.events]
-        places = [*zip(regions, operators, strict=True), (None, "")]  # the last is event -1, before the step
-        entries = tuple(
-            TapeEntry(each.storage, each.delta, *places[each.event]) for each in recording.allocations if each.delta
-        )
-        return cls(entries, tuple(info.stream for info in recording.storages), tuple(categories))
+#: The allocations and frees of a step in order.
+Tape = Sequence[TapeEntry]
 
 
 @dataclass(frozen=True)
@@ -70,15 +52,15 @@ class Summary:
     """Summary of one trace."""
 
     blocks: int  # number of the decoder's blocks that ran
-    regions: dict[StepRegion, PeakSample]  # peak of each region
+    regions: dict[StepRegion, Peak]  # peak of each region
     before: MemoryBreakdown  # live bytes before the step
     ends: dict[Phase, MemoryBreakdown]  # live bytes at the end of each phase
     traffic: Mapping[CallKey, tuple[int, ...]]  # number of collectives, bytes of inputs, and bytes sent at least
-    tape: Tape  # every allocation and free, to replay them on an allocator; in a sum of traces the larger one's
+    tape: Tape  # to replay it on an allocator; in a sum of traces the larger one's
     flops: Mapping[str, int]  # floating-point operations by kind
     bytes_moved: int  # bytes that operators without any read and write in forward and backward
     replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # number and bytes by name pattern
-    assumptions: tuple[tuple[str, str, str], ...] = ()  # (operator, module, assumption), block indices as ``*``
+    assumptions: tuple[Assumption, ...] = ()  # of results that depend on data, and of modules that were left out
     untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the same of what got no gradient
 
 
@@ -89,23 +71,41 @@ def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int])
     categories = [_category(info, recording.events, blocks, vocabulary) for info in recording.storages]
     regions = regions_of(recording.events, blocks)
     peaks, before, ends = _replay(recording, categories, regions)
-    traffic: dict[CallKey, tuple[int, ...]] = {}
-    for phase, call in recording.collectives:
-        key = (phase, call.kind, call.ranks)
-        count, nbytes, sent = traffic.get(key, (0, 0, 0))
-        traffic[key] = (count + 1, nbytes + call.nbytes, sent + call.bytes_sent)
-    assumptions = ((operator, wildcard(module), text) for operator, module, text in recording.assumptions)
+    assumptions = (replace(each, module=wildcard(each.module)) for each in recording.assumptions)
     return Summary(
         blocks=len(blocks),
         regions=peaks,
         before=before,
         ends=ends,
-        traffic=traffic,
+        traffic=add_up(
+            ((phase, call.kind, call.ranks), (1, call.nbytes, call.bytes_sent)) for phase, call in recording.collectives
+        ),
         flops=recording.flops,
         bytes_moved=recording.bytes_moved,
         assumptions=tuple(dict.fromkeys(assumptions)),
-        tape=Tape.of(recording, categories, regions),
+        tape=_tape(recording, categories, regions),
     )
+
+
+def _tape(recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]) -> Tape:
+    operators = (event.operator for event in recording.events)
+    places = [*zip(regions, operators, strict=True), (None, "")]  # the last is event -1, before the step
+    streams = (info.stream for info in recording.storages)
+    kinds = [*zip(streams, categories, strict=True)]
+    return [
+        TapeEntry(each.storage, each.delta, *places[each.event], *kinds[each.storage])
+        for each in recording.allocations
+        if each.delta
+    ]
+
+
+def add_up(items: Iterable[tuple[Key, tuple[int, ...]]]) -> dict[Key, tuple[int, ...]]:
+    """Return the sums of tuples of numbers by key."""
+    found: dict[Key, tuple[int, ...]] = {}
+    for key, numbers in items:
+        before = found.get(key, (0,) * len(numbers))
+        found[key] = tuple(one + other for one, other in zip(before, numbers, strict=True))
+    return found
 
 
 def wildcard(path: str) -> str:
@@ -127,29 +127,29 @@ def _category(info: StorageInfo, events: Sequence[OpEvent], blocks: Sequence[str
 
 def _replay(
     recording: Recording, categories: Sequence[str], regions: Sequence[StepRegion]
-) -> tuple[dict[StepRegion, PeakSample], MemoryBreakdown, dict[Phase, MemoryBreakdown]]:
+) -> tuple[dict[StepRegion, Peak], MemoryBreakdown, dict[Phase, MemoryBreakdown]]:
     """Replay the allocations; return the regions' peaks, the bytes before the step and at the end of each phase."""
     live: Counter[str] = Counter()
-    total = 0
+    total = begin = 0
     highest: dict[StepRegion, tuple[int, dict[str, int], OpEvent]] = {}
-    ending: dict[int, list[Phase]] = {}  # a phase without allocations ends where the previous one does
-    for phase, position in recording.ends.items():
-        ending.setdefault(position, []).append(phase)
     at_end: dict[Phase, MemoryBreakdown] = {}
     before = MemoryBreakdown()
-    for position, allocation in enumerate(recording.allocations):
-        if allocation.event >= 0 and before.total == 0:
-            before = MemoryBreakdown(**live)
-        at_end |= {phase: MemoryBreakdown(**live) for phase in ending.get(position, ())}
-        live[categories[allocation.storage]] += allocation.delta
-        total += allocation.delta
-        if allocation.event < 0 or allocation.delta < 0:
-            continue
-        region = regions[allocation.event]
-        if region not in highest or total > highest[region][0]:
-            highest[region] = (total, dict(live), recording.events[allocation.event])
-    at_end |= {phase: MemoryBreakdown(**live) for phase in ending.get(len(recording.allocations), ())}
-    found = {region: PeakSample(MemoryBreakdown(**parts), event) for region, (_, parts, event) in highest.items()}
+    for phase, end in recording.ends.items():
+        for allocation in recording.allocations[begin:end]:
+            if allocation.event >= 0 and before.total == 0:
+                before = MemoryBreakdown(**live)
+            live[categories[allocation.storage]] += allocation.delta
+            total += allocation.delta
+            if allocation.event < 0 or allocation.delta < 0:
+                continue
+            region = regions[allocation.event]
+            if region not in highest or total > highest[region][0]:
+                highest[region] = (total, dict(live), recording.events[allocation.event])
+        at_end[phase], begin = MemoryBreakdown(**live), end
+    found = {
+        region: Peak(phase=event.phase, module=event.module, operator=event.operator, nbytes=MemoryBreakdown(**parts))
+        for region, (_, parts, event) in highest.items()
+    }
     return found, before, at_end
 
 
@@ -158,7 +158,6 @@ def regions_of(events: Sequence[OpEvent], blocks: Sequence[str]) -> list[StepReg
     found: list[StepRegion] = []
     phase, last, step = None, -1, 0
     for event in events:
-        assert event.phase is not None  # noqa: S101  # events are recorded inside phases
         if event.phase != phase:
             phase, last, step = event.phase, -1, 0
         if event.phase in ("clip", "optimizer"):
@@ -172,4 +171,4 @@ def regions_of(events: Sequence[OpEvent], blocks: Sequence[str]) -> list[StepReg
 
 
 def _block_of(module: str, blocks: Sequence[str]) -> int | None:
-    return next((i for i, path in enumerate(blocks) if module == path or module.startswith(f"{path}.")), None)
+    return next((index for index, path in enumerate(blocks) if is_at_or_below(module, path)), None)

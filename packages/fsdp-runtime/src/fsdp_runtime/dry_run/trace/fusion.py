@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tp_plans.runtime import is_at_or_below
+
 #: Parts of the names of operators that are kernels of their own.
 _KERNELS: tuple[str, ...] = ("mm", "attention", "conv", "sort", "topk", "nonzero", "scatter", "index_put", "index_add")
 _KERNELS += ("cumsum", "histc", "bincount", "unique", "empty", "zeros", "foreach", "embedding", "resize", "linear")
@@ -60,7 +62,7 @@ class Fusion:
         """Note an operator of a module, the storages that it reads, and the number of allocations so far."""
         if function.namespace == "prim":  # questions about tensors
             return
-        path = next((path for path in self._compiled if module == path or module.startswith(f"{path}.")), "")
+        path = next((path for path in self._compiled if is_at_or_below(module, path)), "")
         part = (phase, path)
         name = str(function.name()).split("::")[1].split(".")[0].strip("_")
         self._kernel = not path or function.namespace != "aten" or any(word in name for word in _KERNELS)

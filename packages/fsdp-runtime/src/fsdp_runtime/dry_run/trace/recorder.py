@@ -38,7 +38,7 @@ from fsdp_runtime.dry_run.trace.kernels import (
     storages_on_streams,
 )
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
-from fsdp_runtime.dry_run.types import Phase
+from fsdp_runtime.dry_run.types import Assumption, Phase
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.mesh.collectives import CollectiveCall, collective_call
 
@@ -60,7 +60,7 @@ Stream = Literal["compute", "gather", "reduce"]
 class OpEvent(NamedTuple):
     """An operator that allocated, with its phase and module."""
 
-    phase: Phase | None
+    phase: Phase
     module: str
     operator: str
 
@@ -69,7 +69,9 @@ class OpEvent(NamedTuple):
 class StorageInfo:
     """Properties of one storage."""
 
+    index: int  # its number in the recording
     created_at: int  # index of the event that created it; -1 for storages that existed before the step
+    nbytes: int = 0  # bytes that it has now
     last_dim: int = 0  # last dim of the first tensor on it
     category: str | None = None  # its category, if registered; others follow from lifetimes
     outlives_forward: bool = False  # whether it was alive when forward, or the loss, ended
@@ -96,7 +98,7 @@ class Recording:
     collectives: list[tuple[Phase, CollectiveCall]] = field(default_factory=list)  # calls with their phases
     flops: Counter[str] = field(default_factory=Counter)  # floating-point operations by kind
     bytes_moved: int = 0  # bytes that operators without any read and write in forward and backward
-    assumptions: dict[tuple[str, str, str], None] = field(default_factory=dict)  # of results that depend on data, once
+    assumptions: dict[Assumption, None] = field(default_factory=dict)  # of results that depend on data, once
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -105,10 +107,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         modules: ModuleTracker,
-        multiplicity: Callable[[], int] = lambda: 1,  # equal calls for which the running operator stands
+        multiplicity: Callable[[], int],  # equal calls for which the running operator stands
         *,
-        compiled: Sequence[str] = (),
-        attention: AttentionKernels = "flash2",
+        compiled: Sequence[str],  # paths of compiled modules
+        attention: AttentionKernels,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fusion = Fusion(compiled) if compiled else None
@@ -116,8 +118,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._multiplicity = multiplicity
         self._modules = modules
-        self._phase: Phase | None = None
-        self._live: dict[int, tuple[int, int]] = {}  # storage key -> index in storages, bytes
+        self._phase: Phase = "forward"
+        self._live: dict[int, StorageInfo] = {}  # by storage key
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
@@ -126,7 +128,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with observe_storage_resizes(self._resized), self._modules.track(), self:
             yield
         self._end_phase()
-        self._phase = None
 
     def begin(self, name: Phase) -> None:
         """End the phase of the code that runs, and record what follows in the same ``with`` as another."""
@@ -135,39 +136,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _end_phase(self) -> None:
         if self._phase in ("forward", "loss"):
-            for index, _ in self._live.values():
-                self.recording.storages[index].outlives_forward = True
-        if self._phase is not None:
-            self.recording.ends[self._phase] = len(self.recording.allocations)
+            for info in self._live.values():
+                info.outlives_forward = True
+        self.recording.ends[self._phase] = len(self.recording.allocations)
 
     def register(self, tensors: Iterable[Tensor], category: str) -> None:
         """Register tensors that exist before the step under a category."""
         for local in map(local_tensor, tensors):
-            key = storage_key(local)
-            if key not in self._live:
-                self._allocated(local, -1)
-            self.recording.storages[self._live[key][0]].category = category
+            info = self._live.get(storage_key(local)) or self._allocated(local, -1)
+            info.category = category
 
     def relabel(self, tensors: Iterable[Tensor], category: str) -> None:
         """Set the category of tensors that were created in a phase."""
         for local in map(local_tensor, tensors):
-            if (live := self._live.get(storage_key(local))) is not None:
-                self.recording.storages[live[0]].category = category
+            if (info := self._live.get(storage_key(local))) is not None:
+                info.category = category
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and record it."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        assert self._phase is not None  # noqa: S101  # the mode is entered by phase()
         kwargs = kwargs or {}
         self._note_arguments(func, args)
         if (call := collective_call(func, args, kwargs)) is not None:
             self.recording.collectives.append((self._phase, call))
         if func in DATA_DEPENDENT:
             running = self._modules.running_modules()
-            result, assumption = assume_result(func, args[0], running)
+            result, text = assume_result(func, args[0], running)
             if running:  # checks of loss and optimizer (valid targets, step number) are not listed
-                self.recording.assumptions[str(func), self._modules.current_path(), assumption] = None
+                path = self._modules.current_path()
+                self.recording.assumptions[Assumption(operator=str(func), module=path, assumption=text)] = None
         elif func in GROUPED_MM and args[0].dtype != torch.bfloat16:
             result = grouped_mm(*args, **kwargs)
         else:
@@ -187,15 +185,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_arguments(self, func: Any, args: Any) -> None:
         """Note the streams of communication buffers, and what reads a compiled module's storages."""
         for tensor, stream in storages_on_streams(func, args):
-            if (live := self._live.get(storage_key(tensor))) is not None and live[1]:
-                info = self.recording.storages[live[0]]
-                if info.category is None:
-                    info.stream = stream
+            info = self._live.get(storage_key(tensor))
+            if info is not None and info.nbytes and info.category is None:
+                info.stream = stream
         if self._fusion is not None:
             read = (self._live.get(storage_key(leaf)) for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            infos = [self.recording.storages[live[0]] for live in read if live is not None]
-            fused, position = [info.fused for info in infos if info.fused], len(self.recording.allocations)
-            self._fusion.note(func, self._phase, self._modules.current_path(), fused, position)
+            fused = [info.fused for info in read if info is not None and info.fused is not None]
+            self._fusion.note(func, self._phase, self._modules.current_path(), fused, len(self.recording.allocations))
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -212,35 +208,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 event = self._event(str(func)) if event is None else event
                 self._allocated(leaf, event)
         if event is not None and (workspace := attention_workspace(func, args, self._attention)):
-            self.recording.storages.append(StorageInfo(event))
-            index = len(self.recording.storages) - 1
-            self.recording.allocations.append(AllocationEvent(event, index, workspace))
-            self.recording.allocations.append(AllocationEvent(event, index, -workspace))
+            info = self._new_storage(event, workspace)
+            self._changed(info, event, -workspace)
 
     def _event(self, operator: str) -> int:
         self.recording.events.append(OpEvent(self._phase, self._modules.current_path(), operator))
         return len(self.recording.events) - 1
 
-    def _allocated(self, tensor: Tensor, event: int) -> None:
+    def _allocated(self, tensor: Tensor, event: int) -> StorageInfo:
         storage = tensor.untyped_storage()
-        index, size = len(self.recording.storages), storage.nbytes()
-        fused = self._fusion.created(index) if self._fusion is not None and event >= 0 else None
-        info = StorageInfo(event, tensor.shape[-1] if tensor.ndim > 1 else 0, fused=fused)
-        self.recording.storages.append(info)
-        self.recording.allocations.append(AllocationEvent(event, index, size))
-        self._live[storage_key(storage)] = (index, size)
+        info = self._new_storage(event, storage.nbytes())
+        info.last_dim = tensor.shape[-1] if tensor.ndim > 1 else 0
+        info.fused = self._fusion.created(info.index) if self._fusion is not None and event >= 0 else None
+        self._live[storage_key(storage)] = info
         weakref.finalize(storage, self._freed, storage_key(storage))
+        return info
+
+    def _new_storage(self, event: int, nbytes: int) -> StorageInfo:
+        info = StorageInfo(len(self.recording.storages), event)
+        self.recording.storages.append(info)
+        self._changed(info, event, nbytes)
+        return info
+
+    def _changed(self, info: StorageInfo, event: int, delta: int) -> None:
+        info.nbytes += delta
+        self.recording.allocations.append(AllocationEvent(event, info.index, delta))
 
     def _freed(self, key: int) -> None:
-        index, size = self._live.pop(key)
-        self.recording.allocations.append(AllocationEvent(len(self.recording.events) - 1, index, -size))
+        info = self._live.pop(key)
+        self._changed(info, len(self.recording.events) - 1, -info.nbytes)
 
     def _resized(self, storage: Any) -> None:
         """Record FSDP2's allocation of gathered parameters: it resizes storages, and no operator shows that."""
-        if (live := self._live.get(storage_key(storage))) is None:
-            return
-        index, before = live
-        if (size := storage.nbytes()) != before:
-            self.recording.storages[index].category = "gathered"
-            self.recording.allocations.append(AllocationEvent(self._event("resize_"), index, size - before))
-            self._live[storage_key(storage)] = (index, size)
+        info = self._live.get(storage_key(storage))
+        if info is not None and (change := storage.nbytes() - info.nbytes):
+            info.category = "gathered"
+            self._changed(info, self._event("resize_"), change)
