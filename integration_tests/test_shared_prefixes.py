@@ -326,15 +326,16 @@ def test_flex_attention_takes_the_mask_as_a_function() -> None:
     assert (found - expected).abs().max() < 1e-5
 
 
-@pytest.mark.slow
-def test_a_model_with_flex_attention_gives_the_same_logits() -> None:  # transformers compiles its masks
+def test_a_model_with_flex_attention_gives_the_same_logits() -> None:
     model = models.tiny_model("Gemma3ForCausalLM", dtype=torch.float32)
     parallelize(model, MeshSpec().build(device_type="cpu"), steps=(SharedPrefixes(),))
     (row,) = pack_tree(_groups(), budget=40).rows()
     with torch.no_grad():
         expected = model(**row.inputs(model)).logits
         model.set_attn_implementation("flex_attention")
-        found = model(**row.inputs(model)).logits
+        # torch 2.13's compiled kernel for a CPU is wrong on some: logits of a plain model of transformers are off by 1.
+        with torch.compiler.set_stance("force_eager"):
+            found = model(**row.inputs(model)).logits
     tokens = len(torch.cat(row.paths).unique())  # padding attends to itself
     assert (found - expected)[:, :tokens].abs().max() < 1e-4
 
