@@ -49,11 +49,6 @@ class FullRows:
         full: Tensor = rl_logprobs().gather_sequence(values, permutation, self.group, dim=1)
         return full[:, : self.length]
 
-    def targets(self, labels: Tensor) -> Tensor:
-        """Return, of labels that are not shifted, those that this rank's tokens predict."""
-        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        return self.shard(shifted, -100)
-
 
 _EFFECT = "takes full rows"
 _rows: ContextVar[FullRows | None] = ContextVar("rows", default=None)
