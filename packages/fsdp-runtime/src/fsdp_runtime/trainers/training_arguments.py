@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
-from fsdp_runtime.mesh.spec import axis_size, require_axes
+from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.steps.checkpointing import recomputes
 
 logger = logging.getLogger(__name__)
@@ -116,11 +116,6 @@ def _refuse_two_checkpointings(found: str) -> NoReturn:
     raise OptionError(
         f"{found}, and the training arguments recompute too: set gradient_checkpointing=False in the training arguments"
     )
-
-
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise :class:`MeshError` unless the mesh has axes that a trainer knows."""
-    require_axes(mesh)
 
 
 def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
