@@ -49,11 +49,12 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
             if shift_labels is not None:
                 options["shift_labels"] = shift_labels
             return loss_function(logits, labels, *args, **options)
-        if labels is None and shift_labels is None:
-            raise OptionError("a loss needs labels or shift_labels")
-        targets = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
-        count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        own = targets if rows is None else rows.shard(targets, ignore_index)
+        if shift_labels is None:
+            if labels is None:
+                raise OptionError("a loss needs labels or shift_labels")
+            shift_labels = next_labels(labels, ignore_index)
+        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        own = shift_labels if rows is None else rows.shard(shift_labels, ignore_index)
         logprobs = rl_logprobs().token_statistics(logits, own, ignore_index=ignore_index).logprobs
         total: Tensor = -(logprobs if rows is None else rows.gather(logprobs)).sum()
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
