@@ -22,6 +22,7 @@ from fsdp_runtime.steps.context.exchange import (
     preceding_tokens,
     tokens_to_heads,
 )
+from fsdp_runtime.steps.context.sharding import padded
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, is_padding_mask, map_arguments
 from fsdp_runtime.steps.documents.recurrences import ByFunctions
 from fsdp_runtime.steps.documents.sequence_functions import (
@@ -98,7 +99,7 @@ def _recur_by_heads(
     main = tokens[recurrence.heads[0]]
     layout, heads = attention.layout(main.shape[1]), main.shape[2]
     share = -(-heads // layout.ranks)
-    given = {name: _padded(tokens[name], 2, share * layout.ranks) for name in recurrence.heads if name in tokens}
+    given = {name: padded(tokens[name], share * layout.ranks, dim=2) for name in recurrence.heads if name in tokens}
     groups = [name for name in recurrence.groups if tokens[name].shape[2] % layout.ranks == 0]
     given |= {name: tokens[name] for name in groups}  # a group goes to the rank that gets its heads
     received = tokens_to_heads([*given.values()], layout, attention.group, heads_dim=2, tokens_dim=1)
@@ -112,12 +113,6 @@ def _recur_by_heads(
         exchanged[name] = exchanged[name].index_select(2, own // (heads // tokens[name].shape[2]))
     for name in recurrence.parameters:
         if further.get(name) is not None:
-            further[name] = _padded(further[name], 0, share * layout.ranks).narrow(0, first, share)
+            further[name] = padded(further[name], share * layout.ranks, dim=0).narrow(0, first, share)
     output = recur(function, recurrence, Call(exchanged, further, call.places), attention.packing.documents)
     return heads_to_tokens(output, layout, attention.group, heads_dim=2, tokens_dim=1).narrow(2, 0, heads)
-
-
-def _padded(value: Tensor, dim: int, size: int) -> Tensor:
-    missing = size - value.shape[dim]
-    zeros = value.new_zeros(*value.shape[:dim], missing, *value.shape[dim + 1 :])
-    return torch.cat([value, zeros], dim) if missing else value
