@@ -146,6 +146,13 @@ class MeshTrainerMixin(LogStepValues):
             batch, ranks = self.args.eval_batch_size, submesh(self.mesh, "dp").size()
             warn_of_repeated(name, dataset, batch, ranks, drop_last=self.args.dataloader_drop_last)
 
+    def _shard_other(self, model: nn.Module, args: Any = None) -> nn.Module:
+        """Shard a further model, or one that is made later."""
+        self._check(model, args)
+        model = self._source.shard(model)
+        self._adopt(model)
+        return model
+
     def _adopt(self, model: nn.Module) -> None:
         compute_losses_on(model, self.mesh)
         if self._reads_logits:
@@ -153,11 +160,7 @@ class MeshTrainerMixin(LogStepValues):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model by ``model_init``, and shard it."""
-        model: nn.Module = super().call_model_init(trial)
-        self._check(model, self.args)
-        model = self._source.shard(model)
-        self._adopt(model)
-        return model
+        return self._shard_other(super().call_model_init(trial), self.args)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, over the ranks of ``dp``."""

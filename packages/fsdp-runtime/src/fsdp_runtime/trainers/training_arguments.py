@@ -104,11 +104,8 @@ def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
         given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
         options.setdefault("compile", {name: value for name, value in given.items() if value is not None} or True)
         args.torch_compile = False
-        for name in (
-            "ACCELERATE_DYNAMO_BACKEND",
-            "ACCELERATE_DYNAMO_MODE",
-        ):  # set by the arguments: for the model whole
-            os.environ.pop(name, None)
+        for name in ("BACKEND", "MODE"):  # set by the arguments: for the model whole
+            os.environ.pop(f"ACCELERATE_DYNAMO_{name}", None)
     return args
 
 

@@ -52,15 +52,15 @@ class TrlMixin(MeshTrainerMixin):
     _adapted: nn.Module | None
 
     def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
-        functions = {
+        functions: dict[str, Any] = {
             "add_fused_lm_head": add_fused_lm_head,
             CHUNKED_HEAD: add_chunked_head,
             "create_model_from_path": self._create_model,
             "get_peft_model": self._add_adapter,
             "hash_module": lambda model: "",  # of plain weights; names the file that _precompute_ref_logps goes without
-            "VLLMGeneration": server_generation(type(self)) if getattr(args, "use_vllm", False) else None,
         }
-        functions = {name: function for name, function in functions.items() if function is not None}
+        if getattr(args, "use_vllm", False):
+            functions["VLLMGeneration"] = server_generation(type(self))
         self._reads_logits = reads_logits(type(self))
         self._by_name = isinstance(model, str)
         self._adapter, self._adapted = kwargs.get("peft_config"), None
@@ -86,12 +86,6 @@ class TrlMixin(MeshTrainerMixin):
             if isinstance(kwargs.get(name), nn.Module):
                 kwargs = {**kwargs, name: self._shard_other(kwargs[name])}
         return model, kwargs
-
-    def _shard_other(self, model: nn.Module) -> nn.Module:
-        self._check(model, None)
-        model = self._source.shard(model)
-        self._adopt(model)
-        return model
 
     def _create_model(self, path: str, architecture: Any = None, **settings: Any) -> nn.Module:
         """Load the trainer's model, or a reference or teacher; in the place of TRL's ``create_model_from_path``."""
