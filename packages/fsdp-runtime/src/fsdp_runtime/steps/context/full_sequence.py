@@ -104,12 +104,10 @@ class _GatheredMixer(Wrapper):
         documents = attention.packing.documents
         if self.way == "mask":
             args, given = _masked(self, args, given, documents, layout.length)
-            output = forward(*args, **given)
-        elif documents is None:
-            output = forward(*args, **given)
-        else:
+        elif documents is not None:
             output = run_per_document(forward, args, given, documents, alone=self.way == "singles")
-        return _own(output, layout)
+            return _own(output, layout)
+        return _own(forward(*args, **given), layout)
 
 
 class _Full:
