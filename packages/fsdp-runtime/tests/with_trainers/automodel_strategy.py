@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_runtime import MeshError, OptionError, load_weights, meta_device
 from fsdp_runtime.sharded.gather import full_tensors
-from fsdp_runtime.trainers import _automodel_compat, automodel
+from fsdp_runtime.trainers import automodel
 from harness.ranks import RankPool
 from harness.trainers import token_rows, write_checkpoint
 
@@ -241,11 +241,32 @@ def test_models_with_experts_may_have_ep(tmp_path: Path) -> None:
         assert ModelSupports(model, None).supports_ep is expected
 
 
+#: The fields of ``FSDP2Config``, with what this package does about each.
+FIELDS = {
+    "sequence_parallel": "parallelize",
+    "tp_plan": "parallelize(plan=...)",
+    "patch_is_packed_sequence": "refused",
+    "mp_policy": "FSDPOptions",
+    "offload_policy": "FSDPOptions",
+    "autocast_dtype": "of the recipe",
+    "activation_checkpointing": "of the mesh context",
+    "activation_checkpointing_scope": "refused but all",
+    "defer_fsdp_grad_sync": "of the recipe",
+    "reshard_after_forward": "FSDPOptions",
+    "enable_async_tensor_parallel": "refused",
+    "enable_compile": "refused",
+    "enable_fsdp2_prefetch": "FSDPOptions",
+    "fsdp2_backward_prefetch_depth": "FSDPOptions",
+    "fsdp2_forward_prefetch_depth": "FSDPOptions",
+    "multimodal": "FSDPOptions(frozen_params=...)",
+}
+
+
 def test_automodel_is_what_the_adapter_was_written_for() -> None:
     """Fails when a name or a signature that the adapter uses has changed."""
     assert model_parallelizer.get_model_parallelizer(torch.nn.Linear(1, 1)) is not automodel.PARALLELIZER
     assert PreTrainedModel.parallelizer is automodel.PARALLELIZER
-    assert {each.name for each in dataclasses.fields(FSDP2Config)} == set(_automodel_compat.FIELDS)
+    assert {each.name for each in dataclasses.fields(FSDP2Config)} == set(FIELDS)
     assert list(inspect.signature(ModelParallelizer.parallelize).parameters) == ["self", "model", "mesh_context"]
     read = {
         "device_mesh",

@@ -367,12 +367,12 @@ def test_one_process_alone_may_use_it_too(folder: Path, tmp_path: Path) -> None:
 
 
 def test_losses_are_finite_where_no_label_is_left(folder: Path) -> None:
-    from fsdp_runtime.trainers.logits import per_token
+    from fsdp_runtime.trainers.logits import per_position
 
-    logits, labels = torch.randn(2, 1, 7, requires_grad=True), torch.full((2, 5), -100)
-    fields = per_token(logits, labels, temperature=1.0, fields=("log_probs", "entropy", "is_top1"))
+    logits, targets = torch.randn(2, 1, 7, requires_grad=True), torch.full((2, 5), -100)
+    fields = per_position(logits, targets, temperature=1.0, fields=("log_probs", "entropy", "is_top1"))
     fields["log_probs"].sum().backward()
-    assert fields["log_probs"].shape == (2, 4)
+    assert fields["log_probs"].shape == (2, 5)
     assert logits.grad is not None
     assert not logits.grad.any()
     assert math.isfinite(float(fields["entropy"].sum()))

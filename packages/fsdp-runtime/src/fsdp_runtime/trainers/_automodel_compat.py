@@ -4,8 +4,8 @@
   mesh_context)``; classes without the attribute get Automodel's default.  The attribute is Automodel's contract for
   classes of its own; here ``PreTrainedModel`` gets it, and a class that has one keeps it.
 - ``MeshContext`` has ``device_mesh`` over ``pp, dp_replicate, dp_shard, cp, tp``, ``moe_mesh`` over ``pp, ep_shard,
-  ep``, ``strategy_config`` (an ``FSDP2Config``, of which :data:`FIELDS` are read), ``moe_parallel_config``,
-  ``activation_checkpointing`` and ``reapply_trainability``.
+  ep``, ``strategy_config`` (an ``FSDP2Config``), ``moe_parallel_config``, ``activation_checkpointing`` and
+  ``reapply_trainability``.
 - Recipes back-propagate the loss of a rank times ``dp * cp``: gradients are means over both axes.
 - ``ContextParallelSharder(model, device_mesh, batch)`` calls ``model.prepare_model_inputs_for_cp(batch, num_chunks=1)``
   for a sharder, whose ``shard_batch(cp_mesh, tp_mesh, batch, loss_mask, padding_token_id)`` returns a factory of
@@ -23,26 +23,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-
-#: The fields of ``FSDP2Config``, with what this package does about each.
-FIELDS = {
-    "sequence_parallel": "parallelize",
-    "tp_plan": "parallelize(plan=...)",
-    "patch_is_packed_sequence": "refused",
-    "mp_policy": "FSDPOptions",
-    "offload_policy": "FSDPOptions",
-    "autocast_dtype": "of the recipe",
-    "activation_checkpointing": "of the mesh context",
-    "activation_checkpointing_scope": "refused but all",
-    "defer_fsdp_grad_sync": "of the recipe",
-    "reshard_after_forward": "FSDPOptions",
-    "enable_async_tensor_parallel": "refused",
-    "enable_compile": "refused",
-    "enable_fsdp2_prefetch": "FSDPOptions",
-    "fsdp2_backward_prefetch_depth": "FSDPOptions",
-    "fsdp2_forward_prefetch_depth": "FSDPOptions",
-    "multimodal": "FSDPOptions(frozen_params=...)",
-}
 
 
 def set_parallelizer(cls: Any, parallelizer: Any) -> None:

@@ -28,7 +28,7 @@ from fsdp_runtime.apply import parallelize
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import adopt_mesh, axis_size
 from fsdp_runtime.model.materialize import materialize
-from fsdp_runtime.steps.context.sharding import sequence_layout
+from fsdp_runtime.steps.context.sharding import padded, sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.trainers._automodel_compat import (
     allow_expert_parallelism,
@@ -45,8 +45,6 @@ _REFUSED = {
     "enable_async_tensor_parallel": "it is not covered: leave it out",
     "enable_compile": "Automodel's compile runs after sharding and is not covered: leave it out",
 }
-#: What fills the end of rows whose length does not divide; other integers are filled with zeros.
-_FILL = {"labels": -100}
 #: What recipes call for a sharder of batches.
 _PREPARES = "prepare_model_inputs_for_cp"
 
@@ -161,31 +159,29 @@ class _Sharder:
         """Pad every tensor of tokens to a length that divides, and take this rank's."""
         length = next(batch[name] for name in ("input_ids", "inputs_embeds") if name in batch).shape[1]
         multiple = 2 * axis_size(self.mesh, "cp")
-        padded = -(-length // multiple) * multiple
-        layout = sequence_layout(self.mesh, padded)
+        full = -(-length // multiple) * multiple
+        layout = sequence_layout(self.mesh, full)
+        fills = {"input_ids": padding_token_id, "labels": -100}
         batch.setdefault("position_ids", torch.arange(length, device=_device(batch)).expand(1, -1))
         for name, value in batch.items():
             if isinstance(value, Tensor):
                 dim = value.dim() - 1 if name == "position_ids" else 1
                 if value.dim() <= dim or value.shape[dim] != length:
                     raise OptionError(f"{name} {tuple(value.shape)} has no entry for each of {length} tokens on cp")
-                batch[name] = layout.shard(_padded(name, value, dim, padded - length, padding_token_id), dim=dim)
-        return nullcontext, batch, ShardLayout(original_seq_len=length, padded_seq_len=padded)
+                counts = name == "position_ids"
+                row = _counted_on(value, full) if counts else padded(value, full, fills.get(name, 0))
+                batch[name] = layout.shard(row, dim=dim)
+        return nullcontext, batch, ShardLayout(original_seq_len=length, padded_seq_len=full)
 
 
 def _device(batch: dict[str, Any]) -> torch.device:
     return next(value.device for value in batch.values() if isinstance(value, Tensor))
 
 
-def _padded(name: str, value: Tensor, dim: int, missing: int, padding: int) -> Tensor:
-    if not missing:
-        return value
-    shape = [*value.shape[:dim], missing, *value.shape[dim + 1 :]]
-    fill = padding if name == "input_ids" else _FILL.get(name, 0)
-    end = value.new_full(shape, fill)
-    if name == "position_ids":  # padding goes on counting: it is no document of its own
-        end = value.narrow(dim, -1, 1) + torch.arange(1, missing + 1, device=value.device, dtype=value.dtype)
-    return torch.cat([value, end], dim)
+def _counted_on(positions: Tensor, length: int) -> Tensor:
+    """Return ``[..., length]`` positions, in which padding goes on counting: it is no document of its own."""
+    more = torch.arange(1, length - positions.shape[-1] + 1, device=positions.device, dtype=positions.dtype)
+    return torch.cat([positions, positions[..., -1:] + more], -1)
 
 
 def has_experts(model: Any) -> bool:

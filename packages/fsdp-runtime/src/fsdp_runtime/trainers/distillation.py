@@ -10,10 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.memory.unshard import unsharded
-from fsdp_runtime.steps.outputs.generation import full_logits
 from fsdp_runtime.trainers._trl_compat import DIVERGENCE, replaced
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.trl_trainers import GeneratingMixin, TrlMixin, refuse_cp
@@ -120,9 +117,8 @@ class GKDMixin(TrlMixin):
         return model, kwargs
 
     def generate_on_policy_outputs(self, model: Any, inputs: Any, generation_config: Any) -> tuple[Tensor, ...]:
-        """Sample from student or teacher with FSDP2's parameters gathered, the same tokens on all ranks of ``tp``."""
-        self.accelerator.share_random_state()
-        with torch.no_grad(), unsharded(model), full_logits(base_model(model)):
+        """Sample from student or teacher, the same tokens on all ranks of ``tp``."""
+        with self._sampling(model):
             found = super().generate_on_policy_outputs(model, inputs, generation_config)
         return tuple(self._from_first(list(found)))
 

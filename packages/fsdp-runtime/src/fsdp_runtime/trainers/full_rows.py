@@ -23,7 +23,7 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.models import scores_rows
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import axis_size
-from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.steps.context.sharding import SequenceLayout, padded
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
@@ -41,18 +41,13 @@ class FullRows:
 
     def shard(self, values: Tensor, fill: int = 0) -> Tensor:
         """Return this rank's tokens of ``[batch, length, ...]``."""
-        return self.layout.shard(_padded(values, self.layout.length, fill))
+        return self.layout.shard(padded(values, self.layout.length, fill))
 
     def gather(self, values: Tensor) -> Tensor:
         """Return ``[batch, length, ...]`` from this rank's tokens; each rank keeps its own part of the gradient."""
         permutation = self.layout.permutation.to(values.device)
         full: Tensor = rl_logprobs().gather_sequence(values, permutation, self.group, dim=1)
         return full[:, : self.length]
-
-    def targets(self, labels: Tensor) -> Tensor:
-        """Return, of labels that are not shifted, those that this rank's tokens predict."""
-        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        return self.shard(shifted, -100)
 
 
 _EFFECT = "takes full rows"
@@ -135,11 +130,6 @@ def _padding_id(model: Any, kwargs: Mapping[str, Any]) -> int:
             "input_ids, or rows of a length that divides"
         )
     return found
-
-
-def _padded(values: Tensor, length: int, fill: int) -> Tensor:
-    missing = length - values.shape[1]
-    return nn.functional.pad(values, (*((0, 0) * (values.dim() - 2)), 0, missing), value=fill) if missing else values
 
 
 def _positions(values: Tensor, layout: SequenceLayout) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers._trl_compat import chunked_head_output
 from fsdp_runtime.trainers.full_rows import rows_in_force
-from fsdp_runtime.trainers.logits import per_position, per_token, scored_positions
+from fsdp_runtime.trainers.logits import next_labels, per_position, scored_positions
 from fsdp_runtime.wrap import replace_forward
 
 _FIELDS = frozenset({"log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs"})
@@ -61,11 +61,11 @@ def add_fused_lm_head(
         elif takes_logits_to_keep and shift_labels is None:
             kwargs["logits_to_keep"] = scored_positions(labels)
         plain = forward(*args, **kwargs)
-        options: dict[str, Any] = {"temperature": temperature, "fields": outputs, "rows": rows}
-        if shift_labels is None:
-            found, mask = per_token(plain.logits, labels, **options), labels[:, 1:] != -100
-        else:
-            found, mask = per_position(plain.logits, shift_labels, **options), shift_labels != -100
+        targets = next_labels(labels) if shift_labels is None else shift_labels
+        found = per_position(plain.logits, targets, temperature=temperature, fields=outputs, rows=rows)
+        mask = targets != -100
+        if shift_labels is None:  # the last position predicts none
+            mask, found = mask[:, :-1], {name: value[:, :-1] for name, value in found.items()}
         loss, aux_loss = _loss(self.config, plain, found["log_probs"], mask, num_items_in_batch)
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
 
@@ -95,8 +95,9 @@ def add_chunked_head(model: Any, chunk_size: int, is_vlm: bool = False) -> None:
             return forward(*args, **kwargs)
         kwargs["use_cache"] = False
         plain = forward(*args, **kwargs)
-        found = per_token(plain.logits, labels, temperature=1.0, fields=("entropy", "is_top1"), rows=rows)
-        mask = labels[:, 1:] != -100
+        targets = next_labels(labels)
+        found = per_position(plain.logits, targets, temperature=1.0, fields=("entropy", "is_top1"), rows=rows)
+        mask = targets != -100
         loss, aux_loss = _loss(self.config, plain, found["log_probs"], mask, num_items_in_batch)
         return chunked_head_output(
             loss=loss,

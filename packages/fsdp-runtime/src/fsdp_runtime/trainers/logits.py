@@ -49,21 +49,14 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
             if shift_labels is not None:
                 options["shift_labels"] = shift_labels
             return loss_function(logits, labels, *args, **options)
-        targets = labels if shift_labels is None else shift_labels
-        if targets is None:
-            raise OptionError("a loss needs labels or shift_labels")
-        scored = targets[..., 1:] if shift_labels is None else targets
-        count = (scored != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        if rows is not None:
-            own = rows.shard(targets, ignore_index) if shift_labels is not None else rows.targets(targets)
-            logprobs = rows.gather(rl_logprobs().token_statistics(logits, own, ignore_index=ignore_index).logprobs)
-        else:
-            logprobs = (
-                rl_logprobs()
-                .token_statistics(logits, targets, shift=shift_labels is None, ignore_index=ignore_index)
-                .logprobs
-            )
-        total: Tensor = -logprobs.sum()
+        if shift_labels is None:
+            if labels is None:
+                raise OptionError("a loss needs labels or shift_labels")
+            shift_labels = next_labels(labels, ignore_index)
+        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        own = shift_labels if rows is None else rows.shard(shift_labels, ignore_index)
+        logprobs = rl_logprobs().token_statistics(logits, own, ignore_index=ignore_index).logprobs
+        total: Tensor = -(logprobs if rows is None else rows.gather(logprobs)).sum()
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
     return loss
@@ -165,34 +158,25 @@ def scored_positions(labels: Tensor) -> int:
     return max(1, labels.size(1) - max(first, 1) + 1)
 
 
-def per_token(
-    logits: Tensor, labels: Tensor, *, temperature: float, fields: tuple[str, ...], rows: FullRows | None = None
-) -> dict[str, Any]:
-    """Return log-probabilities and what else is asked, all ``[batch, seq - 1]``, zero where there is no label."""
-    # Logits are those of the last positions, ``[batch, kept, vocab]``, sharded or plain; with ``rows`` those of this
-    # rank's tokens. Labels are ``[batch, seq]``, not shifted. ``fields`` beside ``log_probs``: ``entropy`` (nats),
-    # ``is_top1`` (the label is the most probable token), and without gradient ``mean_logits`` and ``log_sum_sq_probs``.
-    if rows is not None:
-        found = _statistics(logits, rows.targets(labels), temperature, fields)
-        return {name: rows.gather(value)[:, :-1] for name, value in found.items()}
-    targets = labels[:, 1:]
-    kept = min(logits.size(1) - 1, targets.size(1))
-    recent = nn.functional.pad(targets[:, targets.size(1) - kept :], (0, logits.size(1) - kept), value=-100)
-    unscored = targets.size(1) - kept
-    return {
-        name: nn.functional.pad(value[:, :kept], (unscored, 0))
-        for name, value in _statistics(logits, recent, temperature, fields).items()
-    }
+def next_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Return the label that each position is to predict, from labels that are not shifted."""
+    targets: Tensor = rl_logprobs().next_token_targets(labels, ignore_index=ignore_index)
+    return targets
 
 
 def per_position(
     logits: Tensor, targets: Tensor, *, temperature: float, fields: tuple[str, ...], rows: FullRows | None = None
 ) -> dict[str, Any]:
-    """Return what :func:`per_token` does, ``[batch, seq]``, of the token that each position is to predict."""
-    if rows is None:
-        return _statistics(logits, targets, temperature, fields)
-    found = _statistics(logits, rows.shard(targets, -100), temperature, fields)
-    return {name: rows.gather(value) for name, value in found.items()}
+    """Return log-probabilities and what else is asked of each target ``[batch, seq]``, zero where it is -100."""
+    # Logits are those of the last positions, ``[batch, kept, vocab]``, sharded or plain; with ``rows`` those of this
+    # rank's tokens. ``fields`` beside ``log_probs``: ``entropy`` (nats), ``is_top1`` (the target is the most probable
+    # token), and without gradient ``mean_logits`` and ``log_sum_sq_probs``.
+    if rows is not None:
+        found = _statistics(logits, rows.shard(targets, -100), temperature, fields)
+        return {name: rows.gather(value) for name, value in found.items()}
+    before = targets.size(1) - logits.size(1)
+    found = _statistics(logits, targets[:, before:], temperature, fields)
+    return {name: nn.functional.pad(value, (before, 0)) for name, value in found.items()}
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, fields: tuple[str, ...]) -> dict[str, Tensor]:

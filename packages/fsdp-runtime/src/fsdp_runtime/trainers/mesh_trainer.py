@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import CheckpointError, ModelError, OptionError
 from fsdp_runtime.keywords import Options
-from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.mesh.spec import require_axes, submesh
 from fsdp_runtime.steps.outputs.generation import gather_logits
-from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.trainers.accelerator_state import STATE_FOLDER
 from fsdp_runtime.trainers.logits import (
     CountOfLabels,
     compute_losses_on,
@@ -32,7 +32,6 @@ from fsdp_runtime.trainers.step_values import LogStepValues
 from fsdp_runtime.trainers.training_arguments import (
     adapted,
     check_arguments,
-    check_mesh,
     check_model,
     check_optimizer,
     check_samples,
@@ -40,12 +39,9 @@ from fsdp_runtime.trainers.training_arguments import (
     warn_of_repeated,
 )
 from fsdp_runtime.training_state import load_training_state, save_training_state
-from fsdp_runtime.weights import load_weights, save_weights
+from fsdp_runtime.weights import load_weights
 
 logger = logging.getLogger(__name__)
-
-#: The folder of model, optimizer, scheduler and random states in a trainer's checkpoint.
-STATE_FOLDER = "training_state"
 
 
 class MeshTrainerMixin(LogStepValues):
@@ -91,7 +87,7 @@ class MeshTrainerMixin(LogStepValues):
         parallelize_kwargs: Options | None = None,
         **kwargs: Any,
     ) -> None:
-        check_mesh(mesh)
+        require_axes(mesh)
         options: Options = {**(parallelize_kwargs or {})}
         sharded = isinstance(model, nn.Module) and is_sharded(model)
         if sharded and parallelize_kwargs:
@@ -150,6 +146,13 @@ class MeshTrainerMixin(LogStepValues):
             batch, ranks = self.args.eval_batch_size, submesh(self.mesh, "dp").size()
             warn_of_repeated(name, dataset, batch, ranks, drop_last=self.args.dataloader_drop_last)
 
+    def _shard_other(self, model: nn.Module, args: Any = None) -> nn.Module:
+        """Shard a further model, or one that is made later."""
+        self._check(model, args)
+        model = self._source.shard(model)
+        self._adopt(model)
+        return model
+
     def _adopt(self, model: nn.Module) -> None:
         compute_losses_on(model, self.mesh)
         if self._reads_logits:
@@ -157,11 +160,7 @@ class MeshTrainerMixin(LogStepValues):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model by ``model_init``, and shard it."""
-        model: nn.Module = super().call_model_init(trial)
-        self._check(model, self.args)
-        model = self._source.shard(model)
-        self._adopt(model)
-        return model
+        return self._shard_other(super().call_model_init(trial), self.args)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, over the ranks of ``dp``."""
@@ -234,11 +233,7 @@ class MeshTrainerMixin(LogStepValues):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the weights or adapters, the tokenizer and the arguments; collective."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        if is_peft_model(self.model):
-            for adapter in self.model.peft_config:
-                save_adapter(self.model, folder if adapter == "default" else folder / adapter, adapter=adapter)
-        else:
-            save_weights(self.model, folder)
+        self.accelerator.save_model(self.model, folder, max_shard_size="5GB")
         if not self.args.should_save:
             return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -286,8 +281,3 @@ class MeshTrainerMixin(LogStepValues):
             load_training_state(state, self.model)
         else:
             load_weights(self.model, folder)
-
-
-def data_parallel_rank(mesh: DeviceMesh) -> int:
-    """Return this rank's index among those that get different batches."""
-    return submesh(mesh, "dp").get_local_rank()

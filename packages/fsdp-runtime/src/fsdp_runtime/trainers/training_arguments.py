@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
-from fsdp_runtime.mesh.spec import axis_size, require_axes
+from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.steps.checkpointing import recomputes
 
 logger = logging.getLogger(__name__)
@@ -104,11 +104,8 @@ def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
         given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
         options.setdefault("compile", {name: value for name, value in given.items() if value is not None} or True)
         args.torch_compile = False
-        for name in (
-            "ACCELERATE_DYNAMO_BACKEND",
-            "ACCELERATE_DYNAMO_MODE",
-        ):  # set by the arguments: for the model whole
-            os.environ.pop(name, None)
+        for name in ("BACKEND", "MODE"):  # set by the arguments: for the model whole
+            os.environ.pop(f"ACCELERATE_DYNAMO_{name}", None)
     return args
 
 
@@ -116,11 +113,6 @@ def _refuse_two_checkpointings(found: str) -> NoReturn:
     raise OptionError(
         f"{found}, and the training arguments recompute too: set gradient_checkpointing=False in the training arguments"
     )
-
-
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise :class:`MeshError` unless the mesh has axes that a trainer knows."""
-    require_axes(mesh)
 
 
 def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:

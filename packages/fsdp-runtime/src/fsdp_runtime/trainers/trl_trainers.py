@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from fsdp_runtime.trainers._trl_compat import (
     takes_reference,
 )
 from fsdp_runtime.trainers.fused_head import add_chunked_head, add_fused_lm_head
-from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin, data_parallel_rank
+from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
 from fsdp_runtime.trainers.model_source import is_sharded, keep_reference_adapter, with_reference_adapter
 from fsdp_runtime.trainers.training_arguments import check_tokens
 from fsdp_runtime.weights import stream_weights
@@ -51,15 +52,15 @@ class TrlMixin(MeshTrainerMixin):
     _adapted: nn.Module | None
 
     def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
-        functions = {
+        functions: dict[str, Any] = {
             "add_fused_lm_head": add_fused_lm_head,
             CHUNKED_HEAD: add_chunked_head,
             "create_model_from_path": self._create_model,
             "get_peft_model": self._add_adapter,
             "hash_module": lambda model: "",  # of plain weights; names the file that _precompute_ref_logps goes without
-            "VLLMGeneration": server_generation(type(self)) if getattr(args, "use_vllm", False) else None,
         }
-        functions = {name: function for name, function in functions.items() if function is not None}
+        if getattr(args, "use_vllm", False):
+            functions["VLLMGeneration"] = server_generation(type(self))
         self._reads_logits = reads_logits(type(self))
         self._by_name = isinstance(model, str)
         self._adapter, self._adapted = kwargs.get("peft_config"), None
@@ -85,12 +86,6 @@ class TrlMixin(MeshTrainerMixin):
             if isinstance(kwargs.get(name), nn.Module):
                 kwargs = {**kwargs, name: self._shard_other(kwargs[name])}
         return model, kwargs
-
-    def _shard_other(self, model: nn.Module) -> nn.Module:
-        self._check(model, None)
-        model = self._source.shard(model)
-        self._adopt(model)
-        return model
 
     def _create_model(self, path: str, architecture: Any = None, **settings: Any) -> nn.Module:
         """Load the trainer's model, or a reference or teacher; in the place of TRL's ``create_model_from_path``."""
@@ -137,6 +132,13 @@ class TrlMixin(MeshTrainerMixin):
             dataset = dataset.add_column(column, torch.cat(parts).float().cpu().numpy())
         return dataset
 
+    @contextmanager
+    def _sampling(self, model: nn.Module) -> Iterator[None]:
+        """Sample with FSDP2's parameters gathered and plain logits, the same tokens on all ranks of ``tp``."""
+        self.accelerator.share_random_state()
+        with torch.no_grad(), unsharded(model), full_logits(base_model(model)):
+            yield
+
     def _from_first(self, values: list[Any]) -> list[Any]:
         """What the first rank of the ``cp`` and ``tp`` group holds."""
         if (group := self.accelerator.model_group) is not None:
@@ -177,7 +179,7 @@ class GeneratingMixin(TrlMixin):
         if rollout is not None:
             self.rollout_func = lambda prompts, trainer: self._from_first([rollout(prompts, trainer)])[0]
         # TRL seeds every process of the world differently; the ranks of tp must draw the same numbers.
-        transformers.set_seed(self.args.seed + data_parallel_rank(mesh))
+        transformers.set_seed(self.args.seed + self.accelerator.process_index)
 
     def _check_data(self) -> None:
         check_tokens(base_model(self.model), self.processing_class)  # a prompt's completions are dealt, not prompts
@@ -187,12 +189,10 @@ class GeneratingMixin(TrlMixin):
         _check_evaluation(self.args, self.mesh)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate with FSDP2's parameters gathered and plain logits, the same tokens on all ranks of ``tp``."""
+        """Generate, in an engine or here, the same tokens on all ranks of ``tp``."""
         if getattr(self, "use_vllm", False):
             return self._from_first([super()._generate_single_turn(*args, **kwargs)])[0]
-        self.accelerator.share_random_state()
-        model = self.model
-        with torch.no_grad(), unsharded(model), full_logits(base_model(model)):
+        with self._sampling(self.model):
             found = super()._generate_single_turn(*args, **kwargs)
         return self._from_first([found])[0]
 

@@ -171,9 +171,10 @@ class ContextAttention:
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         layout = self.layout(query.shape[2])
+        options |= {"dropout": dropout, "scaling": scaling}
         if self.context_parallel == "ulysses":
-            given = {"dropout": dropout, "scaling": scaling, "causal": causal, "eager": eager, **options}
-            return self._over_heads(module, query, key, value, attention_mask, layout, given), None
+            mask = self._sequence_mask(attention_mask)
+            return self._over_heads(module, query, key, value, mask, layout, eager, causal=causal, **options), None
         if self.context_parallel == "ring":
             mask = self._sequence_mask(attention_mask)
             require_plain_attention(type(module).__name__, eager=eager is not None, dropout=dropout)
@@ -183,14 +184,12 @@ class ContextAttention:
             attention_mask = attention_mask.rows
         key, value = gather_keys_and_values([key, value], layout, self.group)
         if eager is not None:
-            options |= {"dropout": dropout, "scaling": scaling}
             output, _ = eager(module, query, key, value, attention_mask, **options)
             return output, None
-        shared: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
         if attention_mask is not None or not causal:
-            output = functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **shared)
+            output = _attended(query, key, value, attention_mask, dropout, scaling)
         else:
-            output = _causal(query, key, value, layout, shared)
+            output = _causal(query, key, value, layout, dropout, scaling)
         return output.transpose(1, 2).contiguous(), None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between ranks
@@ -200,13 +199,14 @@ class ContextAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | SequenceMask | None,
+        sequence_mask: SequenceMask | None,
         layout: SequenceLayout,
-        options: dict[str, Any],
+        eager: Callable[..., Any] | None,
+        *,
+        causal: bool,
+        **options: Any,
     ) -> Tensor:
-        sequence_mask = self._sequence_mask(attention_mask)
         mask = None if sequence_mask is None else sequence_mask.full
-        eager, causal = options.pop("eager"), options.pop("causal")
         heads, share = query.shape[1], query.shape[1] // layout.ranks
         own = slice(layout.rank * share, (layout.rank + 1) * share)
 
@@ -216,16 +216,8 @@ class ContextAttention:
                 output, _ = eager(seen, query, key, value, mask, **seen.options(options))
                 transposed: Tensor = output.transpose(1, 2)
                 return transposed
-            return functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                dropout_p=options["dropout"],
-                is_causal=causal and mask is None,
-                scale=options["scaling"],
-                enable_gqa=key.shape[1] != query.shape[1],
-            )
+            plain = causal and mask is None
+            return _attended(query, key, value, mask, options["dropout"], options["scaling"], causal=plain)
 
         output = attend_over_heads(attend, query, key, value, layout, self.group)
         return output.transpose(1, 2).contiguous()
@@ -275,20 +267,28 @@ class ContextAttention:
         return mask.rows if self.context_parallel == "allgather" else mask
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, shared: dict[str, Any]) -> Tensor:
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, scaling: float | None, *, causal: bool = False
+) -> Tensor:
+    """Attend by torch's function, as ``[batch, heads, queries, value_dim]``."""
+    grouped = key.shape[1] != query.shape[1]
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
+    )
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, dropout: float, scaling: float | None
+) -> Tensor:
     """Attend from each contiguous chunk of queries to the keys up to its end."""
     # On CPU the bias below becomes a mask of all queries and keys.
-    plain = shared["dropout_p"] == 0.0 and not torch.compiler.is_compiling()
+    plain = dropout == 0.0 and not torch.compiler.is_compiling()
     if plain and query.device.type == "cpu" and has_flash_attention(query, value):
-        return attend_to_prefixes(query, key, value, layout, scale=shared["scale"])
+        return attend_to_prefixes(query, key, value, layout, scale=scaling)
     run = query.shape[2] // layout.chunks_per_rank
     outputs = []
     for index, chunk in enumerate(layout.chunks):
         queries, end = query.narrow(2, index * run, run), (chunk + 1) * run
         bias = causal_bias(run, end, query.device)
-        outputs.append(
-            functional.scaled_dot_product_attention(
-                queries, key[:, :, :end], value[:, :, :end], attn_mask=bias, **shared
-            )
-        )
+        outputs.append(_attended(queries, key[:, :, :end], value[:, :, :end], bias, dropout, scaling))
     return torch.cat(outputs, dim=2)

@@ -26,6 +26,13 @@ def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: P
     return list(apply(layout, group, *parts))
 
 
+def gather_features(parts: Sequence[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
+    """All-gather ``[batch, seq / cp, *]`` over ``cp`` in sequence order, at once, with gradients as above."""
+    flat = [part.reshape(*part.shape[:2], -1).unsqueeze(1) for part in parts]
+    gathered = gather_keys_and_values(flat, layout, group)
+    return [full.reshape(len(part), -1, *part.shape[2:]) for full, part in zip(gathered, parts, strict=True)]
+
+
 def gather_tokens(local: Tensor, layout: SequenceLayout, group: ProcessGroup, *, dim: int) -> Tensor:
     """All-gather the tokens on ``dim`` of a tensor in sequence order, without gradient."""
     return _gathered(local.movedim(dim, 0).contiguous(), layout, group).movedim(0, dim)
@@ -66,8 +73,8 @@ def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: P
     kept = min(count, chunks.shape[2])  # of shorter chunks the ends are the full sequence
     ends = chunks[:, :, chunks.shape[2] - kept :].flatten(1, 2)
     of_ends = SequenceLayout(ends.shape[1] * layout.ranks, layout.ranks, layout.rank, layout.load_balancer)
-    (gathered,) = gather_keys_and_values([ends.unsqueeze(1)], of_ends, group)
-    padded = pad(gathered.squeeze(1), (0, 0, count, 0))
+    (gathered,) = gather_features([ends], of_ends, group)
+    padded = pad(gathered, (0, 0, count, 0))
     return torch.stack([padded.narrow(1, chunk * kept, count) for chunk in layout.chunks], dim=1)
 
 

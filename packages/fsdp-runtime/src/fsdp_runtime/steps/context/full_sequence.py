@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.steps.context.attention import ContextAttention
-from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
+from fsdp_runtime.steps.context.exchange import gather_features, gather_tokens
 from fsdp_runtime.steps.context.local_recurrences import OwnTokens, forward_on_own_tokens
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.sharding import SequenceLayout
@@ -75,19 +75,14 @@ class Gathered:
 
 def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> Gathered:
     """Make token mixers run on the full sequence, in place; before tensor parallelism."""
-    by_way: dict[Way, list[nn.Module]] = {}
-    for mixer in mixers:
-        by_way.setdefault(mixer.way, []).append(mixer.module)
-    for way, modules in by_way.items():
-        wrap(modules, _GatheredMixer, cp_attention=attention, way=way)
+    for way in get_args(Way):
+        wrap([mixer.module for mixer in mixers if mixer.way == way], _GatheredMixer, cp_attention=attention, way=way)
     mix_in(
         mixers,
         OwnTokens,
         lambda cls: {"cp_attention": attention, "of_own_tokens": forward_on_own_tokens(cls, attention)},
     )
-    return Gathered(
-        attention, tuple(inner for each in by_way.values() for module in each for inner in module.modules())
-    )
+    return Gathered(attention, tuple(inner for mixer in mixers for inner in mixer.module.modules()))
 
 
 class _GatheredMixer(Wrapper):
@@ -109,12 +104,10 @@ class _GatheredMixer(Wrapper):
         documents = attention.packing.documents
         if self.way == "mask":
             args, given = _masked(self, args, given, documents, layout.length)
-            output = forward(*args, **given)
-        elif documents is None:
-            output = forward(*args, **given)
-        else:
+        elif documents is not None:
             output = run_per_document(forward, args, given, documents, alone=self.way == "singles")
-        return _own(output, layout)
+            return _own(output, layout)
+        return _own(forward(*args, **given), layout)
 
 
 class _Full:
@@ -151,11 +144,8 @@ class _Full:
             return value
         if not value.is_floating_point():
             return gather_tokens(value, self.layout, self.attention.group, dim=dim)
-        features = value.movedim(dim, 1)
-        flat = features.flatten(2) if features.dim() > 2 else features.unsqueeze(2)
-        (gathered,) = gather_keys_and_values([flat.unsqueeze(1)], self.layout, self.attention.group)
-        shape = (features.shape[0], self.layout.length, *features.shape[2:])
-        return gathered.squeeze(1).reshape(shape).movedim(1, dim).contiguous()
+        (gathered,) = gather_features([value.movedim(dim, 1)], self.layout, self.attention.group)
+        return gathered.movedim(1, dim).contiguous()
 
 
 def _masked(

@@ -7,23 +7,22 @@ two all-to-alls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import (
-    gather_keys_and_values,
+    gather_features,
     heads_to_tokens,
     preceding_tokens,
     tokens_to_heads,
 )
-from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.steps.context.sharding import padded
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, is_padding_mask, map_arguments
 from fsdp_runtime.steps.documents.recurrences import ByFunctions
 from fsdp_runtime.steps.documents.sequence_functions import (
@@ -49,12 +48,9 @@ class OwnTokens(ByFunctions):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute this rank's tokens, or on the full sequence where that is not known to be right."""
-        tokens = args[0] if args else kwargs.get("hidden_states")
-        # One token has another shape than several.  A DTensor holds the tokens of all ranks of tp, not this rank's.
-        if not isinstance(tokens, Tensor) or isinstance(tokens, DTensor) or tokens.shape[1] < 2:
+        if not self.takes(args, kwargs):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not self.is_verified(tokens):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        tokens = args[0] if args else kwargs["hidden_states"]
         padding = self.cp_attention.padding
         if padding is not None:  # models are given that of full rows, and may have cut it as if from the left
             padding = self.cp_attention.layout(tokens.shape[1]).shard(padding.to(tokens.device))
@@ -103,36 +99,20 @@ def _recur_by_heads(
     main = tokens[recurrence.heads[0]]
     layout, heads = attention.layout(main.shape[1]), main.shape[2]
     share = -(-heads // layout.ranks)
-    given = {name: _padded(tokens[name], 2, share * layout.ranks) for name in recurrence.heads if name in tokens}
+    given = {name: padded(tokens[name], share * layout.ranks, dim=2) for name in recurrence.heads if name in tokens}
     groups = [name for name in recurrence.groups if tokens[name].shape[2] % layout.ranks == 0]
     given |= {name: tokens[name] for name in groups}  # a group goes to the rank that gets its heads
     received = tokens_to_heads([*given.values()], layout, attention.group, heads_dim=2, tokens_dim=1)
     exchanged = dict(zip(given, received, strict=True))
     others = [name for name in (*recurrence.groups, *recurrence.common) if name not in groups]
-    exchanged |= _gathered({name: tokens[name] for name in others}, layout, attention)
+    gathered = gather_features([tokens[name] for name in others], layout, attention.group) if others else []
+    exchanged |= zip(others, gathered, strict=True)
     first = layout.rank * share
     for name in (name for name in recurrence.groups if name in others):
         own = torch.arange(first, first + share, device=main.device).clamp(max=heads - 1)
         exchanged[name] = exchanged[name].index_select(2, own // (heads // tokens[name].shape[2]))
     for name in recurrence.parameters:
         if further.get(name) is not None:
-            further[name] = _padded(further[name], 0, share * layout.ranks).narrow(0, first, share)
+            further[name] = padded(further[name], share * layout.ranks, dim=0).narrow(0, first, share)
     output = recur(function, recurrence, Call(exchanged, further, call.places), attention.packing.documents)
     return heads_to_tokens(output, layout, attention.group, heads_dim=2, tokens_dim=1).narrow(2, 0, heads)
-
-
-def _gathered(tokens: Mapping[str, Tensor], layout: SequenceLayout, attention: ContextAttention) -> dict[str, Tensor]:
-    if not tokens:
-        return {}
-    flat = [value.flatten(2).unsqueeze(1) for value in tokens.values()]
-    gathered = gather_keys_and_values(flat, layout, attention.group)
-    return {
-        name: torch.unflatten(each.squeeze(1), 2, value.shape[2:])
-        for (name, value), each in zip(tokens.items(), gathered, strict=True)
-    }
-
-
-def _padded(value: Tensor, dim: int, size: int) -> Tensor:
-    missing = size - value.shape[dim]
-    zeros = value.new_zeros(*value.shape[:dim], missing, *value.shape[dim + 1 :])
-    return torch.cat([value, zeros], dim) if missing else value

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.mesh.spec import axis_size
@@ -197,6 +198,13 @@ def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalance
     """
     ranks = axis_size(mesh, "cp")
     return SequenceLayout(length, ranks, mesh.get_local_rank("cp") if ranks > 1 else 0, load_balancer)
+
+
+def padded(values: Tensor, length: int, fill: int = 0, *, dim: int = 1) -> Tensor:
+    """Return a tensor with ``length`` entries on a dim, filled up at the end."""
+    if (missing := length - values.shape[dim]) == 0:
+        return values
+    return functional.pad(values, (*(0, 0) * (values.dim() - 1 - dim), 0, missing), value=fill)
 
 
 def load_balancer_of(part: Tensor) -> str | None:

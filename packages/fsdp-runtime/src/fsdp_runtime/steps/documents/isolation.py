@@ -86,16 +86,6 @@ def run_per_document(
     return _put_together(outputs, documents, batches)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # as above
-def run_tokens_per_document(
-    forward: Callable[..., Tensor], tokens: Mapping[str, Tensor], documents: Documents
-) -> Tensor:
-    """Run a function of tensors ``[batch, seq, *]`` on documents as rows of a batch, as :func:`run_per_document`."""
-    batches = documents.batches
-    outputs = [forward(**{name: batch.take(value) for name, value in tokens.items()}) for batch in batches]
-    return documents.together(outputs, batches)
-
-
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return a value with every tensor in it, in nested dicts, tuples and lists, replaced by ``change`` of it."""
     if isinstance(value, Tensor):

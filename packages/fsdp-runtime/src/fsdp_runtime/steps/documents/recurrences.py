@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,13 @@ class ByFunctions(Wrapper):
     of_single_tokens: ClassVar[Callable[..., Any]]
     verified: ClassVar[bool | None] = None
 
+    def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return True for several plain tokens, if the module is known to mix them by these functions only."""
+        # One token has another shape than several.  A DTensor holds the tokens of all ranks of tp, not this rank's.
+        tokens = args[0] if args else kwargs.get("hidden_states")
+        plain = isinstance(tokens, Tensor) and not isinstance(tokens, DTensor) and tokens.shape[1] > 1
+        return plain and self.is_verified(tokens)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def is_verified(self, tokens: Tensor) -> bool:
         """Test once that without convolution and recurrence the module computes each token alone."""
@@ -65,9 +72,7 @@ class PackedRows(ByFunctions):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute rows of several documents, or each document apart where that is not known to be right."""
         documents = self.packing.documents
-        tokens = args[0] if args else kwargs.get("hidden_states")
-        plain = isinstance(tokens, Tensor) and not isinstance(tokens, DTensor)
-        if documents is None or not documents.packed or not plain or not self.is_verified(tokens):
+        if documents is None or not documents.packed or not self.takes(args, kwargs):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return type(self).of_rows(self, *args, **{n: value for n, value in kwargs.items() if n not in BOUNDARIES})
 

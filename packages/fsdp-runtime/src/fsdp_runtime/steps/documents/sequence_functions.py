@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.steps.documents.documents import Documents
-from fsdp_runtime.steps.documents.isolation import BOUNDARIES, run_tokens_per_document
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, run_per_document
 
 #: A causal convolution of ``[batch, features, seq]`` with few taps.
 CONVOLUTION = "causal_conv1d_fn"
@@ -199,7 +199,7 @@ def recur(function: Callable[..., Any], recurrence: Recurrence, call: Call, docu
     if documents is None or not documents.packed:
         return run(**call.tokens)
     if not takes_boundaries(function, recurrence.boundaries):
-        return run_tokens_per_document(run, call.tokens, documents)  # type: ignore[no-any-return]
+        return run_per_document(run, (), call.tokens, documents, alone=False)  # type: ignore[no-any-return]
     if recurrence.boundaries == "seq_idx":
         boundaries["seq_idx"] = documents.numbers.to(torch.int32).contiguous()
         return run(**call.tokens)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
 GROUP, NAME, PLUGIN = "verl.plugins", "fsdp_runtime", "fsdp_runtime.trainers.verl.plugin"
@@ -156,16 +157,9 @@ def _interface() -> Iterator[CheckLine]:
 
 
 def _parameters(path: str) -> tuple[str, ...]:
-    parts = path.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            found: Any = import_module(".".join(parts[:end]))
-        except ImportError:
-            continue
-        for name in parts[end:]:
-            found = getattr(found, name, None)
-        break
-    if found is None:
+    try:
+        found = resolve_name(path)
+    except (ImportError, AttributeError):
         return ("nothing: it is gone",)
     stars: dict[Any, str] = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
     return tuple(stars.get(each.kind, "") + name for name, each in inspect.signature(found).parameters.items())

@@ -30,8 +30,8 @@ from fsdp_runtime.trainers.verl.model import (
 )
 from fsdp_runtime.trainers.verl.replay import nested_routes, recorded_or_replayed, way_of
 from fsdp_runtime.trainers.verl.residency import Residency
-from fsdp_runtime.trainers.verl.rows import Rows, idle_rows, rows_of
-from fsdp_runtime.trainers.verl.scores import TokenScores, values_of
+from fsdp_runtime.trainers.verl.rows import idle_rows, rows_of
+from fsdp_runtime.trainers.verl.scores import TokenScores, TokenValues
 from fsdp_runtime.trainers.verl.verl_api import (
     BaseEngine,
     BaseEngineCtx,
@@ -50,6 +50,7 @@ class FsdpRuntimeEngine(BaseEngine):
     """What both kinds of models share, built from verl's configs of model, optimizer and checkpoints, and its own."""
 
     value_head = False
+    scorer: Any  # of a model: returns values of this rank's tokens, by verl's names
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
@@ -111,16 +112,9 @@ class FsdpRuntimeEngine(BaseEngine):
             self.checkpoint_config,
             dp=self.get_data_parallel_size(),
         )
-        self._prepare_scores()
+        self._scores = self.scorer(self.module)
         offloads, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
         self.to("cpu", model=offloads, optimizer=optimizer, grad=offloads)
-
-    def _prepare_scores(self) -> None:
-        """Prepare what :meth:`_scores` needs of the model."""
-
-    def _scores(self, rows: Rows, micro_batch: Any, loss_function: Any) -> dict[str, Tensor]:
-        """Return values of this rank's tokens, by verl's names."""
-        raise NotImplementedError
 
     def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
         """Return the context of training: parts on the device, ``module.train()``."""
@@ -318,20 +312,14 @@ class FsdpRuntimeEngine(BaseEngine):
 class LanguageModelEngine(FsdpRuntimeEngine):
     """Policies, references and SFT."""
 
-    def _prepare_scores(self) -> None:
-        self._token_scores = TokenScores(self.module)
-
-    def _scores(self, rows: Rows, micro_batch: Any, loss_function: Any) -> dict[str, Tensor]:
-        return self._token_scores(rows, micro_batch, loss_function)
+    scorer = TokenScores
 
 
 class ValueModelEngine(FsdpRuntimeEngine):
     """Critics: one value a token."""
 
     value_head = True
-
-    def _scores(self, rows: Rows, micro_batch: Any, loss_function: Any) -> dict[str, Tensor]:
-        return values_of(self.module, rows)
+    scorer = TokenValues
 
 
 class _Mode(BaseEngineCtx):

@@ -198,15 +198,3 @@ def _unknown(kind: str) -> list[Any]:
     found = getattr(of_workers, kind, None) or getattr(of_trainer, kind)
     known = {name for base in found.__mro__ for name in FLAGS.get(base.__name__, {})}
     return [each for each in fields(found) if each.name not in known]
-
-
-def table() -> list[str]:
-    """Return the guide's table in Markdown: the flags of which there is something to say, once each."""
-    rows: dict[str, Flag] = {}
-    for kind, flags in FLAGS.items():
-        for name, flag in flags.items():
-            other = flag.text and rows.setdefault(flag.path(name), flag).state != flag.state
-            if other:
-                rows[f"{kind.removesuffix('Config').lower()}.{name}"] = flag
-    body = [f"| `{name}` | {flag.state} | {flag.text} |" for name, flag in sorted(rows.items())]
-    return ["| flag of verl | state | what it does here |", "|---|---|---|", *body]

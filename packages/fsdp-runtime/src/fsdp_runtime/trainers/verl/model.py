@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -105,6 +106,9 @@ def parallelized(
     computes = None if config.compute_dtype == config.parameter_dtype == torch.float32 else config.compute_dtype
     reduces = None if config.gradient_dtype == (computes or torch.float32) else config.gradient_dtype
     policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=reduces)
+    given = {each.name: getattr(config, each.name) for each in fields(FSDPOptions) if hasattr(config, each.name)}
+    given["mp_policy"] = policy if computes is not None or reduces is not None else None
+    given["offload_policy"] = CPUOffloadPolicy() if config.offload_policy else None
     model = parallelize(
         module,
         mesh,
@@ -114,15 +118,7 @@ def parallelized(
         packed_sequences=bool(model_config.use_remove_padding),
         activation_checkpointing=recompute,  # type: ignore[arg-type]
         compile=config.compile,
-        fsdp=FSDPOptions(
-            mp_policy=policy if computes is not None or reduces is not None else None,
-            offload_policy=CPUOffloadPolicy() if config.offload_policy else None,
-            reshard_after_forward=config.reshard_after_forward,
-            reshard_last_block=config.reshard_last_block,
-            prefetch_forward=config.prefetch_forward,
-            prefetch_backward=config.prefetch_backward,
-            frozen_params=config.frozen_params,  # type: ignore[arg-type]
-        ),
+        fsdp=FSDPOptions(**given),
         steps=steps,
     )
     if (path := model_config.get("lora_adapter_path", None)) is not None:

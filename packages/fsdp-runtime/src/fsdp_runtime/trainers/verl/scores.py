@@ -19,11 +19,17 @@ from fsdp_runtime.trainers.verl.verl_api import tensordict_utils
 logger = logging.getLogger(__name__)
 
 
-def values_of(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
-    """Return a critic's ``values`` of each token of this rank."""
-    logits = model(**rows.inputs, use_cache=False).logits
-    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    return {"values": logits.squeeze(-1)}
+class TokenValues:
+    """Scores tokens by a critic."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, rows: Rows, micro_batch: Any, loss_function: Any = None) -> dict[str, Tensor]:
+        """Return the ``values`` of each token of this rank."""
+        logits = self._model(**rows.inputs, use_cache=False).logits
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return {"values": logits.squeeze(-1)}
 
 
 class TokenScores:
