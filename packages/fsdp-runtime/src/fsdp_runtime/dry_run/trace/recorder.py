@@ -47,11 +47,14 @@ class UntraceableError(EstimateError):
     """An operator's result depends on data, and no result is assumed for it."""
 
     def __init__(self, operator: str, module: str) -> None:
-        super().__init__(
-            f"{operator} in {module or 'code outside the model'} depends on values, which a dry run does not have: "
-            "remove it from the model for the estimate, or give the model as a function that replaces it"
-        )
+        super().__init__(operator, module)
         self.operator, self.module = operator, module
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operator} in {self.module or 'code outside the model'} depends on values, which a dry run does not "
+            "have: remove it from the model for the estimate, or give the model as a function that replaces it"
+        )
 
 
 Stream = Literal["compute", "gather", "reduce"]
