@@ -160,6 +160,11 @@ def _all_ranks_equal(number: int, mesh: DeviceMesh) -> bool:
 def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``left @ right`` in ``dtype``; half precision operands on CUDA only."""
     # torch 2.10 to 2.15 implement ``out_dtype`` for accelerators, not for a CPU (pytorch/pytorch#150812).
+    # Autocast would round the operands of either product to half precision.
+    device = left.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return wide_product(left, right, dtype)
     if left.dtype == dtype:
         return left @ right
     return torch.mm(left, right, out_dtype=dtype)
