@@ -144,6 +144,18 @@ def test_bf16_inputs_keep_float32_accuracy():
     torch.testing.assert_close(found.double(), exact.logprobs, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("support", [None, [list(range(11))] * 14])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(small_tiles, dtype, support):
+    hidden, weight, bias, targets = problem(11, dtype)
+    options = {} if support is None else {"support": rl_logprobs.Support.from_rows(support)}
+    expected = values_and_gradients(linear_token_statistics, (hidden, weight, bias), targets, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = values_and_gradients(linear_token_statistics, (hidden, weight, bias), targets, **options)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
 def test_weight_gradient_is_rounded_once_whatever_the_tiles(monkeypatch):
     hidden, weight, _, targets = problem(40, torch.bfloat16, tokens=(8, 64))
     exact = values_and_gradients(through_logits, [hidden.double(), weight.double()], targets)

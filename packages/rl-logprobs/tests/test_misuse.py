@@ -67,6 +67,10 @@ def support():
     return rl_logprobs.Support.from_rows([[0, token] for token in range(1, 5)] * 2)
 
 
+def kept():
+    return {"targets": torch.zeros(TOKENS, dtype=torch.int64), "support": support()}
+
+
 def drift():
     generator = floats(*TOKENS)
     return {
@@ -197,3 +201,24 @@ def test_right_arguments_are_taken(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_arguments_are_refused_or_understood(name, examples):
     try_wrong_arguments(CALLS[name], rl_logprobs, rl_logprobs.LogprobsError, examples=examples)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        CALLS["token_logprobs"],
+        CALLS["linear_token_logprobs"],
+        CALLS["token_divergence"],
+        CALLS["logprobs_at"],
+        Call(rl_logprobs.gather_sequence, lambda: {**sequence("local"), "local": floats(*TOKENS)}),
+        Call(rl_logprobs.token_logprobs, lambda: {**scored(), **kept()}),
+        Call(rl_logprobs.linear_token_logprobs, lambda: {**hidden(), **kept()}),
+    ],
+    ids=lambda call: call.function.__name__,
+)
+def test_a_gradient_of_a_gradient_is_refused(call):
+    arguments = call.valid()
+    first = next(name for name, value in arguments.items() if isinstance(value, torch.Tensor))
+    arguments[first].requires_grad_()
+    with pytest.raises(rl_logprobs.LogprobsError, match="gradients of gradients"):
+        torch.autograd.grad(call.function(**arguments).sum(), arguments[first], create_graph=True)

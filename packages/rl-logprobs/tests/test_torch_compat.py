@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -31,6 +32,25 @@ def test_no_public_function_tells_which_gradients_are_not_reduced():
 
 def test_no_public_function_asserts_on_the_device():
     assert not hasattr(torch, "assert_async")
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, number):
+        ctx.save_for_backward(number)
+        return number * number
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        (number,) = ctx.saved_tensors
+        return 2 * number * gradient
+
+
+def test_once_differentiable_lets_a_gradient_of_a_gradient_vanish():
+    number = torch.tensor(3.0, requires_grad=True)
+    (gradient,) = torch.autograd.grad(Square.apply(number), number, create_graph=True)
+    assert not gradient.requires_grad
 
 
 def test_foreach_functions_are_private():

@@ -6,7 +6,8 @@ no longer makes necessary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
+
+from rl_logprobs.errors import OptionError
 
 
 def local_shape_and_offset(
@@ -50,6 +53,23 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
     """Return ``function.apply(*arguments)``, which torch 2.10 to 2.15 leave without types."""
     # No upstream issue found. mypy reports the ignored error once it is gone.
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the ``backward`` of an autograd function refuse to compute what a gradient of a gradient would need."""
+    # torch's ``once_differentiable`` (2.10 to 2.15; no upstream issue found) fails only where the incoming gradients
+    # have a history. Otherwise it returns constants, and a penalty on a gradient trains nothing, without an error.
+
+    @wraps(backward)
+    def refusing(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise OptionError(
+                "gradients of gradients (create_graph=True) are not computed here: leave create_graph out, and take "
+                "differences of two backwards, or torch's log_softmax of full logits"
+            )
+        return backward(ctx, *gradients)
+
+    return refusing
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -140,6 +160,11 @@ def _all_ranks_equal(number: int, mesh: DeviceMesh) -> bool:
 def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``left @ right`` in ``dtype``; half precision operands on CUDA only."""
     # torch 2.10 to 2.15 implement ``out_dtype`` for accelerators, not for a CPU (pytorch/pytorch#150812).
+    # Autocast would round the operands of either product to half precision.
+    device = left.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return wide_product(left, right, dtype)
     if left.dtype == dtype:
         return left @ right
     return torch.mm(left, right, out_dtype=dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_logprobs._torch_compat import all_gather_single, apply_function
+from rl_logprobs._torch_compat import all_gather_single, apply_function, first_derivative
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 
@@ -155,6 +155,7 @@ class _GatherSequence(torch.autograd.Function):
         return gathered.index_select(0, inverse_permutation).movedim(0, dim)
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (positions,) = ctx.saved_tensors
         return gradients[0].index_select(ctx.dim, positions), None, None, None, None

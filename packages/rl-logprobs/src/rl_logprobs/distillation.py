@@ -6,9 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from rl_logprobs._torch_compat import apply_function
+from rl_logprobs._torch_compat import apply_function, first_derivative
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError, ShapeError
@@ -247,7 +246,7 @@ class _LogprobsAt(torch.autograd.Function):
         return logprobs.T.masked_fill(ignored, 0).to(parts.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         logits, ignored, no_gradient, column, owned, max_logit, sum_exp2 = ctx.saved_tensors
         d_targets = gradients[0].to(sum_exp2.dtype).masked_fill(no_gradient, 0)

@@ -1,6 +1,8 @@
 """What every style shares: DTensor parameters outside forward, local tensors inside, whatever happens in between."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -170,6 +172,42 @@ def test_inference_gives_the_same(two_ranks, rules):
     for off, local in two_ranks.run(without_gradient, rules):
         assert off < 1e-12
         assert local == []
+
+
+def anomalies(rules):
+    """The errors of anomaly mode for a step, and for one whose gradients are not numbers."""
+    found = []
+    for scale in (1.0, float("nan")):
+        module = parallelized(model(), rules)
+        with torch.autograd.set_detect_anomaly(True):
+            try:
+                (whole(module(IDS)) * scale).sum().backward()
+            except RuntimeError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection|Error detected")
+@PLANS
+def test_anomaly_mode_names_the_function_whose_gradient_is_no_number(two_ranks, rules):
+    for found in two_ranks.run(anomalies, rules):
+        assert len(found) == 1
+        assert "returned nan values" in found[0]
+
+
+WITHOUT_OURS = """
+import torch
+import torch.distributed.tensor.experimental
+from torch.distributed.tensor import DTensor
+propagator = DTensor._op_dispatcher.sharding_propagator
+print(torch.ops.aten._is_any_true.default in {*propagator.op_strategy_funcs, *propagator.op_to_rules})
+"""
+
+
+def test_torch_has_no_sharding_strategy_for_anomaly_mode():
+    """If it fails, remove ``_anomaly_compat``."""
+    found = subprocess.run([sys.executable, "-c", WITHOUT_OURS], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
 
 
 def copied_step(rules):

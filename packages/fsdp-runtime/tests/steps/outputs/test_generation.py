@@ -7,6 +7,7 @@ from typing import Any
 
 import peft
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import parallelize
@@ -40,3 +41,24 @@ def _differences() -> list[str]:
 
 def test_a_split_model_generates_the_tokens_of_one_process(two_ranks: RankPool) -> None:
     assert two_ranks.run(_differences) == [[], []]
+
+
+def _sampled(equal_seeds: bool) -> tuple[list[Any], float]:
+    plain = tiny_model("Qwen3ForCausalLM")
+    model: Any = parallelize(copy.deepcopy(plain), mesh_for({"tp": 2}))
+    settings = {**SETTINGS, "do_sample": True}
+    torch.manual_seed(3)
+    wanted = plain.generate(input_ids=TOKENS, **settings)  # type: ignore[operator]
+    seed = 3 if equal_seeds else 3 + dist.get_rank()
+    torch.manual_seed(seed)
+    found = [model.generate(input_ids=TOKENS, **settings).tolist(), copy.deepcopy(model).generate is not model.generate]
+    return [found, wanted.tolist()], torch.rand(()).item()
+
+
+def test_ranks_sample_the_tokens_of_the_first_however_they_are_seeded(two_ranks: RankPool) -> None:
+    (one, _), (other, own) = two_ranks.run(_sampled, False)
+    assert one == other
+    assert one[0] == [one[1], True]
+    assert own == torch.rand((), generator=torch.Generator().manual_seed(4)).item()
+    (_, first), (_, second) = two_ranks.run(_sampled, True)
+    assert first == second

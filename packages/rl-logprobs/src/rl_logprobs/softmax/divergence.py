@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from rl_logprobs._torch_compat import apply_function
+from rl_logprobs._torch_compat import apply_function, first_derivative
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.softmax.fused_linear import Gradients, HeadTiles, LMHead, TileGradient, tile_size
 from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights, rescale_exponent
@@ -177,7 +176,7 @@ class _Divergence(torch.autograd.Function):
         return nats.to(pair.dtype).masked_fill_(ignored, 0)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ignored, *saved = ctx.saved_tensors
         count = len(saved) - len(ctx.needs_input_grad[4:])

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from rl_logprobs._torch_compat import add_product_, apply_function, wide_product
+from rl_logprobs._torch_compat import add_product_, apply_function, first_derivative, wide_product
 from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
@@ -249,7 +248,7 @@ class _LinearSoftmax(torch.autograd.Function):
         return statistics
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, ignored, expected_rows, target_logit, *totals = ctx.saved_tensors
         tiles = HeadTiles(hidden, weight, bias, ignored, ctx.head)

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from rl_logprobs._torch_compat import all_gather_single, apply_function
+from rl_logprobs._torch_compat import all_gather_single, apply_function, first_derivative
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.backends import TORCH, Kernels
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
@@ -171,7 +170,7 @@ class _VocabParallelSoftmax(torch.autograd.Function):
         return statistics
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, ignored, min_logit, rescale, column, owned, *totals = ctx.saved_tensors
         out = logits if ctx.inplace else logits.new_empty(logits.shape)

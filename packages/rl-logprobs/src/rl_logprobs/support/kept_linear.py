@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from rl_logprobs._torch_compat import add_product_, apply_function, wide_product
+from rl_logprobs._torch_compat import add_product_, apply_function, first_derivative, wide_product
 from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.softmax.fused_linear import LMHead, operand_dtype, product_dtype
 from rl_logprobs.softmax.row_blocks import ACCELERATOR_WORKSPACE, CPU_WORKSPACE
@@ -89,7 +88,7 @@ class _KeptProducts(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, columns, owned = ctx.saved_tensors
         d_values = gradients[0].where(owned, 0)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from rl_logprobs._torch_compat import apply_function
+from rl_logprobs._torch_compat import apply_function, first_derivative
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 from rl_logprobs.support.entries import KeptEntries
@@ -59,7 +58,7 @@ class _KeptLogits(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, rows, columns, owned = ctx.saved_tensors
         d_values = gradients[0].where(owned, 0)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+import tp_plans.torch_styles._anomaly_compat  # noqa: F401  # registers what DTensor lacks
 from tp_plans._torch_compat import own_children, own_parameters
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
 from tp_plans.layouts import Layout, Shard

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.wrap import hook_forward
+from tp_plans.runtime import computes
 
 
 def gather_logits(model: nn.Module) -> Any:
@@ -35,11 +40,11 @@ def full_logits(model: nn.Module) -> Iterator[nn.Module]:
         handle.remove()
 
 
-def gather_logits_in_generate(model: nn.Module) -> None:
-    """Let ``generate`` of a model, or of the one inside a ``PeftModel``, read full logits."""
+def gather_logits_in_generate(model: nn.Module, tp: DeviceMesh) -> None:
+    """Let ``generate`` of a model, or the one inside a ``PeftModel``, read full logits and sample alike over ``tp``."""
     model = base_model(model)
     if callable(getattr(model, "generate", None)):
-        model.__dict__["generate"] = _Generate(model)
+        model.__dict__["generate"] = _Generate(model, tp)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +52,35 @@ class _Generate:
     """``generate`` of one model; a copy of the model gets one of its own."""
 
     model: Any
+    tp: DeviceMesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with full_logits(self.model):
+        with full_logits(self.model), _same_draws(self.tp):
             return type(self.model).generate(self.model, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Generate:
+        return _Generate(deepcopy(self.model, memo), self.tp)
+
+
+@contextmanager
+def _same_draws(tp: DeviceMesh) -> Iterator[None]:
+    """Draw on all ranks what the first one draws; a rank whose random states were others has them back afterwards."""
+    # Ranks that sample different tokens would go on with rows that differ.
+    if not computes(tp):
+        yield
+        return
+    device = None if tp.device_type == "cpu" else torch.get_device_module(tp.device_type)
+    generators = [torch, *([] if device is None else [device])]
+    own = [generator.get_rng_state() for generator in generators]
+    first = [state.to(tp.device_type, copy=True) for state in own]
+    for state in first:
+        dist.broadcast(state, group=tp.get_group(), group_src=0)
+    differs = [not torch.equal(state.cpu(), other) for state, other in zip(first, own, strict=True)]
+    for generator, state in zip(generators, first, strict=True):
+        generator.set_rng_state(state.cpu())
+    try:
+        yield
+    finally:
+        for generator, state, other in zip(generators, own, differs, strict=True):
+            if other:
+                generator.set_rng_state(state)

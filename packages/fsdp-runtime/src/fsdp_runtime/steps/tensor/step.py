@@ -151,7 +151,7 @@ class TensorParallel(Step):
         for parameter in model.parameters():
             if parameter.numel() == 1 and parameter.is_floating_point() and not isinstance(parameter, DTensor):
                 hook_gradient(parameter, _plain)
-        gather_logits_in_generate(model)
+        gather_logits_in_generate(model, meshes.tp)
         heads = [path for path, style in styles.items() if _has_sharded_logits(getattr(style, "style", None))]
         gather_logits_for_labels(model, heads)
         return_full_hidden_states(model, over_cp=setup.meshes.cp is not None)
