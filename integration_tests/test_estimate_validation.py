@@ -91,7 +91,7 @@ def real_step(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
     if name == "vlm":
         inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
 
-    # The other ranks only answer the collectives of this one: its counters and AdamW over lists of DTensors cost most.
+    # The other ranks only answer the collectives of this one, whose counters cost most.
     measured = torch.distributed.get_rank() == rank
 
     def step() -> None:
@@ -110,8 +110,7 @@ def real_step(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
         loss.backward()
         del loss
         rl_logprobs.clip_grad_norm_(model.parameters(), 1.0)
-        if measured:
-            optimizer.step()
+        optimizer.step()
 
     step()
     optimizer.zero_grad()

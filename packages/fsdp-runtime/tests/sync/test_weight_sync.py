@@ -226,7 +226,7 @@ def _no_memory(*_: Any) -> None:
     raise MemoryError("no memory to stage an update")
 
 
-def _stalled_receive(*_: Any) -> None:
+def _stalled_receive(*_: Any, **__: Any) -> None:
     time.sleep(5)
     raise WeightSyncError("stalled")
 
@@ -250,6 +250,7 @@ def test_a_full_update_that_fails_leaves_the_old_version_served_and_the_next_suc
             assert rank == 0 or f"rank {rank} had no answer from rank 0" in found["told"]
         else:
             assert found["told"]
+            assert (found["told"] == "stalled") == (rank == (3 if kind == "stall" else 1))
 
 
 def _disagreements() -> dict[str, str]:

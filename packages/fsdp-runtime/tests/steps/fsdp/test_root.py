@@ -13,8 +13,11 @@ from torch.distributed.tensor import DTensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 import rl_logprobs
+from coverage.multimodal import multimodal_model
+from coverage.multimodal_inputs import multimodal_inputs
 from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, parallelize, unsharded
 from harness.models import tiny_inputs, tiny_model
+from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, gradient_errors, largest
 from harness.ranks import RankPool
 
 
@@ -112,6 +115,31 @@ def test_a_call_below_the_root_outside_unsharded_is_refused_by_name(model: nn.Mo
             model.model(tokens, use_cache=False)
         with torch.no_grad(), unsharded(model):
             model(tokens, use_cache=False)
+
+
+def _called_with_parameters_on_two_meshes() -> list[str]:
+    """What differs of a tower whose class token is on ranks of ``dp_shard``, and its positions also on those of tp."""
+    mesh = MeshSpec(dp_shard=2, tp=2).build(device_type="cpu")
+    plain: Any = multimodal_model("internvl")
+    inputs = multimodal_inputs(plain)
+    model: Any = parallelize(copy.deepcopy(plain), mesh)
+    own = model.model.vision_tower.embeddings
+    assert [each.device_mesh.ndim for each in own.parameters(recurse=False)] == [1, 2]
+    wrong: list[str] = []
+    for each in (plain, model):
+        each(**inputs).logits.square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    wrong += [name for name, error in gradient_errors(wanted, model).items() if error > GRADIENT_BOUND]
+    with torch.no_grad():
+        alone = [each.model.vision_tower.embeddings(inputs["pixel_values"]) for each in (plain, model)]
+    wrong += [] if largest(alone[1] - alone[0]) < OUTPUT_BOUND else ["alone without gradients"]
+    with pytest.raises(ModelError, match=r"is called outside of the model's own forward"):
+        own(inputs["pixel_values"])
+    return wrong
+
+
+def test_a_module_with_parameters_on_two_meshes_is_called_in_the_model_and_refused_alone(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_called_with_parameters_on_two_meshes) == [[]] * 4
 
 
 def _generated_from_an_encoder() -> bool:

@@ -173,9 +173,10 @@ def _require_root_forward(model: nn.Module, structure: ModelStructure, replicate
     # Modules inside blocks are left alone, so that compiled blocks do not trace the check.
     blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
     for path, module in model.named_modules():
-        parameter = next((each for each in module.parameters(recurse=False) if each not in replicated), None)
-        if isinstance(parameter, DTensor) and module is not model and module not in blocks:
-            alone = _GatheredAlone(model, path, parameter.device_mesh.ndim)
+        own = {name: each for name, each in module.named_parameters(recurse=False) if each not in replicated}
+        sharded = {name: each.device_mesh.ndim for name, each in own.items() if isinstance(each, DTensor)}
+        if sharded and module is not model and module not in blocks:
+            alone = _GatheredAlone(model, path, sharded)
             effect = "gathers FSDP2's root where it is called alone"
             hook_forward(module, effect, before=alone.gather, after=alone.free, first=True, always=True)
 
@@ -183,13 +184,14 @@ def _require_root_forward(model: nn.Module, structure: ModelStructure, replicate
 class _GatheredAlone:
     """Hooks around a module of the root, which its own forward has gathered, and ``generate`` may call before."""
 
-    def __init__(self, root: Any, path: str, mesh_ndim: int) -> None:
-        self.root, self.path, self.mesh_ndim = root, path, mesh_ndim
+    def __init__(self, root: Any, path: str, sharded: dict[str, int]) -> None:
+        self.root, self.path = root, path
+        self.sharded = sharded  # the number of axes of each parameter's mesh: the one over ``tp`` keeps one gathered
         self.is_alone = False
 
     def gather(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        own = [each for each in own_parameters(module).values() if isinstance(each, DTensor)]
-        if all(each.device_mesh.ndim != self.mesh_ndim for each in own):
+        own = own_parameters(module)
+        if not any(_mesh_ndim(own.get(name)) == ndim for name, ndim in self.sharded.items()):
             return  # gathered ones lack FSDP2's axes
         if torch.is_grad_enabled():
             raise ModelError(
@@ -206,6 +208,10 @@ class _GatheredAlone:
         if self.is_alone:
             self.is_alone = False
             self.root.reshard()
+
+
+def _mesh_ndim(parameter: Any) -> int:
+    return parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
 
 
 def _divide_gradients(module: nn.Module, scale: float) -> None:
