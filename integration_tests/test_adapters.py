@@ -21,7 +21,7 @@ from fsdp_runtime.steps.tensor.step import check_plan
 from harness.models import tiny_model as tiny_decoder
 from harness.parity import gradient_errors, logits_of, mesh_for
 from harness.ranks import RankPool
-from tp_plans import PlanError, from_hugging_face, suggest
+from tp_plans import CapabilityError, PlanError, from_hugging_face, suggest
 
 #: Rows whose plan has rules of other kinds for linear layers: latent attention and weights that are gathered for the
 #: code around them, experts next to dense layers, fused layers, and norms of the full width.
@@ -29,6 +29,8 @@ KINDS = ("deepseek_v3", "qwen3_next", "granitemoe", "glm", "olmo2")
 #: Mixers that peft does not adapt, and experts of the identity, which it adapts by parameter.
 _NOT_ADAPTED = {"nemotron_h", "falcon_h1", "falcon_h1, norm", "longcat_flash"}
 ROWS = sorted(entries().keys() - UNBUILDABLE.keys() - _NOT_ADAPTED)
+#: Rows without a sequence-parallel form: several streams between the blocks, or tokens that the model puts before the row.
+_NOT_SEQUENCE_PARALLEL = ("gemma3n_text", "hrm_text", "inkling2_text", "nemotron_flash")
 
 
 def adapted(model: nn.Module, **options: Any) -> Any:
@@ -49,7 +51,7 @@ def adapted(model: nn.Module, **options: Any) -> Any:
         pytest.param(name, sp, marks=[] if name in KINDS and sp == (name == "deepseek_v3") else [pytest.mark.slow])
         for name in ROWS
         for sp in (False, True)
-        if not (sp and name == "gemma3n_text")  # it has no sequence-parallel form
+        if not (sp and name in _NOT_SEQUENCE_PARALLEL)
     ],
 )
 def test_a_plan_takes_adapters_on_all_linear_layers(name: str, sequence_parallel: bool) -> None:
@@ -57,6 +59,14 @@ def test_a_plan_takes_adapters_on_all_linear_layers(name: str, sequence_parallel
     model = adapted(tiny_model(entry))
     plan = resolve_adapted_plan(entry.options.get("plan", "auto"), model, sequence_parallel=sequence_parallel)
     check_plan(model, plan, tp=2)
+
+
+@pytest.mark.parametrize("name", _NOT_SEQUENCE_PARALLEL)
+def test_sequence_parallelism_of_an_adapted_model_is_refused_as_of_the_model(name: str) -> None:
+    entry = entries()[name]
+    model = adapted(tiny_model(entry))
+    with pytest.raises(CapabilityError, match="has no sequence-parallel form"):
+        resolve_adapted_plan(entry.options.get("plan", "auto"), model, sequence_parallel=True)
 
 
 def _errors() -> dict[str, float]:

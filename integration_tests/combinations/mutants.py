@@ -116,9 +116,15 @@ def _scaled_weights(original: Any) -> Any:
     return gather
 
 
-def _partial_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    """Leave each rank its part of a gradient that is a sum over ranks."""
-    return boundaries.with_spec(gradient, ctx.spec), None
+def _unsummed(function: type[torch.autograd.Function]) -> Planted:
+    """Leave each rank its part of the gradients that a function sums over ranks."""
+    original = function.backward
+
+    def backward(*args: Any) -> Any:
+        with mock.patch.object(boundaries, "all_reduce", lambda gradient, mesh: gradient):
+            return original(*args)
+
+    return _replaced(function, "backward", staticmethod(backward))
 
 
 def _local_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -168,9 +174,12 @@ MUTANTS: Mapping[str, Mutant] = {
     "keys without the gradients of other ranks": Mutant(
         _replaced(exchange._Gather, "backward", staticmethod(_local_backward)), _case("dense", _CP)
     ),
-    "head norms with one rank's gradient": Mutant(
-        _replaced(boundaries._SummedPart, "backward", staticmethod(_partial_gradient)),
-        _case("latent attention", _TP),
+    "head norms with one rank's gradient": Mutant(_unsummed(boundaries._SummedPart), _case("head norms", _TP)),
+    "norms of the stream with one rank's gradient": Mutant(
+        _unsummed(boundaries._StreamAndParameters), _case("dense", _TP, SEQUENCE_PARALLEL)
+    ),
+    "a shared key with one rank's gradient": Mutant(
+        _unsummed(boundaries._SumGradient), _case("latent attention", _TP)
     ),
     "a row-wise bias on every rank": Mutant(
         _replaced(linear._OnFirstRank, "forward", staticmethod(_bias_on_every_rank)), _case("dense", _TP)

@@ -4,7 +4,7 @@
 shape, dtype or device.  An error is meant for the user if it is one of the package's, or a TypeError or ValueError that
 the package's own code raises and that names an argument.  For an argument of a wrong type, a ValueError, TypeError,
 AttributeError or KeyError (of a mapping for a sequence) will do wherever it is raised, and torch's RuntimeError of a
-tensor for another value: types are for type checkers.
+tensor for another value, in a container too: types are for type checkers.
 """
 
 from __future__ import annotations
@@ -201,11 +201,18 @@ def _type_errors(call: Call, values: dict[str, Any]) -> tuple[type[Exception], .
     wrong = [
         name for name, value in values.items() if type(value) is not type(right[name]) or not isinstance(value, scalars)
     ]
-    tensors = any(isinstance(values[name], Tensor) for name in wrong)
+    tensors = any(_has_tensors(values[name]) for name in wrong)
     return (
         *((TypeError, AttributeError, KeyError, ValueError) if wrong else ()),
         *((RuntimeError,) if tensors else ()),
     )
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a tensor, a container of some, or a generator, whose entries the call has read."""
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(each, Tensor) for each in value)
+    return isinstance(value, Tensor) or inspect.isgenerator(value)
 
 
 def _state(model: nn.Module) -> list[tuple[Any, ...]]:

@@ -127,6 +127,7 @@ CASES: Provocations = {
     },
     "fsdp_runtime/keywords.py": {
         "by {first}= and steps=": lambda: refuse(Own(), plan=None, fsdp=FSDPOptions(), steps=(FSDP2(), FSDP2())),
+        "give steps, such as": lambda: refuse(Own(), plan=None, steps=(FSDP2,)),
     },
     "fsdp_runtime/parallelism.py": {
         "not a torch.nn.Module": lambda: refuse(3),

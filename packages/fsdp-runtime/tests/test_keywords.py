@@ -88,6 +88,9 @@ def test_nothing_is_compiled_unless_asked_for() -> None:
         ),
         ({"steps": (ExpertParallel(), ExpertParallel())}, "ExpertParallel is given 2 times"),
         ({"fsdp": "bf16"}, "fsdp is of type str, not FSDPOptions"),
+        ({"steps": "fsdp"}, "steps has 'f' of type str: give steps, such as ExpertParallel()"),
+        ({"steps": (None,)}, "steps has None of type NoneType: give steps"),
+        ({"steps": (ExpertParallel,)}, "steps has .*ExpertParallel.* of type type: give steps"),
     ],
 )
 def test_contradictions_are_errors(keywords: Any, message: str) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import rl_logprobs
-from harness.misuse import Call, try_wrong_arguments
+from harness.misuse import Call, complaint, try_wrong_arguments
 
 TOKENS, VOCAB, FEATURES = (2, 4), 7, 3
 #: The records that functions return.
@@ -195,6 +195,47 @@ def test_every_public_function_is_called():
 def test_right_arguments_are_taken(name):
     call = CALLS[name]
     call.function(**call.valid())
+
+
+#: Numbers that a caller writes as integers of any size, such as ``10**30`` for no bound.
+ANY_SIZE = [
+    ("cispo_loss", "clip_high"),
+    ("clip_grad_norm_", "max_norm"),
+    ("group_advantages", "eps"),
+    ("gspo_loss", "clip_high"),
+    ("importance_weights", "high"),
+    ("linear_token_logprobs", "logit_scale"),
+    ("linear_token_logprobs", "softcap"),
+    ("mean_weights", "count"),
+    ("ppo_loss", "clip_high"),
+    ("ppo_loss", "dual_clip"),
+    ("rejection_mask", "high"),
+    ("rejection_mask", "low"),
+    ("should_skip_step", "max_norm"),
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), ANY_SIZE)
+def test_a_bound_may_be_an_integer_of_any_size(name, argument):
+    call = CALLS[name]
+    of_integer, of_float = (call.function(**{**call.valid(), argument: value}) for value in (10**30, 1e30))
+    assert repr(of_integer) == repr(of_float)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [
+        ("clip_grads_with_norm_", "total_norm", "None"),
+        ("clip_grads_with_norm_", "total_norm", "object()"),
+        ("grad_norm", "groups", "list of tensors"),
+        ("mean_weights", "group", "parameters"),
+        ("token_divergence of a top-k", "tail", "1.5"),
+        ("token_divergence of hidden states", "mask", "on meta"),
+        ("token_divergence of hidden states", "mask", "sparse tensor"),
+    ],
+)
+def test_one_wrong_argument_is_refused_or_understood(name, argument, value):
+    assert complaint(CALLS[name], ((argument, value),), rl_logprobs, rl_logprobs.LogprobsError) is None
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.slow)])

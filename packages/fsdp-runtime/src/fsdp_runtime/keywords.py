@@ -63,6 +63,9 @@ def steps_of(**options: Unpack[Options]) -> tuple[Step, ...]:
         steps = "; other options are fields of the classes in fsdp_runtime.steps"
         require_one_of("keyword", name, Options.__annotations__, or_else=steps)
     given = tuple(options.pop("steps", ()))
+    for step in given:
+        if not isinstance(step, Step):
+            raise OptionError(f"steps has {step!r} of type {type(step).__name__}: give steps, such as ExpertParallel()")
     found = [_step(kind, fields, options, given) for kind, fields in _FIELDS.items()]
     others = (step for step in given if not isinstance(step, tuple(_FIELDS)))
     return (*(step for step in found if step is not None), *others)

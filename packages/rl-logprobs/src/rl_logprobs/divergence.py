@@ -243,6 +243,10 @@ def _ignored(mask: torch.Tensor | None, tokens: TokenSlice, device: torch.device
     """Return a bool tensor of this rank's tokens, true where the mask is 0."""
     if mask is None:
         return torch.zeros(tokens.shape, dtype=torch.bool, device=device)
+    if mask.layout is not torch.strided:
+        raise DtypeError(f"mask must be dense, got {mask.layout}")
+    if mask.is_meta and device.type != "meta":
+        raise OptionError(f"mask is on the meta device, where it has no value, and logits are on {device}")
     return local_targets((mask != 0).to(torch.uint8), tokens, name="mask").to(device) == 0
 
 

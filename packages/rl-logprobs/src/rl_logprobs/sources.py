@@ -183,13 +183,17 @@ class HeadSource:
         parts = [part.detach() for part in self._local_head() if part is not None]
         weight, *bias = head_rows(parts, self.vocab, vocab)
         operands = states.reshape(-1, states.shape[-1]), weight, bias[0] if bias else None
-        return Side(operands, vocab, temperature, LMHead(vocab, self.logits.logit_scale, self.logits.softcap))
+        return Side(operands, vocab, temperature, self._head(vocab))
 
     def _gathered(self) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], LMHead]:
         """Return hidden states of all tokens and this rank's rows of the head, and how its logits are computed."""
         rows, reduce_hidden_grad = _gather_tokens(self.logits.hidden, self.vocab.group)
-        head = LMHead(self.vocab, self.logits.logit_scale, self.logits.softcap, reduce_hidden_grad)
+        head = self._head(self.vocab, reduce_hidden_grad=reduce_hidden_grad)
         return (rows.reshape(-1, rows.shape[-1]), *self._local_head()), head
+
+    def _head(self, vocab: VocabColumns, *, reduce_hidden_grad: bool = True) -> LMHead:
+        scale, softcap = self.logits.logit_scale, self.logits.softcap
+        return LMHead(vocab, float(scale), None if softcap is None else float(softcap), reduce_hidden_grad)
 
     def _local_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight, bias = self.logits.weight, self.logits.bias

@@ -38,7 +38,7 @@ def topk_divergence(
     k = ids.shape[-1]
     possible = (logprobs != -math.inf) & ~ignored[..., None]
     entries = _entries(ids, possible, ignored, source)
-    _check_logprobs(logprobs, possible, possible.any(-1) | ignored | tail)
+    _check_logprobs(logprobs, possible, possible.any(-1) | ignored | bool(tail))
     logits = source.entry_logits(entries)
     dtype = statistics_dtype(torch.promote_types(logits.dtype, logprobs.dtype))
     flat_temperature = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature

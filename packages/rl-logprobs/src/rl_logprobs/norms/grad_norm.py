@@ -251,7 +251,8 @@ def _weighted_power(
 
 
 def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:
-    norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
+    given = total_norm if isinstance(total_norm, torch.Tensor) else torch.tensor(float(total_norm))
+    norm = given.full_tensor() if isinstance(given, DTensor) else given
     if norm.dim() or norm.is_complex():
         raise ShapeError(f"total_norm must be one real number, got shape {tuple(norm.shape)} of {norm.dtype}")
     factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)

@@ -40,4 +40,4 @@ def should_skip_step(total_norm: torch.Tensor, *, max_norm: float = math.inf) ->
     if total_norm.is_complex() or total_norm.layout is not torch.strided:
         raise DtypeError(f"total_norm must be real and dense, got {total_norm.dtype} {total_norm.layout}")
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-    return ~(norm.isfinite() & (norm <= max_norm)).all()
+    return ~(norm.isfinite() & (norm <= float(max_norm))).all()

@@ -77,6 +77,6 @@ def group_advantages(
         centred = centred * (others + 1) / others.clamp(min=1)
     if method == "grpo":
         variance = members.spread(members.totals(centred.square()[None])[0], wide) / others.clamp(min=1)
-        centred = centred / (variance.sqrt() + eps)
+        centred = centred / (variance.sqrt() + float(eps))
     dtype = rewards.dtype if rewards.dtype is torch.float64 else torch.float32
     return centred.where(others > 0, 0).to(dtype)

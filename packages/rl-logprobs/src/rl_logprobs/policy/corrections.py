@@ -79,14 +79,14 @@ def importance_weights(
         raise OptionError(f"level must be one of {', '.join(get_args(Level))}, got {level!r}")
     if mode not in ("truncate", "mask"):
         raise OptionError(f"mode must be 'truncate' or 'mask', got {mode!r}")
-    _check_bounds(low, high)
+    bounds = _bounds(low, high)
     log_ratio, scored = masked_log_ratio(mask, logprobs=logprobs, generator_logprobs=generator_logprobs)
     sequences = Sequences(segments, num_segments, cp_group)
     ratio = _at_level(log_ratio, scored, level, sequences).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if mode == "truncate":
-        weights = ratio if low is None and high is None else ratio.clamp(low, high)
+        weights = ratio if low is None and high is None else ratio.clamp(*bounds)
     else:
-        weights = ratio.where(_within(ratio, low, high), 0)
+        weights = ratio.where(_within(ratio, *bounds), 0)
     return weights.where(scored, 0)
 
 
@@ -139,14 +139,14 @@ def rejection_mask(
         raise OptionError(f"level must be one of {', '.join(get_args(RejectionLevel))}, got {level!r}")
     if statistic not in get_args(Statistic):
         raise OptionError(f"statistic must be one of {', '.join(get_args(Statistic))}, got {statistic!r}")
-    _check_bounds(low, high)
+    bounds = _bounds(low, high)
     log_ratio, scored = masked_log_ratio(mask, logprobs=logprobs, generator_logprobs=generator_logprobs)
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     per_token = log_ratio if statistic == "ratio" else divergence_of(bounded, statistic)
     value = _at_level(per_token, scored, level, Sequences(segments, num_segments, cp_group))
     if statistic == "ratio":
         value = value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return scored & _within(value, low, high)
+    return scored & _within(value, *bounds)
 
 
 def masked_log_ratio(mask: torch.Tensor, **logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,12 +174,13 @@ def _at_level(
     return sequences.spread(value, per_token).to(per_token.dtype)
 
 
-def _within(value: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
-    return (value >= (-math.inf if low is None else low)) & (value <= (math.inf if high is None else high))
+def _within(value: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return (value >= low) & (value <= high)
 
 
-def _check_bounds(low: float | None, high: float | None) -> None:
+def _bounds(low: float | None, high: float | None) -> tuple[float, float]:
     if low is not None and not low >= 0:
         raise OptionError(f"low must be 0 or more, got {low}")
     if high is not None and not (high > 0 and high >= (low or 0)):
         raise OptionError(f"high must be positive and at least low ({low}), got {high}")
+    return -math.inf if low is None else float(low), math.inf if high is None else float(high)

@@ -145,7 +145,7 @@ def mean_weights(
         _sum_over(total, groups)
     return MeanWeights(
         per=per,
-        count=total if count is None else torch.full_like(total, count),
+        count=total if count is None else torch.full_like(total, float(count)),
         segment_tokens=segment_tokens,
         length=length,
         gradient_divide_factor=gradient_divide_factor,

@@ -175,13 +175,13 @@ def cispo_loss(
     scored, advantages = _prepared(logprobs, old_logprobs, advantages, mask)
     policy = logprobs.where(scored, 0)
     ratio = _bounded_exp((policy - old_logprobs.where(scored, 0)).detach())
-    weight = ratio.clamp(1 - low, 1 + clip_high)
+    weight = ratio.clamp(1 - low, 1.0 + clip_high)
     never = torch.zeros_like(scored)
     return PolicyLoss(
         loss=(-weight * advantages * policy).where(scored, 0),
         ratio=ratio.where(scored, 0),
         clipped_low=scored & (ratio < 1 - low),
-        clipped_high=scored & (ratio > 1 + clip_high),
+        clipped_high=scored & (ratio > 1.0 + clip_high),
         dual_clipped=never,
     )
 
@@ -194,10 +194,10 @@ def _clipped(
     clip_high: float,
     dual_clip: float | None,
 ) -> PolicyLoss:
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1.0 + clip_high))
     dual_clipped = torch.zeros_like(scored)
     if dual_clip is not None:
-        bound = -advantages * dual_clip
+        bound = -advantages * float(dual_clip)
         dual_clipped = scored & (advantages < 0) & (loss > bound)
         loss = torch.where(dual_clipped, bound, loss)
     plain = ratio.detach()
@@ -205,7 +205,7 @@ def _clipped(
         loss=loss.where(scored, 0),
         ratio=plain.where(scored, 0),
         clipped_low=scored & (advantages < 0) & (plain < 1 - clip_low),
-        clipped_high=scored & (advantages > 0) & (plain > 1 + clip_high),
+        clipped_high=scored & (advantages > 0) & (plain > 1.0 + clip_high),
         dual_clipped=dual_clipped,
     )
 
