@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from coverage.measure import gradient_errors as measured_errors
 from harness import mutants
 from harness.models import tiny_model
 from harness.pairwise import alternating_first, pairwise, pairwise_first
-from harness.parity import Case, assert_parity, compare
+from harness.parity import Case, assert_parity, compare, gradient_errors
 from harness.ranks import RankPool, RanksFailed
 from harness.rewriting import rewrite_tests
 
@@ -47,6 +48,20 @@ def test_gradient_wrong_on_one_rank_only_is_caught_there(two_ranks: RankPool) ->
     with pytest.raises(AssertionError, match=r"rank 1: gradient of model\.norm\.weight") as caught:
         assert_parity(reports)
     assert "rank 0" not in str(caught.value)
+
+
+def test_a_gradient_of_nan_is_an_infinite_error_that_no_maximum_drops() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    expected = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients: dict[str, torch.Tensor | None] = {**expected}
+    assert max(gradient_errors(expected, model).values()) == 0
+    assert max(error for _, error in measured_errors(model, model, gradients)) == 0
+    model.get_parameter("model.norm.weight").grad[3] = float("nan")
+    for errors in (gradient_errors(expected, model), dict(measured_errors(model, model, gradients))):
+        assert {name for name, error in errors.items() if error} == {"model.norm.weight"}
+        assert max([0.0, *errors.values()]) == float("inf")
 
 
 def test_a_pairwise_cover_has_every_pair_in_a_third_of_the_combinations() -> None:

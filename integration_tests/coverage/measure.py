@@ -25,7 +25,7 @@ from coverage.shrink import VOCAB
 from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
 from harness.float64 import compute_in_float64
-from harness.parity import largest, logits_of, mesh_for, padding_mask, ties
+from harness.parity import largest, logits_of, mesh_for, padding_mask, relative_error, ties
 from tp_plans import TpPlansError
 
 BATCH, LENGTH = 4, 7  # the length is odd, so that the sequence divides by no axis
@@ -241,7 +241,7 @@ def gradient_errors(
             yield path, float("inf")
             continue
         difference = _local(actual).flatten() - wanted.flatten()[own]
-        yield path, largest(difference) / max(largest(wanted), floor)
+        yield path, relative_error(difference, max(largest(wanted), floor))
 
 
 def _wrong_weights(reference: nn.Module, candidate: nn.Module, places: Mapping[str, Tensor | None]) -> Iterator[str]:

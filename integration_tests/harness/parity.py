@@ -8,6 +8,7 @@ differently from its parameter is found and named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -220,8 +221,14 @@ def gradient_errors(
         scale = max(largest(wanted), floor)
         if isinstance(actual, DTensor):
             wanted, actual = own_part(wanted, actual), actual.to_local()
-        errors[name] = largest(actual - wanted) / scale if actual.shape == wanted.shape else float("inf")
+        errors[name] = relative_error(actual - wanted, scale) if actual.shape == wanted.shape else float("inf")
     return errors
+
+
+def relative_error(difference: Tensor, scale: float) -> float:
+    """The largest element relative to a scale; infinite where one is NaN, which Python's ``max`` would drop."""
+    error = largest(difference) / scale
+    return float("inf") if math.isnan(error) else error
 
 
 def structural_problems(reference: nn.Module, candidate: nn.Module) -> Iterable[str]:
