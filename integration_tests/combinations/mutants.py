@@ -178,9 +178,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "norms of the stream with one rank's gradient": Mutant(
         _unsummed(boundaries._StreamAndParameters), _case("dense", _TP, SEQUENCE_PARALLEL)
     ),
-    "a shared key with one rank's gradient": Mutant(
-        _unsummed(boundaries._SumGradient), _case("latent attention", _TP)
-    ),
+    "a shared key with one rank's gradient": Mutant(_unsummed(boundaries._SumGradient), _case("latent attention", _TP)),
     "a row-wise bias on every rank": Mutant(
         _replaced(linear._OnFirstRank, "forward", staticmethod(_bias_on_every_rank)), _case("dense", _TP)
     ),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from harness.compiler import forget_compiled, graphs_compiled
 from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
 from tp_plans import Replicate, Shard, VocabParallelEmbedding
@@ -89,6 +90,22 @@ def contiguous_parts():
 
 def test_the_shorter_part_of_a_sequence_has_the_strides_of_any_other(two_ranks):  # compiled code guards on them
     assert two_ranks.run(contiguous_parts) == [[True, True]] * 2
+
+
+def graphs_of_two_lengths(style):
+    """The graphs that a compiled block takes for two lengths, behind the embedding and behind another block."""
+    forget_compiled()
+    embedding = parallelized(nn.Embedding(VOCAB, WIDTH), {"": style})
+    block = torch.compile(torch.sin, backend="eager")
+    for length in (5, 7):
+        block(block(embedding(ids_of("all", (3, length)))))
+    return graphs_compiled()
+
+
+@pytest.mark.parametrize("kind", [VocabParallelEmbedding, ColwiseEmbedding])
+def test_a_block_behind_an_embedding_shares_the_graph_of_one_behind_a_block(two_ranks, kind):
+    style = kind(output_layouts=Shard(1), use_local_output=False)
+    assert two_ranks.run(graphs_of_two_lengths, style) == [2, 2]  # of the first length, and of any
 
 
 def scaled_in_place():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tp_plans.styles import ParameterStyle
-from tp_plans.torch_styles.boundaries import local_parameter, summed_gradient
+from tp_plans.torch_styles.boundaries import from_part, local_parameter, local_part, summed_gradient
 
 
 def local_view(parameter: DTensor) -> Tensor:
@@ -110,12 +110,15 @@ class _ToLocalWritable(torch.autograd.Function):
 
 def contiguous_part(tensor: DTensor) -> DTensor:
     """Return ``tensor`` with this rank's part contiguous, where parts of unequal length leave a view of padded rows."""
-    # Compiled code guards on strides, and would be compiled once more for such a view, on the ranks that have one.
-    return cast(DTensor, _ContiguousPart.apply(tensor))  # type: ignore[no-untyped-call]
+    # Compiled code guards on strides and on what a view is of, and would be compiled once more for a view.
+    if torch.compiler.is_compiling():
+        return cast(DTensor, _ContiguousPart.apply(tensor))  # type: ignore[no-untyped-call]
+    (placement,) = tensor.placements
+    return from_part(local_part(tensor).contiguous(), tensor.device_mesh, placement, tensor.shape)
 
 
 class _ContiguousPart(torch.autograd.Function):
-    """A copy of this rank's part where it is not contiguous; backward is the identity."""
+    """A copy of this rank's part where it is not contiguous, in compiled code; backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> DTensor:
