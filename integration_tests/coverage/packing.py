@@ -34,7 +34,7 @@ PACKED_BOUND = 1e-12
 #: Rows whose output is not one per token.
 POOLED = {"qwen3, classifier"}
 #: Of ids for which few indexers find two keys with the same score, between which ``topk`` chooses by their places.
-_SEED = 2
+_SEED = 27
 
 
 @dataclass(frozen=True)
