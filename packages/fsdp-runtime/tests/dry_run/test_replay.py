@@ -14,18 +14,21 @@ from fsdp_runtime.dry_run import Estimate, estimate
 MANY, FEW = 7, 2
 
 
-@cache
-def _estimate(blocks: int = FEW, **options: object) -> Estimate:
-    config = LlamaConfig(
+def _config(blocks: int, width: int, intermediate: int) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=width,
+        intermediate_size=intermediate,
         num_hidden_layers=blocks,
         num_attention_heads=4,
         num_key_value_heads=2,
     )
+
+
+@cache
+def _estimate(blocks: int = FEW, **options: object) -> Estimate:
     keywords: dict[str, object] = {"seq_len": 2048, "activation_checkpointing": "block", "constants": ()}
-    return estimate(config, {"dp_shard": 2}, **{**keywords, **options})  # type: ignore[arg-type]
+    return estimate(_config(blocks, 128, 256), {"dp_shard": 2}, **{**keywords, **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": True, "activation_checkpointing": "none"}, {"micro_batches": 2}])
@@ -45,14 +48,7 @@ def test_gradients_of_earlier_micro_batches_are_live_in_forward() -> None:
 
 
 def test_gradients_on_the_host_reserve_nothing() -> None:
-    wide = LlamaConfig(
-        vocab_size=512,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=9,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    wide = _config(9, 2048, 8192)
     options: dict[str, Any] = {"seq_len": 64, "offload": True, "micro_batches": 2, "constants": ()}
     scaled, exact = (
         estimate(wide, {"tp": 2}, exact=each, activation_checkpointing="block", **options).memory

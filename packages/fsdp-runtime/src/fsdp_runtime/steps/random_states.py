@@ -12,7 +12,6 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -25,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.generators import Generators
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.context.methods import is_sharded
@@ -62,7 +62,7 @@ class RandomStates(Step):
         sources = _sources(model)
         if tp is None or not computes(tp) or not sources:
             return
-        states = _States(tp.device_type)
+        states = Generators(tp.device_type)
         hooks = _SameDraws(tp, 0 if cp is None else cp.get_local_rank(), sources, states)
         hook_model(model, "draws alike over tp", hooks.before, hooks.after)
         offset = (tp.get_local_rank() + 1) * _OVER_TP
@@ -115,39 +115,6 @@ def _drops_weights_alone(mixer: TokenMixer) -> bool:
     return amounts == [(mixer.module, _ATTENTION)] and "dropout" not in referenced_names(mixer.cls)
 
 
-@dataclass(frozen=True)
-class _States:
-    """The default generators of the CPU and of this rank's device."""
-
-    device_type: str
-
-    def get(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *([] if self._device is None else [self._device.get_rng_state()])]
-
-    def set(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._device is not None:
-            self._device.set_rng_state(states[1])
-
-    def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        if self._device is not None:
-            self._device.manual_seed(seed)
-
-    @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        states = self.get()
-        self.seed(seed)
-        try:
-            yield
-        finally:
-            self.set(states)
-
-    @property
-    def _device(self) -> Any:
-        return None if self.device_type == "cpu" else torch.get_device_module(self.device_type)
-
-
 def _draw() -> int:
     return int(torch.randint(_SEEDS, (), device="cpu"))
 
@@ -157,7 +124,7 @@ class _SameDraws:
     tp: DeviceMesh
     cp_rank: int
     sources: list[_Source]
-    states: _States
+    states: Generators
     own: list[list[Tensor] | None] = field(default_factory=list)  # the states of this rank while forwards run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SameDraws:
@@ -201,7 +168,7 @@ class _OwnHeads(Wrapper):
     """Lets an attention with a rank's heads draw apart from other ranks; what follows draws alike again."""
 
     effect = "draws for own heads"
-    states: ClassVar[_States]
+    states: ClassVar[Generators]
     offset: ClassVar[int]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +183,7 @@ class _OwnWeights(Wrapper):
     """The same of an attention that draws for the residual stream too: weights ``[batch, heads, ..., ...]`` alone."""
 
     effect = _OwnHeads.effect
-    states: ClassVar[_States]
+    states: ClassVar[Generators]
     offset: ClassVar[int]
     amounts: ClassVar[tuple[str, ...]]
 
@@ -232,7 +199,7 @@ class _OwnWeights(Wrapper):
 class _DrawsForHeads(TorchFunctionMode):
     """Functions that drop weights of heads draw from a seed of this rank, all others from that of all ranks."""
 
-    def __init__(self, states: _States, offset: int) -> None:
+    def __init__(self, states: Generators, offset: int) -> None:
         super().__init__()
         self.states, self.offset = states, offset
 

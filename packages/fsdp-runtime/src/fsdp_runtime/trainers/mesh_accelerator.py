@@ -30,6 +30,7 @@ from fsdp_runtime.errors import BackendError, OptionError, OtherRankError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.mesh.spec import axis_size, require_axes, submesh
+from fsdp_runtime.model.generators import Generators
 from fsdp_runtime.trainers._accelerate_compat import is_prepared
 from fsdp_runtime.trainers.accelerator_settings import accelerator_settings, check_ranks
 from fsdp_runtime.trainers.accelerator_state import StateMixin
@@ -302,16 +303,8 @@ class MeshAccelerator(StateMixin, Accelerator):
         """Give every rank of ``cp`` and ``tp`` the random state of the first, so that they sample the same tokens."""
         if (group := self.model_group) is None:
             return
-        states: list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = [
-            (torch.get_rng_state, torch.set_rng_state)
-        ]
-        if self.device.type != "cpu":
-            device_module = torch.get_device_module(self.device)
-            states.append((device_module.get_rng_state, device_module.set_rng_state))
-        for read, write in states:
-            state = read().to(self.device)
-            dist.broadcast(state, group=group, group_src=0)
-            write(state.cpu())
+        generators = Generators(self.device.type)
+        generators.set(generators.first_of(group))
         others: list[Any] = [random.getstate(), numpy.random.get_state()]
         dist.broadcast_object_list(others, group=group, group_src=0)
         random.setstate(others[0])

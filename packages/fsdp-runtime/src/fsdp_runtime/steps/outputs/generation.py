@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime.model.generators import Generators
 from fsdp_runtime.wrap import hook_forward
 from tp_plans.runtime import computes
 
@@ -69,18 +69,13 @@ def _same_draws(tp: DeviceMesh) -> Iterator[None]:
     if not computes(tp):
         yield
         return
-    device = None if tp.device_type == "cpu" else torch.get_device_module(tp.device_type)
-    generators = [torch, *([] if device is None else [device])]
-    own = [generator.get_rng_state() for generator in generators]
-    first = [state.to(tp.device_type, copy=True) for state in own]
-    for state in first:
-        dist.broadcast(state, group=tp.get_group(), group_src=0)
-    differs = [not torch.equal(state.cpu(), other) for state, other in zip(first, own, strict=True)]
-    for generator, state in zip(generators, first, strict=True):
-        generator.set_rng_state(state.cpu())
+    generators = Generators(tp.device_type)
+    own, first = generators.get(), generators.first_of(tp.get_group())
+    differs = [not torch.equal(state, other) for state, other in zip(first, own, strict=True)]
+    generators.set(first)
     try:
         yield
     finally:
-        for generator, state, other in zip(generators, own, differs, strict=True):
-            if other:
-                generator.set_rng_state(state)
+        if any(differs):
+            drawn = generators.get()
+            generators.set([state if other else now for state, other, now in zip(own, differs, drawn, strict=True)])
