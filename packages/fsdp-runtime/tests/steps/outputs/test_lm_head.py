@@ -199,6 +199,24 @@ def test_other_uses_of_the_head_are_refused(change: Any, message: str) -> None:
     assert not model._forward_hooks
 
 
+class _ScaledHead(nn.Linear):
+    """A head that multiplies its outputs, each by a factor of its own, as that of Dory."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 31, bias=False)
+        self.scales = nn.Parameter(torch.rand(31))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * self.scales
+
+
+def test_a_head_that_computes_more_than_a_product_is_refused() -> None:
+    model = _Biased(lambda model, hidden: model.lm_head(hidden))
+    model.lm_head = _ScaledHead()
+    with pytest.raises(ModelError, match="_ScaledHead has a forward of its own"):
+        forward_with_lm_head(model, lambda hidden, head: hidden.sum(), torch.arange(5)[None])
+
+
 def test_labels_are_refused() -> None:
     model = _transformed("Llama")
     tokens = torch.arange(5)[None]

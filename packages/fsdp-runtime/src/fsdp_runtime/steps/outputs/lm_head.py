@@ -257,7 +257,11 @@ def _unknown_map(model: nn.Module, path: str) -> ModelError:
 
 def _require_linear(head: nn.Module, path: str) -> None:
     """Check that a head is one linear map, as which a loss without logits reads it."""
-    if reason := linear_in_force(head).not_linear:
+    found = linear_in_force(head)
+    reason = found.not_linear
+    if isinstance(found.layer, nn.Linear) and type(found.layer).forward is not nn.Linear.forward:
+        reason = f"{type(found.layer).__name__} has a forward of its own"
+    if reason:
         raise ModelError(
             f"{path} is not one linear map, which a loss without logits needs: {reason}; or compute the loss from the "
             "logits"
