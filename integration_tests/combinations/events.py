@@ -97,7 +97,8 @@ def _hidden_loss(at: Training) -> None:
     def logits(hidden: Tensor, head: Any) -> Tensor:
         weight = full(head.weight)
         bias = None if head.bias is None else full(head.bias)
-        return nn.functional.linear(full(hidden), weight, bias)  # a DTensor under sequence parallelism
+        logits = nn.functional.linear(full(hidden), weight, bias) * head.logit_scale  # a DTensor under SP
+        return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
 
     with torch.no_grad():
         found = fsdp_runtime.forward_with_lm_head(at.model, logits, **at.share.inputs(batch))
