@@ -63,8 +63,8 @@ def _eager(attention: ContextAttention) -> None:
 
 def _mixer(*args: Any, **kwargs: Any) -> None:
     """Call a mixer that runs on full sequences."""
-    with parallelized(_gptj(), CP) as model:
-        model.transformer.h[0].attn(*args, **kwargs)
+    with parallelized(_xglm(), CP) as model:
+        model.model.layers[0].self_attn(*args, **kwargs)
 
 
 def _own_mask() -> None:
@@ -240,10 +240,10 @@ def _cache() -> Any:
     return transformers.DynamicCache()
 
 
-def _gptj() -> Any:
+def _xglm() -> Any:
     """A model whose attention does not use ``transformers.AttentionInterface``."""
-    config = transformers.GPTJConfig(vocab_size=16, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=16)
-    return transformers.GPTJForCausalLM(config).eval()
+    sizes: Any = {"vocab_size": 16, "d_model": 16, "num_layers": 1, "attention_heads": 2, "ffn_dim": 16}
+    return transformers.XGLMForCausalLM(transformers.XGLMConfig(max_position_embeddings=16, **sizes)).eval()
 
 
 def _reward_model() -> Any:

@@ -10,8 +10,8 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     MixtralConfig,
     MixtralModel,
     PreTrainedModel,
@@ -51,7 +51,8 @@ def test_the_oldest_release_lacks_the_function_that_applies_renamings() -> None:
 
 
 def test_an_attention_that_is_not_replaceable_keeps_its_name_when_another_is_set() -> None:
-    model = GPTJForCausalLM(GPTJConfig(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1, rotary_dim=4))
+    config = GPTNeoConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=1, attention_types=[[["global"], 1]])
+    model = GPTNeoForCausalLM(config)
     model.set_attn_implementation("flex_attention")
     assert model.config._attn_implementation == "eager"
 

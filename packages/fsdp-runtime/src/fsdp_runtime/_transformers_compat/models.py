@@ -191,6 +191,15 @@ def disable_cache(model: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
+#: Arguments of a forward that take a key/value cache or a state: the last in transformers 5.24 and later.
+CACHES = ("past_key_values", "cache_params", "cache")
+
+
+def given_cache(kwargs: Mapping[str, Any]) -> Any:
+    """Return the cache among the keywords of a forward, or ``None``."""
+    return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+
+
 def is_cache(value: object) -> bool:
     """Return True for a key/value cache of transformers: a ``Cache``, or an ``EncoderDecoderCache`` of two."""
     return hasattr(value, "get_seq_length") and not isinstance(value, nn.Module)

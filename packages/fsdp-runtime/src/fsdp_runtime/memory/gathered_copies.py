@@ -53,6 +53,7 @@ from fsdp_runtime._torch_compat import (
     watch_inputs,
     watch_zero_grad,
 )
+from fsdp_runtime._transformers_compat.models import given_cache
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.memory.unshard import is_held
 from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
@@ -78,7 +79,7 @@ def keep_readers_on_shards(root: nn.Module) -> None:
             _refresh(root)
             if torch.is_grad_enabled():
                 _refuse_new_modules(root, known)
-                kept = getattr(kwargs.get("past_key_values"), "layers", ())
+                kept = getattr(given_cache(kwargs), "layers", ())
                 for tensor in _trained_tensors([vars(layer) for layer in kept]):  # by the forward that filled a cache
                     gather_before_gradient(root, tensor)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime._torch_compat import has_forward
-from fsdp_runtime._transformers_compat.models import disable_cache, is_cache
+from fsdp_runtime._transformers_compat.models import disable_cache, given_cache, is_cache
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.routing.routers import routers_of
@@ -163,7 +163,7 @@ class Recomputing(Wrapper):
         forward = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if kwargs.get("past_key_values") is not None or any(map(is_cache, (*args, *kwargs.values()))):
+        if given_cache(kwargs) is not None or any(map(is_cache, (*args, *kwargs.values()))):
             raise ModelError(
                 f"{type(self).__name__} recomputes its activations but was given a key/value cache, which "
                 "recomputation would fill twice: pass use_cache=False; a model that makes a cache in every forward, "

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -133,12 +134,14 @@ class _Full:
             return DTensor.from_local(local, value.device_mesh, replicated, run_check=False)
         if value.dim() == 4 and value.shape[2:] == (self.local, self.layout.length):  # rows of a mask
             return self.attention.full_mask(value, self.layout)
-        of_pairs = value.shape == (self.local, self.local) and not value.is_floating_point()
-        if of_pairs and self.local != self.rows and self.layout.ranks > 1:
-            raise LayoutError(
-                f"{self.mixer} is given numbers {tuple(value.shape)}, one for each pair of this rank's tokens, which "
-                "the model makes from the length of a row: use cp=1"
-            )
+        if value.shape == (self.local, self.local) and not value.is_floating_point() and self.layout.ranks > 1:
+            if torch.equal(value, _distances(self.local, value)):  # no positions, which are not negative
+                return _distances(self.layout.length, value)
+            if self.local != self.rows:
+                raise LayoutError(
+                    f"{self.mixer} is given numbers {tuple(value.shape)}, one for each pair of this rank's tokens, "
+                    "which the model makes from the length of a row: use cp=1"
+                )
         dim = next((dim for dim in (1, 2) if value.dim() > dim and value.shape[dim] == self.local), None)
         if dim is None:
             return value
@@ -146,6 +149,12 @@ class _Full:
             return gather_tokens(value, self.layout, self.attention.group, dim=dim)
         (gathered,) = gather_features([value.movedim(dim, 1)], self.layout, self.attention.group)
         return gathered.movedim(1, dim).contiguous()
+
+
+def _distances(length: int, like: Tensor) -> Tensor:
+    """Return how far each token of a row is behind each other one, ``[length, length]``."""
+    places = torch.arange(length, device=like.device, dtype=like.dtype)
+    return places[:, None] - places
 
 
 def _masked(

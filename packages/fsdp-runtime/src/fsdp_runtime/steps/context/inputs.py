@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import (
+    CACHES,
     asks_for,
     calls_loss_function,
     is_cache,
@@ -36,7 +37,7 @@ _OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 #: Further ones, where a table of this name embeds them token by token; elsewhere they make masks of full rows.
 _EMBEDDED = {"token_type_ids": "token_type_embeddings", "task_type_ids": "task_type_embeddings"}
 
-_CACHES = ("past_key_values", "use_cache", "cache_params", "cache", "state", "mems", "use_mems")
+_CACHES = (*CACHES, "use_cache", "state", "mems", "use_mems")
 #: Targets of the model's own loss, one for each token.
 _LABELS = ("labels", "shift_labels")
 _KEPT = "logits_to_keep"

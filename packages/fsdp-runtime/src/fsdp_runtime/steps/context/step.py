@@ -56,6 +56,7 @@ from fsdp_runtime.steps.documents.positions import DerivedPositions
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import keeps_documents_apart
+from fsdp_runtime.steps.documents.token_mixers import attend_between_layers
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.values import require_one_of
 from fsdp_runtime.wrap import hook_forward, hook_model
@@ -193,7 +194,7 @@ class ContextParallel(Step):
         replace_attention(
             model,
             gathered.attention,
-            keep=gathered.modules,
+            keep=(*gathered.modules, *attend_between_layers(model, setup.facts.token_mixers)),
             shared_prefixes=setup.step(SharedPrefixes) is not None,
             derived=setup.facts.derived_positions,
             cuts_padding=setup.facts.cuts_padding_mask,

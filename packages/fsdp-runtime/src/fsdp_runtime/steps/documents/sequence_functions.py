@@ -1,6 +1,6 @@
 """The functions by which transformers' token mixers mix tokens: short convolutions and recurrences.
 
-In transformers 5.23 the modules of linear attention, Mamba and short convolutions compute everything else token by
+Since transformers 5.23 the modules of linear attention, Mamba and short convolutions compute everything else token by
 token, and call these functions by a name of their Python module.  So a copy of a forward that looks up other functions
 under these names mixes tokens in another way, and the class and its Python module stay as they are.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fsdp_runtime._transformers_compat.models import CACHES
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.steps.documents.documents import Documents
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, run_per_document
@@ -30,7 +31,7 @@ FUSED = "mamba2_split_conv1d_scan_combined"
 #: The arguments of a recurrence that need a state.
 _STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state")
 #: The arguments of a forward that may be split by tokens.
-_TAKEN = {"self", "hidden_states", "cache_params", "past_key_values", "attention_mask"}
+_TAKEN = {"self", "hidden_states", "attention_mask", *CACHES}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime._torch_compat import forward_pre_hooks
+from fsdp_runtime._transformers_compat.models import given_cache
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
@@ -114,7 +115,7 @@ class _PackedInputs:
         documents = find_documents(named.get("position_ids"), seq_idx, lengths, (tokens.shape[0], tokens.shape[1]))
         if documents is None:
             return None
-        if named.get("past_key_values") is not None or named.get("use_cache"):
+        if given_cache(named) is not None or named.get("use_cache"):
             if documents.packed and not _is_padded(named.get("attention_mask")):
                 raise LayoutError("a key/value cache has no boundaries of documents: pass use_cache=False")
             return None  # one document a row, as in generation

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from inspect import signature
+from functools import cache
+from inspect import Parameter, signature
 from typing import Literal
 
 from torch import nn
 
+from fsdp_runtime._transformers_compat.models import CACHES
 from fsdp_runtime.model.structure import ModelStructure
 from tp_plans.runtime import referenced_names
 
@@ -20,7 +22,7 @@ Way = Literal["mask", "documents", "singles"]
 MASK = "attention_mask"
 #: Arguments of a forward that only a module takes that mixes tokens: what came before, or what may be attended to.
 _MARKS = {
-    *("past_key_values", "past_key_value", "layer_past", "cache_params", "cache", "state", "use_cache"),
+    *(*CACHES, "past_key_value", "layer_past", "state", "use_cache"),
     *(MASK, "seq_idx", "cu_seq_lens_q"),
 }
 #: What the code of an attention refers to whose only dependence between tokens is its mask.
@@ -100,6 +102,19 @@ def _is_masked_attention(module: nn.Module) -> bool:
 def has_inner_mixer(module: nn.Module) -> bool:
     """Return True for a mixer with another one inside, such as an indexer."""
     return any(_takes(child) & _MARKS for child in module.modules() if child is not module)
+
+
+def attend_between_layers(model: nn.Module, mixers: Iterable[TokenMixer]) -> list[nn.Module]:
+    """Return the modules that attend from a token to its own states in several layers, by the function of attention."""
+    inside = {module for mixer in mixers for module in mixer.module.modules()}
+    return [module for module in model.modules() if module not in inside and _attends_without_mask(type(module))]
+
+
+@cache
+def _attends_without_mask(cls: type[nn.Module]) -> bool:
+    takes = signature(cls.forward).parameters.values()
+    known = not any(each.name in _MARKS or each.kind is Parameter.VAR_KEYWORD for each in takes)
+    return known and "ALL_ATTENTION_FUNCTIONS" in referenced_names(cls)
 
 
 def _takes(module: nn.Module) -> set[str]:

@@ -258,19 +258,19 @@ def _unknown_map(model: nn.Module, path: str) -> ModelError:
 def _require_linear(head: nn.Module, path: str) -> None:
     """Check that a head is one linear map, as which a loss without logits reads it."""
     found = linear_in_force(head)
-    reason = found.not_linear
-    if isinstance(found.layer, nn.Linear) and (cls := _class_of_forward(found.layer)) is not nn.Linear:
-        reason = f"{cls.__name__} has a forward of its own"
-    if reason:
+    if reason := found.not_linear or _own_forward(found.layer):
         raise ModelError(
             f"{path} is not one linear map, which a loss without logits needs: {reason}; or compute the loss from the "
             "logits"
         )
 
 
-def _class_of_forward(module: nn.Module) -> type[nn.Module]:
-    """Return the class that defines what a module computes; what wraps it on a mesh is mixed in and is no module."""
-    return next(cls for cls in type(module).__mro__ if issubclass(cls, nn.Module) and "forward" in vars(cls))
+def _own_forward(layer: nn.Module) -> str:
+    """Return why a subclass of ``nn.Linear`` may be no linear map, ``""`` for others."""
+    # What wraps a module on a mesh is mixed in, and is no module.
+    cls = next(c for c in type(layer).__mro__ if issubclass(c, nn.Module) and "forward" in vars(c))
+    is_other = isinstance(layer, nn.Linear) and cls is not nn.Linear
+    return f"{cls.__name__} has a forward of its own" if is_other else ""
 
 
 def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
