@@ -216,7 +216,8 @@ class _Alone:
 
 def _floor(gradients: Mapping[str, Tensor | None]) -> float:
     """The least scale of a gradient's error: some vanish mathematically, and what is left of them is rounding."""
-    return 1e-5 * max(largest(each) for each in gradients.values() if each is not None)
+    # The bound times this is half of float64's epsilon.
+    return 1e-4 * max(largest(each) for each in gradients.values() if each is not None)
 
 
 def _one_document(model: nn.Module, ids: Tensor, weights: Tensor, row: int, tokens: slice) -> tuple[Tensor, Any]:
