@@ -32,12 +32,12 @@ def test_following_the_guide_prints_what_it_shows(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_one_file_of_about_twenty_lines() -> None:
-    code = [line for line in FILES["gptj_plan.py"].splitlines() if line.strip()]
+    code = [line for line in FILES["stablelm_plan.py"].splitlines() if line.strip()]
     assert len(code) <= 22
-    assert f"`{'`, `'.join(FILES)}`" == "`look.py`, `gptj_plan.py`, `prove.py`"
+    assert f"`{'`, `'.join(FILES)}`" == "`look.py`, `stablelm_plan.py`, `prove.py`"
 
 
 def test_transformers_has_no_plan_for_the_model_of_the_guide() -> None:
-    from transformers import GPTJConfig
+    from transformers import StableLmConfig
 
-    assert getattr(GPTJConfig, "base_model_tp_plan", None) is None
+    assert getattr(StableLmConfig, "base_model_tp_plan", None) is None

@@ -55,7 +55,6 @@ OTHERS = (
     Entry("cohere, head norms", "cohere", "CohereForCausalLM", {"use_qk_norm": True}),
     Entry("deepseek_v3, whole queries", "deepseek_v3", "DeepseekV3ForCausalLM", {"q_lora_rank": None}),
     Entry("doge, mixture", "doge", "DogeForCausalLM", {"is_moe": True}),
-    Entry("falcon_h1", "falcon_h1", "FalconH1ForCausalLM"),
     Entry("falcon_h1, norm", "falcon_h1", "FalconH1ForCausalLM", {"mamba_rms_norm": True}),
     Entry("gemma4_text, keys as values", "gemma4_text", "Gemma4ForCausalLM", {"attention_k_eq_v": True}),
     Entry("llama, biases", "llama", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
@@ -99,7 +98,9 @@ def planned_causal_models() -> list[Entry]:
         config = CONFIG_MAPPING[model_type]
         configs = [config, *(sub for sub in config.sub_configs.values() if isinstance(sub, type))]
         if any(getattr(each, "base_model_tp_plan", None) for each in configs):
-            found.append(Entry(model_type, model_type, class_name, shipped=True))
+            fields = UNPLANNED.get(model_type, {})  # older releases ship no plan
+            float64 = model_type in DEFAULT_FLOAT64
+            found.append(Entry(model_type, model_type, class_name, fields, shipped=True, default_float64=float64))
     return found
 
 
@@ -107,10 +108,11 @@ def unplanned_causal_models() -> list[Entry]:
     """Decoders that the installed transformers ships no plan for, or one for the head alone."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
+    planned = {entry.name for entry in planned_causal_models()}
     return [
         Entry(name, name, CLASSES[name], fields, unplanned=True, default_float64=name in DEFAULT_FLOAT64)
         for name, fields in UNPLANNED.items()
-        if name in CLASSES  # older releases lack some
+        if name in CLASSES and name not in planned  # older releases lack some, newer ones ship more plans
     ]
 
 

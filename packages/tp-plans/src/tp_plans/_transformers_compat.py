@@ -1,4 +1,4 @@
-"""Every look into what transformers keeps private, with its reason; seen to work on transformers 5.23.
+"""Every look into what transformers keeps private, with its reason; seen to work on transformers 5.24.
 
 By attribute alone: transformers is not imported.
 """
@@ -28,7 +28,7 @@ def own_expert_plan(module: Any) -> Mapping[str, str]:
 
 def mark_expert_parallel(experts: Any) -> None:
     """Tell transformers' batched and grouped experts to look for the index that stands for no expert of this rank."""
-    # Without the mark their kernels (5.23) leave the rows of such routes uninitialised. No upstream issue found.
+    # Without the mark their kernels (since 5.23) leave the rows of such routes uninitialised. No upstream issue found.
     if hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True
 
@@ -45,7 +45,7 @@ def skips_sentinel_index(experts: Any) -> bool:
 
 def kept_in_float32(model: Any, names: Iterable[str]) -> frozenset[str]:
     """Return the names of those parameters that transformers loads in float32 where the model is in bfloat16."""
-    # ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.23).
+    # ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.24).
     found = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     patterns = [re.compile(each.replace("*", ".*")) for each in found]
     return frozenset(name for name in names if any(pattern.search(name) for pattern in patterns))

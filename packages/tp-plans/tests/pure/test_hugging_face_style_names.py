@@ -1,4 +1,4 @@
-"""Every style word of transformers 4.57 to 5.23: for modules, for bare parameters of any ndim, idle, unknown."""
+"""Every style word of transformers 4.57 to 5.24: for modules, for bare parameters of any ndim, idle, unknown."""
 
 import pytest
 

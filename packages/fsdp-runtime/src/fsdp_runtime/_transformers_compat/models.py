@@ -49,7 +49,7 @@ def picks_one_token(model: Any) -> bool:
 
 def scores_rows(model: Any) -> bool:
     """Return True if the model's class applies ``score`` to all tokens, and then picks one that is no padding."""
-    # So do ``GenericForSequenceClassification`` and the decoders with code of their own (4.57 to 5.23).
+    # So do ``GenericForSequenceClassification`` and the decoders with code of their own (4.57 to 5.24).
     named = {"score", "pad_token_id"} <= _names_in_forward(model)
     return named and picks_one_token(model) and isinstance(getattr(model, "score", None), nn.Module)
 
@@ -61,7 +61,7 @@ def calls_loss_function(model: Any) -> bool:
 
 def takes_places_of_logits(model: Any) -> bool:
     """Return True if the model's forward takes the places of tokens as ``logits_to_keep``, or their number."""
-    # By ``slice_logits_to_keep`` (5.23), or a choice between a slice and indices (4.57 on).
+    # By ``slice_logits_to_keep`` (since 5.23), or a choice between a slice and indices (4.57 on).
     names = _names_in_forward(model)
     return "slice_logits_to_keep" in names or {"logits_to_keep", "isinstance", "slice"} <= names
 
@@ -81,7 +81,7 @@ def is_causal_lm_loss(function: Any) -> bool:
 
 @contextmanager
 def with_loss_function(model: Any, function: Any) -> Iterator[None]:
-    """The model with another ``loss_function``, which its property keeps as ``_loss_function`` (4.57 to 5.23)."""
+    """The model with another ``loss_function``, which its property keeps as ``_loss_function`` (4.57 to 5.24)."""
     before = vars(model).get("_loss_function")
     model.loss_function = function
     try:
@@ -118,7 +118,7 @@ def pooler(model: Any) -> str | None:
 
 def recorded_outputs(module: nn.Module) -> frozenset[str]:
     """Return what a transformers model can be asked to collect from modules inside, as ``"router_logits"``."""
-    # ``_can_record_outputs`` names what ``capture_outputs`` collects (5.6 to 5.23).
+    # ``_can_record_outputs`` names what ``capture_outputs`` collects (5.6 to 5.24).
     return (
         frozenset(getattr(module, "_can_record_outputs", None) or ()) if is_transformers_model(module) else frozenset()
     )
@@ -127,7 +127,7 @@ def recorded_outputs(module: nn.Module) -> frozenset[str]:
 def keep_recording(model: nn.Module) -> None:
     """Let transformers models collect outputs under the names that ``fully_shard`` gives their classes."""
     # ``capture_outputs`` finds what a class can collect by the class's name, which the model's constructor has
-    # registered (``_CAN_RECORD_REGISTRY``, 5.6 to 5.23); of another name it collects nothing, and the output is
+    # registered (``_CAN_RECORD_REGISTRY``, 5.6 to 5.24); of another name it collects nothing, and the output is
     # ``None``.
     for module in model.modules():
         if recorded_outputs(module):
@@ -149,7 +149,7 @@ def is_stateful(model: Any) -> bool:
 
 def kept_in_float32(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that transformers loads in float32 where the model is in bfloat16."""
-    # ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.23). A
+    # ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.24). A
     # model of transformers may be inside another module, such as a ``PeftModel``.
     found: set[str] = set()
     inside: set[nn.Module] = set()
@@ -173,7 +173,7 @@ def rope_types(config: Any) -> set[str]:
 
 def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
     """Return the rotary embeddings whose frequencies depend on the longest position that they are called with."""
-    # ``dynamic_rope_update`` reads their ``rope_type``, a word or one for each kind of layer (4.57 to 5.23).
+    # ``dynamic_rope_update`` reads their ``rope_type``, a word or one for each kind of layer (4.57 to 5.24).
     found = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

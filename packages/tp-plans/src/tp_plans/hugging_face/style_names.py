@@ -1,4 +1,4 @@
-"""transformers' style words, 4.57 to 5.23, as data.
+"""transformers' style words, 4.57 to 5.24, as data.
 
 A word says what a module is meant to do; whether it does so on local tensors or DTensors, and who sums
 (``local_rowwise`` under ``gather``), was said differently from release to release.  Styles here are each right
@@ -28,7 +28,7 @@ STYLE_BY_NAME: dict[str, styles.Style] = {
     "embedding_colwise": styles.ColwiseEmbedding(),  # 5.5 on
     "mla_kv_a_proj": styles.MLAKVProjection(),  # 5.5 on
     "sequence_parallel": styles.SequenceParallel(),  # 4.57 on
-    "replicate": styles.NoParallel(),  # 4.57 to 5.0, and 5.23
+    "replicate": styles.NoParallel(),  # 4.57 to 5.0, and since 5.23
     "replicated_with_grad_allreduce": styles.NoParallel(gradient="partial"),  # 5.5 on
     "ep_router": styles.NoParallel(),  # 4.57 to 5.20: routes of other ranks are masked where the experts run
     "megamoe_router": styles.NoParallel(),  # 5.12 to 5.20
@@ -37,7 +37,7 @@ STYLE_BY_NAME: dict[str, styles.Style] = {
     "megamoe_experts": styles.ExpertsParallel(),  # 5.12 to 5.20
     "moe_identity_expert": styles.ScaleInput(),  # 5.5 on
     "all_reduce": styles.AllReduceOutput(),  # 5.12 on
-    "local_params": styles.ParallelAttention(layout=None),  # 5.23: an attention layer with a split parameter of its own
+    "local_params": styles.ParallelAttention(layout=None),  # since 5.23: attention that has a split parameter itself
 }
 
 #: Words that ask for nothing where every style is right alone, with the reason.
