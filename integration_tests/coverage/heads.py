@@ -40,7 +40,7 @@ SPEECH = "speech seq2seq"
 SPEECH_HEADS = {SPEECH: ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", 2)}
 HEADS = DECODER_HEADS | OTHER_HEADS | SPEECH_HEADS
 #: Models with towers, whose heads are measured with text alone.
-_MULTIMODAL = ("t5gemma2",)
+_MULTIMODAL = ("emu3", "t5gemma2")
 
 
 @dataclass(frozen=True)

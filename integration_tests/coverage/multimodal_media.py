@@ -301,14 +301,14 @@ BUILDERS: dict[str, dict[str, _Builder]] = {
         "chameleon": _codes,
         "deepseek_vl_hybrid": _two_resolutions,
         "diffusion_gemma": _with_positions("image"),
-        "emu3": _codes_with_sizes,
+        **dict.fromkeys(("apertus1p5", "emu3"), _codes_with_sizes),
         "fuyu": _flat_patches,
         "gemma4": _with_positions("image"),
         "gemma4_unified": _with_positions("image"),
         "granite_docling": _tiles_by_row,
         "idefics2": _images_by_row,
         "idefics3": _images_by_row,
-        "inkling2": _merged_patches,
+        **dict.fromkeys(("inkling2", "inkling2_loop"), _merged_patches),
         "inkling_mm_model": _folded,
         "instructblip": _with_questions,
         "instructblipvideo": _with_questions,
@@ -348,6 +348,7 @@ BUILDERS: dict[str, dict[str, _Builder]] = {
         "nemo_speechlm": _frames_first(
             lambda config: config.audio_config.asr_config.num_mel_bins, mask=True, frames=64
         ),
+        "omniasr": _waves(lambda config: (1, 2000)),
         "phi4_multimodal": _phi_audio,
         "vibevoice_asr": _waves(
             lambda config: (1, 4 * config.acoustic_tokenizer_encoder_config.hop_length), sample=False

@@ -38,6 +38,7 @@ WITHOUT_IMAGES = {
     "instructblipvideo": "video",
     "moss_transcribe_diarize": "audio",
     "nemo_speechlm": "audio",
+    "omniasr": "audio",
     "qwen2_audio": "audio",
     "qwen3_asr": "audio",
     "vibevoice_asr": "audio",

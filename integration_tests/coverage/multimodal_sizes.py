@@ -71,6 +71,12 @@ _MERGED_AT_FIRST = {
 
 #: What single model types need besides.
 CHANGES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "vision_config": {**_CODES, "codebook_size": 8, "channel_multiplier": [1, 1], "resolution": 8},
+        "audio_config": {"hidden_size": 32, "codebook_dim": 32, "codebook_size": 8, "norm_type": "time_group_norm", "num_filters": 4},
+        "image_token_offset": 100,
+        "audio_token_offset": 108,
+    },
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blip-2": {**_QUERIES, "qformer_config": {"num_hidden_layers": 2}},
     "chameleon": {
@@ -149,7 +155,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granite_speech": {"window_size": 15},
     "granite_speech_plus": {"window_size": 15},
     "hunyuan_vl": {"text_config": {"head_dim": 16}, "vision_config": {"max_image_size": 16, "img_max_token_num": 64}},
+    "hy_v4_vl": {"vision_config": {"max_image_size": 16}},
     "inkling2": {"vision_config": {"posemb_grid_size": 4, "projection_hidden_dim": 48}},
+    "inkling2_loop": {"vision_config": {"posemb_grid_size": 4, "projection_hidden_dim": 48}},
     "inkling_mm_model": {
         "vision_config": {"num_hidden_layers": 2, "n_layers": 2, "patch_size": 4},
         "audio_config": {"mel_vocab_size": 8, "n_mel_bins": 4},
@@ -234,6 +242,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
         "vision_hidden_size": 32,
         "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 32, "intermediate_size": 128},
+    },
+    "omniasr": {
+        "audio_config": {"conv_dim": [8] * 7, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
     },
     "ovis2": {"vision_config": {"vocab_size": 64}},
     "paligemma": {"vision_config": {"projection_dim": HIDDEN}, "projection_dim": HIDDEN},

@@ -22,7 +22,10 @@ def copier(original: _T) -> Callable[[], _T]:
     """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
-    pickler.dump(original)
+    try:
+        pickler.dump(original)
+    except RuntimeError:  # a module with a parametrized weight
+        return lambda: copy.deepcopy(original)
     return lambda: _Unpickler(io.BytesIO(pickled.getvalue()), pickler.outside).load()
 
 

@@ -107,7 +107,8 @@ def has_inner_mixer(module: nn.Module) -> bool:
 def attend_between_layers(model: nn.Module, mixers: Iterable[TokenMixer]) -> list[nn.Module]:
     """Return the modules that attend from a token to its own states in several layers, by the function of attention."""
     inside = {module for mixer in mixers for module in mixer.module.modules()}
-    return [module for module in model.modules() if module not in inside and _attends_without_mask(type(module))]
+    others = (module for module in model.modules() if module not in inside)
+    return [each for each in others if _attends_without_mask(type(each))]  # type: ignore[arg-type]  # mypy: a class is hashable
 
 
 @cache
