@@ -73,7 +73,13 @@ _MERGED_AT_FIRST = {
 CHANGES: dict[str, dict[str, Any]] = {
     "apertus1p5": {
         "vision_config": {**_CODES, "codebook_size": 8, "channel_multiplier": [1, 1], "resolution": 8},
-        "audio_config": {"hidden_size": 32, "codebook_dim": 32, "codebook_size": 8, "norm_type": "time_group_norm", "num_filters": 4},
+        "audio_config": {
+            "hidden_size": 32,
+            "codebook_dim": 32,
+            "codebook_size": 8,
+            "norm_type": "time_group_norm",
+            "num_filters": 4,
+        },
         "image_token_offset": 100,
         "audio_token_offset": 108,
     },

@@ -115,6 +115,16 @@ class ModelTree:
         is_product = runs in ("Linear", "_TensorParallelMixin")
         return is_product and _inherits(self.modules[path], {"Linear"}) and self.weight(path) is not None
 
+    def computes_by_row(self, path: str) -> bool:
+        """Return whether a linear layer whose class adds to the product may compute each row of its weight apart.
+
+        All of its parameters have those rows, as the scales of Dory's head.
+        """
+        rows, own = self.size(path, 0), self.own_parameters(path)
+        return _inherits(self.modules[path], {"Linear"}) and all(
+            tensor.ndim > 0 and tensor.shape[0] == rows for tensor in own.values()
+        )
+
     def is_plain_linear(self, path: str) -> bool:
         """Return whether a module is torch's linear layer itself: other code may read a subclass's weight.
 

@@ -251,10 +251,26 @@ class NormedHead(Module):
     pass
 
 
+class ScaledHead(Linear):
+    def __init__(self, rows, features, scale):
+        super().__init__(rows, features)
+        self._parameters["scale"] = scale
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale
+
+
+def test_a_head_whose_parameters_all_have_its_rows_is_split():
+    found = suggest(model(logits=ScaledHead(131, 32, scale=tensor(131))))
+    assert found.plan["logits"] == ColwiseParallel(use_local_output=False)
+    assert "takes rows apart" in doubts(found, "logits")[0]
+
+
 @pytest.mark.parametrize(
     ("head", "told"),
     [
         (NormedHead(parameters={"weight": tensor(131, 32)}), "a head of class NormedHead, which is not a linear layer"),
+        (ScaledHead(131, 32, scale=tensor(32)), "a head of class ScaledHead, which is not a linear layer"),
         (Module(), "no layer has the shape of the embedding"),
     ],
 )

@@ -109,6 +109,23 @@ class TiedByCode(Unknown):
         return nn.functional.linear(self.finish(x), self.words.weight)
 
 
+class ScaledHead(nn.Linear):
+    """A head that multiplies each of its outputs by a factor, as that of Dory."""
+
+    def __init__(self, features, words):
+        super().__init__(features, words, bias=False)
+        self.factors = nn.Parameter(torch.rand(words))
+
+    def forward(self, x):
+        return super().forward(x) * self.factors
+
+
+class WithScaledHead(Unknown):
+    def __init__(self):
+        super().__init__()
+        self.speak = ScaledHead(self.speak.in_features, self.speak.out_features)
+
+
 def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -144,6 +161,14 @@ def test_a_table_that_the_code_multiplies_with_is_gathered_for_it(two_ranks):
     for error, split in two_ranks.run(errors_of_an_unknown_model, TiedByCode):
         assert error < 1e-12
         assert split >= 1 + 2 * 6
+
+
+def test_a_head_with_a_factor_for_each_word_is_split_with_its_factors(two_ranks):
+    (doubt,) = [each for each in suggest(WithScaledHead()).doubts if each.where == "speak"]
+    assert "ScaledHead has a forward of its own" in doubt.what
+    for error, split in two_ranks.run(errors_of_an_unknown_model, WithScaledHead):
+        assert error < 1e-12
+        assert split >= 3 + 2 * 6  # the factors too
 
 
 class Scale(nn.Module):

@@ -186,6 +186,11 @@ def _add_head(rules: dict[str, Style], tree: ModelTree, *, is_gathered: bool) ->
         rules[head] = ColwiseParallel(output_layouts=Replicate())
     elif tree.is_linear(head):
         rules[head] = ColwiseParallel(use_local_output=False)
+    elif tree.computes_by_row(head):
+        rules[head] = ColwiseParallel(use_local_output=False)
+        yield Doubt(
+            head, f"{type(tree.modules[head]).__name__} has a forward of its own: assumed that it takes rows apart"
+        )
     else:
         kind = type(tree.modules[head]).__name__
         yield Doubt(head, f"a head of class {kind}, which is not a linear layer, stays replicated")
