@@ -180,6 +180,7 @@ def _gathered(patterns: Sequence[str], tree: ModelTree) -> list[str]:
 def _add_head(rules: dict[str, Style], tree: ModelTree, *, is_gathered: bool) -> Iterator[Doubt]:
     tables = token_tables(tree)
     head = tree.lm_head or next((path for path in reversed(tree.shaped_as_embedding) if path not in tables), None)
+    kind = "" if head is None else type(tree.modules[head]).__name__
     if head is None:
         yield Doubt("", "no layer has the shape of the embedding: a head, if there is one, stays replicated")
     elif tree.is_linear(head) and (is_gathered or _adds_to_logits(parent(head), head, tree)):
@@ -188,11 +189,8 @@ def _add_head(rules: dict[str, Style], tree: ModelTree, *, is_gathered: bool) ->
         rules[head] = ColwiseParallel(use_local_output=False)
     elif tree.computes_by_row(head):
         rules[head] = ColwiseParallel(use_local_output=False)
-        yield Doubt(
-            head, f"{type(tree.modules[head]).__name__} has a forward of its own: assumed that it takes rows apart"
-        )
+        yield Doubt(head, f"{kind} has a forward of its own: assumed that it takes rows apart")
     else:
-        kind = type(tree.modules[head]).__name__
         yield Doubt(head, f"a head of class {kind}, which is not a linear layer, stays replicated")
     bias = join(head or "", "bias")
     tied = next((group for group in tree.tied if head in rules and bias in group), ())
