@@ -103,7 +103,7 @@ def measure_head(row: HeadRow, mode: str, *, tp: int, **options: Any) -> dict[st
             return {"ties": float("inf")}
         worst: dict[str, float] = {}
         for kind, wanted in _answers(row).items():
-            found = answer(candidate, head_inputs(candidate, row, kind))
+            found = answer(candidate, head_inputs(reference, row, kind))
             for name, error in errors(reference, candidate, wanted, found).items():
                 worst[name] = max(worst.get(name, 0.0), error)
         return worst

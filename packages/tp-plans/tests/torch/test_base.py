@@ -1,6 +1,7 @@
 """What every style shares: DTensor parameters outside forward, local tensors inside, whatever happens in between."""
 
 import copy
+import inspect
 import subprocess
 import sys
 
@@ -311,6 +312,25 @@ def class_after():
 
 def test_a_module_keeps_its_type_and_the_name_of_its_class(two_ranks):
     assert two_ranks.run(class_after) == [(True, True)] * 2
+
+
+class TakesMask(nn.Module):
+    """A whole model that one rule is for; generation and trainers read the names of its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, hidden, attention_mask=None):
+        return hidden * self.scale
+
+
+def names_of_arguments():
+    return list(inspect.signature(parallelized(TakesMask(), {"": NoParallel()}).forward).parameters)
+
+
+def test_a_module_keeps_the_names_of_its_arguments(two_ranks):
+    assert two_ranks.run(names_of_arguments) == [["hidden", "attention_mask"]] * 2
 
 
 class Sharing(nn.Module):

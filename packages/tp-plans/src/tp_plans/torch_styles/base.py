@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from inspect import Signature, signature
+from types import FunctionType
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -149,6 +151,9 @@ class LocalTensorStyle(ParallelStyle):
             # The names stay, since transformers looks up what to record by a class's full name.
             names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
             namespace = {**names, "tp_style": self, "tp_mesh": mesh, **self.class_attributes}
+            taken = signature(cls.forward)
+            if len(taken.parameters) > 2:  # of a whole model, say: generation and trainers ask for their names
+                namespace["forward"] = _forward_with(taken)
             self._classes[cls, mesh] = type(cls.__name__, (_TensorParallelMixin, cls), namespace)
         return self._classes[cls, mesh]
 
@@ -194,6 +199,14 @@ class _TensorParallelMixin:
             if shared:
                 drop_parts(shared)
         return style.post_forward(module, output, context)
+
+
+def _forward_with(taken: Signature) -> FunctionType:
+    """Return the mixin's forward with another signature; a copy, as one more call would cost host time."""
+    mixed = cast(FunctionType, _TensorParallelMixin.forward)
+    copied = FunctionType(mixed.__code__, mixed.__globals__, mixed.__name__, closure=mixed.__closure__)
+    copied.__signature__ = taken  # type: ignore[attr-defined]
+    return copied
 
 
 def expert_counts(module: nn.Module, experts: int) -> tuple[str, ...]:
