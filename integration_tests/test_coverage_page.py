@@ -26,7 +26,10 @@ ENTRIES = {
 }
 RESULTS = {
     "tp": 2,
-    "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+    "versions": {
+        "tensor": {"torch": "2.13.0", "transformers": "5.24.0"},
+        "context": {"torch": "2.13.0", "transformers": "5.23.0"},
+    },
     "rows": {"phi": {"TP": RIGHT, "SP": REFUSED}, "llama": {"TP": RIGHT, "SP": RIGHT}},
 }
 
@@ -126,7 +129,7 @@ def test_results_do_not_contain_what_differs_between_runs() -> None:
 
 def test_the_page_counts_and_lists_every_row() -> None:
     text = page.pages(RESULTS, ENTRIES)["coverage/decoders.md"]
-    assert "torch 2.13.0 and transformers 5.23.0" in text
+    assert "Measured with torch 2.13.0 and transformers 5.24.0; written" in text
     assert "- SP: 1 of 1 right (1 with at least 95 % split) that transformers ships a plan for; 0 of 1 right" in text
     assert "| llama | LlamaForCausalLM | ✓ | ✓ | 99.0 % |  |" in text
     assert "| phi | PhiForCausalLM | ✓ | refused | 99.0 % | 1 |\n\n1. SP: no heads | no split\n" in text
@@ -139,9 +142,12 @@ def test_the_short_page_counts_each_kind_of_rows_and_names_what_is_refused() -> 
 
 
 def test_a_kind_of_rows_has_a_page_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = page.Kind("Kinds", lambda found: iter([str(found["heads"])] if "heads" in found else []), lambda _: {})
+    lines = lambda found: iter([str(found["heads"])] if "heads" in found else [])  # noqa: E731
+    kind = page.Kind("Kinds", lines, lambda _: {}, ("tensor", "context"))
     monkeypatch.setattr(page, "KINDS", {"kinds": kind})
-    assert page.pages({**RESULTS, "heads": 3}, ENTRIES)["coverage/kinds.md"].endswith("\n\n3\n")
+    text = page.pages({**RESULTS, "heads": 3}, ENTRIES)["coverage/kinds.md"]
+    assert text.endswith("\n\n3\n")
+    assert "torch 2.13.0 and transformers 5.24.0, context with torch 2.13.0 and transformers 5.23.0; written" in text
     assert page.pages(RESULTS, ENTRIES).keys() == {"coverage.md", "coverage/decoders.md"}
 
 

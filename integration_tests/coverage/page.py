@@ -38,11 +38,13 @@ class Kind:
         title: the page's heading.
         lines: yields what stands below it from the results; nothing where nothing was measured.
         outcomes: takes the results; returns what was measured, each with row to outcome.
+        parts: the parts of a run that measure it.
     """
 
     title: str
     lines: Callable[[Mapping[str, Any]], Iterator[str]]
     outcomes: Callable[[Mapping[str, Any]], Mapping[str, Row]]
+    parts: tuple[str, ...]
 
 
 def _of_rows(*modes: str) -> Callable[[Mapping[str, Any]], Mapping[str, Row]]:
@@ -69,18 +71,32 @@ _WAYS = ("TP", "SP", _THEIRS)
 #: The kinds of rows, by the name of their page.
 KINDS: dict[str, Kind] = {
     "packed": Kind(
-        "Packed rows and context parallelism", packed_page.section, _of_rows("packed", *context_parallel.MODES)
+        "Packed rows and context parallelism",
+        packed_page.section,
+        _of_rows("packed", *context_parallel.MODES),
+        ("tensor", "context"),
     ),
     "experts": Kind(
         "Expert parallelism",
         expert_page.section,
         _of_rows(*expert_page.MODES["parallelize"]),
+        ("experts",),
     ),
-    "widths": Kind("Four and eight ranks, and FSDP2", widths.section, _of_rows(*widths.WIDTHS)),
-    "bfloat16": Kind("bfloat16", bfloat16_page.section, _of_rows("bfloat16", *bfloat16_tensor.MODE_NAMES.values())),
-    "compiled": Kind("Compiled blocks", compiled.section, _of_rows(*compiled.OURS)),
-    "multimodal": Kind("Vision-language and audio-language models", multimodal_page.section, _of_media),
-    "heads": Kind("Heads", heads_page.section, _of_heads),
+    "widths": Kind("Four and eight ranks, and FSDP2", widths.section, _of_rows(*widths.WIDTHS), ("widths",)),
+    "bfloat16": Kind(
+        "bfloat16",
+        bfloat16_page.section,
+        _of_rows("bfloat16", *bfloat16_tensor.MODE_NAMES.values()),
+        ("bfloat16", "bfloat16-tp"),
+    ),
+    "compiled": Kind("Compiled blocks", compiled.section, _of_rows(*compiled.OURS), ("compiled",)),
+    "multimodal": Kind(
+        "Vision-language and audio-language models",
+        multimodal_page.section,
+        _of_media,
+        ("multimodal", "absent-media"),
+    ),
+    "heads": Kind("Heads", heads_page.section, _of_heads, ("heads",)),
 }
 #: What a row's notes say of parameters that stay whole: those above this share of the model.
 _NOTEWORTHY = 0.01
@@ -139,29 +155,41 @@ def pages(results: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str,
     rows = {name: row for name, row in results["rows"].items() if name in entries}
     shown = {**results, "rows": rows}
     kinds = {
-        "decoders": Kind("Decoders", lambda found: decoders_page.section(found, entries), _of_rows(*_WAYS)),
+        "decoders": Kind(
+            "Decoders", lambda found: decoders_page.section(found, entries), _of_rows(*_WAYS), ("tensor",)
+        ),
         **KINDS,
     }
     lines = {name: [*kind.lines(shown)] for name, kind in kinds.items()}
     kinds = {name: kind for name, kind in kinds.items() if lines[name]}
     below = {
-        f"coverage/{name}.md": [f"# {kind.title}", "", *_method(results), "", *lines[name]]
+        f"coverage/{name}.md": [f"# {kind.title}", "", *_method(results, kind.parts), "", *lines[name]]
         for name, kind in kinds.items()
     }
     texts = {"coverage.md": _summary(shown, kinds), **below}
     return {name: "\n".join(text) + "\n" for name, text in texts.items()}
 
 
-def _method(results: Mapping[str, Any]) -> Iterator[str]:
-    releases = " and ".join(f"{name} {number}" for name, number in results["versions"].items())
+def _method(results: Mapping[str, Any], parts: Sequence[str]) -> Iterator[str]:
     yield f"Tiny models in float64 on {results['tp']} CPU ranks against one process, unless the text says otherwise."
+    releases = _releases(results["versions"], parts)
     yield f"Measured with {releases}; written by `nox -s coverage` from `docs/coverage.json`."
+
+
+def _releases(versions: Mapping[str, Mapping[str, str]], parts: Sequence[str]) -> str:
+    """Return the releases that parts were measured with: those of the first, then others with their parts."""
+    found: dict[str, list[str]] = {}
+    for part in (each for each in parts if each in versions):
+        text = " and ".join(f"{name} {number}" for name, number in versions[part].items())
+        found.setdefault(text, []).append(part)
+    (first, _), *others = found.items()
+    return ", ".join([first, *(f"{' and '.join(names)} with {text}" for text, names in others)])
 
 
 def _summary(results: Mapping[str, Any], kinds: Mapping[str, Kind]) -> Iterator[str]:
     yield "# Coverage"
     yield ""
-    yield from _method(results)
+    yield from _method(results, [*dict.fromkeys(part for kind in kinds.values() for part in kind.parts)])
     yield "A row is one architecture, or one class of it. It is right where outputs and the gradients of all parameters"
     yield "agree with one process on every rank. Each kind of rows has a page with its method, its table and reasons;"
     yield "that of expert parallelism has transformers' own, too. Nothing here was measured on a GPU."

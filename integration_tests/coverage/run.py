@@ -292,7 +292,8 @@ def _record(options: argparse.Namespace, before: dict[str, Any], rows: dict[str,
     """Write the JSON and the pages; what was not run again (the peers, other sections' data) stays as it was."""
     kept = before["rows"] if not rows else {}
     merged = kept | {name: {**before["rows"].get(name, {}), **row} for name, row in rows.items()}
-    results = {**before, "tp": options.tp, "versions": page.versions(), "rows": merged}
+    versions = before.get("versions", {}) | dict.fromkeys(options.measure, page.versions())
+    results = {**before, "tp": options.tp, "versions": versions, "rows": merged}
     page.write(options.results, results)
     page.write_pages(options.results, results, coverage_entries())
 
