@@ -14,6 +14,8 @@ from coverage.expert_page import MODES
 from coverage.expert_parallel import MESHES
 from coverage.measure import RankResult
 from coverage.outcome import Outcome, evaluate, evaluate_experts, summarize
+from coverage.run import PARTS
+from coverage.sections import SECTION_PARTS
 from coverage.table import Entry, coverage_entries
 from harness.parity import RankReport
 from harness.ranks import RankError, RankPool, RanksFailed
@@ -27,7 +29,7 @@ ENTRIES = {
 RESULTS = {
     "tp": 2,
     "versions": {
-        "tensor": {"torch": "2.13.0", "transformers": "5.24.0"},
+        **{part: {"torch": "2.13.0", "transformers": "5.24.0"} for part in [*PARTS, *SECTION_PARTS]},
         "context": {"torch": "2.13.0", "transformers": "5.23.0"},
     },
     "rows": {"phi": {"TP": RIGHT, "SP": REFUSED}, "llama": {"TP": RIGHT, "SP": RIGHT}},
