@@ -522,20 +522,21 @@ def test_a_step_inside_unsharded_is_seen_by_the_next_forward(two_ranks: RankPool
     two_ranks.run(_step_inside_unsharded)
 
 
-def _through_a_cache() -> float:
+def _through_a_cache(name: str) -> float:
     model, alone = _model(), tiny_model("Qwen3ForCausalLM", num_hidden_layers=4)
     tokens = tiny_inputs(alone, batch=2, length=7)["input_ids"]
     gradients = []
     for each in (model, alone):
-        kept = each(tokens[:, :4], use_cache=True).past_key_values
-        each(tokens[:, 4:], past_key_values=kept).logits.square().sum().backward()
+        kept = each(tokens[:, :4], use_cache=True)[name]
+        each(tokens[:, 4:], **{name: kept}).logits.square().sum().backward()
         weight = each.model.layers[1].self_attn.k_proj.weight.grad
         gradients.append(weight.full_tensor() if isinstance(weight, DTensor) else weight)
     return float((gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max())
 
 
-def test_gradients_reach_a_forward_through_the_cache_that_it_filled(two_ranks: RankPool) -> None:
-    assert max(two_ranks.run(_through_a_cache)) < 1e-9
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])  # until transformers 5.40, and since 5.24
+def test_gradients_reach_a_forward_through_the_cache_that_it_filled(two_ranks: RankPool, name: str) -> None:
+    assert max(two_ranks.run(_through_a_cache, name)) < 1e-9
 
 
 def _gradient_of_a_gradient() -> None:

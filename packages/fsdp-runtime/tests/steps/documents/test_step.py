@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from fsdp_runtime import LayoutError, MeshSpec, ModelError, OptionError, parallelize
+from fsdp_runtime._transformers_compat.models import CACHES
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps import SharedPrefixes
 from fsdp_runtime.steps.documents.token_mixers import token_mixers
@@ -70,8 +71,9 @@ def test_masks_that_a_model_makes_from_the_rows_length_are_refused() -> None:
 
 def test_a_cache_is_refused_and_the_default_one_left_out() -> None:
     model = _parallelized(_jamba(), packed_sequences=True)
-    with pytest.raises(LayoutError, match="a key/value cache has no boundaries of documents: pass use_cache=False"):
-        _run(model, use_cache=True)
+    for given in ({"use_cache": True}, *({name: transformers.DynamicCache()} for name in CACHES)):
+        with pytest.raises(LayoutError, match="a key/value cache has no boundaries of documents: pass use_cache=False"):
+            _run(model, **given)
     assert _run(model, use_cache=None).past_key_values is None
 
 
