@@ -71,7 +71,7 @@ class Gathered:
     """What context parallelism keeps of a model between its steps."""
 
     attention: ContextAttention
-    modules: tuple[nn.Module, ...]  # those on the full sequence, and all inside, keep their attention
+    modules: tuple[nn.Module, ...]  # keep their attention: those on the full sequence, and all inside
 
 
 def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> Gathered:

@@ -178,7 +178,9 @@ class ContextParallel(Step):
         unmasked = facts.bidirectional_without_mask
         attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
         mixers = gathered_mixers(facts.token_mixers, facts.attention)
-        runtime_state(model).gathered = gather_for(mixers, attention)
+        between = attend_between_layers(model, facts.token_mixers)
+        gathered = gather_for(mixers, attention)
+        runtime_state(model).gathered = replace(gathered, modules=(*gathered.modules, *between))
         spread, full = (
             dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
             for by_functions in (True, False)
@@ -194,7 +196,7 @@ class ContextParallel(Step):
         replace_attention(
             model,
             gathered.attention,
-            keep=(*gathered.modules, *attend_between_layers(model, setup.facts.token_mixers)),
+            keep=gathered.modules,
             shared_prefixes=setup.step(SharedPrefixes) is not None,
             derived=setup.facts.derived_positions,
             cuts_padding=setup.facts.cuts_padding_mask,
