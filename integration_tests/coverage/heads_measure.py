@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from coverage.heads import KINDS, OTHER_HEADS, SPEECH_HEADS, HeadRow, head_inputs, head_model
-from coverage.measure import MODES, Refused, default_dtype, gradient_errors
+from coverage.measure import MODES, Refused, default_dtype, gradient_errors, in_one_process
 from coverage.outcome import Outcome, failure
 from coverage.peers import NoPlanError
 from fsdp_runtime import FsdpRuntimeError
@@ -120,7 +120,8 @@ def _answers(row: HeadRow) -> dict[str, Answer]:
     answers = {}
     for kind in KINDS:
         running = copy.deepcopy(_model(row))
-        found = answer(running, head_inputs(running, row, kind))
+        with in_one_process():
+            found = answer(running, head_inputs(running, row, kind))
         # Some eager attention gives NaN for a row that is masked entirely, which would reach every gradient.
         if all(bool(each.isfinite().all()) for each in found.gradients.values() if each is not None):
             answers[kind] = found

@@ -46,6 +46,15 @@ class Refused(Exception):
     """The model was not parallelized, with the reason that the user would read."""
 
 
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """Say of an error that the plain model raises it, on one process."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"in one process, too: {type(error).__name__}: {error}") from error
+
+
 @dataclass(frozen=True)
 class RankResult:
     """What one rank found.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from coverage.measure import MODES, RankResult, Refused, Run, compared, default_dtype
+from coverage.measure import MODES, RankResult, Refused, Run, compared, default_dtype, in_one_process
 from coverage.multimodal import DEFAULT_FLOAT64, multimodal_model
 from coverage.multimodal_inputs import multimodal_inputs
 from coverage.outcome import ROUNDED, Outcome, failure, summarize
@@ -69,7 +69,8 @@ def _measure(model_type: str, mode: str, tp: int, media: str, float64: bool, opt
 def _reference(model_type: str, media: str, _: bool) -> tuple[nn.Module, dict[str, Run]]:
     model = multimodal_model(model_type)
     inputs = multimodal_inputs(model, media=media)
-    expected = logits_of(model, inputs)
+    with in_one_process():
+        expected = logits_of(model, inputs)
     weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
     (expected * weights).sum().backward()
     gradients = {path: parameter.grad for path, parameter in model.named_parameters()}
