@@ -1,5 +1,6 @@
 """The generator: a plain ``transformers`` model that takes streamed weights and samples. It stands in for vLLM."""
 
+import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,6 +29,8 @@ class Generator:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.device = model.device
+        takes = inspect.signature(model.forward).parameters
+        self.cache = "cache" if "cache" in takes else "past_key_values"  # the name until transformers 5.23
         self.is_mixture = hasattr(model.config.get_text_config(), "num_experts_per_tok")
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -105,12 +108,11 @@ class Generator:
 
         for _ in range(max_new_tokens):
             with fsdp_runtime.record_routes(self.model) if self.is_mixture else nullcontext() as recorded:
-                output = self.model(
-                    tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-                )
+                given = {"attention_mask": mask, "position_ids": positions, self.cache: cache}
+                output = self.model(tokens, **given, use_cache=True)
             if recorded is not None:
                 routes.append(recorded.stacked().unflatten(1, tokens.shape))  # [layers, batch, tokens, k]
-            cache = output.past_key_values
+            cache = output[self.cache]
             scores = (output.logits[:, -1].float() / (temperature or 1.0)).log_softmax(dim=-1)
             if sampling is not None:
                 support = rl_logprobs.sampling_support(scores, sampling)
