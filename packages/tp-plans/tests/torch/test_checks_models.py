@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
-from tp_plans import ColwiseParallel, Plan, RowwiseParallel, check, explain, suggest
+from tp_plans import ColwiseParallel, Plan, RowwiseParallel, check, explain, from_hugging_face, suggest
 
 
 class FeedForward(nn.Module):
@@ -68,3 +69,11 @@ def test_only_the_shapes_are_read():
     rules = Plan({"up": ColwiseParallel(), "down": RowwiseParallel()})
     assert check(rules, model, tp=8).errors == ()
     assert explain(rules, model, tp=8).sharded_share > 0.99
+
+
+def test_ranks_share_the_quarters_of_codegen_and_no_more_can():
+    config = transformers.CodeGenConfig(vocab_size=64, n_embd=64, n_layer=1, n_head=8, n_positions=32, rotary_dim=4)
+    model = on_meta(lambda: transformers.CodeGenForCausalLM(config))
+    plan = from_hugging_face(model)
+    assert check(plan, model, tp=4).errors == ()
+    assert "use a tp out of 1, 2, 4" in str(check(plan, model, tp=8).errors[0])

@@ -23,10 +23,20 @@ _ALL_HEADS: dict[str, styles.Style | None] = {
 
 _OWN_HEADS_PART = styles.ParameterStyle(layout=Replicate(), gradient="partial")
 
+
+def _quarter(attention: Any) -> int:
+    return int(attention.embed_dim) // int(attention.mp_num)
+
+
 #: Rules below a module of a class, ``""`` for itself, or functions of the module; ``None`` takes a rule away.
 OVERRIDES: dict[str, Mapping[str, styles.Style | Callable[[Any], styles.Style] | None]] = {
     # The sparsity threshold is a mean and deviation over all columns.
     "Gemma3nTextMLP": {"gate_proj": _WHOLE_COLUMN, "up_proj": _WHOLE_COLUMN, "down_proj": _WHOLE_ROW},
+    # Queries, values and keys alternate, a quarter of the features of each, whatever the number of heads.
+    "CodeGenAttention": {
+        "qkv_proj": lambda attention: styles.ColwiseParallel(multiple_of=3 * _quarter(attention)),
+        "out_proj": lambda attention: styles.RowwiseParallel(multiple_of=_quarter(attention)),
+    },
     # The norms of queries and keys are over the features of all heads.
     "EsmcAttention": _ALL_HEADS,
     # A table outside of the layer is added to the values of all heads.
