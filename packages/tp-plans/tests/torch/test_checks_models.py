@@ -71,9 +71,10 @@ def test_only_the_shapes_are_read():
     assert explain(rules, model, tp=8).sharded_share > 0.99
 
 
-def test_ranks_share_the_quarters_of_codegen_and_no_more_can():
-    config = transformers.CodeGenConfig(vocab_size=64, n_embd=64, n_layer=1, n_head=8, n_positions=32, rotary_dim=4)
-    model = on_meta(lambda: transformers.CodeGenForCausalLM(config))
+@pytest.mark.parametrize(("heads", "most"), [(8, "1, 2, 4"), (2, "1, 2")])
+def test_ranks_share_the_quarters_of_codegen_in_whole_heads(heads, most):
+    sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_positions": 32, "rotary_dim": 4}
+    model = on_meta(lambda: transformers.CodeGenForCausalLM(transformers.CodeGenConfig(n_head=heads, **sizes)))
     plan = from_hugging_face(model)
-    assert check(plan, model, tp=4).errors == ()
-    assert "use a tp out of 1, 2, 4" in str(check(plan, model, tp=8).errors[0])
+    assert check(plan, model, tp=int(most[-1])).errors == ()
+    assert f"use a tp out of {most}" in str(check(plan, model, tp=8).errors[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from math import lcm
 from typing import Any
 
 from tp_plans import styles
@@ -24,18 +25,18 @@ _ALL_HEADS: dict[str, styles.Style | None] = {
 _OWN_HEADS_PART = styles.ParameterStyle(layout=Replicate(), gradient="partial")
 
 
-def _quarter(attention: Any) -> int:
-    return int(attention.embed_dim) // int(attention.mp_num)
+def _whole_heads_of_quarters(attention: Any) -> int:
+    return lcm(int(attention.embed_dim) // int(attention.mp_num), int(attention.head_dim))
 
 
 #: Rules below a module of a class, ``""`` for itself, or functions of the module; ``None`` takes a rule away.
 OVERRIDES: dict[str, Mapping[str, styles.Style | Callable[[Any], styles.Style] | None]] = {
     # The sparsity threshold is a mean and deviation over all columns.
     "Gemma3nTextMLP": {"gate_proj": _WHOLE_COLUMN, "up_proj": _WHOLE_COLUMN, "down_proj": _WHOLE_ROW},
-    # Queries, values and keys alternate, a quarter of the features of each, whatever the number of heads.
+    # Queries, values and keys alternate, a quarter of the features of each; a head may be larger than a quarter.
     "CodeGenAttention": {
-        "qkv_proj": lambda attention: styles.ColwiseParallel(multiple_of=3 * _quarter(attention)),
-        "out_proj": lambda attention: styles.RowwiseParallel(multiple_of=_quarter(attention)),
+        "qkv_proj": lambda attention: styles.ColwiseParallel(multiple_of=3 * _whole_heads_of_quarters(attention)),
+        "out_proj": lambda attention: styles.RowwiseParallel(multiple_of=_whole_heads_of_quarters(attention)),
     },
     # The norms of queries and keys are over the features of all heads.
     "EsmcAttention": _ALL_HEADS,
