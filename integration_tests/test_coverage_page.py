@@ -144,8 +144,12 @@ def test_the_short_page_counts_each_kind_of_rows_and_names_what_is_refused() -> 
 
 
 def test_a_kind_of_rows_has_a_page_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = lambda found: iter([str(found["heads"])] if "heads" in found else [])  # noqa: E731
-    kind = page.Kind("Kinds", lines, lambda _: {}, ("tensor", "context"))
+    kind = page.Kind(
+        title="Kinds",
+        lines=lambda found: iter([str(found["heads"])] if "heads" in found else []),
+        outcomes=lambda _: {},
+        parts=("tensor", "context"),
+    )
     monkeypatch.setattr(page, "KINDS", {"kinds": kind})
     text = page.pages({**RESULTS, "heads": 3}, ENTRIES)["coverage/kinds.md"]
     assert text.endswith("\n\n3\n")

@@ -32,6 +32,14 @@ _UNUSED_TOWER: dict[str, Any] = {
 }
 _TOWER = {"vision_config": _UNUSED_TOWER}
 
+_INKLING2: dict[str, Any] = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "rel_extent": 8,
+    "unpadded_vocab_size": 131,
+}
+
 EXTRAS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
@@ -103,13 +111,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "rel_extent": 8,
         "mlp_layer_types": ["dense", "sparse"],
     },
-    "inkling2_text": {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "rel_extent": 8,
-        "unpadded_vocab_size": 131,
-    },
+    "inkling2_text": _INKLING2,
     "inkling2_loop_text": {
         "num_hidden_layers": 4,
         "layer_types": ["hybrid_sliding", "hybrid"] * 2,
@@ -118,11 +120,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "loop_layer_index_end": 3,
         "loop_num_passes": 2,
         "loop_gate_rank": 16,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 16,
-        "rel_extent": 8,
-        "unpadded_vocab_size": 131,
+        **_INKLING2,
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

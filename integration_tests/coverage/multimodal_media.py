@@ -298,17 +298,19 @@ def _phi_audio(config: Any, generator: torch.Generator) -> Media:
 #: What makes the media of model types whose tensors are of their own kind.
 BUILDERS: dict[str, dict[str, _Builder]] = {
     "image": {
+        "apertus1p5": _codes_with_sizes,
         "chameleon": _codes,
         "deepseek_vl_hybrid": _two_resolutions,
         "diffusion_gemma": _with_positions("image"),
-        **dict.fromkeys(("apertus1p5", "emu3"), _codes_with_sizes),
+        "emu3": _codes_with_sizes,
         "fuyu": _flat_patches,
         "gemma4": _with_positions("image"),
         "gemma4_unified": _with_positions("image"),
         "granite_docling": _tiles_by_row,
         "idefics2": _images_by_row,
         "idefics3": _images_by_row,
-        **dict.fromkeys(("inkling2", "inkling2_loop"), _merged_patches),
+        "inkling2": _merged_patches,
+        "inkling2_loop": _merged_patches,
         "inkling_mm_model": _folded,
         "instructblip": _with_questions,
         "instructblipvideo": _with_questions,

@@ -106,14 +106,9 @@ class ModelTree:
         return None if weight is None else int(weight.shape[dim])
 
     def is_linear(self, path: str) -> bool:
-        """Return whether a module is a linear layer whose forward is torch's: a product with its weight, nothing else.
-
-        A module that carries a plan (``_TensorParallelMixin``) runs the forward of the class that it is mixed into.
-        """
-        bases = type(self.modules[path]).__mro__
-        runs = next((base.__name__ for base in bases if "forward" in vars(base)), "Linear")
-        is_product = runs in ("Linear", "_TensorParallelMixin")
-        return is_product and _inherits(self.modules[path], {"Linear"}) and self.weight(path) is not None
+        """Return whether a module is a linear layer whose forward is torch's: the product with its weight alone."""
+        module = self.modules[path]
+        return _inherits(module, {"Linear"}) and class_of_forward(module) == "Linear" and self.weight(path) is not None
 
     def computes_by_row(self, path: str) -> bool:
         """Return whether a linear layer whose class adds to the product may compute each row of its weight apart.
@@ -394,6 +389,15 @@ def shared_parts(one: str, other: str) -> int:
 def names_embedding(path: str) -> bool:
     """Return whether a module is named after the embeddings: ``layernorm_embedding``, not ``embedding_norm``."""
     return leaf(path).endswith(("embedding", "embeddings"))
+
+
+def class_of_forward(module: Any) -> str:
+    """Return the name of the class that defines what a linear layer computes, ``"Linear"`` for torch's.
+
+    What wraps a module on a mesh is mixed in before its class, and is no module itself.
+    """
+    modules = (base for base in type(module).__mro__ if any(each.__name__ == "Module" for each in base.__mro__))
+    return next((base.__name__ for base in modules if "forward" in vars(base)), "Linear")
 
 
 def _inherits(module: Any, names: set[str]) -> bool:

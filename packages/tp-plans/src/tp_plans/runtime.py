@@ -8,6 +8,7 @@ Tensors:             ``full_view``, ``attach_zero_grads``, ``plain_full_tensor``
                      ``scale_expert_gradients``
 Host time:           ``direct``
 Module paths:        ``parent``, ``join``, ``ancestors``, ``is_at_or_below``
+Linear layers:       ``class_of_forward``
 Names in models:     ``QUERY``, ``KEY``, ``FUSED_QKV``, ``HEAD_DIM``, ``HEAD_COUNTS``, ``KV_GROUPS``, ``MLA_HEADS``,
                      ``MLA_QUERIES``, ``MLA_ROPE_DIM``, ``MLP_MODULES``, ``EXPERT_COUNTS``
 Bytecode:            ``referenced_names``, ``takes_argument``
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from tp_plans.by_path import expert_styles_by_path
 from tp_plans.infer.bytecode import referenced_names, takes_argument
 from tp_plans.lora import AdapterStyles, adapter_styles
-from tp_plans.model_tree import ancestors, is_at_or_below, join, parent
+from tp_plans.model_tree import ancestors, class_of_forward, is_at_or_below, join, parent
 from tp_plans.module_attrs import resolve_style
 from tp_plans.naming import (
     EXPERT_COUNTS,
@@ -91,6 +92,7 @@ __all__ = [
     "adapter_styles",
     "ancestors",
     "attach_zero_grads",
+    "class_of_forward",
     "colorize",
     "computes",
     "direct",

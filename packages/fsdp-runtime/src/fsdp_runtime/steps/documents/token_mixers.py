@@ -21,10 +21,7 @@ Way = Literal["mask", "documents", "singles"]
 #: The argument of an attention that decides which tokens meet.
 MASK = "attention_mask"
 #: Arguments of a forward that only a module takes that mixes tokens: what came before, or what may be attended to.
-_MARKS = {
-    *(*CACHES, "past_key_value", "layer_past", "state", "use_cache"),
-    *(MASK, "seq_idx", "cu_seq_lens_q"),
-}
+_MARKS = {*CACHES, "past_key_value", "layer_past", "state", "use_cache", MASK, "seq_idx", "cu_seq_lens_q"}
 #: What the code of an attention refers to whose only dependence between tokens is its mask.
 _ATTENTION = {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention", "softmax", "baddbmm"}
 #: Modules without such an argument whose results depend on all tokens, those of other rows included.

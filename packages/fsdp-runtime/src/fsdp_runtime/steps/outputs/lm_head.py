@@ -24,6 +24,7 @@ from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.wrap import effects_of, hook_forward
+from tp_plans.runtime import class_of_forward
 
 #: The effect, as ``describe_parallelism`` names it, of gathering logits that are kept over ``cp``.
 KEEPS_OVER_CP = "gathers logits that are kept"
@@ -267,10 +268,9 @@ def _require_linear(head: nn.Module, path: str) -> None:
 
 def _own_forward(layer: nn.Module) -> str:
     """Return why a subclass of ``nn.Linear`` may be no linear map, ``""`` for others."""
-    # What wraps a module on a mesh is mixed in, and is no module.
-    cls = next(c for c in type(layer).__mro__ if issubclass(c, nn.Module) and "forward" in vars(c))
-    is_other = isinstance(layer, nn.Linear) and cls is not nn.Linear
-    return f"{cls.__name__} has a forward of its own" if is_other else ""
+    if not isinstance(layer, nn.Linear) or (name := class_of_forward(layer)) == "Linear":
+        return ""
+    return f"{name} has a forward of its own"
 
 
 def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
