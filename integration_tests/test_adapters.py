@@ -30,7 +30,7 @@ KINDS = ("deepseek_v3", "qwen3_next", "granitemoe", "glm", "olmo2")
 _NOT_ADAPTED = {"nemotron_h", "falcon_h1", "falcon_h1, norm", "longcat_flash"}
 ROWS = sorted(entries().keys() - UNBUILDABLE.keys() - _NOT_ADAPTED)
 #: Rows without a sequence-parallel form: their blocks pass on several streams, or the model adds tokens to the row.
-_NOT_SEQUENCE_PARALLEL = ("gemma3n_text", "hrm_text", "inkling2_text", "nemotron_flash")
+_NOT_SEQUENCE_PARALLEL = ("gemma3n_text", "hrm_text", "inkling2_loop_text", "inkling2_text", "nemotron_flash")
 
 
 def adapted(model: nn.Module, **options: Any) -> Any:

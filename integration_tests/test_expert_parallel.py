@@ -26,10 +26,10 @@ ROWS = [
 OTHERS = """
     afmoe, aria_text, axk1, axk2, bailing_hybrid, beam, cohere2_moe, deepseek_v2, deepseek_v32, deepseek_v4, dots1,
     dots3_note, dots3_note_text, ernie4_5_moe, exaone_moe, flex_olmo, flint, gemma4, glm4_moe, glm4_moe_lite,
-    glm_moe_dsa, granitemoe, granitemoe_swa, granitemoehybrid, granitemoeshared, hunyuan_v1_moe, hy_v3, hy_v4,
-    inkling_text, jamba, kimi_linear, kolibri1, laguna, lfm2_moe, llama4, mellum, mimo_v2_flash, minimax, minimax_m2,
-    minimax_m3_vl_text, mixtral, olmoe, phimoe, qwen2_moe, qwen3_5_moe, qwen3_moe, qwen3_next, qwen4_exp,
-    qwen4_exp_text, solar_open
+    glm_moe_dsa, gpt_oss, granitemoe, granitemoe_swa, granitemoehybrid, granitemoeshared, hunyuan_v1_moe, hy_v3, hy_v4,
+    inkling2_loop_text, inkling_text, jamba, kimi_linear, kolibri1, laguna, lara_mini, lfm2_moe, llama4, mellum,
+    mimo_v2_flash, minimax, minimax_m2, minimax_m3_vl_text, mixtral, olmoe, phimoe, qwen2_moe, qwen3_5_moe, qwen3_moe,
+    qwen3_next, qwen4_exp, qwen4_exp_text, sarvam_mla, sarvam_moe, solar_open
 """
 VARIANTS = ["deepseek_v3, whole queries", "gemma4_text, keys as values", "qwen3_5_moe, vision"]
 NAMES = [*ROWS, *(name.strip() for name in OTHERS.split(",")), *VARIANTS]

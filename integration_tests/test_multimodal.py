@@ -56,7 +56,6 @@ OTHERS = [
     "kosmos-2",
     "kyutai_speech_to_text",
     "lfm3_vl",
-    "llama4",
     "minimax_m3_vl",
     "mllama",
     "molmo2",
@@ -158,7 +157,7 @@ def test_a_rank_without_an_image_gets_the_gradients_of_all_rows(two_ranks: RankP
 #: inputs of a tower that no method takes.
 ON_ONE_RANK = {"chameleon": "", "evolla": "protein_input_ids"}
 #: The same in the slow runs: the method of a module further in, arguments that only the method inside names.
-MORE_ON_ONE_RANK = {"diffusion_gemma": "", "minicpm_ocr": "", "kosmos-2.5": "flattened_patches", "udop": "image"}
+MORE_ON_ONE_RANK = {"diffusion_gemma": "", "kosmos-2.5": "", "minicpm_ocr": "", "udop": "image"}
 
 
 def _on_one_rank(names: list[str]) -> list[dict[str, float] | str]:

@@ -162,7 +162,7 @@ def _on_two_ranks(name: str, mode: str) -> dict[str, float]:
     """The errors of logits, gradients and recorded routes of this rank against one process, relative."""
     axes, options = MODES[mode]
     mesh = mesh_for(axes)
-    reference = tiny_model(entries()[name])
+    reference = tiny_model(entries()[name]).double()  # the parts that a model keeps in float32 too
     routes = _foreign_routes(reference)
     candidate = copy.deepcopy(reference)
     with compute_in_float64():

@@ -60,8 +60,9 @@ ALIKE = {"gpt_neox", "gemma2", "mixtral", "olmo2", "phi3"}
 REFUSED = {
     **dict.fromkeys(
         [
-            *("bailing_hybrid", "deepseek_v4", "falcon_h1", "falcon_h1, norm", "granitemoehybrid", "inkling2_text"),
-            *("inkling_text", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5"),
+            *("bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_h1, norm", "granitemoehybrid"),
+            *("inkling2_loop_text", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lara_mini", "lfm2"),
+            *("lfm2_moe", "lfm3", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5"),
             *("qwen3_5, vision", "qwen3_5_moe", "qwen3_5_moe, vision", "qwen3_5_moe_text", "qwen3_5_text"),
             *("qwen3_next", "qwen4_exp", "qwen4_exp_text"),
         ],
@@ -77,7 +78,11 @@ STATEFUL = ["qwen3_next", "jamba", "lfm2_moe", "inkling_text", "deepseek_v4", "d
 #: Rows without a language-model head, and those that cannot be built here.
 WITHOUT_LOGPROBS = {"qwen3, classifier", *UNBUILDABLE}
 #: A ReLU gives many keys of these tiny indexers the score 0, and of equal scores top-k picks by the index in the row.
-CHANGES = {name: {"index_n_heads": 32} for name in ("axk2", "deepseek_v32", "glm_moe_dsa")}
+_HEADS = {"index_n_heads": 32}
+CHANGES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa"), _HEADS),
+    "dots3_note": {"text_config": _HEADS},
+}
 #: In float64 throughout: rounding of sums in another order.
 EXACT = 1e-12
 
