@@ -12,8 +12,10 @@ from typing import Any
 
 from combinations.batches import KINDS
 from combinations.changes import CHANGES
-from combinations.events import EVENTS, SLOTS
+from combinations.events import EVENTS, OF_ADAPTERS, OF_DECODERS, OF_MIXTURES, SLOTS
 from combinations.families import DECODERS, FAMILIES, MIXTURES
+from combinations.optimizers import OPTIMIZERS
+from combinations.own_gradients import OWN_GRADIENTS
 from fsdp_runtime import steps as all_steps
 from fsdp_runtime.steps import ContextParallel, PackedSequences, Step
 
@@ -26,12 +28,19 @@ MESHES: Mapping[int, tuple[dict[str, int], ...]] = {
         {"dp_replicate": 2, "dp_shard": 2},
         {"dp_shard": 4, "ep": 2},
         {"dp_shard": 2, "tp": 2, "ep": 4},
+        {"tp": 4},
+        {"cp": 4},
+        {"dp_replicate": 2, "tp": 2},
+        {"dp_replicate": 2, "cp": 2},
+        {"dp_shard": 2, "cp": 2, "ep": 2},
     ),
 }
 ACCUMULATE = "accumulation"
+#: Calls that write to parameters: not while a graph keeps them.
+_WRITES = ("resume", "set state dict")
 #: Calls of a crowded case, which finds more in a second than one of two parts: the steps around the calls are shared.
 CROWD = 10
-_EAGER = ("change", "eager attention")
+_EAGER, _LORA = ("change", "eager attention"), ("change", "LoRA")
 
 
 @cache
@@ -48,8 +57,9 @@ def atoms() -> tuple[tuple[str, str], ...]:
         "step": step_options(),
         "rows": KINDS[1:],
         "change": CHANGES,
-        "event": EVENTS,
+        "event": [*EVENTS, *OWN_GRADIENTS],
         "loop": (ACCUMULATE,),
+        "optimizer": [*OPTIMIZERS][1:],
     }
     return tuple((kind, name) for kind, names in named.items() for name in names)
 
@@ -76,6 +86,11 @@ class Case:
     def rows(self) -> str:
         """The kind of rows."""
         return next(iter(self.names("rows")), KINDS[0])
+
+    @property
+    def optimizer(self) -> str:
+        """The name of the optimizer."""
+        return next(iter(self.names("optimizer")), next(iter(OPTIMIZERS)))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -106,7 +121,7 @@ class Case:
 
 def crowded(random: Random, ranks: int) -> Iterator[Case]:
     """Yield cases of many calls, with one option, change or kind of rows, without end."""
-    events = [part for part in atoms() if part[0] == "event"]
+    events = [part for part in atoms() if part[0] == "event" and part[1] not in OF_ADAPTERS]
     others = [part for part in atoms() if part[0] != "event"]
     while True:
         chosen = [random.choice(others), *random.choices(events, k=CROWD)]
@@ -133,17 +148,21 @@ def pairs(random: Random, ranks: int) -> Iterator[Case]:
 def draw(random: Random, ranks: int, parts: Any) -> Case | None:
     """Return a case with these parts on a random family and mesh; ``None`` where they exclude one another."""
     kinds = [type(step_options()[name]) for kind, name in parts if kind == "step"]
-    of_one = [kind for kind, _ in parts if kind in ("rows", "loop")]
+    of_one = [kind for kind, _ in parts if kind in ("rows", "loop", "optimizer")]
     if len({*kinds}) < len(kinds) or len({*of_one}) < len(of_one):
         return None
     found = [(kind, f"{name}@{_slot(random, name)}" if kind == "event" else name) for kind, name in parts]
     events = {name for kind, name in parts if kind == "event"}
     if "attentions" in events and _EAGER not in found:
         found.append(_EAGER)  # the other implementations return none
+    if events.intersection(OF_ADAPTERS) and not any(kind == "change" for kind, _ in parts):
+        found.append(_LORA)
+    elif events.intersection(OF_ADAPTERS) and not any("LoRA" in name or name == "DoRA" for _, name in parts):
+        return None
     families = [*FAMILIES]
-    if events & {"routes", "router logits"}:
+    if events.intersection(OF_MIXTURES):
         families = [*MIXTURES]
-    elif events & {"generation", "last logits", "loss from hidden states"}:
+    elif events.intersection(OF_DECODERS):
         families = [*DECODERS]
     meshes = [mesh for mesh in MESHES[ranks] if ContextParallel not in kinds or "cp" in mesh]
     mesh = random.choice(meshes)
@@ -153,4 +172,6 @@ def draw(random: Random, ranks: int, parts: Any) -> Case | None:
 
 
 def _slot(random: Random, event: str) -> str:
-    return random.choice(SLOTS[2:] if event == "resume" else SLOTS)  # not while a graph keeps the parameters
+    if event in OWN_GRADIENTS:  # while there are no others
+        return random.choice((SLOTS[0], SLOTS[-1]))
+    return random.choice(SLOTS[2:] if event in _WRITES else SLOTS)

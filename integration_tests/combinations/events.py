@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 import fsdp_runtime
@@ -80,15 +88,21 @@ def _train_and_eval(at: Training) -> None:
     at.model.eval()
 
 
-def _generate(at: Training) -> None:
-    ids = torch.arange(3, 3 + 2 * 5).view(2, 5)
-    with torch.no_grad():
-        wanted, found = (
-            each.generate(input_ids=ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
-            for each in (at.reference, at.model)
-        )
-    if not torch.equal(wanted, found):
-        raise Wrong(f"generated {found.tolist()} in the place of {wanted.tolist()}")
+def _generate(at: Training, **options: Any) -> None:
+    found = []
+    for model in (at.reference, at.model):
+        torch.manual_seed(11)
+        with torch.no_grad():
+            found.append(generated(model, **options))
+    if not torch.equal(*found):
+        raise Wrong(f"generated {found[1].tolist()} in the place of {found[0].tolist()}")
+
+
+def generated(model: Any, **options: Any) -> Tensor:
+    """Return the ids that a model generates after two rows of five."""
+    options = {"do_sample": False, **options}
+    ids: Tensor = model.generate(input_ids=torch.arange(3, 13).view(2, 5), max_new_tokens=3, pad_token_id=0, **options)
+    return ids
 
 
 def _hidden_loss(at: Training) -> None:
@@ -232,6 +246,31 @@ def _labels(at: Training) -> None:
     compare("the model's own loss", full(found), wanted)
 
 
+def _functional(at: Training) -> None:
+    batch = at.batch.rows(at.share.own)
+    inputs = {**at.share.inputs(batch), "use_cache": False}
+    with torch.no_grad():
+        found = torch.func.functional_call(at.model, dict(at.model.named_parameters()), (), inputs).logits
+        wanted = outputs_of(at.reference, at.batch)[at.share.own]
+    compare("logits of a functional call", full(found), at.tokens_of(wanted), at.tokens_of(batch.weights != 0))
+
+
+def _without_adapter(at: Training) -> None:
+    with torch.no_grad(), at.model.disable_adapter(), at.reference.disable_adapter():
+        at.evaluate("logits without the adapter")
+
+
+def _merged(at: Training) -> None:
+    at.model.merge_adapter()
+    at.reference.merge_adapter()
+    try:
+        with torch.no_grad():
+            at.evaluate("logits of merged weights")
+    finally:
+        at.model.unmerge_adapter()
+        at.reference.unmerge_adapter()
+
+
 def _deepcopy(at: Training) -> None:
     original = at.model
     at.model = copy.deepcopy(original)
@@ -250,13 +289,54 @@ def _state_dict(at: Training) -> None:
         compare(f"state dict: {name}", local, part)
 
 
+_FULL = StateDictOptions(full_state_dict=True)
+_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def _full_state_dict(at: Training) -> None:
+    found, wanted = get_model_state_dict(at.model, options=_FULL), get_model_state_dict(at.reference)
+    if dist.get_rank() == 0:
+        _same_weights("full state dict", found, wanted)  # type: ignore[arg-type]
+
+
+def _set_state_dict(at: Training) -> None:
+    state = get_model_state_dict(at.reference) if dist.get_rank() == 0 else {}
+    with torch.no_grad():
+        for parameter in at.model.parameters():
+            parameter.mul_(1.5)
+    set_model_state_dict(at.model, state, options=_FROM_RANK_0)
+    _state_dict(at)
+
+
+def _optimizer_state_dict(at: Training) -> None:
+    """Write an optimizer's state, as shards and in full, and read it back."""
+    if at.optimizer is None or len(at.optimizer.state) < sum(len(g["params"]) for g in at.optimizer.param_groups):
+        return  # torch refuses parameters without a state
+    before = copy.deepcopy([full(value) for value in _states(at.optimizer)])
+    for write, read in ((StateDictOptions(), StateDictOptions()), (_FULL, _FROM_RANK_0)):
+        state = copy.deepcopy(get_optimizer_state_dict(at.model, at.optimizer, options=write))
+        for value in _states(at.optimizer):
+            value.zero_()
+        state = {} if read is _FROM_RANK_0 and dist.get_rank() else state
+        set_optimizer_state_dict(at.model, at.optimizer, state, options=read)
+        for found, wanted in zip(_states(at.optimizer), before, strict=True):
+            compare("state of the optimizer", full(found), wanted)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+
+
 #: Calls by name.
-EVENTS: Mapping[str, Callable[[Training], None]] = {
+EVENTS: dict[str, Callable[[Training], None]] = {
     "evaluation": _evaluate,
     "inference": _inference,
     "forward without backward": _without_backward,
     "train and eval": _train_and_eval,
     "generation": _generate,
+    "beams": partial(_generate, num_beams=2),
+    "sampling": partial(_generate, do_sample=True, top_k=20),
+    "static cache": partial(_generate, cache_implementation="static", disable_compile=True),
     "loss from hidden states": _hidden_loss,
     "stream": _stream,
     "save": _save,
@@ -271,6 +351,16 @@ EVENTS: Mapping[str, Callable[[Training], None]] = {
     "labels": _labels,
     "deepcopy": _deepcopy,
     "state dict": _state_dict,
+    "full state dict": _full_state_dict,
+    "set state dict": _set_state_dict,
+    "state dict of the optimizer": _optimizer_state_dict,
+    "functional call": _functional,
+    "without adapter": _without_adapter,
+    "merged": _merged,
 }
+#: Calls of adapters, of models that generate, and of mixtures.
+OF_ADAPTERS = ("without adapter", "merged")
+OF_DECODERS = ("generation", "beams", "sampling", "static cache", "last logits", "loss from hidden states")
+OF_MIXTURES = ("routes", "router logits")
 #: Where a call can stand in a step.
 SLOTS = ("before the optimizer", "before backward", "before clipping", "before the step", "after the step")

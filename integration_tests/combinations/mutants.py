@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -88,6 +89,13 @@ def _broken_tie(model: Any) -> None:
 def _larger_on_rank_one(model: nn.Module) -> None:
     if dist.get_rank() == 1:
         model.get_parameter("model.norm.weight").register_hook(lambda gradient: gradient * 1.01)
+
+
+def _other_at_every_second_forward(model: nn.Module) -> None:
+    forwards = count(1)
+    model.get_submodule("model.norm").register_forward_hook(
+        lambda _, args, output: output if next(forwards) % 2 else output * 1.01
+    )
 
 
 def _changed_and_refused(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
@@ -185,6 +193,9 @@ MUTANTS: Mapping[str, Mutant] = {
     "a bias added twice": Mutant(_afterwards(_bias_again), _case("dense", _TP, SEQUENCE_PARALLEL)),
     "a broken tie": Mutant(_afterwards(_broken_tie), _case("tied", _TP)),
     "a gradient that is larger on one rank": Mutant(_afterwards(_larger_on_rank_one), _case("head norms", _TP)),
+    "a second forward that differs": Mutant(
+        _afterwards(_other_at_every_second_forward), _case("dense", _TP, _event("the sum of two losses"))
+    ),
     "a token sent to no expert": Mutant(_exchanged(LosesAToken), _case("mixture", _EP)),
     "routing weights without gradients": Mutant(_exchanged(DetachedWeights), _case("mixture", _EP)),
     "a norm that is too large": Mutant(

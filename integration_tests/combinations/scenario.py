@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from combinations.batches import BATCH, Batch, Share, full, make_batch, outputs_of
 from combinations.cases import ACCUMULATE, Case
 from combinations.changes import CHANGES
-from combinations.events import EVENTS, SLOTS, Training, Wrong, compare
+from combinations.events import EVENTS, OF_DECODERS, SLOTS, Training, Wrong, compare, generated
 from combinations.families import FAMILIES
+from combinations.optimizers import OPTIMIZERS
+from combinations.own_gradients import OWN_GRADIENTS
 from fsdp_runtime import FsdpRuntimeError, no_sync, parallelize
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps import Compile
@@ -89,8 +91,8 @@ def _alone(model: Any, batches: list[Batch], case: Case) -> None:
     inputs = {**batches[0].inputs, "use_cache": False}
     with torch.no_grad():
         for name in (event.partition("@")[0] for event in case.names("event")):
-            if name == "generation":
-                model.generate(input_ids=torch.arange(3, 8).view(1, 5), max_new_tokens=1, do_sample=False)
+            if name in OF_DECODERS[:4]:
+                generated(model, **getattr(EVENTS[name], "keywords", {}))
             flags = {"hidden states": "output_hidden_states", "router logits": "output_router_logits"}
             flags |= {"attentions": "output_attentions"}
             if name in flags:
@@ -115,7 +117,7 @@ def _run(case: Case, reference: nn.Module, batches: list[Batch]) -> Result:
     at = Training(model, reference, share, batches[0])
     refused: list[str] = []
     _events(case, SLOTS[0], at, refused)
-    at.optimizer, other = (_optimizer(each) for each in (model, reference))
+    at.optimizer, other = (_optimizer(each, case) for each in (model, reference))
     for place, batch in enumerate(batches):
         at.batch = batch
         try:
@@ -137,9 +139,8 @@ def _run(case: Case, reference: nn.Module, batches: list[Batch]) -> Result:
     return Result(REFUSED, "; ".join(refused)) if refused else Result(RIGHT)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.SGD(trained, lr=0.05, momentum=0.9, foreach=False)  # of several meshes
+def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    return OPTIMIZERS[case.optimizer]([parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
 def _events(case: Case, slot: str, at: Training, refused: list[str]) -> None:
@@ -148,7 +149,7 @@ def _events(case: Case, slot: str, at: Training, refused: list[str]) -> None:
         event, _, place = name.partition("@")
         if place == slot:
             try:
-                EVENTS[event](at)
+                (EVENTS | OWN_GRADIENTS)[event](at)
             except TYPED as error:
                 refused.append(f"{event}: {type(error).__name__}: {error}")
 

@@ -1,0 +1,45 @@
+"""Optimizers of torch, at rates at which two steps in another order of sums stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+Optimizer = torch.optim.Optimizer
+
+#: Keeps a step from growing without bound where a gradient is rounding alone.
+_EPS = 1e-3
+
+
+def _adamw_groups(parameters: list[nn.Parameter]) -> Optimizer:
+    """AdamW with a group for each parameter."""
+    groups = [{"params": [each], "lr": 1e-3 * (1 + place % 3)} for place, each in enumerate(parameters)]
+    return torch.optim.AdamW(groups, eps=_EPS)
+
+
+def _made(kind: Callable[..., Optimizer], **options: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
+    return partial(kind, **options)
+
+
+_ADAM = {"lr": 1e-3, "eps": _EPS}
+#: By name.
+OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "SGD": _made(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=False),
+    "SGD, foreach": _made(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
+    "AdamW": _made(torch.optim.AdamW, **_ADAM),
+    "AdamW, fused": _made(torch.optim.AdamW, **_ADAM, fused=True),
+    "AdamW, foreach": _made(torch.optim.AdamW, **_ADAM, foreach=True),
+    "AdamW, groups": _adamw_groups,
+    "AMSGrad": _made(torch.optim.Adam, **_ADAM, amsgrad=True),
+    "NAdam": _made(torch.optim.NAdam, **_ADAM),
+    "RAdam": _made(torch.optim.RAdam, **_ADAM),
+    "Adamax": _made(torch.optim.Adamax, **_ADAM),
+    "Adagrad": _made(torch.optim.Adagrad, **_ADAM),
+    "Adadelta": _made(torch.optim.Adadelta, lr=1e-2, eps=_EPS),
+    "ASGD": _made(torch.optim.ASGD, lr=1e-3),
+    "RMSprop": _made(torch.optim.RMSprop, lr=1e-4, eps=1e-2, centered=True, momentum=0.5),
+}
