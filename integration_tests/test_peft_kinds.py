@@ -26,7 +26,7 @@ from fsdp_runtime import (
     stream_weights,
 )
 from harness.float64 import compute_in_float64
-from harness.models import HIDDEN, VOCAB, jitter, tiny_config, tiny_model
+from harness.models import HIDDEN, VOCAB, copy_of_one_build, jitter, tiny_config, tiny_model
 from harness.parity import gradient_errors, largest, mesh_for
 from harness.ranks import RankPool
 from rl_logprobs import linear_token_logprobs, token_logprobs
@@ -91,6 +91,10 @@ REPLICATED: dict[str, tuple[str, dict[str, Any], Any]] = {
 
 def adapted(kind: str, seed: int = 0) -> Any:
     """Return a model of one kind, no value of it zero or initial."""
+    return copy_of_one_build(lambda: _adapted(kind, seed), ("adapted", kind, seed))
+
+
+def _adapted(kind: str, seed: int) -> Any:
     architecture, changes, settings = (KINDS | REPLICATED)[kind]
     torch.manual_seed(0)
     if architecture.endswith("CausalLM"):

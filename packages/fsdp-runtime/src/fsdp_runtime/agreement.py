@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -99,6 +100,7 @@ def _describe(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> Descri
     }
 
 
+@cache  # a file is read and parsed for each
 def _version(package: str) -> str:
     try:
         return version(package)

@@ -16,8 +16,8 @@ from harness.models import tiny_config
 
 
 @cache
-def run(name: str = "Qwen3ForCausalLM", adapters: int = 0, **options: Any) -> Estimate:
-    config = tiny_config(name)
+def run(name: str = "Qwen3ForCausalLM", adapters: int = 0, blocks: int = 1, **options: Any) -> Estimate:
+    config = tiny_config(name, num_hidden_layers=blocks)
     model = WithAdapters(config, rank=8, adapters=adapters) if adapters else config
     return estimate(model, {"dp_shard": 2}, **{"seq_len": 64, "master_dtype": "fp32", **options})
 
@@ -39,10 +39,10 @@ def test_adapters_that_compute_have_gradients_and_moments(name: str) -> None:
 
 
 def test_adapters_of_experts_are_parameters_of_this_rank() -> None:
-    config = tiny_config("Qwen3MoeForCausalLM")
+    config = tiny_config("Qwen3MoeForCausalLM", num_hidden_layers=1)
     of_a_layer = 8 * config.num_experts * 3 * (config.hidden_size + config.moe_intermediate_size)
-    few, more = (run("Qwen3MoeForCausalLM", count).memory.resident.parameters for count in (2, 3))
-    assert more - few > config.num_hidden_layers * of_a_layer * 4 // 2  # float32, over two ranks
+    few, more = (run("Qwen3MoeForCausalLM", count).memory.resident.parameters for count in (2, 4))
+    assert more - few > 2 * config.num_hidden_layers * of_a_layer * 4 // 2  # float32, over two ranks
 
 
 def test_frozen_parameters_are_stored_in_their_own_dtype_and_gathered_in_the_compute_dtype() -> None:
@@ -54,7 +54,7 @@ def test_frozen_parameters_are_stored_in_their_own_dtype_and_gathered_in_the_com
 
 
 def test_parameters_that_stay_gathered_are_not_gathered_again_for_backward() -> None:
-    freed, kept = run(), run(reshard_after_forward=False)
+    freed, kept = run(blocks=2), run(blocks=2, reshard_after_forward=False)
     gathers = [sum(item.count for item in e.traffic if item.kind == "all_gather") for e in (freed, kept)]
     assert gathers[1] < gathers[0]
     assert kept.memory.after_forward.gathered > freed.memory.after_forward.gathered
@@ -82,7 +82,7 @@ def test_a_frozen_dtype_needs_one_to_gather_in() -> None:
 
 def test_the_command_line_has_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(tiny_config("Qwen3ForCausalLM").to_dict()))
+    path.write_text(json.dumps(tiny_config("Qwen3ForCausalLM", num_hidden_layers=1).to_dict()))
     asked = ["estimate", str(path), "--mesh", "dp_shard=2", "--seq-len", "64", "--master-dtype", "fp32"]
     several = ["--lora", "8", "--adapters", "2", "--frozen-dtype", "fp32", "--keep-gathered", "--json", "-"]
     assert cli.main([*asked, *several]) == 0

@@ -14,13 +14,13 @@ SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_attention_heads": 4,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
 }
 #: Latent attention, whose values are narrower than its queries, and attention that drops weights.
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 MIXTURE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32}
 MODELS = {
-    "latent": lambda: transformers.DeepseekV3Config(**SIZES, **LATENT, **MIXTURE, first_k_dense_replace=2),
+    "latent": lambda: transformers.DeepseekV3Config(**SIZES, **LATENT, **MIXTURE, first_k_dense_replace=1),
     "dropout": lambda: transformers.LlamaConfig(**SIZES, num_key_value_heads=4, attention_dropout=0.1),
 }
 

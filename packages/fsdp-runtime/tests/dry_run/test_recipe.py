@@ -22,7 +22,7 @@ from harness.models import tiny_config
 
 def test_full_training_and_lora_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(tiny_config("Qwen3ForCausalLM").to_dict()))
+    path.write_text(json.dumps(tiny_config("Qwen3ForCausalLM", num_hidden_layers=1).to_dict()))
     asked = ["recipe", str(path), "--gpus", "2", "--memory", "80GiB", "--lengths", "64", "--workers", "0"]
     assert cli.main([*asked, "--every", "--markdown"]) == 0
     told = capsys.readouterr().out
@@ -101,7 +101,7 @@ _LLAMA_4 = Llama4TextConfig(
     hidden_size=64,
     intermediate_size=64,
     intermediate_size_mlp=64,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
@@ -110,7 +110,7 @@ _LLAMA_4 = Llama4TextConfig(
 _MAMBA_2 = Mamba2Config(
     vocab_size=130,
     hidden_size=64,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     num_heads=4,
     head_dim=32,
     state_size=8,

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from fsdp_runtime.dry_run import Estimate, estimate
 
 #: More blocks than are traced to scale them, and as few as a model has that is traced as it is.
-MANY, FEW = 7, 2
+MANY, FEW = 8, 2
 
 
 def _config(blocks: int, width: int, intermediate: int) -> LlamaConfig:
@@ -31,9 +31,12 @@ def _estimate(blocks: int = FEW, **options: object) -> Estimate:
     return estimate(_config(blocks, 128, 256), {"dp_shard": 2}, **{**keywords, **options})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{}, {"compile": True, "activation_checkpointing": "none"}, {"micro_batches": 2}])
+@pytest.mark.parametrize(
+    "options", [{"compile": True, "activation_checkpointing": "none"}, {"micro_batches": 2}], ids=str
+)
 def test_scaled_tapes_reserve_as_much_as_every_block(options: dict[str, object]) -> None:
     scaled, exact = _estimate(MANY, **options), _estimate(MANY, exact=True, **options)
+    assert scaled.settings.traced < exact.settings.traced == (MANY,)
     assert scaled.memory.phases[0].total == exact.memory.phases[0].total
     assert scaled.memory.reserved is not None
     assert exact.memory.reserved is not None
@@ -48,7 +51,7 @@ def test_gradients_of_earlier_micro_batches_are_live_in_forward() -> None:
 
 
 def test_gradients_on_the_host_reserve_nothing() -> None:
-    wide = _config(9, 2048, 8192)
+    wide = _config(MANY, 2048, 8192)
     options: dict[str, Any] = {"seq_len": 64, "offload": True, "micro_batches": 2, "constants": ()}
     scaled, exact = (
         estimate(wide, {"tp": 2}, exact=each, activation_checkpointing="block", **options).memory

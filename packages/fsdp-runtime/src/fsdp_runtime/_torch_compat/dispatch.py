@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves of nested dicts, lists and tuples."""
+    if isinstance(tree, Tensor):
+        return [tree]
     # ``torch.utils._pytree`` is private in torch 2.10 to 2.15 (pytorch/pytorch#65761).
     from torch.utils import _pytree
 

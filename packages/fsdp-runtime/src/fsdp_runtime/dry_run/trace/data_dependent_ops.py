@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,5 +79,6 @@ def _selected(tensor: Tensor, experts: int | None) -> int:
     return -(-tensor.numel() // experts)
 
 
+@cache  # a text is made anew at each call
 def _name(function: Any) -> str:
     return str(function.name()).split("::")[1].split(".")[0].rstrip("_")

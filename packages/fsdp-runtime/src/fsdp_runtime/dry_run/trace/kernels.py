@@ -6,6 +6,7 @@ Operations are counted by torch's formulas, and by formulas of our own for opera
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -65,8 +66,8 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
         return int(sdpa_flop_count(*_of_query_heads(*args[:3])))  # type: ignore[no-untyped-call]
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return int(sdpa_backward_flop_count(args[0].shape, *_of_query_heads(*args[1:4])))  # type: ignore[no-untyped-call]
-    if "grouped_mm" in str(packet) and getattr(args[0], "ndim", 0) == 2:
-        products = 2 if "backward" in str(packet) else 1  # transformers' operator computes both gradients
+    if "grouped_mm" in _name_of(packet) and getattr(args[0], "ndim", 0) == 2:
+        products = 2 if "backward" in _name_of(packet) else 1  # transformers' operator computes both gradients
         return 2 * products * int(args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
@@ -74,8 +75,13 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 def kind_of(function: Any) -> str:
     """Return the kind of an operator's operations: ``"attention"``, ``"grouped"`` or ``"matmul"``."""
-    name = str(function.overloadpacket)
+    name = _name_of(function.overloadpacket)
     return "attention" if "attention" in name else "grouped" if "grouped_mm" in name else "matmul"
+
+
+@cache  # a text is made anew at each call
+def _name_of(packet: Any) -> str:
+    return str(packet)
 
 
 def bytes_moved(args: Any, result: Any) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, signature
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -115,5 +115,10 @@ def _attends_without_mask(cls: type[nn.Module]) -> bool:
     return known and "ALL_ATTENTION_FUNCTIONS" in referenced_names(cls)
 
 
-def _takes(module: nn.Module) -> set[str]:
-    return set(signature(type(module).forward).parameters)
+def _takes(module: nn.Module) -> frozenset[str]:
+    return _names_of_parameters(type(module).forward)
+
+
+@cache
+def _names_of_parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(signature(forward).parameters)
