@@ -259,7 +259,8 @@ CASES: Provocations = {
         **{piece: lambda call=call, axes=axes: _called(call, axes) for piece, (axes, call) in METHODS.items()},  # type: ignore[misc]
     },
     "fsdp_runtime/steps/guards/optimizers.py": {
-        "parameters are shards": lambda: _called(lambda model: torch.optim.Rprop(model.parameters()).step(), TP)
+        "parameters are shards": lambda: _called(lambda model: torch.optim.Rprop(model.parameters()).step(), TP),
+        "takes no DTensors": lambda: _called(lambda model: torch.optim.SGD(model.parameters(), fused=True).step(), TP),
     },
     "fsdp_runtime/steps/guards/replaced_parameters.py": {"parallelize has replaced by shards": _stale},
     "fsdp_runtime/trainers/training_arguments.py": {

@@ -52,6 +52,27 @@ def test_optimizers_of_full_tensors_are_refused_before_they_change_a_shard(
             assert "as AdamW does" in message
 
 
+def _fused(kind: Make) -> tuple[str, bool]:
+    """The refusal of a fused step whose first tensor is plain, and whether the step left it as it was."""
+    model = parallelize(tiny_model("Qwen3ForCausalLM"), mesh_for({"tp": 2}))
+    head = torch.nn.Parameter(torch.ones(3))
+    parameters = [head, *model.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ModelError) as refused:
+        kind(parameters, lr=0.1, fused=True).step()
+    return str(refused.value), torch.equal(head, torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_steps_without_a_sharding_strategy_are_refused_before_a_plain_parameter_changes(
+    two_ranks: RankPool, kind: Make
+) -> None:
+    for message, unchanged in two_ranks.run(_fused, kind):
+        assert f"fused step of {kind.__name__} takes no DTensors" in message  # type: ignore[attr-defined]
+        assert unchanged
+
+
 def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 

@@ -34,6 +34,8 @@ _CANNOT = {
     "Adafactor": "updates means of rows and columns in place",
     "LBFGS": "makes one vector of all parameters, which takes DTensors alone, of parts of equal size",
 }
+#: Optimizers of torch whose fused step has no sharding strategy for DTensors in torch 2.10 to 2.14.
+_CANNOT_FUSED = ("Adagrad", "SGD")
 #: Optimizers whose plain parameters have had equal gradients, other than 0, on every rank.
 _compared: WeakSet[Optimizer] = WeakSet()
 #: The relative difference of sums of gradients that reductions in another order explain, in float32 and narrower.
@@ -57,6 +59,7 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     plain = [each for each in parameters if not isinstance(each, DTensor)]
     refuse_replaced(optimizer, parameters)
     _refuse_kind(optimizer, shards, len(parameters))
+    _refuse_fused(optimizer)
     for parameter in plain:
         if isinstance(parameter.grad, DTensor):
             parameter.grad = parameter.grad.full_tensor()
@@ -78,6 +81,19 @@ def _refuse_kind(optimizer: Optimizer, shards: Sequence[DTensor], total: int) ->
             f"{kind.__name__} {_CANNOT[kind.__name__]}, and {len(shards)} of its {total} parameters are "
             "shards: take an optimizer that steps each element alone, as AdamW does"
         )
+
+
+def _refuse_fused(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in _CANNOT_FUSED:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        shards = [each for each in group["params"] if isinstance(each, DTensor)]
+        if shards and group.get("fused"):
+            raise ModelError(
+                f"torch's fused step of {kind.__name__} takes no DTensors, and {len(shards)} of the "
+                f"{len(group['params'])} parameters of group {number} are: pass fused=False, foreach=True"
+            )
 
 
 def _is_even(shard: DTensor) -> bool:
