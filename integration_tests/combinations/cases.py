@@ -17,7 +17,7 @@ from combinations.families import DECODERS, FAMILIES, MIXTURES
 from combinations.optimizers import OPTIMIZERS
 from combinations.own_gradients import OWN_GRADIENTS
 from fsdp_runtime import steps as all_steps
-from fsdp_runtime.steps import ContextParallel, PackedSequences, Step
+from fsdp_runtime.steps import Compile, ContextParallel, PackedSequences, Step
 
 MESHES: Mapping[int, tuple[dict[str, int], ...]] = {
     2: ({"tp": 2}, {"dp_shard": 2}, {"cp": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}),
@@ -149,6 +149,8 @@ def draw(random: Random, ranks: int, parts: Any) -> Case | None:
     """Return a case with these parts on a random family and mesh; ``None`` where they exclude one another."""
     kinds = [type(step_options()[name]) for kind, name in parts if kind == "step"]
     of_one = [kind for kind, _ in parts if kind in ("rows", "loop", "optimizer")]
+    if Compile in kinds and ("event", "two backwards") in parts:
+        return None  # compiled code frees what its first backward has read
     if len({*kinds}) < len(kinds) or len({*of_one}) < len(of_one):
         return None
     found = [(kind, f"{name}@{_slot(random, name)}" if kind == "event" else name) for kind, name in parts]

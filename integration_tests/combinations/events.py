@@ -312,19 +312,26 @@ def _optimizer_state_dict(at: Training) -> None:
     """Write an optimizer's state, as shards and in full, and read it back."""
     if at.optimizer is None or len(at.optimizer.state) < sum(len(g["params"]) for g in at.optimizer.param_groups):
         return  # torch refuses parameters without a state
-    before = copy.deepcopy([full(value) for value in _states(at.optimizer)])
+    before = {key: full(value).clone() for key, value in _states(at.optimizer).items()}
     for write, read in ((StateDictOptions(), StateDictOptions()), (_FULL, _FROM_RANK_0)):
         state = copy.deepcopy(get_optimizer_state_dict(at.model, at.optimizer, options=write))
-        for value in _states(at.optimizer):
+        for value in _states(at.optimizer).values():
             value.zero_()
         state = {} if read is _FROM_RANK_0 and dist.get_rank() else state
         set_optimizer_state_dict(at.model, at.optimizer, state, options=read)
-        for found, wanted in zip(_states(at.optimizer), before, strict=True):
-            compare("state of the optimizer", full(found), wanted)
+        found = _states(at.optimizer)
+        for key, wanted in before.items():
+            compare(f"state of the optimizer: {key[1]}", full(found[key]), wanted)
 
 
-def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+def _states(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Tensor]:
+    """The tensors of the state, by parameter and name."""
+    return {
+        (id(parameter), name): value
+        for parameter, state in optimizer.state.items()
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
 #: Calls by name.
