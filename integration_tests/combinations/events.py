@@ -367,7 +367,8 @@ EVENTS: dict[str, Callable[[Training], None]] = {
 }
 #: Calls of adapters, of models that generate, and of mixtures.
 OF_ADAPTERS = ("without adapter", "merged")
-OF_DECODERS = ("generation", "beams", "sampling", "static cache", "last logits", "loss from hidden states")
+GENERATIONS = ("generation", "beams", "sampling", "static cache")
+OF_DECODERS = (*GENERATIONS, "last logits", "loss from hidden states")
 OF_MIXTURES = ("routes", "router logits")
 #: Where a call can stand in a step.
 SLOTS = ("before the optimizer", "before backward", "before clipping", "before the step", "after the step")

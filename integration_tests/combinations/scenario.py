@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from combinations.batches import BATCH, Batch, Share, full, make_batch, outputs_of
 from combinations.cases import ACCUMULATE, Case
 from combinations.changes import CHANGES
-from combinations.events import EVENTS, OF_DECODERS, SLOTS, Training, Wrong, compare, generated
+from combinations.events import EVENTS, GENERATIONS, SLOTS, Training, Wrong, compare, generated
 from combinations.families import FAMILIES
 from combinations.optimizers import OPTIMIZERS
 from combinations.own_gradients import OWN_GRADIENTS
@@ -91,7 +91,7 @@ def _alone(model: Any, batches: list[Batch], case: Case) -> None:
     inputs = {**batches[0].inputs, "use_cache": False}
     with torch.no_grad():
         for name in (event.partition("@")[0] for event in case.names("event")):
-            if name in OF_DECODERS[:4]:
+            if name in GENERATIONS:
                 generated(model, **getattr(EVENTS[name], "keywords", {}))
             flags = {"hidden states": "output_hidden_states", "router logits": "output_router_logits"}
             flags |= {"attentions": "output_attentions"}
