@@ -32,7 +32,7 @@ def _estimate(blocks: int = FEW, **options: object) -> Estimate:
 
 
 @pytest.mark.parametrize(
-    "options", [{"compile": True, "activation_checkpointing": "none"}, {"micro_batches": 2}], ids=str
+    "options", [{}, {"compile": True, "activation_checkpointing": "none"}, {"micro_batches": 2}], ids=str
 )
 def test_scaled_tapes_reserve_as_much_as_every_block(options: dict[str, object]) -> None:
     scaled, exact = _estimate(MANY, **options), _estimate(MANY, exact=True, **options)

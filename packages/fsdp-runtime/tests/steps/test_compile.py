@@ -94,17 +94,16 @@ def test_packed_rows_are_recomputed_selectively_where_the_compiler_leaves_them_t
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_outputs_that_are_recorded_are_there_after_a_forward_without_them() -> None:
+@pytest.mark.parametrize("output", ["router_logits", "hidden_states"])
+def test_outputs_that_are_recorded_are_there_after_a_forward_without_them(output: str) -> None:
     plain = tiny_model("Qwen3MoeForCausalLM")
+    model = parallelize(copy.deepcopy(plain), MeshSpec().build(device_type="cpu"), compile=AOT)
     inputs = tiny_inputs(plain, batch=2, length=7)
-    mesh = MeshSpec().build(device_type="cpu")
-    for output in ("router_logits", "hidden_states"):
-        model = parallelize(copy.deepcopy(plain), mesh, compile=AOT)
-        for _ in range(2):
-            model(**inputs)
-            found = model(**inputs, **{f"output_{output}": True})
-            assert len(found[output]) == len(plain(**inputs, **{f"output_{output}": True})[output])
-            assert describe_parallelism(model).compiled
+    for _ in range(2):
+        model(**inputs)
+        found = model(**inputs, **{f"output_{output}": True})
+        assert len(found[output]) == len(plain(**inputs, **{f"output_{output}": True})[output])
+        assert describe_parallelism(model).compiled
 
 
 def _gradients_with_dropout(backend: str | None, mode: str) -> list[torch.Tensor]:
