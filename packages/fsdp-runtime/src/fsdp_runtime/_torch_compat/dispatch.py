@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ def tree_leaves(tree: Any) -> list[Any]:
 
     found: list[Any] = _pytree.tree_leaves(tree)
     return found
+
+
+@cache  # a text is made anew at each call
+def operator_name(function: Any) -> str:
+    """Return an operator's name without its namespace and overload, as ``"add_"`` of ``aten::add_.Tensor``."""
+    return str(function.name()).split("::")[1].split(".")[0]
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

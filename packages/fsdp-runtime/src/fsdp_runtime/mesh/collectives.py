@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._torch_compat import group_of, tree_leaves
+from fsdp_runtime._torch_compat import group_of, operator_name, tree_leaves
 from fsdp_runtime.mesh.experts import expert_axis_size
 from fsdp_runtime.mesh.spec import FLATTENED, submesh
 
@@ -51,7 +51,7 @@ def collective_call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Coll
     """Return the collective that an operator runs, functional or in place; ``None`` for other operators."""
     if function.namespace not in _NAMESPACES:
         return None
-    name = str(function.name()).split("::")[1].split(".")[0]
+    name = operator_name(function)
     kind = next((kind for part, kind in _KINDS.items() if part in name), None)
     if kind is None:
         return None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime._torch_compat import operator_name
 from tp_plans.runtime import EXPERT_COUNTS
 
 aten = torch.ops.aten
@@ -26,8 +26,11 @@ _ORIGIN = "_fsdp_runtime_origin"
 
 def remember_origin(function: Any, args: Any, result: Any) -> None:
     """Attach to a boolean scalar or a table of counts the operator that made it, for :func:`assume_result`."""
-    if isinstance(result, Tensor) and ((result.dtype == torch.bool and result.ndim == 0) or _name(function) in _COUNTS):
-        setattr(result, _ORIGIN, (_name(function), args[0].numel() if isinstance(args[0], Tensor) else 0))
+    if not isinstance(result, Tensor):
+        return
+    name = operator_name(function).rstrip("_")
+    if (result.dtype == torch.bool and result.ndim == 0) or name in _COUNTS:
+        setattr(result, _ORIGIN, (name, args[0].numel() if isinstance(args[0], Tensor) else 0))
 
 
 def assume_result(function: Any, tensor: Tensor, running: Sequence[nn.Module]) -> tuple[Any, str]:
@@ -77,8 +80,3 @@ def _selected(tensor: Tensor, experts: int | None) -> int:
     if tensor.numel() in (experts, experts + 1):  # some models count an expert for tokens that have none
         return experts
     return -(-tensor.numel() // experts)
-
-
-@cache  # a text is made anew at each call
-def _name(function: Any) -> str:
-    return str(function.name()).split("::")[1].split(".")[0].rstrip("_")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_runtime._torch_compat import operator_name
 from tp_plans.runtime import is_at_or_below
 
 #: Parts of the names of operators that are kernels of their own.
@@ -64,7 +65,7 @@ class Fusion:
             return
         path = next((path for path in self._compiled if is_at_or_below(module, path)), "")
         part = (phase, path)
-        name = str(function.name()).split("::")[1].split(".")[0].strip("_")
+        name = operator_name(function).strip("_")
         self._kernel = not path or function.namespace != "aten" or any(word in name for word in _KERNELS)
         self._part = part if path else None
         self._sources = read
