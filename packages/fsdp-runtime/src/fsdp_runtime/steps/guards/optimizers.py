@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import cache
 from math import prod
 from typing import Any
@@ -72,8 +72,7 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _refuse_kind(optimizer: Optimizer, shards: Sequence[DTensor], total: int) -> None:
-    kind = next((each for each in type(optimizer).__mro__ if each.__name__ in _CANNOT), None)
-    if kind is None or kind.__module__.partition(".")[0] not in ("torch", "transformers"):
+    if (kind := _kind_among(_CANNOT, optimizer)) is None:
         return
     one_vector = kind.__name__ == "LBFGS" and len(shards) == total and all(map(_is_even, shards))
     if shards and not one_vector:
@@ -84,8 +83,7 @@ def _refuse_kind(optimizer: Optimizer, shards: Sequence[DTensor], total: int) ->
 
 
 def _refuse_fused(optimizer: Optimizer) -> None:
-    kind = type(optimizer)
-    if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in _CANNOT_FUSED:
+    if (kind := _kind_among(_CANNOT_FUSED, optimizer)) is None:
         return
     for number, group in enumerate(optimizer.param_groups):
         shards = [each for each in group["params"] if isinstance(each, DTensor)]
@@ -94,6 +92,13 @@ def _refuse_fused(optimizer: Optimizer) -> None:
                 f"torch's fused step of {kind.__name__} takes no DTensors, and {len(shards)} of the "
                 f"{len(group['params'])} parameters of group {number} are: pass fused=False, foreach=True"
             )
+
+
+def _kind_among(names: Container[str], optimizer: Optimizer) -> type | None:
+    """Return the class of torch or transformers with one of the names that an optimizer is, or is derived from."""
+    kind = next((each for each in type(optimizer).__mro__ if each.__name__ in names), None)
+    known = kind is not None and kind.__module__.partition(".")[0] in ("torch", "transformers")
+    return kind if known else None
 
 
 def _is_even(shard: DTensor) -> bool:
