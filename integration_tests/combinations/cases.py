@@ -35,6 +35,8 @@ MESHES: Mapping[int, tuple[dict[str, int], ...]] = {
         {"dp_shard": 2, "cp": 2, "ep": 2},
     ),
 }
+#: Calls by name.
+CALLS = EVENTS | OWN_GRADIENTS
 ACCUMULATE = "accumulation"
 #: Calls that write to parameters: not while a graph keeps them.
 _WRITES = ("resume", "set state dict")
@@ -57,7 +59,7 @@ def atoms() -> tuple[tuple[str, str], ...]:
         "step": step_options(),
         "rows": KINDS[1:],
         "change": CHANGES,
-        "event": [*EVENTS, *OWN_GRADIENTS],
+        "event": CALLS,
         "loop": (ACCUMULATE,),
         "optimizer": [*OPTIMIZERS][1:],
     }

@@ -6,7 +6,7 @@ import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_runtime
 from combinations.batches import LENGTH, Batch, Share, documents, full, outputs_of
-from harness.parity import largest, own_part
+from harness.parity import GRADIENT_BOUND, gradient_errors, largest, own_part
 
 #: Bound of the numerics contract for outputs and weights.
 BOUND = 1e-5
@@ -54,6 +54,25 @@ class Training:
         masked = batch.weights != 0
         compare(what, full(output.logits), self.tokens_of(wanted), self.tokens_of(masked))
         return output
+
+    def logits_of(self, part: Batch) -> Tensor:
+        """Return the parallelized model's logits of this rank's rows."""
+        return full(self.model(**self.share.inputs(part), use_cache=False).logits)
+
+    def loss_of(self, logits: Tensor, part: Batch) -> Tensor:
+        """Return a rank's part of the loss of some logits; FSDP2 averages over the ranks of ``dp``."""
+        return (logits * self.tokens_of(part.weights)).sum() * self.share.ranks
+
+    def reference_loss(self) -> Tensor:
+        """Return the loss of the batch on one process."""
+        return (outputs_of(self.reference, self.batch) * self.batch.weights).sum()
+
+    def compare_gradients(self, least_share: float) -> None:
+        """Compare the gradients of the two models."""
+        wanted = {name: parameter.grad for name, parameter in self.reference.named_parameters()}
+        for name, error in gradient_errors(wanted, self.model, least_share=least_share).items():
+            if not error <= GRADIENT_BOUND:
+                raise Wrong(f"gradient of {name} off by {error:.1e} of its largest element")
 
     def tokens_of(self, values: Tensor) -> Tensor:
         """Return this rank's tokens, where values have tokens."""
@@ -247,12 +266,10 @@ def _labels(at: Training) -> None:
 
 
 def _functional(at: Training) -> None:
-    batch = at.batch.rows(at.share.own)
-    inputs = {**at.share.inputs(batch), "use_cache": False}
+    model, parameters = at.model, dict(at.model.named_parameters())
+    called = replace(at, model=lambda **inputs: torch.func.functional_call(model, parameters, (), inputs))
     with torch.no_grad():
-        found = torch.func.functional_call(at.model, dict(at.model.named_parameters()), (), inputs).logits
-        wanted = outputs_of(at.reference, at.batch)[at.share.own]
-    compare("logits of a functional call", full(found), at.tokens_of(wanted), at.tokens_of(batch.weights != 0))
+        called.evaluate("logits of a functional call")
 
 
 def _without_adapter(at: Training) -> None:
@@ -272,13 +289,8 @@ def _merged(at: Training) -> None:
 
 
 def _deepcopy(at: Training) -> None:
-    original = at.model
-    at.model = copy.deepcopy(original)
-    try:
-        with torch.no_grad():
-            at.evaluate("logits of a copy")
-    finally:
-        at.model = original
+    with torch.no_grad():
+        replace(at, model=copy.deepcopy(at.model)).evaluate("logits of a copy")
 
 
 def _state_dict(at: Training) -> None:

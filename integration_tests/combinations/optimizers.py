@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,25 +20,21 @@ def _adamw_groups(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(groups, eps=_EPS)
 
 
-def _made(kind: Callable[..., Optimizer], **options: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
-    return partial(kind, **options)
-
-
 _ADAM = {"lr": 1e-3, "eps": _EPS}
 #: By name.
 OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    "SGD": _made(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=False),
-    "SGD, foreach": _made(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
-    "AdamW": _made(torch.optim.AdamW, **_ADAM),
-    "AdamW, fused": _made(torch.optim.AdamW, **_ADAM, fused=True),
-    "AdamW, foreach": _made(torch.optim.AdamW, **_ADAM, foreach=True),
+    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=False),
+    "SGD, foreach": partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
+    "AdamW": partial(torch.optim.AdamW, **_ADAM),
+    "AdamW, fused": partial(torch.optim.AdamW, **_ADAM, fused=True),
+    "AdamW, foreach": partial(torch.optim.AdamW, **_ADAM, foreach=True),
     "AdamW, groups": _adamw_groups,
-    "AMSGrad": _made(torch.optim.Adam, **_ADAM, amsgrad=True),
-    "NAdam": _made(torch.optim.NAdam, **_ADAM),
-    "RAdam": _made(torch.optim.RAdam, **_ADAM),
-    "Adamax": _made(torch.optim.Adamax, **_ADAM),
-    "Adagrad": _made(torch.optim.Adagrad, **_ADAM),
-    "Adadelta": _made(torch.optim.Adadelta, lr=1e-2, eps=_EPS),
-    "ASGD": _made(torch.optim.ASGD, lr=1e-3),
-    "RMSprop": _made(torch.optim.RMSprop, lr=1e-4, eps=1e-2, centered=True, momentum=0.5),
+    "AMSGrad": partial(torch.optim.Adam, **_ADAM, amsgrad=True),
+    "NAdam": partial(torch.optim.NAdam, **_ADAM),
+    "RAdam": partial(torch.optim.RAdam, **_ADAM),
+    "Adamax": partial(torch.optim.Adamax, **_ADAM),
+    "Adagrad": partial(torch.optim.Adagrad, **_ADAM),
+    "Adadelta": partial(torch.optim.Adadelta, lr=1e-2, eps=_EPS),
+    "ASGD": partial(torch.optim.ASGD, lr=1e-3),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-4, eps=1e-2, centered=True, momentum=0.5),
 }

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from combinations.batches import full, outputs_of
-from combinations.events import Training, Wrong
-from harness.parity import GRADIENT_BOUND, gradient_errors
+from combinations.events import Training
 
 Within = Callable[[Any], AbstractContextManager[Any]]
 #: Gives the loss of one model with each call.
@@ -27,7 +25,11 @@ def _compared(
     at: Training, within: Within = lambda _: nullcontext(), backward: Callable[[Loss], None] = _plain
 ) -> None:
     """Compare the gradients that backwards compute within a context of each model, then drop them."""
-    for model, loss in ((at.reference, partial(_reference_loss, at)), (at.model, partial(_loss, at))):
+    own = at.batch.rows(at.share.own)
+    for model, loss in (
+        (at.reference, at.reference_loss),
+        (at.model, lambda: at.loss_of(at.logits_of(own), own)),
+    ):
         with within(model):
             try:
                 backward(loss)
@@ -35,23 +37,9 @@ def _compared(
                 if model is at.reference and "does not require grad" in str(error):
                     return  # what trains was frozen
                 raise
-    wanted = {name: parameter.grad for name, parameter in at.reference.named_parameters()}
-    # A frozen part leaves gradients that are zero but for rounding.
-    for name, error in gradient_errors(wanted, at.model, least_share=1e-3).items():
-        if not error <= GRADIENT_BOUND:
-            raise Wrong(f"gradient of {name} off by {error:.1e} of its largest element")
+    at.compare_gradients(least_share=1e-3)  # a frozen part leaves gradients that are zero but for rounding
     at.model.zero_grad()
     at.reference.zero_grad()
-
-
-def _reference_loss(at: Training) -> Tensor:
-    return (outputs_of(at.reference, at.batch) * at.batch.weights).sum()
-
-
-def _loss(at: Training) -> Tensor:
-    own = at.batch.rows(at.share.own)
-    logits = full(at.model(**at.share.inputs(own), use_cache=False).logits)
-    return (logits * at.tokens_of(own.weights)).sum() * at.share.ranks
 
 
 def _first_in_first_out(loss: Loss) -> None:
@@ -92,14 +80,13 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hooked(model: nn.Module) -> Iterator[None]:
-    """Scale the results of norms and of split layers by hooks of a user, and look at gradients of blocks."""
-    seen: list[str] = []
+    """Scale the results of norms and of split layers, and the gradients of blocks, by hooks of a user."""
     handles = []
     for name, module in model.named_modules():
         if name.endswith(("norm", "q_proj", "o_proj")) and not [*module.children()]:
             handles.append(module.register_forward_hook(lambda _, args, output: output * 2))
         if type(module).__name__.endswith("DecoderLayer"):
-            handles.append(module.register_full_backward_hook(lambda *_, name=name: seen.append(name)))
+            handles.append(module.register_full_backward_hook(_doubled))
     try:
         yield
     finally:
@@ -107,10 +94,14 @@ def _hooked(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
+def _doubled(_: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return tuple(None if each is None else each * 2 for each in inputs)
+
+
 @contextmanager
 def _recomputed(model: Any, *, use_reentrant: bool) -> Iterator[None]:
     """Let transformers checkpoint the blocks."""
-    inner = getattr(model, "base_model", model) if hasattr(model, "disable_adapter") else model
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     inner.train()
     inner.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     inner.enable_input_require_grads()

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from combinations.batches import BATCH, Batch, Share, full, make_batch, outputs_of
-from combinations.cases import ACCUMULATE, Case
+from combinations.cases import ACCUMULATE, CALLS, Case
 from combinations.changes import CHANGES
 from combinations.events import EVENTS, GENERATIONS, SLOTS, Training, Wrong, compare, generated
 from combinations.families import FAMILIES
 from combinations.optimizers import OPTIMIZERS
-from combinations.own_gradients import OWN_GRADIENTS
 from fsdp_runtime import FsdpRuntimeError, no_sync, parallelize
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps import Compile
-from harness.parity import GRADIENT_BOUND, gradient_errors, largest, mesh_for, own_part, structural_problems
+from harness.parity import largest, mesh_for, own_part, structural_problems
 from rl_logprobs import clip_grad_norm_
 from rl_logprobs.errors import LogprobsError
 from tp_plans import TpPlansError
@@ -149,7 +148,7 @@ def _events(case: Case, slot: str, at: Training, refused: list[str]) -> None:
         event, _, place = name.partition("@")
         if place == slot:
             try:
-                (EVENTS | OWN_GRADIENTS)[event](at)
+                CALLS[event](at)
             except TYPED as error:
                 refused.append(f"{event}: {type(error).__name__}: {error}")
 
@@ -157,7 +156,7 @@ def _events(case: Case, slot: str, at: Training, refused: list[str]) -> None:
 def _gradients(case: Case, at: Training, refused: list[str]) -> None:
     """Compute the gradients of the batch in both models, and compare outputs and gradients."""
     batch, share = at.batch, at.share
-    (outputs_of(at.reference, batch) * batch.weights).sum().backward()
+    at.reference_loss().backward()
     own = batch.rows(share.own)
     parts = own.halves() if ACCUMULATE in case.names("loop") else (own,)
     for part in parts[:-1]:
@@ -166,22 +165,19 @@ def _gradients(case: Case, at: Training, refused: list[str]) -> None:
     loss = _loss(at, parts[-1])
     _events(case, SLOTS[1], at, refused)
     loss.backward()
-    wanted = {name: parameter.grad for name, parameter in at.reference.named_parameters()}
     eager = "eager attention" in case.names("change")  # its softmax in float32 leaves that of a key bias, which is zero
-    for name, error in gradient_errors(wanted, at.model, least_share=1e-3 if eager else 1e-9).items():
-        if not error <= GRADIENT_BOUND:
-            raise Wrong(f"gradient of {name} off by {error:.1e} of its largest element")
+    at.compare_gradients(least_share=1e-3 if eager else 1e-9)
     for problem in structural_problems(at.reference, at.model):
         raise Wrong(problem)
 
 
 def _loss(at: Training, part: Batch) -> Tensor:
-    """Return a rank's part of the loss, after its logits were compared; FSDP2 averages over the ranks of ``dp``."""
-    logits = full(at.model(**at.share.inputs(part), use_cache=False).logits)
-    weights = at.tokens_of(part.weights)
+    """Return a rank's part of the loss, after its logits were compared."""
+    logits = at.logits_of(part)
     with torch.no_grad():
-        compare("logits of training", logits, at.tokens_of(outputs_of(at.reference, part)), weights != 0)
-    return (logits * weights).sum() * at.share.ranks
+        wanted = at.tokens_of(outputs_of(at.reference, part))
+        compare("logits of training", logits, wanted, at.tokens_of(part.weights) != 0)
+    return at.loss_of(logits, part)
 
 
 def _same_parameters(when: str, reference: nn.Module, model: nn.Module) -> None:
