@@ -59,7 +59,7 @@ def _addends() -> None:
 CASES: Provocations = {
     "tp_plans/registry.py": {
         "register takes": lambda: register(3),  # type: ignore[arg-type]
-        "is that of {class_name} already": lambda: register(replace(_entry("LlamaForCausalLM"), notes="another")),
+        "belongs to {class_name} already": lambda: register(replace(_entry("LlamaForCausalLM"), notes="another")),
         "no plan is known for": lambda: plan_for("birch"),
         "keeps its blocks at": lambda: plan_for(LlamaForCausalLM()),
         "with another head": lambda: plan_for(Qwen3ForQuestionAnswering),

@@ -180,7 +180,7 @@ CASES: Provocations = {
         "it has no rules for the blocks": lambda: _plan("auto", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
         "does not serve either": lambda: _plan("auto", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
         "is neither 'auto' nor": lambda: _plan("a plan"),
-        "custom plan {path}: {what}": (
+        "custom plan {path}: {problem}": (
             lambda: _plan("no_such_module.plan"),
             lambda: _dotted("other"),
             lambda: _dotted("plan", _raising),

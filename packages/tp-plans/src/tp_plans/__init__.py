@@ -11,13 +11,13 @@ Layouts:       ``Layout``, ``Replicate``, ``Shard``, ``Partial``
 Read a model:  ``ModelTree``
 Check sizes:   ``check``, ``CheckReport``, ``Finding``, ``batch_divisibility``, ``BatchDivisibility``
 Verify a run:  ``verify_plan``; its report: ``tp_plans.verification``
-Explain:       ``explain``; what it returns: ``tp_plans.explanation``
+Explain:       ``explain``; its result: ``tp_plans.explanation``
 Apply:         ``styles_by_path``
 Errors:        ``TpPlansError``, ``PlanError``, ``CheckFailedError``, ``CapabilityError``,
                ``UnknownArchitectureError``; all of them: ``tp_plans.errors``
 
-Further front doors: ``tp_plans.models`` (an architecture of your own), ``tp_plans.transfer`` (weights from one layout
-to another), ``tp_plans.nemo`` (NeMo RL's names), ``tp_plans.runtime`` (what a runtime built on plans needs).  Other
+Further front doors: ``tp_plans.models`` (for a new architecture), ``tp_plans.transfer`` (weights from one layout
+to another), ``tp_plans.nemo`` (NeMo RL's names), ``tp_plans.runtime`` (helpers for a runtime built on plans).  Other
 modules may move.
 
 Importing this package costs next to nothing: a name is imported at its first use.  Neither torch nor transformers is

@@ -1,4 +1,4 @@
-"""Every look into what ``nn.Module`` keeps private, with its reason; seen to work on torch 2.10 to 2.15.
+"""Every use of private attributes of ``nn.Module``, with its reason; seen to work on torch 2.10 to 2.15.
 
 By attribute alone: torch is not imported, and a stand-in with the same attributes will do.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def own_parameters(module: Any) -> dict[str, Any]:
-    """A module's dict of its own parameters, absent ones (``None``) and views in their place included."""
+    """A module's dict of direct parameters, absent ones (``None``) and views in their place included."""
     # ``named_parameters`` hides both, and assigning an attribute refuses a plain tensor where a parameter was; torch's
     # own parametrisation and FSDP2 work on the same dict.
     found: dict[str, Any] = getattr(module, "_parameters", {})
@@ -18,13 +18,13 @@ def own_parameters(module: Any) -> dict[str, Any]:
 
 
 def own_children(module: Any) -> dict[str, Any]:
-    """A module's dict of its own children; ``named_children`` takes ten times as long in every call of a module."""
+    """A module's dict of direct children; ``named_children`` takes ten times as long in every call of a module."""
     found: dict[str, Any] = module._modules
     return found
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
-    """A module's dict of its own buffers, for modules that are no ``nn.Module`` too."""
+    """A module's dict of direct buffers, for modules that are no ``nn.Module`` too."""
     found: dict[str, Any] = getattr(module, "_buffers", {})
     return found
 
@@ -46,10 +46,10 @@ class Workaround:
     place: str  # module and name under ``tp_plans.torch_styles``
     last: tuple[int, int]  # the last torch version that needs it; a test fails once no supported version does
     upstream: str  # the issue or pull request, or that none was found
-    reason: str  # what goes wrong without it
+    reason: str  # the failure without it
 
 
-#: Every place in the torch styles whose form depends on a version of torch.
+#: Every place in the torch styles that depends on a version of torch.
 WORKAROUNDS = (
     Workaround(
         "gradients._UnevenView",
@@ -103,6 +103,6 @@ WORKAROUNDS = (
         "row_all_to_all.all_to_all",
         (2, 11),
         "no upstream issue found; the same failure: https://github.com/deepspeedai/DeepSpeed/pull/8491",
-        "the compiler gives no gradient to an autograd function whose output a collective wrote in place",
+        "the compiler gives no gradient to an autograd function if a collective wrote its output in place",
     ),
 )

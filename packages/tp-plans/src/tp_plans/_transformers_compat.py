@@ -1,4 +1,4 @@
-"""Every look into what transformers keeps private, with its reason; seen to work on transformers 5.24.
+"""Every use of private API of transformers, with its reason; seen to work on transformers 5.24.
 
 By attribute alone: transformers is not imported.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 def own_plan(owner: Any) -> Mapping[str, str] | None:
     """The plan that a model class or an instance carries, in transformers' words."""
-    # The public ``tp_plan`` property, where there is one, has those of inner models merged in under other names.
+    # The public ``tp_plan`` property, if present, merges the plans of inner models under other names.
     plan: Mapping[str, str] | None = getattr(owner, "_tp_plan", None)
     return plan
 
@@ -27,14 +27,14 @@ def own_expert_plan(module: Any) -> Mapping[str, str]:
 
 
 def mark_expert_parallel(experts: Any) -> None:
-    """Tell transformers' batched and grouped experts to look for the index that stands for no expert of this rank."""
+    """Mark transformers' batched and grouped experts: their routes may hold the index for "no expert of this rank"."""
     # Without the mark their kernels (since 5.23) leave the rows of such routes uninitialised. No upstream issue found.
     if hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True
 
 
 def skips_sentinel_index(experts: Any) -> bool:
-    """Return whether a module of experts passes over the index that stands for no expert of this rank."""
+    """Return whether a module of experts skips the index for "no expert of this rank"."""
     # The eager code of transformers' own raises for it before 5.18: the one-hot mask that it makes has no place for it.
     if not type(experts).__module__.startswith("transformers."):
         return True
@@ -44,7 +44,7 @@ def skips_sentinel_index(experts: Any) -> bool:
 
 
 def kept_in_float32(model: Any, names: Iterable[str]) -> frozenset[str]:
-    """Return the names of those parameters that transformers loads in float32 where the model is in bfloat16."""
+    """Return the names of parameters that transformers loads in float32 although the model is in bfloat16."""
     # ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.24).
     found = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     patterns = [re.compile(each.replace("*", ".*")) for each in found]

@@ -7,12 +7,12 @@ from typing import Any, TypeGuard
 from tp_plans.errors import ModelError, PlanError
 from tp_plans.layouts import Replicate, Shard
 
-#: No mesh axis is larger; what is listed for every rank would not end.
+#: No mesh axis is larger; lists with an entry per rank would not end.
 MAX_RANKS = 2**20
 
 
 def require(style: Any, field: str, allowed: bool, wanted: str) -> None:
-    """Raise :class:`PlanError` unless ``allowed``, saying what the field holds and what is wanted of it."""
+    """Raise :class:`PlanError` unless ``allowed``, with the field's value and the values that it takes."""
     if not allowed:
         raise PlanError(f"{type(style).__name__}.{field} is {getattr(style, field)!r}: write {wanted}")
 

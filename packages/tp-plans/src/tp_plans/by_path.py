@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def styles_by_path(plan: Plan, model: Any) -> dict[str, ParallelStyle]:
     """Return the torch styles of a plan for one model, keyed by module path (imports torch).
 
-    Unlike :meth:`Plan.to_torch`, which is keyed by pattern, this names each module that a rule matches, so that
-    ``parallelize_module`` warns of no layer that lacks what a pattern names, and rules for one module at different
+    :meth:`Plan.to_torch` is keyed by pattern.  This function names each module that a rule matches.  As a result,
+    ``parallelize_module`` does not warn of layers without a match, and rules for one module at different
     patterns are distinguished from rules for different modules.
 
     Args:
@@ -51,13 +51,13 @@ def expert_styles_by_path(
 ) -> dict[str, ParallelStyle]:
     """Return the torch styles of a plan's axis ``ep`` for one model, keyed by module path (imports torch).
 
-    Apply them with ``parallelize_module(model, mesh["ep"], styles)``, after those of the axis ``tp``.
+    Apply them with ``parallelize_module(model, mesh["ep"], styles)``, after the styles of the axis ``tp``.
 
     Args:
         plan: the plan; rules of the axis ``tp`` are passed over.
         model: the ``torch.nn.Module`` that it is for; the meta device is enough.
-        shared_mesh: the axis whose ranks have the same tokens, ``tp``, which they divide among themselves before they
-            send them; ``None`` where every rank has tokens of its own.
+        shared_mesh: ``tp``, if its ranks have the same tokens: they divide the tokens among themselves before they
+            send them; ``None`` if every rank has different tokens.
         exchange: how tokens travel: ``"all_to_all"``, or a subclass of ``TokenExchange``.
 
     Returns:

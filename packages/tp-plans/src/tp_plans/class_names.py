@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Inner models whose activations cannot be sharded on the sequence between blocks, with the reason.
+#: Inner models that cannot shard activations on the sequence between blocks, with the reason.
 NO_SEQUENCE_PARALLELISM: dict[str, str] = {
     "EvollaModel": "its blocks attend to features of a protein encoder, which is part of the decoder",
     "Gemma3nTextModel": "its blocks pass on several streams, stacked before the batch",
@@ -11,5 +11,5 @@ NO_SEQUENCE_PARALLELISM: dict[str, str] = {
     "Inkling2TextModel": "its blocks read the outputs of all blocks before, collected outside of them",
 }
 
-#: Classes whose indices from the number of experts on stand for experts that return their input.
+#: Classes with identity experts: an index at or above the number of experts returns the input.
 EXPERTS_WITH_IDENTITIES = ("LongcatFlashExperts",)

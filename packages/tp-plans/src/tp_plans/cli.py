@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    listing = commands.add_parser("list", help="the architectures that have a plan of their own")
-    listing.add_argument("filter", nargs="?", default="", help="show those whose name or notes contain this")
+    listing = commands.add_parser("list", help="architectures with a plan in this package")
+    listing.add_argument("filter", nargs="?", default="", help="show architectures with this in the name or the notes")
     _add_json(listing, "as JSON")
     listing.set_defaults(run=_list)
 

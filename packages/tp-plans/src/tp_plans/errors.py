@@ -61,7 +61,7 @@ class CheckFailedError(TpPlansError, ValueError):
 
 
 class LayoutError(TpPlansError, ValueError):
-    """A module was given a tensor in a layout under which it would train wrongly."""
+    """A module would train wrongly with the layout of a tensor that it was given."""
 
 
 class TransferError(TpPlansError, ValueError):

@@ -53,7 +53,7 @@ def plan_around(plans: Mapping[str, Plan], tree: ModelTree) -> Plan:
 
 
 def _tied_heads(rules: Mapping[str, Style], tree: ModelTree) -> Iterator[str]:
-    """Return the linear layers without a rule that share the weight of an embedding whose entries are sharded."""
+    """Return the linear layers without a rule that share the weight of a vocabulary-sharded embedding."""
     planned = PlannedTree(tree, Plan(rules))
     for owners in ([parent(path) for path in group] for group in tree.tied):
         if any(isinstance(planned.style(owner), VocabParallelEmbedding) for owner in owners):

@@ -47,7 +47,7 @@ _SHARD = re.compile(r"shard\((-?\d{1,3})\)")
 
 
 def layout_from_str(text: str) -> Layout:
-    """Parse what ``str(layout)`` gives: ``"replicate"``, ``"partial"`` or ``"shard(DIM)"``."""
+    """Parse the result of ``str(layout)``: ``"replicate"``, ``"partial"`` or ``"shard(DIM)"``."""
     if text == "replicate":
         return Replicate()
     if text == "partial":

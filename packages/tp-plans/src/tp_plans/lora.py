@@ -3,7 +3,7 @@
 An adapter adds ``B(A(x))`` to a layer's output, with ``A`` ``[rank, in]`` and ``B`` ``[out, rank]``.  For a
 column-wise layer ``B`` is sharded like the layer and ``A`` is replicated; for a row-wise one ``A`` is sharded like the
 layer and ``B`` is replicated, after the sum over the ranks, which is cheap at the width of the adapter's rank.
-Source: Hu et al., arXiv:2106.09685; the layouts are those of S-LoRA (arXiv:2311.03285), section 6.
+Source: Hu et al., arXiv:2106.09685; the layouts are from S-LoRA (arXiv:2311.03285), section 6.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def adapter_styles(style: styles.Style, *, sequence_dim: int | None = None) -> A
 
     Args:
         style: the layer's, with numbers in place of attributes of the parent (``tp_plans.runtime.resolve_style``).
-        sequence_dim: the dim on which the layer's input is sharded, where no module above gathers it (the head
+        sequence_dim: the sharded dim of the layer's input, if no module above gathers it (the head
             under sequence parallelism).
 
     Returns:
@@ -70,7 +70,7 @@ def adapter_styles(style: styles.Style, *, sequence_dim: int | None = None) -> A
 
 
 def require_no_adapters(tree: ModelTree) -> None:
-    """Refuse a model with low-rank adapters, whose layers have other names and shapes than the architecture's."""
+    """Refuse a model with low-rank adapters: its layers have other names and shapes than the architecture's."""
     for path in tree.modules:
         layer = parent(path)
         if path.endswith(".base_layer") and join(layer, "lora_A") in tree.modules:

@@ -1,4 +1,4 @@
-"""Models without weights, from a config or a class name; the one place that imports transformers by itself."""
+"""Models without weights, from a config or a class name; the one place that imports transformers unasked."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model_of(source: str) -> Any:
     module_name, _, attribute = source.rpartition(".")
     if not module_name:
         return meta_model_of_class(source)
-    sys.path.insert(0, "")  # what is named may lie in the current folder
+    sys.path.insert(0, "")  # the module may be in the current folder
     try:
         found = getattr(importlib.import_module(module_name), attribute)
         is_model = hasattr(found, "named_modules") and not isinstance(found, type)

@@ -24,7 +24,7 @@ _CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
 
 @dataclass(frozen=True, eq=False)
 class ModelTree:
-    """A model's modules and parameters by path, and what its structure says of them.
+    """A model's modules and parameters by path, with the roles that its structure gives them.
 
     Args:
         modules: every module by path, parents first; the model itself is at ``""``.
@@ -106,14 +106,14 @@ class ModelTree:
         return None if weight is None else int(weight.shape[dim])
 
     def is_linear(self, path: str) -> bool:
-        """Return whether a module is a linear layer whose forward is torch's: the product with its weight alone."""
+        """Return whether a module is a linear layer with torch's forward: the product with its weight alone."""
         module = self.modules[path]
         return _inherits(module, {"Linear"}) and class_of_forward(module) == "Linear" and self.weight(path) is not None
 
     def computes_by_row(self, path: str) -> bool:
-        """Return whether a linear layer whose class adds to the product may compute each row of its weight apart.
+        """Return whether a linear layer with a custom forward may compute each row of its weight separately.
 
-        All of its parameters have those rows, as the scales of Dory's head.
+        All of its parameters have one entry per row, as the scales of Dory's head.
         """
         rows, own = self.size(path, 0), self.own_parameters(path)
         return _inherits(self.modules[path], {"Linear"}) and all(
@@ -123,7 +123,7 @@ class ModelTree:
     def is_plain_linear(self, path: str) -> bool:
         """Return whether a module is torch's linear layer itself: other code may read a subclass's weight.
 
-        ``nn.MultiheadAttention`` reads that of its ``NonDynamicallyQuantizableLinear``, without calling it.
+        ``nn.MultiheadAttention`` reads its ``NonDynamicallyQuantizableLinear``'s weight without calling the layer.
         """
         return type(self.modules[path]).__name__ == "Linear"
 
@@ -139,7 +139,7 @@ class ModelTree:
         return "norm" in type(self.modules[path]).__name__.lower() and not self.children[path] and vectors
 
     def is_scale(self, path: str, features: int | None) -> bool:
-        """Return whether all that a module owns is vectors of so many features, as a norm's weight and bias."""
+        """Return whether a module owns only vectors of so many features, as a norm's weight and bias."""
         vectors = self.own_parameters(path)
         return bool(vectors) and all(tuple(vector.shape) == (features,) for vector in vectors.values())
 
@@ -151,7 +151,7 @@ class ModelTree:
         return len(stacked) >= 2 and len(firsts) == 1 and firsts != {1}
 
     def is_numbered(self, path: str) -> bool:
-        """Return whether a module's children are all named by numbers, as those of a list are."""
+        """Return whether a module's children are all named by numbers, as a list's are."""
         return bool(self.children[path]) and all(leaf(child).isdigit() for child in self.children[path])
 
     # Modules together.
@@ -205,8 +205,8 @@ class ModelTree:
     def stacks(self) -> Mapping[str, tuple[str, ...]]:
         """The blocks of every stack, by the path of the container that holds them, vision towers included.
 
-        A stack is an outermost ``ModuleList`` whose members are themselves made of modules, lists in a list included,
-        or a ``ModuleDict`` or ``Sequential`` whose members are all of one class.
+        A stack is an outermost ``ModuleList`` with members that are made of modules, lists in a list included,
+        or a ``ModuleDict`` or ``Sequential`` with members of one class.
         """
         return dict(self._stacks(""))
 
@@ -250,7 +250,7 @@ class ModelTree:
 
     @cached_property
     def shaped_as_embedding(self) -> tuple[str, ...]:
-        """The modules outside the blocks, besides the embedding, whose weight has the embedding's shape."""
+        """The modules outside the blocks, besides the embedding, with a weight of the embedding's shape."""
         shapes, embedding = self._matrices_outside, self.embedding
         return tuple(path for path in shapes if embedding and path != embedding and shapes[path] == shapes[embedding])
 
@@ -324,7 +324,7 @@ class ModelTree:
                 yield from self._stacks(child)
 
     def _members(self, container: str) -> tuple[str, ...]:
-        """The blocks in a container, those of containers inside it in their place; none where it holds other things."""
+        """The blocks in a container, nested containers flattened; none if it holds other modules."""
         is_list = self._is_list(container)
         if not is_list and not _inherits(self.modules[container], _CONTAINERS):
             return ()
@@ -348,7 +348,7 @@ class ModelTree:
         return kind.__name__ == "Module" and kind.__module__.startswith("torch.")
 
     def _is_list(self, path: str) -> bool:
-        """A ``ModuleList``, or what answers as one: numbered children, and no forward of its own."""
+        """A ``ModuleList``, or a module that acts as one: numbered children, and no forward."""
         module = self.modules[path]
         if _inherits(module, {"ModuleList"}):
             return True
@@ -392,9 +392,9 @@ def names_embedding(path: str) -> bool:
 
 
 def class_of_forward(module: Any) -> str:
-    """Return the name of the class that defines what a linear layer computes, ``"Linear"`` for torch's.
+    """Return the name of the class that defines a linear layer's forward, ``"Linear"`` for torch's.
 
-    What wraps a module on a mesh is mixed in before its class, and is no module itself.
+    Wrappers of a module on a mesh are mixed in before its class, and are no modules.
     """
     modules = (base for base in type(module).__mro__ if any(each.__name__ == "Module" for each in base.__mro__))
     return next((base.__name__ for base in modules if "forward" in vars(base)), "Linear")

@@ -17,7 +17,7 @@ def getattr_path(owner: Any, path: str) -> object:
     for name in path.split("."):
         try:
             value = getattr(value, name, None)
-        except Exception:  # noqa: BLE001 (configs raise errors of their own for numbers that differ among layers)
+        except Exception:  # noqa: BLE001 (configs raise custom errors for numbers that differ among layers)
             return None
     return value
 

@@ -48,7 +48,7 @@ KV_GROUPS = "num_key_value_groups"
 #: Attributes of a mixture that count its routed experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 
-#: Layers whose weight the kernels of Mamba and related recurrences take as an argument, in place of calling the layer.
+#: Layers that recurrences such as Mamba never call: their kernels take the layer's weight as an argument.
 KERNEL_ARGUMENTS = ("out_proj", "dt_proj")
 
 #: The argument under which a language model takes embeddings in place of token ids.

@@ -1,6 +1,6 @@
 """The functions of NeMo RL's ``nemo_rl.models.dtensor.parallelize`` that make plans, by their names and signatures.
 
-A user changes one import line.  Every word of transformers' plans is known, what the shipped plans get wrong is
+A user changes one import line.  Every word of transformers' plans is known, errors of the shipped plans are
 corrected, and errors name the fix where the originals assert.
 """
 

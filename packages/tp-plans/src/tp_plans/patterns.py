@@ -18,7 +18,7 @@ class _Node:
 
 
 class Patterns:
-    """Patterns, in order, in which each dotted part stands for one part of a path, as a shell would match it."""
+    """Ordered patterns: each dotted part is a shell pattern for one part of a path."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = list(patterns)

@@ -23,7 +23,7 @@ _FIELDS = ("format", "name", "sequence_parallel", "rules")
 
 @dataclass(frozen=True)
 class RuleChange:
-    """One pattern on which two plans differ; ``None`` where a plan says nothing of it."""
+    """One pattern with different styles in two plans; ``None`` for a plan without the pattern."""
 
     pattern: str
     before: Style | None
@@ -32,7 +32,7 @@ class RuleChange:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """The patterns on which two plans differ, in the order of the first, then of the second."""
+    """The patterns with different styles in two plans, in the order of the first, then of the second."""
 
     changes: tuple[RuleChange, ...]
 
@@ -52,12 +52,12 @@ class PlanDiff:
 class Plan(Mapping[str, Style]):
     """Which module of a model is split how, as data.
 
-    A key is a dotted module path in which each part may be a shell-style pattern that stands for exactly one
+    A key is a dotted module path.  Each part may be a shell-style pattern for exactly one
     part: ``model.layers.*.mlp.up_proj`` means that layer of every block.
 
     Args:
         rules: pattern to style.
-        name: what the plan is for, used in messages.
+        name: the model or class of the plan, used in messages.
         sequence_parallel: whether activations between blocks are cut on the sequence.
 
     Raises:
@@ -171,7 +171,7 @@ class Plan(Mapping[str, Style]):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan from what :meth:`to_json` wrote.
+        """Read a plan from the text of :meth:`to_json`.
 
         Raises:
             PlanError: the text is not JSON, of another format, repeats a pattern, or holds an unknown style.
@@ -207,7 +207,7 @@ class Plan(Mapping[str, Style]):
 def require_plan(value: object) -> Plan:
     """The value, which is a plan."""
     if not isinstance(value, Plan):
-        raise PlanError(f"what is of type {type_name(value)} is not a plan: make one with resolve_plan(plan, model)")
+        raise PlanError(f"an object of type {type_name(value)} is not a plan: make one with resolve_plan(plan, model)")
     return value
 
 
@@ -227,7 +227,7 @@ def _require_module_path(pattern: object) -> None:
 
 def _parsed(text: str | bytes) -> Any:
     if not isinstance(text, (str, bytes, bytearray)):
-        raise PlanError(f"not JSON: a plan is read from text, not from what is of type {type_name(text)}")
+        raise PlanError(f"not JSON: a plan is read from text, not from an object of type {type_name(text)}")
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except PlanError:

@@ -53,7 +53,7 @@ class PlannedTree:
 
     @cached_property
     def rules(self) -> Mapping[str, list[str]]:
-        """The patterns that each module matches, and each parameter (those of ``ParameterStyle`` rules)."""
+        """The patterns that each module matches, and the ``ParameterStyle`` patterns that each parameter matches."""
         of_parameters = {pattern for pattern, style in self.plan.items() if isinstance(style, ParameterStyle)}
         rules = {
             path: [pattern for pattern in self.plan.match(path) if pattern not in of_parameters]
@@ -118,7 +118,7 @@ class PlannedTree:
         return is_split and style.output_layouts == Shard(-1) and style.use_local_output  # type: ignore[union-attr]
 
     def split_children(self, path: str) -> list[str]:
-        """Return the names of the children whose output is a plain tensor of this rank's features."""
+        """Return the names of the children that output a plain tensor of this rank's features."""
         return [leaf(child) for child in self.children[path] if self.outputs_local_shard(child)]
 
     def has_no_rules(self, path: str, names: Iterable[str]) -> bool:

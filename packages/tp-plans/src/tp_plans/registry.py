@@ -40,7 +40,7 @@ class _Names:
 
 
 def architectures() -> tuple[Architecture, ...]:
-    """Every architecture that has a plan of its own; those that were registered come last.
+    """Every architecture with a plan in this package, then the registered ones.
 
     Returns:
         The registered architectures, in the order of registration.
@@ -57,7 +57,7 @@ def register(entry: Architecture) -> None:
     """Make an architecture known in this process, wherever a plan is asked for by name, class, model or config.
 
     Args:
-        entry: its names and what it can do; one that is equal to a known one changes nothing.
+        entry: its names and capabilities; an entry equal to a known one changes nothing.
 
     Raises:
         PlanError: it is no :class:`Architecture`, or another one goes by one of its names.
@@ -67,11 +67,11 @@ def register(entry: Architecture) -> None:
         >>> tp_plans.register(tp_plans.architectures()[0])  # an equal entry changes nothing
     """
     if not isinstance(entry, Architecture):
-        raise PlanError(f"register takes an Architecture, not what is of type {type_name(entry)}")
+        raise PlanError(f"register takes an Architecture, not an object of type {type_name(entry)}")
     for name in entry.names:
         if _BY_NAME.get(name, entry) != entry:
             raise PlanError(
-                f"the name {name!r} of {entry.class_name} is that of {_BY_NAME[name].class_name} already: give the new "
+                f"the name {name!r} of {entry.class_name} belongs to {_BY_NAME[name].class_name} already: give the new "
                 f"architecture another, or change the known plan with plan_for({name!r}).override(...)"
             )
     for name in entry.names:
@@ -87,8 +87,8 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
             then by the config's ``architectures`` and ``model_type``.  A class of the same model for another task
             gets the plan with that task's head.
         sequence_parallel: also keep the activations between blocks cut on the sequence.
-        rowwise: false for the plan without row-wise layers (see :func:`tp_plans.rowwise_free`), whose forward
-            results are those of one process.
+        rowwise: false for the plan without row-wise layers (see :func:`tp_plans.rowwise_free`): its forward
+            results equal one process.
         tp: the size of the axis, where it is known: one beyond the architecture's largest is refused.
 
     Returns:
@@ -163,7 +163,7 @@ def _unknown(names: _Names, target: object) -> UnknownArchitectureError:
     return UnknownArchitectureError(
         f"no plan is known for {' / '.join(names) or repr(target)}{hint} "
         f"Known: {', '.join(entry.class_name for entry in architectures())}. "
-        "Give a plan of your own (a dict of pattern to style), tp_plans.from_hugging_face(model), or what "
+        "Give a dict of pattern to style, tp_plans.from_hugging_face(model), or the proposal that "
         "tp_plans.suggest(model) proposes."
     )
 

@@ -1,4 +1,4 @@
-"""From what a user gives as a plan (``"auto"``, a plan, a dict, a dotted path) to a plan."""
+"""Turn a user's ``plan=`` (``"auto"``, a plan, a dict, a dotted path) into a plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def resolve_plan(
 
     Args:
         plan: ``"auto"`` (the architecture's own plan, else the one that transformers ships for it, else one that is
-            inferred, and verified by a run where it has doubts), ``"inferred"`` (what ``suggest`` proposes, with its
+            inferred, and verified by a run where it has doubts), ``"inferred"`` (the proposal of ``suggest``, with its
             doubts), the name of an architecture, a :class:`Plan`, a dict of pattern to style or style word, or a dotted
             path (``"package.module.name"``) to one of these or to a function that returns one.
         model: the model that the plan is for.
@@ -60,7 +60,7 @@ def resolve_plan(
         The plan.
 
     Raises:
-        CustomPlanError: the user's plan cannot be used; the message says what was wrong with it.
+        CustomPlanError: the user's plan cannot be used; the message gives the reason.
         UnknownStyleError: it holds a word that names no style.
         UnknownArchitectureError: ``"auto"`` found no plan that is certain or verified.
         CapabilityError: sequence parallelism was asked of a model that has no such form, or the architecture cannot be
@@ -161,8 +161,8 @@ def _imported(path: str) -> object:
         _fail(path, "calling it without arguments raised", error)
 
 
-def _fail(path: str, what: str, error: Exception) -> NoReturn:
-    raise CustomPlanError(f"custom plan {path!r}: {what} {type(error).__name__}: {error}") from error
+def _fail(path: str, problem: str, error: Exception) -> NoReturn:
+    raise CustomPlanError(f"custom plan {path!r}: {problem} {type(error).__name__}: {error}") from error
 
 
 def _from_value(value: object, given: object) -> Plan:

@@ -14,7 +14,7 @@ Names in models:     ``QUERY``, ``KEY``, ``FUSED_QKV``, ``HEAD_DIM``, ``HEAD_COU
 Bytecode:            ``referenced_names``, ``takes_argument``
 Text:                ``colorize``
 
-Names and bytecode only propose: what is taken from them is checked by sizes or verified by a run.  Those of exchanges,
+Names and bytecode only propose: sizes check each proposal, or a run verifies it.  The names of exchanges,
 runs and tensors import torch at their first use.
 """
 

@@ -15,7 +15,7 @@ TASK_HEADS: dict[str, tuple[str, Style]] = {
 
 
 def with_task_head(plan: Plan, head: str, task: str, *, name: str) -> Plan:
-    """The plan with the rule of ``head`` replaced by that of a task's head."""
+    """The plan with the rule of ``head`` replaced by the rule of a task's head."""
     path, style = TASK_HEADS[task]
     without: dict[str, Style | None] = {head: None} if head in plan else {}
     changed = plan.override({**without, path: style})

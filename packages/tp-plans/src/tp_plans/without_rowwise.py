@@ -1,4 +1,4 @@
-"""Plans whose results are those of one process, bit for bit where the matrix products are."""
+"""Plans without row-wise layers: results equal one process, bit for bit if the matrix products do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tp_plans.plan import Plan, require_plan
 def rowwise_free(plan: Plan) -> Plan:
     """The plan with every row-wise layer column-wise instead, so that no activation is a sum over ranks.
 
-    A row-wise layer adds up what the ranks computed, in another order than one process does.  Here each rank
+    A row-wise layer sums the ranks' products in another order than one process does.  Here each rank
     gathers the layer's input and computes some of its output features, each of them with one product over all
     input features, and the features are gathered.  Stacked experts are replicated.  Embeddings are
     looked up as before: all but one of the summed values are zero.  Only the
@@ -54,7 +54,7 @@ def _without_sum(pattern: str, style: styles.Style) -> styles.Style:
             | styles.GatherSequence(inner=styles.AllReduceOutput())
         ):
             raise PlanError(
-                f"the rule for {pattern!r} is {style}, whose output is a partial sum: to do without it, "
+                f"the rule for {pattern!r} is {style}, and its output is a partial sum: to do without it, "
                 "override the rules of the module that sums, so that it is replicated"
             )
         case styles.RowwiseParallel(fused_sizes=pieces) if pieces:

@@ -126,5 +126,5 @@ def test_what_sits_below_a_norm_with_a_rule_needs_the_rule():
     model = Module(norm=Module(norm=Norm(32), scale=Module(inner=Linear(32, 32))))
     (first, second) = findings({"norm": SequenceParallel()}, model)
     assert [found.where for found in (first, second)] == ["norm.norm", "norm.scale.inner"]
-    assert "SequenceParallel of norm sums those of its own parameters only" in first.message
+    assert "SequenceParallel of norm sums gradients of its own parameters only" in first.message
     assert findings({f"norm.{name}": SequenceParallel() for name in ("norm", "scale.inner")}, model) == []

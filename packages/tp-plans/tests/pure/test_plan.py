@@ -285,7 +285,7 @@ def test_the_smallest_document_is_format_and_rules():
     [
         ("", "not JSON"),
         ("{", "not JSON"),
-        (None, "not JSON: a plan is read from text, not from what is of type NoneType"),
+        (None, "not JSON: a plan is read from text, not from an object of type NoneType"),
         ({"format": 1}, "not JSON: .* of type dict"),
         (b"\xff", "not JSON: 'utf-8' codec"),
         (document(format=1)[:-1] + ', "name": ' + "9" * 5000 + "}", "not JSON: .*4300"),

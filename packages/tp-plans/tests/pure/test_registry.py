@@ -220,12 +220,12 @@ def test_a_registered_architecture_is_found_like_one_of_our_own():
 @pytest.mark.parametrize("name", [{"class_name": "LlamaForCausalLM"}, {"model_type": "llama"}, {"aliases": ("llama",)}])
 def test_a_name_that_is_taken_is_refused_and_nothing_is_registered(name):
     before = architectures()
-    with pytest.raises(PlanError, match=r"the name '\w+' of \w+ is that of LlamaForCausalLM already.*override"):
+    with pytest.raises(PlanError, match=r"the name '\w+' of \w+ belongs to LlamaForCausalLM already.*override"):
         register(replace(BIRCH, **name))
     assert architectures() == before
     assert plan_for("llama").name == "LlamaForCausalLM"
 
 
 def test_what_is_no_architecture_is_not_registered():
-    with pytest.raises(PlanError, match=r"register takes an Architecture, not what is of type .*Plan"):
+    with pytest.raises(PlanError, match=r"register takes an Architecture, not an object of type .*Plan"):
         register(plan_for("llama"))

@@ -171,7 +171,7 @@ def test_wrong_values_in_json_are_refused_too(data, message):
 def test_data_that_holds_itself_is_refused():
     data = {"style": "GatherSequence"}
     data["inner"] = data
-    with pytest.raises(PlanError, match=r"GatherSequence\.inner has an 'inner' of its own: write a style"):
+    with pytest.raises(PlanError, match=r"GatherSequence\.inner has an 'inner' too: write a style"):
         style_from_dict(data)
 
 

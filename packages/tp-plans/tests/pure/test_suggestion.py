@@ -88,7 +88,7 @@ def test_parts_of_unfamiliar_names_are_found_by_place_and_shape():
     [
         (Attention(attributes={}), "input projections of 32, 16, 16 features precede one that reads 32"),
         (Attention(attributes={"num_heads": 5}), "its head size is unknown"),
-        (Attention(parameters={"sinks": tensor(4)}), "it has parameters of its own (sinks)"),
+        (Attention(parameters={"sinks": tensor(4)}), "it has direct parameters (sinks)"),
         (Attention(q_norm=Norm(32)), "q_norm is not over one head"),
         (Attention(low=Linear(7, 9)), "low neither read nor write the hidden states"),
         (Attention(delta=Linear(24, 32)), "projections of 32, 16, 16, 24 features, in heads of 8, are not queries"),
@@ -263,7 +263,7 @@ class ScaledHead(Linear):
 def test_a_head_whose_parameters_all_have_its_rows_is_split():
     found = suggest(model(logits=ScaledHead(131, 32, scale=tensor(131))))
     assert found.plan["logits"] == ColwiseParallel(use_local_output=False)
-    assert "takes rows apart" in doubts(found, "logits")[0]
+    assert "each row separately" in doubts(found, "logits")[0]
 
 
 @pytest.mark.parametrize(

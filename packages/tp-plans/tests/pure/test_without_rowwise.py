@@ -63,10 +63,10 @@ def test_stacked_experts_stay_whole():
 @pytest.mark.parametrize(
     ("style", "message"),
     [
-        (RowwiseParallel(output_layouts=Partial()), "whose output is a partial sum"),
-        (AllReduceOutput(), "whose output is a partial sum"),
-        (GatherSequence(inner=AllReduceOutput()), "whose output is a partial sum"),
-        (ScaleInput(), "whose output is a partial sum"),
+        (RowwiseParallel(output_layouts=Partial()), "its output is a partial sum"),
+        (AllReduceOutput(), "its output is a partial sum"),
+        (GatherSequence(inner=AllReduceOutput()), "its output is a partial sum"),
+        (ScaleInput(), "its output is a partial sum"),
         (RowwiseParallel(fused_sizes=(1, 1)), "reads 2 pieces"),
     ],
 )

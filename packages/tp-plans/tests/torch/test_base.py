@@ -301,7 +301,7 @@ def apply_to_patched():
 
 
 def test_a_module_whose_forward_is_patched_is_refused(two_ranks):
-    with pytest.raises(RanksFailed, match="AlreadyParallelizedError: this Linear carries a forward of its own"):
+    with pytest.raises(RanksFailed, match="AlreadyParallelizedError: this Linear carries another forward"):
         two_ranks.run(apply_to_patched)
 
 

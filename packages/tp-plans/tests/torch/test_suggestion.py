@@ -165,7 +165,7 @@ def test_a_table_that_the_code_multiplies_with_is_gathered_for_it(two_ranks):
 
 def test_a_head_with_a_factor_for_each_word_is_split_with_its_factors(two_ranks):
     (doubt,) = [each for each in suggest(WithScaledHead()).doubts if each.where == "speak"]
-    assert "ScaledHead has a forward of its own" in doubt.what
+    assert "ScaledHead has a custom forward" in doubt.what
     for error, split in two_ranks.run(errors_of_an_unknown_model, WithScaledHead):
         assert error < 1e-12
         assert split >= 3 + 2 * 6  # the factors too

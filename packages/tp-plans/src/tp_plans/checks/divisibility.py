@@ -22,23 +22,23 @@ from tp_plans.styles import (
     VocabParallelEmbedding,
 )
 
-#: The largest axis that is tried where nothing in a plan bounds it.
+#: The largest axis that is tried if nothing in a plan bounds it.
 MAX_TP = 1024
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Something that the ranks get parts of."""
+    """A size that the plan divides among the ranks."""
 
     where: str  # the module, parameter or attribute
     size: int  # how many there are
-    noun: str = "features"  # of what
+    noun: str = "features"  # the counted things
     unit: int = 1  # how many stay together
     even: bool = False  # whether every rank must get as many as the others
     shared: bool = False  # whether, where there are fewer units than ranks, several may have the same
 
     def fits(self, tp: int) -> bool:
-        """Return whether every rank of an axis gets its part; of nothing (experts of width 0) all do."""
+        """Return whether every rank of an axis gets a part; a size of 0 (experts of width 0) fits any axis."""
         if self.size == 0:
             return True
         units = self.size // self.unit
@@ -50,8 +50,8 @@ class Constraint:
         """Return the finding for a size of the axis that does not fit."""
         if not self.even:
             chunk = -(-self.size // tp)
-            what = f"{self.size} {self.noun} in chunks of {chunk} leave a rank of tp={tp} empty"
-            return Finding("error", self.where, what, "use a smaller tp")
+            problem = f"{self.size} {self.noun} in chunks of {chunk} leave a rank of tp={tp} empty"
+            return Finding("error", self.where, problem, "use a smaller tp")
         units = self.size // self.unit
         heads = f"{units} heads of {self.unit} ({self.size} {self.noun})" if self.unit > 1 else f"{units} {self.noun}"
         legal = ", ".join(str(n) for n in range(1, units + 1) if units % n == 0)
@@ -68,7 +68,7 @@ def valid_tp_sizes(cuts: Sequence[Constraint]) -> tuple[int, ...]:
 
 
 def divisibility_constraints(planned: PlannedTree) -> tuple[list[Constraint], list[Finding]]:
-    """Return what the plan shards over the axis, and findings for numbers that the model does not have."""
+    """Return the sizes that the plan shards over the axis, and findings for numbers that the model lacks."""
     cuts: list[Constraint] = []
     findings: list[Finding] = []
     for path in planned.styles:
@@ -116,15 +116,15 @@ def _weight_constraints(
     known = [piece for piece in proportions if piece is not None]
     if size % sum(known):
         listed = f"({', '.join(map(str, pieces))}) = {tuple(known)}"
-        what = f"{size} features are not a multiple of {sum(known)}, the sum of its fused sizes {listed}"
-        yield Finding("error", path, what, "correct the pieces of the rule")
+        problem = f"{size} features are not a multiple of {sum(known)}, the sum of its fused sizes {listed}"
+        yield Finding("error", path, problem, "correct the pieces of the rule")
         return
     for piece in known:
         features = size // sum(known) * piece
         which = f" of the {size}" * (len(known) > 1)
         if width is not None and features % width:
-            what = f"{features} features{which} are not a multiple of {width} (multiple_of)"
-            yield Finding("error", path, what, f"correct the unit {unit!r} of the rule")
+            problem = f"{features} features{which} are not a multiple of {width} (multiple_of)"
+            yield Finding("error", path, problem, f"correct the unit {unit!r} of the rule")
         else:
             yield Constraint(path, features, f"features{which}", width or 1, even=unit != 1 or shared, shared=shared)
 
@@ -134,16 +134,18 @@ def _mla_constraints(path: str, size: int, rotary: int | str, planned: PlannedTr
     if width is None:
         yield _missing_attribute(path, rotary, "rotary key", planned)
     elif width >= size:
-        what = f"its rotary key takes {width} of {size} features, which leaves none for the compressed keys and values"
-        yield Finding("error", path, what, f"correct the rotary key {rotary!r} of the rule")
+        problem = (
+            f"its rotary key takes {width} of {size} features, which leaves none for the compressed keys and values"
+        )
+        yield Finding("error", path, problem, f"correct the rotary key {rotary!r} of the rule")
     else:
         yield Constraint(path, size)
 
 
-def _missing_attribute(path: str, name: int | str, what: str, planned: PlannedTree) -> Finding:
+def _missing_attribute(path: str, name: int | str, problem: str, planned: PlannedTree) -> Finding:
     owner = type(planned.modules[parent(path)]).__name__
-    message = f"its {what} is {name!r}, but the {owner} above it has no positive integer of that name"
-    return Finding("error", path, message, f"give the {what} as a number")
+    message = f"its {problem} is {name!r}, but the {owner} above it has no positive integer of that name"
+    return Finding("error", path, message, f"give the {problem} as a number")
 
 
 def _count_constraints(path: str, style: ParallelAttention, planned: PlannedTree) -> Iterator[Constraint | Finding]:
@@ -157,12 +159,12 @@ def _count_constraints(path: str, style: ParallelAttention, planned: PlannedTree
             shared = shared and any(_replicated_kv(path, planned))
             yield Constraint(path, count, f"of {name}", even=True, shared=shared)
         else:
-            what = f"its count {name!r} is {count!r}, no positive integer"
-            yield Finding("error", join(path, name), what, "leave it out of the rule's counts")
+            problem = f"its count {name!r} is {count!r}, no positive integer"
+            yield Finding("error", join(path, name), problem, "leave it out of the rule's counts")
 
 
 def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
-    """Attention layers whose ranks share key/value heads, without the number that says how many there are."""
+    """Find attention layers that share key/value heads between ranks but do not tell the heads' number."""
     for path in planned.styles:
         style = planned.own_style(path)
         if not isinstance(style, ParallelAttention):
@@ -171,11 +173,13 @@ def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
         if not is_integer(getattr_path(module, style.kv_groups_attr)) or key_value_heads(module, style) is not None:
             continue
         if any(_has_fewer_heads(each, planned, tp) for each in _replicated_kv(path, planned)):
-            what = (
+            problem = (
                 f"ranks of tp={tp} would share key/value heads, and its {style.kv_groups_attr!r} can only be adapted "
                 f"with {style.kv_heads_attr!r}, which {type(module).__name__} does not have"
             )
-            yield Finding("error", path, what, "give the config that field, or the rule's kv_heads another attribute")
+            yield Finding(
+                "error", path, problem, "give the config that field, or the rule's kv_heads another attribute"
+            )
 
 
 def _has_fewer_heads(path: str, planned: PlannedTree, tp: int) -> bool:
@@ -185,7 +189,7 @@ def _has_fewer_heads(path: str, planned: PlannedTree, tp: int) -> bool:
 
 
 def _replicated_kv(path: str, planned: PlannedTree) -> Iterator[str]:
-    """The projections of an attention layer that let ranks share their heads."""
+    """Yield the projections of an attention layer with heads that ranks may share."""
     for child in planned.children[path]:
         style = planned.style(child)
         if isinstance(style, ColwiseParallel) and style.replicate_kv_heads:

@@ -12,13 +12,13 @@ from tp_plans.patterns import wildcard
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or noteworthy.
+    """One error or warning of a check.
 
     Args:
         severity: ``"error"`` where the model would fail or train wrongly, else ``"warning"``.
         where: the pattern or module path.
-        message: what is wrong, with the numbers.
-        fix: what to do about it.
+        message: the problem, with the numbers.
+        fix: the remedy.
     """
 
     severity: Literal["error", "warning"]

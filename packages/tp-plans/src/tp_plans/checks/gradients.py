@@ -16,7 +16,7 @@ _MARK = "mark it NoParallel(gradient='partial')"
 
 
 def check_partial_gradients(planned: PlannedTree) -> Iterator[Finding]:
-    """Find what has no rule next to column-wise layers (norms, scalars, per-head parameters) or below a summed norm."""
+    """Find parameters without a rule next to column-wise layers (norms, scalars, per-head) or below a summed norm."""
     for path, style in planned.styled_modules():
         if isinstance(style, SequenceParallel) or (isinstance(style, NoParallel) and style.gradient == "partial"):
             yield from _below_sums(path, planned)
@@ -35,19 +35,21 @@ def check_partial_gradients(planned: PlannedTree) -> Iterator[Finding]:
 
 
 def _below_sums(path: str, planned: PlannedTree) -> Iterator[Finding]:
-    """Find parameters of the modules below one whose rule sums the gradients of its own parameters."""
+    """Find parameters below a module with a rule that sums only the module's own gradients."""
     for child in planned.children[path]:
         if planned.style(child) is None:
             own = planned.tree.own_parameters(child)
             if any(planned.style(f"{child}.{name}") is None for name in own):
                 name = type(planned.style(path)).__name__
-                what = f"its gradient would be a partial sum: {name} of {path} sums those of its own parameters only"
-                yield Finding("error", child, what, "move the rule to the modules below that have parameters")
+                problem = (
+                    f"its gradient would be a partial sum: {name} of {path} sums gradients of its own parameters only"
+                )
+                yield Finding("error", child, problem, "move the rule to the modules below that have parameters")
             yield from _below_sums(child, planned)
 
 
 def _below(path: str, planned: PlannedTree) -> Iterator[str]:
-    """Iterate over the modules below, without those that have linear siblings of their own."""
+    """Iterate over the modules below, without modules that have linear siblings."""
     for child in planned.children[path]:
         yield child
         if not any(planned.tree.weight(inner) is not None for inner in planned.children[child]):
@@ -82,24 +84,29 @@ class _ActivationWidths:
         if is_norm and size in self.heads:
             if size in self.ambiguous and not HEAD_NORM.match(leaf(path)):
                 return  # between the two projections of a low-rank query, say
-            what = f"norm of one head ({size}): each rank sees only its heads, so the gradient is a partial sum"
-            yield self._finding(path, what, _MARK, size)
+            problem = f"norm of one head ({size}): each rank sees only its heads, so the gradient is a partial sum"
+            yield self._finding(path, problem, _MARK, size)
         elif is_norm and size in self.full:
-            what = f"norm of all {size} features of {self.layer}, but each rank sees only its local shard"
-            yield self._finding(path, what, f"gather them with output_layouts=Replicate(), or {_MARK}", size)
+            problem = f"norm of all {size} features of {self.layer}, but each rank sees only its local shard"
+            yield self._finding(path, problem, f"gather them with output_layouts=Replicate(), or {_MARK}", size)
         elif not is_norm and size in self.counts and size > 1:
-            what = f"one element per head ({size}), but each rank sees only its heads"
-            yield self._finding(place, what, "give it a rule: ParameterStyle()", size)
+            problem = f"one element per head ({size}), but each rank sees only its heads"
+            yield self._finding(place, problem, "give it a rule: ParameterStyle()", size)
         elif size == 1:
-            what = f"a scalar that may meet the sharded features of {self.layer}: its gradient would be a partial sum"
+            problem = (
+                f"a scalar that may meet the sharded features of {self.layer}: its gradient would be a partial sum"
+            )
             yield Finding(
-                "warning", place, what, "if so, give it a rule: ParameterStyle(layout=Replicate(), gradient='partial')"
+                "warning",
+                place,
+                problem,
+                "if so, give it a rule: ParameterStyle(layout=Replicate(), gradient='partial')",
             )
 
-    def _finding(self, where: str, what: str, fix: str, size: int) -> Finding:
+    def _finding(self, where: str, problem: str, fix: str, size: int) -> Finding:
         if size in self.ambiguous:
-            return Finding("warning", where, f"{what}, if it comes after {self.layer}", f"if so, {fix}")
-        return Finding("error", where, what, fix)
+            return Finding("warning", where, f"{problem}, if it comes after {self.layer}", f"if so, {fix}")
+        return Finding("error", where, problem, fix)
 
 
 def _unit(path: str, planned: PlannedTree) -> int:

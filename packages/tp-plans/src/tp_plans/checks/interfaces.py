@@ -24,7 +24,7 @@ from tp_plans.styles import (
 
 
 def check_interfaces(planned: PlannedTree) -> Iterator[Finding]:
-    """Find layers whose input or output layout differs from their neighbours'."""
+    """Find layers with an input or output layout that differs from their neighbours'."""
     matrices = [(path, style) for path, style in planned.styled_modules() if planned.tree.weight(path) is not None]
     giving = [path for path, _ in matrices if planned.outputs_local_shard(path)]
     linear = [(path, style) for path, style in matrices if isinstance(style, (RowwiseParallel, ColwiseParallel))]
@@ -48,18 +48,20 @@ def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree)
         )
         if neighbour is not None:
             features = out.shape[0]
-            what = (
+            problem = (
                 f"outputs a local shard of {features} features as a plain tensor, but sibling {neighbour} expects all"
             )
             fix = f"make {neighbour} RowwiseParallel()"
             if out.shape[1] == features:  # the sibling may read the input of this layer instead
-                yield Finding("warning", path, f"{what} {features}, if it comes after it", fix)
+                yield Finding("warning", path, f"{problem} {features}, if it comes after it", fix)
             else:
-                yield Finding("error", path, f"{what} {features}", fix)
+                yield Finding("error", path, f"{problem} {features}", fix)
         elif not any(scope in readers for scope in _scopes(path)):
-            what = f"outputs a local shard of {out.shape[0]} features as a plain tensor, but no row-wise layer nearby"
+            problem = (
+                f"outputs a local shard of {out.shape[0]} features as a plain tensor, but no row-wise layer nearby"
+            )
             fix = "gather them with output_layouts=Replicate(), or output a DTensor with use_local_output=False"
-            yield Finding("warning", path, f"{what} reads it", fix)
+            yield Finding("warning", path, f"{problem} reads it", fix)
 
 
 def _reads_features(path: str, features: int, planned: PlannedTree) -> bool:
@@ -81,11 +83,11 @@ def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) 
             if isinstance(style, ColwiseParallel) and style.output_layouts == Replicate()
         ]
         if gathered:
-            what = f"expects a local shard of features, but {', '.join(gathered)} output all features"
-            yield Finding("error", path, what, "use input_layouts=Replicate(), or keep Shard(-1) as their output")
+            problem = f"expects a local shard of features, but {', '.join(gathered)} output all features"
+            yield Finding("error", path, problem, "use input_layouts=Replicate(), or keep Shard(-1) as their output")
         elif not any(scope in givers for scope in _scopes(path)):
-            what = "expects a local shard of features, but no column-wise layer nearby outputs one"
-            yield Finding("warning", path, what, "use input_layouts=Replicate() if its input has all features")
+            problem = "expects a local shard of features, but no column-wise layer nearby outputs one"
+            yield Finding("warning", path, problem, "use input_layouts=Replicate() if its input has all features")
 
 
 def _scopes(path: str) -> Iterator[str]:
@@ -102,9 +104,11 @@ def _implicit_shard(planned: PlannedTree) -> Iterator[Finding]:
         if isinstance(style, (RowwiseParallel, VocabParallelEmbedding)) and style.use_local_output:
             layout = style.output_layouts
             if isinstance(layout, Shard) and layout.dim >= 0:
-                what = f"outputs a local shard of dim {layout.dim} as a plain tensor, which SequenceParallel norms read"
+                problem = (
+                    f"outputs a local shard of dim {layout.dim} as a plain tensor, which SequenceParallel norms read"
+                )
                 fix = "set use_local_output=False"
-                yield Finding("error", path, f"{what} as the full sequence and shard again", fix)
+                yield Finding("error", path, f"{problem} as the full sequence and shard again", fix)
 
 
 def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
@@ -121,13 +125,13 @@ def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
         is_replicated = style is None or (isinstance(style, NoParallel) and style.gradient == "full")
         if not is_replicated or not tree.own_parameters(path):
             continue
-        what = "is replicated, but the blocks output activations sharded on the sequence"
+        problem = "is replicated, but the blocks output activations sharded on the sequence"
         fix = "RowwiseParallel(input_layouts=Replicate())" if tree.is_linear(path) else "SequenceParallel()"
         if path in (tree.final_norm, tree.lm_head):
             fix = "ColwiseParallel(use_local_output=False)" if path == tree.lm_head else fix
-            yield Finding("error", path, what, f"make it {fix}")
+            yield Finding("error", path, problem, f"make it {fix}")
         elif tree.lm_head is not None and parent(path) == parent(tree.lm_head):  # in the trunk it may read embeddings
-            yield Finding("warning", path, f"{what}, which it may read", f"if it does, make it {fix}")
+            yield Finding("warning", path, f"{problem}, which it may read", f"if it does, make it {fix}")
 
 
 def _shards_sequence(path: str, planned: PlannedTree) -> bool:

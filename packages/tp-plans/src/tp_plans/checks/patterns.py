@@ -41,12 +41,12 @@ def check_matches(planned: PlannedTree) -> Iterator[Finding]:
         if pattern not in used:
             kind = "parameter" if isinstance(style, ParameterStyle) else "module"
             fix = f"correct it, or remove it with override({{{pattern!r}: None}})"
-            what = f"the pattern matches no {kind}"
-            yield Finding("error", pattern, what, f"{_nearest_existing(pattern, kind, planned)}; {fix}")
+            problem = f"the pattern matches no {kind}"
+            yield Finding("error", pattern, problem, f"{_nearest_existing(pattern, kind, planned)}; {fix}")
 
 
 def _nearest_existing(pattern: str, kind: str, planned: PlannedTree) -> str:
-    """Which leading part of a pattern still matches, and what is there."""
+    """Describe the longest leading part of a pattern that matches, and the names below it."""
     parts = pattern.split(".")
     for length in range(len(parts) - 1, -1, -1):
         beginning = Patterns([".".join(parts[:length])])
@@ -56,7 +56,7 @@ def _nearest_existing(pattern: str, kind: str, planned: PlannedTree) -> str:
             below = planned.modules if kind == "module" or length < len(parts) - 1 else planned.parameters
             children = [path[len(start) :] for path in below if path.startswith(start) and path != owner]
             names = [child for child in children if "." not in child]
-            none = "no submodules" if below is planned.modules else "no parameters of its own"
+            none = "no submodules" if below is planned.modules else "no own parameters"
             return f"{owner or 'the model'} has {', '.join(names) or none}"
     return "the model is empty"
 
@@ -74,5 +74,5 @@ def check_parent_patterns(planned: PlannedTree) -> Iterator[Finding]:
         for pattern in planned.rules[path][:1]:
             owner = planned.rules[parent(path)]
             if owner and owner[0] != parent(pattern):
-                what = f"its rule begins {parent(pattern)!r}, but that of the module it belongs to is {owner[0]!r}"
-                yield Finding("error", path, what, f"write it as {owner[0] + '.' + leaf(path)!r}")
+                problem = f"its rule begins {parent(pattern)!r}, but the rule of its module is {owner[0]!r}"
+                yield Finding("error", path, problem, f"write it as {owner[0] + '.' + leaf(path)!r}")

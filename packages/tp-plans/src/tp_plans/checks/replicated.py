@@ -20,7 +20,7 @@ MIN_SHARE = 0.01
 
 
 def check_replicated(planned: PlannedTree) -> Iterator[Finding]:
-    """Find what stays replicated, by the largest parts of the model in which the plan shards nothing."""
+    """Find the largest parts of the model that stay replicated."""
     sizes = {path: size_of(parameter) for path, parameter in _one_path_each(planned).items()}
     split = {path for path in sizes if isinstance(planned.layout(path), Shard)}
     reached = {above for path in split for above in ancestors(path)}
@@ -34,9 +34,9 @@ def check_replicated(planned: PlannedTree) -> Iterator[Finding]:
         if size and size >= MIN_SHARE * total:
             largest = max(paths, key=lambda path: sizes[path])
             shape = list(planned.parameters[largest].shape)
-            what = f"{format_bytes(size)}, {size / total:.1%} of the model, replicated on every rank"
+            problem = f"{format_bytes(size)}, {size / total:.1%} of the model, replicated on every rank"
             count = f"{len(paths)} parameter{'s' * (len(paths) > 1)}, largest {largest} {shape}"
-            yield Finding("warning", where, f"{what} ({count})", _advice(paths, planned))
+            yield Finding("warning", where, f"{problem} ({count})", _advice(paths, planned))
 
 
 def size_of(parameter: Any) -> int:
@@ -55,7 +55,7 @@ def _one_path_each(planned: PlannedTree) -> dict[str, Any]:
 
 
 def _highest_unsplit(path: str, reached: set[str]) -> str:
-    """Return the highest module above a parameter in which nothing is sharded, or the parameter itself."""
+    """Return the highest module above a parameter without any sharded parameter, or the parameter itself."""
     *_, highest = path, *takewhile(lambda above: above not in reached, ancestors(path))
     return highest
 

@@ -17,8 +17,8 @@ class CheckReport:
     Args:
         plan: the plan.
         tp: the size of the axis that was asked for.
-        findings: what was found.
-        constraints: what the plan shards over the axis.
+        findings: the findings, errors and warnings.
+        constraints: the sizes that the plan shards over the axis.
     """
 
     plan: Plan
@@ -28,7 +28,7 @@ class CheckReport:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings under which the plan must not be applied."""
+        """The findings that forbid to apply the plan."""
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     @property

@@ -1,4 +1,4 @@
-"""What a plan does to a model: every rule with its modules, their parameters' placements, and what is sent."""
+"""Explain a plan on a model: every rule with its modules, their parameters' placements and its collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CollectiveSummary", "Explanation", "RuleExplanation", "ShardedParame
 
 
 def explain(plan: Plan, model: Any, *, tp: int, ep: int = 1) -> Explanation:
-    """Tell rule by rule what a plan does to a model, without touching either.
+    """Explain rule by rule how a plan splits a model, without changing either.
 
     Args:
         plan: the plan; one that ``check`` finds no errors in.
@@ -27,7 +27,7 @@ def explain(plan: Plan, model: Any, *, tp: int, ep: int = 1) -> Explanation:
 
     Returns:
         For every rule the modules that it matches, their parameters with full and local shape, and the collectives
-        of one forward and one backward pass in which everything is trained.  They are derived from the layouts: how
+        of one forward and one backward pass that trains every parameter.  They are derived from the layouts: how
         layers follow one another is read off their places and widths.  Parameters without a rule come last.
 
     Raises:

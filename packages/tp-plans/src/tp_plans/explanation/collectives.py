@@ -22,7 +22,7 @@ from tp_plans.row_ranges import compute_ranges, shard_ranges
 Kind = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 When = Literal["forward", "backward"]
 
-_GATHERED_ABOVE = "prepared"  # a full DTensor, whose gradient is summed where it was prepared
+_GATHERED_ABOVE = "prepared"  # a full DTensor; the module that prepared it sums its gradient
 _InputLayout = Layout | Literal["prepared"]
 
 
@@ -34,7 +34,7 @@ class CollectiveSummary:
         kind: of the collective.
         when: in the forward or the backward pass.
         count: how often in one pass, over all places of the rule.
-        what: what is sent.
+        what: the tensors that are sent.
     """
 
     kind: Kind

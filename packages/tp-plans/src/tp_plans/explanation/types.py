@@ -27,7 +27,7 @@ class ShardedParameter:
     Args:
         path: where it is.
         shape: of the full tensor.
-        local_shape: of what the first rank stores; later ranks store as much or less.
+        local_shape: the first rank's shape; later ranks store as much or less.
         layout: on the axis; ``None`` where it stays a plain tensor, replicated.
         size: bytes of the full tensor.
     """
@@ -53,7 +53,7 @@ class RuleExplanation:
         style: its style.
         places: the modules that it matches, or the parameters for a bare parameter's rule.
         parameters: their parameters.
-        collectives: what is sent on their account.
+        collectives: the collectives that they cause.
     """
 
     pattern: str
@@ -134,7 +134,7 @@ class Explanation:
 
 
 def sharded_parameters(path: str, planned: PlannedTree, tp: int) -> Iterator[ShardedParameter]:
-    """A parameter, or those of a module that have no rule of their own."""
+    """A parameter, or the parameters of a module without separate rules."""
     if path in planned.parameters:
         yield _sharded(path, planned, tp)
         return

@@ -64,11 +64,11 @@ OVERRIDES: dict[str, Mapping[str, styles.Style | Callable[[Any], styles.Style] |
     "LongcatFlashExperts": {"": None, "identity_expert": None, "gate_up_proj": _STORED, "down_proj": _STORED},
     # Until 5.16 the plan shards the features inside of experts, for code that works on DTensors.
     "Llama4TextExperts": {"": styles.ExpertsParallel(), "gate_up_proj": None, "down_proj": None},
-    # Replicated for the norm inside it, whose gradient can be summed instead.
+    # Replicated for the norm inside it, but the norm's gradient can be summed instead.
     "Inkling2TextModel": {"embed_tokens": styles.VocabParallelEmbedding()},
     # Its eager forward runs every index that a token has.
     "NemotronHExperts": {"": styles.ExpertsParallel(skips_sentinel_index=False)},
-    # It compares the token ids with one that has an embedding of its own.
+    # It compares the token ids with the id of a separately embedded token.
     "T5Gemma2TextScaledWordEmbedding": {"": None, "weight": _STORED},
     # The table is indexed for the padding token outside its own forward.
     "Gemma4Model": {
@@ -86,7 +86,7 @@ def with_overrides(plan: Plan, tree: ModelTree) -> Plan:
     }
     corrected = merge_per_block(((path, style) for path, style in changes.items() if style is not None), tree)
     for pattern in dict.fromkeys(map(wildcard, corrected)):
-        if pattern in plan and pattern not in corrected:  # it matches layers of which only some are corrected
+        if pattern in plan and pattern not in corrected:  # the pattern also matches layers that are not corrected
             rules |= {pattern: None, **dict.fromkeys(tree.by_wildcard[pattern], plan[pattern])}
     return plan.override({**rules, **corrected})
 

@@ -1,8 +1,8 @@
 """transformers' style words, 4.57 to 5.24, as data.
 
-A word says what a module is meant to do; whether it does so on local tensors or DTensors, and who sums
+A word says how a module computes; whether it does so on local tensors or DTensors, and who sums
 (``local_rowwise`` under ``gather``), was said differently from release to release.  Styles here are each right
-alone, so the words that only divide such labour among modules need no rule of their own.
+alone, so words that only divide such labour among modules need no rule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tp_plans import styles
 from tp_plans.errors import UnknownStyleError
 from tp_plans.layouts import Replicate, Shard
 
-#: Words of module rules, with the releases whose registry has them.
+#: Words of module rules, with the releases that have them in their registry.
 STYLE_BY_NAME: dict[str, styles.Style] = {
     "colwise": styles.ColwiseParallel(),  # 4.57 on
     "colwise_rep": styles.ColwiseParallel(output_layouts=Replicate()),  # 4.57 to 5.0, and 5.20 on
@@ -42,7 +42,7 @@ STYLE_BY_NAME: dict[str, styles.Style] = {
 
 #: Words that ask for nothing where every style is right alone, with the reason.
 IGNORED_STYLES: dict[str, str] = {
-    "gather": "sums what local_rowwise layers inside leave as partial sums; ours are summed where they arise",  # to 5.0
+    "gather": "sums partial sums of local_rowwise layers inside; our row-wise layers sum them",  # to 5.0
     "local": "keeps a module's tensors plain; ours are plain during every forward",  # 4.57 to 5.0
 }
 
@@ -80,5 +80,5 @@ def _unknown(word: object, where: str) -> UnknownStyleError:
     return UnknownStyleError(
         f"unknown style word {word!r}{place}: known are {', '.join(sorted(STYLE_BY_NAME))}, and {_EXPERT_WORD} for "
         f"parameters; leave {' and '.join(sorted(IGNORED_STYLES))} out, which ask for nothing here. "
-        "Or give a plan of your own in which this rule is a style of tp_plans, as ColwiseParallel()."
+        "Or give a plan with a style of tp_plans for this rule, as ColwiseParallel()."
     )

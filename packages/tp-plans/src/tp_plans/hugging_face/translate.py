@@ -61,13 +61,13 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     if not words:
         raise PlanError(
             f"{name} ships no tensor-parallel plan (no _tp_plan, no base_model_tp_plan): "
-            "use tp_plans.plan_for or give a plan of your own"
+            "use tp_plans.plan_for or give your own plan"
         )
     rules = dict(_translated(words, tree))
     if not rules:
         raise PlanError(
             f"{name} ships a plan, but none of its patterns matches a module ({', '.join(words)}): "
-            "use tp_plans.plan_for or give a plan of your own"
+            "use tp_plans.plan_for or give your own plan"
         )
     head, embedding = tree.declared("get_output_embeddings"), tree.declared("get_input_embeddings")
     if head is not None and (words.get(head) in _HEAD_WORDS or (head not in rules and tree.is_plain_linear(head))):
@@ -94,7 +94,7 @@ def ships_plan_of_blocks(model: Any) -> bool:
 
 
 def _translated(words: Mapping[str, str], tree: ModelTree) -> Iterator[tuple[str, Style]]:
-    """The rules that match something; those of parameters inside split experts are the experts' own."""
+    """The rules that match something; rules of parameters inside split experts join the experts' rule."""
     experts = [p for p, word in words.items() if isinstance(STYLE_BY_NAME.get(word), ExpertsParallel)]
     matched_modules, matched_parameters = tree.match(words)
     for pattern, word in words.items():
@@ -126,7 +126,7 @@ def _may_split(embedding: str, head: str | None, rules: Mapping[str, Style], tre
 
 
 def shipped_plan(tree: ModelTree) -> dict[str, str]:
-    """Pattern to style word: the class's plan under those of inner models' configs and instances; outer over inner."""
+    """Pattern to style word, from the plans of classes, inner configs and instances; outer over inner."""
     words: dict[str, str] = dict(own_plan(type(tree.model)) or {})
     for path, module in reversed(list(tree.modules.items())):
         prefix = f"{path}." if path else ""

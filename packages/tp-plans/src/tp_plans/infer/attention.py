@@ -19,7 +19,7 @@ _KV_HEADS = (naming.KV_HEAD_COUNTS[0], f"config.{naming.KV_HEAD_COUNTS[0]}")
 
 
 def split_in_heads(planned: PlannedTree, root: str) -> Mapping[str, Style | None]:
-    """Return the rules of layers whose features are heads, with the size of a head; one a path where sizes differ."""
+    """Return the rules of layers with heads as features, with the size of a head; one per path if sizes differ."""
     sized: dict[str, dict[str, Style]] = defaultdict(dict)
     for path, style in planned.styled_modules():
         if not isinstance(style, (ColwiseParallel, RowwiseParallel)) or style.multiple_of != 1:
@@ -91,8 +91,8 @@ def with_replicated_kv_heads(planned: PlannedTree, root: str) -> Mapping[str, St
 
 
 def _attention_in_heads(planned: PlannedTree, root: str) -> Iterator[tuple[str, str]]:
-    """Yield the layers whose queries, keys and values are split, and the attribute that counts their key heads."""
-    # Layers of their classes without keys and values read those of another layer, which ranks may share.
+    """Yield the layers with split queries, keys and values, and the attribute that counts their key heads."""
+    # Layers of these classes without keys and values read another layer's, and ranks may share them.
     without: list[tuple[str, str]] = []
     classes: set[type] = set()
     for path, module in planned.within(root):

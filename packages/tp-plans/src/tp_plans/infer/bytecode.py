@@ -96,7 +96,7 @@ def _in_context(cls: type) -> Iterator[tuple[Instruction, Instruction, list[Any]
 
 
 def _methods(cls: type) -> Iterator[CodeType]:
-    """Iterate over the code of a class's methods, inherited ones included, without those of general base classes."""
+    """Iterate over the code of a class's methods, inherited ones included, without general base classes."""
     for base in cls.__mro__:
         if base.__name__ in ("Module", "PreTrainedModel"):
             return

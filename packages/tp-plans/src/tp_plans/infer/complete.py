@@ -1,6 +1,6 @@
-"""Complete a plan: add rules for what it leaves replicated though it can be sharded with certainty.
+"""Complete a plan: add rules for replicated parameters that can be sharded with certainty.
 
-Sub-layers whose parts are all known (attention in heads, multi-head latent attention, an MLP) are split as in
+Sub-layers with known parts only (attention in heads, multi-head latent attention, an MLP) are split as in
 Megatron-LM (arXiv:1909.08053).  Of any other, a linear layer that reads full activations may still be stored sharded
 and its output gathered, an embedding sharded on its vocabulary, a bare parameter gathered for use: right whatever the
 module around it computes.  Modules tied to others, and activations with parameters, get rules that fit those.
@@ -23,7 +23,7 @@ from tp_plans.styles import ExpertsParallel, NoParallel, Style
 def tied_modules(planned: PlannedTree, root: str) -> Mapping[str, Style]:
     """Return rules for the modules without any that share their parameters with modules that have rules."""
     # An encoder and a decoder of the same weights (Diffusion Gemma) have one plan: a parameter has one layout, inside
-    # and outside of the language model alike.
+    # and outside of the language model.
     rules: dict[str, Style] = {}
     for source, target in _tied_pairs(planned):
         for path, style in planned.styles.items():
@@ -60,7 +60,7 @@ _ACTIVATION = "XIELUActivation"
 
 
 def with_learned_activations(plan: Plan, tree: ModelTree) -> Plan:
-    """Return a plan with rules for activations with parameters, of which each rank sees a part of the input."""
+    """Return a plan with rules for activations with parameters: each rank sees a part of their input."""
     # Not where the features are gathered before: there its gradient is full on every rank.
     planned = PlannedTree(tree, plan)
     partial = (
@@ -89,7 +89,7 @@ STEPS = (
 
 
 def complete_plan(plan: Plan, model: Any, *, root: str = "") -> Plan:
-    """Return the plan with attention sharded by heads and with rules for what it leaves replicated."""
+    """Return the plan with attention sharded by heads and with rules for replicated parameters."""
     # Its own rules stay, but for the head sizes that they lack. Nothing outside of ``root``, the language model, is
     # added (a vision tower stays replicated).
     tree = ModelTree.of(model)

@@ -6,7 +6,7 @@ from tp_plans.model_tree import ModelTree, join, parent
 
 
 def token_streams(tree: ModelTree) -> tuple[str, ...]:
-    """Return the modules that each hold a token embedding and blocks of their own; none where there is one stream."""
+    """Return the modules that each hold a token embedding and blocks; none if the model has one stream."""
     table = tree.shape(tree.embedding) if tree.embedding else None
     holders = dict.fromkeys(parent(stack) for stack in tree.stacks)
     found = tuple(
@@ -18,7 +18,7 @@ def token_streams(tree: ModelTree) -> tuple[str, ...]:
 
 
 def token_blocks(tree: ModelTree) -> tuple[str, ...]:
-    """Return the blocks of all streams of tokens; those of the decoder where there is one."""
+    """Return the blocks of all streams of tokens; the decoder's if there is one stream."""
     streams = token_streams(tree)
     stacks = [stack for stack in tree.stacks if parent(stack) in streams]
     return tuple(block for stack in stacks for block in tree.stacks[stack]) or tree.decoder_blocks

@@ -16,7 +16,7 @@ from tp_plans.styles import DispatchExperts, Style
 
 
 def with_expert_parallelism(plan: Plan | None, model: Any) -> Plan:
-    """Return a plan whose stacked experts are dispatched over the axis ``ep``.
+    """Return a plan that dispatches stacked experts over the axis ``ep``.
 
     Rules of the axis ``tp`` for the experts, and for anything inside them, are left out; routers, shared experts and
     all other layers keep theirs.  Experts are found by structure, and where transformers ships a plan for them
@@ -82,7 +82,7 @@ def _takes_routes(module: Any) -> bool:
 
 
 def _shipped(tree: ModelTree) -> Iterator[str]:
-    """Yield the stacked experts that the plans of transformers name, those of inner models included."""
+    """Yield the stacked experts in the plans of transformers, inner models included."""
     # The words differ from release to release (``moe_tp_experts`` up to 5.19, ``ep_dispatch_experts`` from 5.20 on),
     # and what they say of other layers holds where ``ep`` is ``tp``: here those keep the rules of the axis ``tp``.
     for path, module in tree.modules.items():
@@ -92,7 +92,7 @@ def _shipped(tree: ModelTree) -> Iterator[str]:
 
 
 def _without(plan: Plan, experts: tuple[str, ...], tree: ModelTree) -> Iterator[tuple[str, Style]]:
-    """Yield the rules of a plan except those that match experts or what is inside them; others' matches are kept."""
+    """Yield the rules of a plan without matches of experts or of modules inside experts."""
     stacks = set(experts)
     inside = {place for place in (*tree.modules, *tree.parameters) if not stacks.isdisjoint((place, *ancestors(place)))}
     places: dict[str, list[str]] = {}

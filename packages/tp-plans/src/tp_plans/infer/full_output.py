@@ -1,4 +1,4 @@
-"""Gather the hidden states after the last block for what reads all tokens: pooling, a head, the caller of a trunk.
+"""Gather the hidden states after the last block for readers of all tokens: pooling, a head, the caller of a trunk.
 
 Between blocks, sequence parallelism shards them on the sequence.  A language-model head, and a linear layer with a
 rule, read them in that layout.  Everything else gets the full tensor, plain, so that a replicated head computes its
@@ -37,7 +37,7 @@ def is_tied(path: str, tree: ModelTree) -> bool:
 
 
 def with_full_output(plan: Plan, tree: ModelTree) -> Plan:
-    """Return a sequence-parallel plan whose hidden states are gathered after the last block."""
+    """Return a sequence-parallel plan that gathers the hidden states after the last block."""
     planned = PlannedTree(tree, plan)
     norm, last = norm_after_blocks(tree), tree.decoder_blocks[-1]
     if norm is not None and isinstance(style := planned.style(norm), SequenceParallel):
@@ -52,7 +52,7 @@ def with_full_output(plan: Plan, tree: ModelTree) -> Plan:
         return plan.override({**removed, **shared, last: replace(own, full_output=True)})
     raise CapabilityError(
         f"{type(tree.model).__name__} has a head or a caller that reads all tokens, and no norm after its last block "
-        f"{last} at which the plan gathers them: pass sequence_parallel=False"
+        f"{last} to gather them: pass sequence_parallel=False"
     )
 
 
@@ -65,7 +65,7 @@ def norm_after_blocks(tree: ModelTree) -> str | None:
 
 
 def _is_head(path: str, tree: ModelTree) -> bool:
-    """Return whether a module next to the language-model head, or above, is another head: it has layers of its own."""
+    """Return whether a module next to the language-model head, or above, is another head, with layers."""
     head = tree.lm_head
     if head is None or path == head or parent(path) not in ancestors(head):
         return False

@@ -25,7 +25,7 @@ from tp_plans.patterns import wildcard
 
 @dataclass(frozen=True)
 class Doubt:
-    """A doubt about a suggestion: the place, and what to verify there."""
+    """A doubt about a suggestion: the place, and the assumption to verify."""
 
     where: str
     what: str
@@ -45,7 +45,7 @@ def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
             Doubt(sub.output_proj, "assumed to be the output projection by its name, since the shapes are ambiguous")
         )
     if sub.is_apart:
-        doubts.append(Doubt(sub.output_proj, f"assumed to read what {wildcard(sub.path)} outputs, alone"))
+        doubts.append(Doubt(sub.output_proj, f"assumed to read the output of {wildcard(sub.path)} only"))
     if reads_weights(type(tree.modules[sub.path])):
         what = (
             "its code reads weights directly, so they are stored sharded and gathered for it: correct, but not faster"
@@ -82,7 +82,7 @@ def gathered_rules(sub: Sublayer) -> dict[str, styles.Style]:
 
 def stored_rules(path: str, tree: ModelTree, *, deep: bool = False) -> dict[str, styles.Style]:
     """Return a rule that stores the matrices of a module sharded and gathers them for its code."""
-    # ``deep`` takes those of all modules below, rather than its own and its children's.
+    # ``deep`` takes the matrices of all modules below, not only the module's and its children's.
     below = tree.below(path) if deep else tree.children[path]
     owners = [path, *(each for each in below if deep or not tree.is_expert_stack(each))]
     names = tuple(
@@ -99,7 +99,7 @@ def _require_known_parts(sub: Sublayer, tree: ModelTree) -> None:
         names = ", ".join(map(leaf, sub.other_linears))
         raise _NotUnderstoodError(f"{names} neither read nor write the hidden states")
     if own := tree.own_parameters(sub.path):
-        raise _NotUnderstoodError(f"it has parameters of its own ({', '.join(own)})")
+        raise _NotUnderstoodError(f"it has direct parameters ({', '.join(own)})")
     known = {*sub.input_projs, *sub.other_linears, sub.output_proj, *_head_tables(sub, tree)}
     for path in tree.below(sub.path):
         if path not in known and tree.own_parameters(path) and not _is_vector(path, tree):
@@ -198,7 +198,7 @@ def _fused_sizes(sub: Sublayer, tree: ModelTree, size: int, widths: Mapping[str,
 
 
 def _replicated_kv(sub: Sublayer, tree: ModelTree, rules: Mapping[str, styles.Style]) -> dict[str, styles.Style]:
-    """Return the rules of keys and values whose heads ranks may share, where the module has its group counts."""
+    """Return the rules of keys and values with heads that ranks may share, if the module has its group counts."""
     module = tree.modules[sub.path]
     attention = styles.ParallelAttention()
     for name in (attention.kv_groups_attr, attention.kv_heads_attr):

@@ -3,7 +3,7 @@
 Between sub-layers the activations are sharded on the sequence (arXiv:2205.05198): norms compute on this rank's tokens,
 a sub-layer gathers its input once, and its row-wise layer reduce-scatters its output.  A sub-layer that needs the full
 sequence for another reason (a recurrence, a router with its experts) gets a ``GatherSequence`` rule.  Where a block
-computes with several residual streams, or with parameters of its own, the rule is the block's.
+computes with several residual streams, or with its own parameters, the rule is the block's.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
     between_blocks = tree.root and takes_argument(tree.modules[tree.root], FEATURES_BETWEEN_BLOCKS[1])
     takes_embeddings = tree.root and takes_argument(tree.modules[tree.root], EMBEDDINGS_ARGUMENT)
     if gathers or not takes_embeddings or between_blocks or _adds_to_embeddings(tree):
-        # Its code may add positions to the embeddings, or scale them: shard what it passes to the first block.
+        # Its code may add positions to the embeddings, or scale them: shard the first block's input.
         block = _blocks(tree)[0]
         return {block: PrepareModuleInput(layout=_STREAM, argument=first_argument(tree.modules[block]))}
     rules: dict[str, Style] = {
@@ -130,7 +130,7 @@ def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
 
 
 def _adds_to_embeddings(tree: ModelTree) -> bool:
-    """Return whether modules other than the embedding change the embeddings: positions, a norm, those of images."""
+    """Return whether modules other than the embedding change the embeddings: positions, a norm, an image tower."""
     embedding = tree.embedding or ""
     if parent(embedding) != tree.root:
         return True
@@ -217,8 +217,9 @@ def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
 
 
 def _rules_apart(path: str, planned: PlannedTree) -> dict[str, Style] | None:
-    """Return the rules of a part of a sub-layer whose layers sit in modules apart; ``None`` for others."""
-    # One that outputs local features gathers the tokens, one that reads them scatters its sums, and ends in a norm.
+    """Return the rules of a part of a sub-layer with layers in separate modules; ``None`` for others."""
+    # The part that outputs local features gathers the tokens.  The part that reads them scatters its sums and ends in
+    # a norm.
     tree, own = planned.tree, planned.style(path)
     owners = [join(path, name) for name in sorted(tree.children_with_parameters(path))]
     if tree.own_parameters(path) or not owners or not (own is None or isinstance(own, PrepareModuleInput)):
@@ -239,7 +240,7 @@ def _rules_apart(path: str, planned: PlannedTree) -> dict[str, Style] | None:
 
 
 def _only_rowwise(path: str, planned: PlannedTree) -> tuple[str, RowwiseParallel] | None:
-    """Return the row-wise layer whose output is the sub-layer's, where the others read their input in any layout."""
+    """Return the row-wise layer that outputs the sub-layer's result, if the other layers read any layout."""
     own, tree = planned.style(path), planned.tree
     if not (own is None or isinstance(own, (PrepareModuleInput, ParallelAttention))):
         return None
@@ -255,7 +256,7 @@ def _only_rowwise(path: str, planned: PlannedTree) -> tuple[str, RowwiseParallel
 
 
 def _rowwise(paths: list[str], planned: PlannedTree) -> dict[str, RowwiseParallel]:
-    """Return those of some layers that are row-wise."""
+    """Return the row-wise layers among some paths."""
     styles = {path: planned.style(path) for path in paths}
     return {path: style for path, style in styles.items() if isinstance(style, RowwiseParallel)}
 

@@ -17,7 +17,7 @@ from tp_plans.naming import KERNEL_ARGUMENTS, leaf
 from tp_plans.patterns import wildcard
 from tp_plans.planned_tree import PlannedTree, merge_per_block
 
-#: The share of the model from which a parameter, of all blocks together, is worth a gather of its own.
+#: The least share of the model, in all blocks together, for which a parameter is worth a gather.
 MIN_PARAM_SHARE = 0.003
 
 #: The least number of rows that are sharded: fewer (a router's experts) leave ranks of a large axis empty.
@@ -45,7 +45,7 @@ def shard_storage(
 
 
 def large_patterns(tree: ModelTree) -> frozenset[str]:
-    """Return the patterns of the parameters that are worth a gather of their own."""
+    """Return the patterns of the parameters that are worth a gather."""
     sizes: dict[str, int] = defaultdict(int)
     for path, parameter in tree.parameters.items():
         sizes[wildcard(path)] += prod(parameter.shape)
@@ -101,13 +101,13 @@ def stored_sharded(shape: Sequence[int]) -> styles.ParameterStyle:
 
 
 def _adds_to_embedding(module: Any, method: str) -> bool:
-    """Return whether the class of a table has a method of its own, beside those of torch's embedding."""
+    """Return whether the class of a table has a method that torch's embedding lacks."""
     bases = takewhile(lambda base: base.__name__ != "Embedding", type(module).__mro__)
     return any(method in vars(base) for base in bases)
 
 
 def _reader_above(path: str, names: list[str], planned: PlannedTree) -> str | None:
-    """Return the module above whose code reads the parameters itself, where it has no rule."""
+    """Return the module above that reads the parameters in its code, if it has no rule."""
     above = parent(path)
     read = referenced_names(type(planned.modules[above]))
     is_read = bool(path) and leaf(path) in read and any(name in read for name in names if name != "weight")
@@ -164,7 +164,7 @@ def embedding_submodules(planned: PlannedTree, root: str) -> Mapping[str, styles
 
 def _reads_full_activations(path: str, planned: PlannedTree) -> bool:
     """Return whether a layer surely reads full activations: no sibling is split, or it feeds those that are."""
-    # A column-wise layer sums the gradient of its input, so that of a layer before it is full again.
+    # A column-wise layer sums the gradient of its input: a layer before it gets a full gradient.
     above = parent(path)
     if split := planned.split_children(above):
         return planned.tree.size(path, 0) in {planned.tree.size(join(above, name), 1) for name in split}

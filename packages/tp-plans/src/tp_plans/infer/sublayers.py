@@ -2,7 +2,7 @@
 
 One recogniser serves completion and suggestion.  Where all parts of a module have known names, and shapes that agree,
 the sub-layer is certain: a plan that is applied without review is completed with those alone, and a module with an
-unknown part is left to the plan.  Any other module whose linear layers read and write the hidden states may be a
+unknown part is left to the plan.  Any other module with linear layers that read and write the hidden states may be a
 sub-layer: ``suggest`` examines its code, and turns unknown parts into doubts or gathered outputs.
 """
 
@@ -22,7 +22,7 @@ from tp_plans.styles import ColwiseParallel, MLAKVProjection, NoParallel, Rowwis
 
 @dataclass(frozen=True, kw_only=True)
 class Sublayer:
-    """A module whose linear layers read the residual stream and write to it: attention or an MLP."""
+    """A module with linear layers that read the residual stream and write to it: attention or an MLP."""
 
     path: str
     input_projs: tuple[str, ...]  # the layers that are split column-wise
@@ -69,7 +69,7 @@ def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, St
 
 
 def split_sublayers(planned: PlannedTree, root: str) -> Mapping[str, Style]:
-    """Return rules for the sub-layers whose parts are all known by name."""
+    """Return rules for the sub-layers with known names only."""
     # Where the plan splits the output projection, it may lack a rule for an input projection that some configs have in
     # place of another (the queries of latent attention without a low rank).
     return merge_per_block(_split(planned, root), planned.tree)
@@ -171,7 +171,7 @@ def _vector_length(norm: str, tree: ModelTree) -> int | None:
 
 
 def _shaped(path: str, tree: ModelTree) -> Sublayer | None:
-    """Return the sub-layer of a module whose layers directly below read the residual stream, one writing to it."""
+    """Return the sub-layer of a module with direct layers that read the residual stream and one that writes to it."""
     # Names decide only where shapes are ambiguous.
     width = tree.size(tree.embedding or "", 1)
     linear = [child for child in tree.children[path] if tree.is_linear(child)]
@@ -195,12 +195,12 @@ def _shaped(path: str, tree: ModelTree) -> Sublayer | None:
     )
 
 
-#: The prefixes of the names of an MLP's two modules, whose suffixes are the same.
+#: The prefixes of the names of an MLP's two modules; the suffixes are the same.
 _INTERMEDIATE, _OUTPUT = "intermediate", "output"
 
 
 def sublayers_apart(block: str, tree: ModelTree) -> Iterator[Sublayer]:
-    """Iterate over the sub-layers of a block whose output projection is in another module than their inputs."""
+    """Iterate over the sub-layers of a block with an output projection in another module than their inputs."""
     for path in (block, *tree.below(block)):
         for child in tree.children[path]:
             name = leaf(child)

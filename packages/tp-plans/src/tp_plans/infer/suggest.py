@@ -58,16 +58,16 @@ class Suggestion:
 def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[str] = ()) -> Suggestion:
     """Propose a tensor-parallel plan for a decoder from its modules' shapes and names.
 
-    Embedding, blocks, norms and head are found by their places and shapes, and so are the sub-layers of each block
-    whose linear layers read and write the hidden states.  Attention (separate or fused projections), gated and fused
+    Embedding, blocks, norms and head are found by their places and shapes.  So are the sub-layers of each block: their
+    linear layers read and write the hidden states.  Attention (separate or fused projections), gated and fused
     MLPs and stacked experts are sharded inside.  The layers of other sub-layers are sharded too, and their outputs
     gathered, so that the plan stays correct.
 
     Args:
         model: a ``torch.nn.Module`` on any device (meta is enough).
         sequence_parallel: give the plan's sequence-parallel form (arXiv:2205.05198).
-        gathered: modules of the blocks, as patterns, whose matrices are stored sharded and gathered for their code,
-            whatever it computes; the head, for logits that are not sharded.
+        gathered: patterns of modules in the blocks.  Their matrices are stored sharded and gathered for any code;
+            the head, for logits that are not sharded.
 
     Returns:
         The plan, to be checked as any other, and the doubts to resolve before it is used.
@@ -140,7 +140,7 @@ def _add_embedding(rules: dict[str, Style], embedding: str, tree: ModelTree) -> 
 
 
 def _sublayers(tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Proposal]:
-    """Return rules for all sub-layers of all blocks; those of one name are sharded inside in all or in none."""
+    """Return rules for all sub-layers of all blocks; sub-layers of one name are sharded inside in all or in none."""
     # Blocks may pass results to each other (keys and values that several attention layers share).
     found = [sub for block in token_blocks(tree) for sub in _of_block(block, tree, rules)]
     proposals = {sub.path: propose(sub, tree) for sub in found}
@@ -160,9 +160,9 @@ def _of_block(block: str, tree: ModelTree, rules: Mapping[str, Style]) -> Iterat
         above = (path, *(each for each in ancestors(path) if each != block))
         return any(isinstance(rules.get(each), _STORED) for each in above)
 
-    apart = [sub for sub in sublayers_apart(block, tree) if not is_stored(sub.path) and not is_stored(sub.output_proj)]
-    yield from apart
-    known = {path for sub in apart for path in (sub.path, parent(sub.output_proj))}
+    separate = [sub for sub in sublayers_apart(block, tree) if not (is_stored(sub.path) or is_stored(sub.output_proj))]
+    yield from separate
+    known = {path for sub in separate for path in (sub.path, parent(sub.output_proj))}
     for path in (block, *tree.below(block)):
         sub = None if path in known or is_stored(path) else recognize(path, tree)
         if sub is not None:
@@ -189,7 +189,7 @@ def _add_head(rules: dict[str, Style], tree: ModelTree, *, is_gathered: bool) ->
         rules[head] = ColwiseParallel(use_local_output=False)
     elif tree.computes_by_row(head):
         rules[head] = ColwiseParallel(use_local_output=False)
-        yield Doubt(head, f"{kind} has a forward of its own: assumed that it takes rows apart")
+        yield Doubt(head, f"{kind} has a custom forward: assumed that it computes each row separately")
     else:
         yield Doubt(head, f"a head of class {kind}, which is not a linear layer, stays replicated")
     bias = join(head or "", "bias")
@@ -198,7 +198,7 @@ def _add_head(rules: dict[str, Style], tree: ModelTree, *, is_gathered: bool) ->
 
 
 def _adds_to_logits(path: str, head: str, tree: ModelTree) -> bool:
-    """Return whether the module with the head may add buffers or parameters of its own: the biases of BART and ESM."""
+    """Return whether the module with the head may add buffers or parameters to the logits: the biases of BART, ESM."""
     tied = next((group for group in tree.tied if join(head, "bias") in group), ())
     return tree.has_buffers(path) or any(join(path, name) not in tied for name in tree.own_parameters(path))
 

@@ -1,4 +1,4 @@
-"""Split what stands next to the language model: vision and audio towers, and the projectors of their features.
+"""Split the parts next to the language model: vision and audio towers, and the projectors of their features.
 
 Towers are transformers like any other, so that the recognisers of sub-layers serve them too: attention is split in
 heads, MLPs in features (Megatron-LM, arXiv:1909.08053).  Other linear layers are stored sharded and their outputs
@@ -122,20 +122,20 @@ def with_towers(
 
 
 def _outside(tree: ModelTree) -> Iterator[str]:
-    """Iterate over the modules next to the language model, the head and what leads to it left out."""
+    """Iterate over the modules next to the language model, without the head and the modules that lead to it."""
     if tree.embedding is None or tree.decoder is None or not tree.root:
         return
     for path in tree.modules:
         holds_root = is_at_or_below(tree.root, path)
         inside = is_at_or_below(path, tree.root) or (tree.lm_head is not None and is_at_or_below(path, tree.lm_head))
-        # The rules of what is below a layer with low-rank adapters follow from the layer's own.
+        # The rules of modules below a layer with low-rank adapters follow from the layer's rule.
         in_adapter = any(f"{above}.base_layer" in tree.modules for above in ancestors(path))
         if not (holds_root or inside or in_adapter or _in_language_model(path, tree)):
             yield path
 
 
 def _is_gathered(path: str, planned: PlannedTree) -> bool:
-    """Return whether a rule of a module above gathers a parameter of a module, whose code then has it in full."""
+    """Return whether a rule of a module above gathers a parameter of a module: its code then has it in full."""
     return any(planned.is_gathered(join(path, name)) for name in planned.tree.own_parameters(path))
 
 
@@ -219,7 +219,7 @@ def _by_wildcard(parts: Iterable[_Part]) -> list[list[_Part]]:
 
 
 def _misfit(part: _Part, tree: ModelTree, tp: int) -> Constraint | None:
-    """Return what of one part cannot be split over the axis, if anything."""
+    """Return a description of the sizes of one part that cannot be split over the axis, or ``None``."""
     root, rules = part
     below = {path: tree.modules[path] for path in (root, *tree.below(root))}
     parameters = {path: value for path, value in tree.parameters.items() if is_at_or_below(parent(path), root)}
@@ -244,7 +244,7 @@ def _stored(
 
 def _stored_tensors(paths: Iterable[str], planned: PlannedTree, large: Collection[str]) -> Iterator[tuple[str, Style]]:
     """Iterate over rules that store large convolutions, tables and bare parameters sharded, and gather them for use."""
-    # A module's rule gathers all that its code reads, of its own and of modules below; a parameter's that parameter.
+    # A module's rule gathers all parameters that its code reads, its own and those below; a parameter's rule only it.
     tree = planned.tree
     tensors = {
         join(path, name): _reader(path, name, tree)
@@ -267,12 +267,12 @@ def _stored_tensors(paths: Iterable[str], planned: PlannedTree, large: Collectio
 
 
 def _outside_split_modules(paths: Iterable[str], rules: Mapping[str, Style]) -> Iterator[str]:
-    """Iterate over the paths that are in no module whose computation is split, by its row-wise layer."""
+    """Iterate over the paths outside of modules with split computations (a row-wise layer)."""
     split = {parent(path) for path, style in rules.items() if isinstance(style, RowwiseParallel)}
     return (path for path in paths if not any(above in split for above in ancestors(path)))
 
 
 def _reader(path: str, name: str, tree: ModelTree) -> str | None:
-    """Return the outermost module whose code reads a tensor of a module below it."""
+    """Return the outermost module with code that reads a tensor of a module below it."""
     above = (each for each in ancestors(path) if reads_below(type(tree.modules[each]), leaf(path), name))
     return next(iter(reversed([*above])), None)

@@ -1,7 +1,7 @@
-"""The architectures that have a plan of their own: one file a family, names only.
+"""The architectures with a plan in this package: one file per family, names only.
 
 An architecture: ``Architecture``; all of them: ``ARCHITECTURES``
-A decoder:       ``DecoderSpec``, of which ``decoder_plan`` makes a plan
+A decoder:       ``DecoderSpec``; ``decoder_plan`` makes its plan
 Its sub-layers:  ``SublayerSpec``, ``ReplicatedSublayer``, ``FusedLinear``, ``ExpertsSpec``
 """
 

@@ -2,7 +2,7 @@
 
 Towers and projectors are replicated; image features are written into the token embeddings outside the language model,
 which therefore receives them in full.  Gemma 4 has layers that share keys and values, inputs of every layer's own, and
-experts next to the MLP in some models.  Its blocks compute with scalars of their own and per-layer inputs, so sequence
+experts next to the MLP in some models.  Its blocks compute with learned scalars and per-layer inputs, so sequence
 parallelism gathers the stream at a block's beginning.  Source: the module tree of transformers' ``modeling_gemma4.py``.
 """
 

@@ -1,4 +1,4 @@
-"""Phi-2, whose attention and MLP run side by side after one norm, and Phi-3, whose projections are fused.
+"""Phi-2 (attention and MLP side by side after one norm) and Phi-3 (fused projections).
 
 Source: the module trees of transformers' ``modeling_phi.py`` and ``modeling_phi3.py``.
 """

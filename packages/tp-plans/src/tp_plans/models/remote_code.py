@@ -1,4 +1,4 @@
-"""Architectures whose code comes with their checkpoints, found by the name that the config gives.
+"""Architectures with code in their checkpoints, found by the class name in the config.
 
 Source: the module trees of the published checkpoints, as the plans of NeMo Automodel name them.
 """

@@ -1,7 +1,7 @@
 """From the names of a decoder's parts to its plan: the mechanics of tensor and sequence parallelism, once.
 
-An architecture states what its modules are called and which role they play; which style a role gets, and what
-sequence parallelism turns it into, is decided here.
+An architecture states the names and the roles of its modules.  This file decides the style of each role, and the
+sequence-parallel form of each style.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FusedLinear:
     """A projection that is several in one matrix, one after another.
 
     Args:
-        name: what it is called.
+        name: the projection's name.
         fused_sizes: their relative sizes in order, as in ``ColwiseParallel``.
     """
 
@@ -48,7 +48,7 @@ class SublayerSpec:
             own units, so their gradients are partial sums.
         kv_projections: the columns that hold key/value heads, which ranks may share.
         kv_heads_attr: the attribute for the number of key/value heads, as in ``ParallelAttention``.
-        head_count_attrs: attributes that count what is split, as in ``ParallelAttention``.
+        head_count_attrs: attributes that count heads or their features, as in ``ParallelAttention``.
         replacement_linears: layers that replace the sub-layer's others in some blocks.
         optional: parts of it that some models lack.
     """
@@ -71,8 +71,8 @@ class ReplicatedSublayer:
 
     Args:
         path: where it sits in the block.
-        linears: its linear layers, whose features are gathered.
-        gathered_params: parameters that its code reads from layers below by itself, as in ``GatheredParameters``.
+        linears: its linear layers; their features are gathered.
+        gathered_params: parameters that its code reads directly from layers below, as in ``GatheredParameters``.
     """
 
     path: str
@@ -129,7 +129,7 @@ def decoder_plan(decoder: DecoderSpec, *, name: str, sequence_parallel: bool = F
 
     Args:
         decoder: the names of the decoder's layers.
-        name: what the plan is for, used in messages.
+        name: the model or class of the plan, used in messages.
         sequence_parallel: also shard the activations between blocks on the sequence.
 
     Returns:
@@ -223,17 +223,17 @@ def _norm(stream: Layout) -> styles.Style:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model class, the names of its parts, and what it can do.
+    """One model class, the names of its parts, and its capabilities.
 
     Args:
         class_name: the class as a config's ``architectures`` names it.
         model_type: the config's ``model_type``.
         decoder: the names of its parts.
-        notes: what is not split, and why.
+        notes: the parts that are not split, with the reason.
         sequence_parallel: whether it has a sequence-parallel form; ``notes`` says why not.
         max_tp: the largest axis over which it can be split whatever its sizes, or ``None``.
-        aliases: other names by which it is found.
-        adapt_plan: what the plan changes to for a model's config, where names do not tell all.
+        aliases: further names of the class.
+        adapt_plan: adapts the plan to a model's config, if names do not tell all.
     """
 
     class_name: str
@@ -247,7 +247,7 @@ class Architecture:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything that it is found by."""
+        """All names of the architecture."""
         return (self.class_name, self.model_type, *self.aliases)
 
     @property
@@ -275,7 +275,7 @@ class Architecture:
         return decoder_plan(self.decoder, name=self.class_name, sequence_parallel=sequence_parallel)
 
     def for_model(self, plan: Plan, tree: ModelTree) -> Plan:
-        """The plan for one model: adjusted to its config, without the rules for what this model may and does lack."""
+        """The plan for one model: adjusted to its config, without rules for optional parts that this model lacks."""
         if self.adapt_plan is not None:
             plan = self.adapt_plan(plan, getattr(tree.model, "config", None))
         present = {pattern for path in tree.modules for pattern in plan.match(path)}

@@ -1,6 +1,6 @@
 """The styles of modules: how parameters are sharded, and the layouts of inputs and outputs.
 
-Styles are frozen data.  Each is correct by itself: a plain tensor is read in the style's ``input_layouts``, and a
+Styles are frozen data.  Each is correct on its own: a plain tensor is read in the style's ``input_layouts``, and a
 DTensor is redistributed from its own placements as needed.  So a plan stays correct without a rule that only saves
 communication (``PrepareModuleInput``).
 """
@@ -126,6 +126,6 @@ def style_from_dict(data: Mapping[str, Any]) -> Style:
             fields[field] = tuple(fields[field])
     if isinstance(inner := fields.get("inner"), Mapping):
         if "inner" in inner:  # nothing that may stand there has one, and data could go on for ever
-            raise PlanError(f"{name}.inner has an 'inner' of its own: write a style that stands for itself")
+            raise PlanError(f"{name}.inner has an 'inner' too: write a style without one")
         fields["inner"] = style_from_dict(inner)
     return cls(**fields)  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ class PrepareModuleInput:
 
     Args:
         layout: the layout wanted.
-        argument: the keyword under which the tensor may be passed; an argument that is absent or ``None`` is
+        argument: the keyword for the tensor, if the caller may pass it by keyword; an absent argument or ``None`` is
             left alone.
         position: its place where it is passed by position, or ``None`` for a keyword-only argument.
         full_output: output the full tensor, plain, for code that works on all tokens.
@@ -47,13 +47,13 @@ class PrepareModuleInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelAttention:
-    """An attention layer whose heads are sharded over the axis: prepares its input and its head counts.
+    """An attention layer with heads that are sharded over the axis: prepares its input and its head counts.
 
     Args:
         layout: as in ``PrepareModuleInput``, or ``None`` to leave the input as it comes.
         argument: as in ``PrepareModuleInput``.
         position: as in ``PrepareModuleInput``.
-        head_count_attrs: integer attributes that count what is split (heads, or features of all heads), as
+        head_count_attrs: integer attributes that count heads, or features of all heads, as
             ``"num_heads"`` or ``"config.num_attention_heads"``: the layer sees this rank's count, at least 1.
             Attributes that it lacks are passed over.
         kv_groups_attr: the attribute for query heads per key/value head; it shrinks where ranks share such heads.
@@ -85,12 +85,12 @@ class ParallelAttention:
 class GatherSequence:
     """Gather the sequence for a module between activations that are sharded on it, and shard its output again.
 
-    For a module that mixes tokens and is not sharded itself (a recurrence), or whose styles read full plain tensors (a
-    router and its experts).  Inside, tensors are plain and full on every rank.  An output whose batch and sequence dims
-    the module has flattened leaves in the shape of its input, as which the caller has to view it to add it there.
+    For a module that mixes tokens and is not sharded (a recurrence), or with styles that read full plain tensors (a
+    router and its experts).  Inside, tensors are plain and full on every rank.  If the module flattens batch and
+    sequence, its output gets the shape of its input: the caller has to view it so before it adds it.
 
     Args:
-        sequence_dim: the dim on which activations are sharded.
+        sequence_dim: the sharded dim of the activations.
         inner: the module's own rule, if it has one, which works inside.
         full_output: leave the output full and plain, for heads and other code that works on all tokens.
     """

@@ -1,4 +1,4 @@
-"""Mixtures of experts, and modules whose outputs are partial sums."""
+"""Mixtures of experts, and modules with partial sums as outputs."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class DispatchExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleInput:
-    """A module without parameters inside split experts, whose output every rank would add: input over ``tp``."""
+    """A module without parameters inside split experts.  Every rank adds its output: the input is divided by ``tp``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduceOutput:
-    """A module whose output is a partial sum, since its parameters are split: the ranks' outputs are summed.
+    """A module with split parameters and a partial sum as output: the ranks' outputs are summed.
 
     The gradients of its input are partial sums too, and are summed.
 

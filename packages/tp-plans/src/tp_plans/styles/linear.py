@@ -1,4 +1,4 @@
-"""Linear layers whose weight is split."""
+"""Linear layers with split weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tp_plans.layouts import Layout, Partial, Replicate, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColwiseParallel:
-    """A linear layer whose output features (and bias) are split: ``[out, in]`` becomes ``[out / tp, in]``.
+    """A linear layer with split output features (and bias): ``[out, in]`` becomes ``[out / tp, in]``.
 
     The input is gathered where it is sharded; its gradient is summed over the axis.
 
@@ -22,7 +22,7 @@ class ColwiseParallel:
             attribute of the parent module, as ``"head_dim"`` for a query projection.
         fused_sizes: where the weight is several matrices one after another (a fused ``qkv_proj`` or
             ``gate_up_proj``), their relative sizes in order, as numbers or attributes of the parent:
-            ``(1, 1)`` for gate and up.  Each is split by itself, so that a rank gets its part of every one.
+            ``(1, 1)`` for gate and up.  Each is split separately: a rank gets its part of every one.
         replicate_kv_heads: where the axis is larger than the number of key/value heads, the ranks that need the same
             head share it: each computes with it, and their gradients are summed.
     """
@@ -54,7 +54,7 @@ class ColwiseParallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowwiseParallel:
-    """A linear layer whose input features are split: ``[out, in]`` becomes ``[out, in / tp]``.
+    """A linear layer with split input features: ``[out, in]`` becomes ``[out, in / tp]``.
 
     The ranks' partial outputs are summed.  A bias is replicated and added once.
 
@@ -94,7 +94,7 @@ class MLAKVProjection:
 
     Args:
         rope_dim: how many features the shared rotary key has: a number, or the name of an attribute of the parent; 0 in
-            models whose latent attention has no positions.
+            models with latent attention without positions.
     """
 
     rope_dim: int | str = "qk_rope_head_dim"

@@ -50,7 +50,7 @@ class SequenceParallel:
 class GatheredParameters:
     """A module below which some parameters are stored split, and gathered for the time of its forward.
 
-    For code that reads another module's weight itself, as kernels for recurrences do, and so for anything whose
+    For code that reads another module's weight, as kernels for recurrences do, and so for any module with
     parameters can be stored split though its work cannot.  The module must see full activations.
 
     Args:

@@ -47,7 +47,7 @@ def gathered(rows: Tensor, group: str, ranks: int) -> Tensor:
 
 
 def reduce_scattered(rows: Tensor, group: str, ranks: int) -> Tensor:
-    """Return this rank's part of the sum over the ranks, whose first dim is a multiple of their number."""
+    """Return this rank's part of the sum over the ranks; the first dim is a multiple of their number."""
     with _without_autograd():
         own: Tensor = _wait(_reduce_scatter(rows, "sum", ranks, group))
     return own
@@ -79,7 +79,7 @@ def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: 
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """Return the tensor that a DTensor is over, without a history of its own; nothing may be written to it."""
+    """Return a DTensor's local tensor without autograd history; nothing may be written to it."""
     return tensor._local_tensor
 
 
@@ -90,14 +90,14 @@ def spec_of(tensor: DTensor) -> Any:
 
 def with_spec(local: Tensor, spec: Any) -> DTensor:
     """Return a DTensor over this rank's part of it, like the one that a spec is of."""
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # whose __init__ does nothing
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # DTensor.__init__ does nothing
 
 
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
 def direct(function: type[Function]) -> Callable[..., Any]:
-    """Return what applies a function in eager code: the compiler traces ``function.apply``."""
+    """Return the callable that applies a function in eager code; the compiler traces ``function.apply``."""
     apply = super(Function, function).apply  # type: ignore[misc]
 
     def applied(*args: Any) -> Any:

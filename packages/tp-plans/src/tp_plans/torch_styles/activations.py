@@ -71,7 +71,7 @@ class ParallelAttentionImpl(PrepareModuleInputImpl):
 
 
 class LocalHeadCountConfig:
-    """A config with some numbers of its own, and for all else the one behind it."""
+    """A config with some replaced numbers; every other attribute comes from the original."""
 
     def __init__(self, config: Any, counts: Mapping[str, int]) -> None:
         self.__dict__.update(counts, _config=config)
@@ -126,7 +126,7 @@ def _with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _as_stream(tensor: Tensor, shape: torch.Size | None) -> Tensor:
-    """Return an output whose tokens the module has flattened in the shape of the stream, as its caller will view it."""
+    """Return an output with flattened tokens in the shape of the stream, as its caller will view it."""
     # The flattened dim cannot be sharded on the sequence: torch would deal it out strided, and cannot compile that.
     if shape is None or isinstance(tensor, DTensor) or tensor.ndim != len(shape) - 1 or tensor.shape[-1] != shape[-1]:
         return tensor

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-import tp_plans.torch_styles._anomaly_compat  # noqa: F401  # registers what DTensor lacks
+import tp_plans.torch_styles._anomaly_compat  # noqa: F401  # registers operators that DTensor lacks
 from tp_plans._torch_compat import own_children, own_parameters
 from tp_plans.errors import AlreadyParallelizedError, LayoutError
 from tp_plans.layouts import Layout, Shard
@@ -38,13 +38,13 @@ Arguments = tuple[Args, Kwargs]
 
 
 class ForwardContext:
-    """One forward call of a module: its mesh, what to put back afterwards, what to remember until then."""
+    """One forward call of a module: its mesh, the state to restore afterwards, the state to remember until then."""
 
     __slots__ = ("attributes", "mesh", "parameters", "saved", "swapped", "views")
 
     def __init__(self, mesh: DeviceMesh, views: dict[str, Any]) -> None:
         self.mesh = mesh
-        #: The module's own dict, in which plain tensors stand for the parameters.
+        #: The module's dict of parameters, filled with plain tensors during the call.
         self.views = views
         self.parameters: dict[str, DTensor] = {}
         self.attributes: dict[str, Any] = {}
@@ -57,13 +57,13 @@ class ForwardContext:
         own_parameters(owner)[name] = view
 
     def count_own_experts(self, module: nn.Module, names: Sequence[str], own: range) -> None:
-        """Let attributes that count all experts (:func:`expert_counts`) count those of this rank during a forward."""
+        """Let attributes that count all experts (:func:`expert_counts`) count this rank's experts during a forward."""
         for name in names:
             self.attributes[name] = getattr(module, name)
             setattr(module, name, len(own))
 
     def restore(self, module: nn.Module) -> None:
-        """Give the module its DTensor parameters and its attributes again, and others what was swapped."""
+        """Restore the module's DTensor parameters and attributes, and everything that was swapped elsewhere."""
         self.views.update(self.parameters)
         for name, value in self.attributes.items():
             setattr(module, name, value)
@@ -117,7 +117,7 @@ class LocalTensorStyle(ParallelStyle):
             )
         if "forward" in module.__dict__:
             raise AlreadyParallelizedError(
-                f"this {type(module).__name__} carries a forward of its own in place of its class's, which would "
+                f"this {type(module).__name__} carries another forward in place of its class's, which would "
                 "bypass the plan: parallelize the model before whatever patches its modules"
             )
         self.prepare(module, device_mesh)
@@ -148,7 +148,7 @@ class LocalTensorStyle(ParallelStyle):
     def _class_for(self, cls: type[nn.Module], mesh: DeviceMesh) -> type[nn.Module]:
         """One class for all modules of a rule, so that equal blocks share one compiled graph."""
         if (cls, mesh) not in self._classes:
-            # The names stay, since transformers looks up what to record by a class's full name.
+            # The names stay, since transformers finds the outputs to record by a class's full name.
             names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
             namespace = {**names, "tp_style": self, "tp_mesh": mesh, **self.class_attributes}
             taken = signature(cls.forward)
@@ -215,7 +215,7 @@ def expert_counts(module: nn.Module, experts: int) -> tuple[str, ...]:
 
 
 def _parts_read_below(children: Mapping[str, Any]) -> list[DTensor]:
-    """Return the parameters of which the modules below one read this rank's parts, as projections do."""
+    """Return the parameters below a module that are read as this rank's parts, as projections do."""
     # Of a list, such as one of experts, some may not run. A parameter that FSDP2 has yet to gather has two axes.
     found: list[DTensor] = []
     waiting = [*children.values()]

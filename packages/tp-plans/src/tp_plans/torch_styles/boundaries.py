@@ -33,7 +33,7 @@ def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
 
 
 def local_parameter(parameter: DTensor) -> Tensor:
-    """Return this rank's part of a parameter as a plain tensor, whose gradient has the parameter's placement."""
+    """Return this rank's part of a parameter as a plain tensor; its gradient has the parameter's placement."""
     if torch.compiler.is_compiling():
         return parameter.to_local()
     part: Tensor | None = vars(parameter).get(_PART)
@@ -48,7 +48,7 @@ def local_parameter(parameter: DTensor) -> Tensor:
 
 
 def local_parameters(parameters: Sequence[DTensor], scale: float | None = None) -> Sequence[Tensor]:
-    """Return what :func:`local_parameter` does for parameters, in eager code; gradients are multiplied by ``scale``."""
+    """Apply :func:`local_parameter` to parameters, in eager code; gradients are multiplied by ``scale``."""
     trained = [each.requires_grad and each.is_contiguous() for each in parameters]
     if parameters and all(trained) and torch.is_grad_enabled():
         parts: Sequence[Tensor] = _local_parts(scale, *parameters)
@@ -57,7 +57,7 @@ def local_parameters(parameters: Sequence[DTensor], scale: float | None = None) 
 
 
 def scaled_gradient(tensor: Tensor, scale: float | None) -> Tensor:
-    """Return a tensor, in eager code, whose gradient is multiplied by a number, if there is one."""
+    """Return a tensor, in eager code, with its gradient multiplied by a number, if one is given."""
     if scale is None or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     scaled: Tensor = _scale_gradient(tensor, scale)
@@ -65,9 +65,9 @@ def scaled_gradient(tensor: Tensor, scale: float | None) -> Tensor:
 
 
 def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
-    """Make what :func:`local_parameter` returns for parameters by one autograd function, until they are dropped."""
+    """Apply :func:`local_parameter` to parameters by one autograd function, and share the results until dropped."""
     # One may come twice. Returns the parameters for ``drop_parts``.
-    if torch.compiler.is_compiling():  # asked here too: code in Python around may call this in a graph of its own
+    if torch.compiler.is_compiling():  # asked here too: Python code may call this in a separate graph
         return []
     read = [each for each in {id(each): each for each in parameters}.values() if each.requires_grad]
     if len(read) < 2 or not torch.is_grad_enabled() or not all(each.is_contiguous() for each in read):
@@ -78,13 +78,13 @@ def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
 
 
 def drop_parts(parameters: Sequence[DTensor]) -> None:
-    """Drop what :func:`share_parts` made."""
+    """Drop the results of :func:`share_parts`."""
     for parameter in parameters:
         vars(parameter).pop(_PART, None)
 
 
 def summed_gradient(tensor: DTensor) -> Tensor:
-    """Return a replicated tensor as a plain tensor, of whose gradient each rank has a part."""
+    """Return a replicated tensor as a plain tensor with a partial gradient on each rank."""
     if torch.compiler.is_compiling():
         return with_summed_gradient(local_part(tensor), tensor.device_mesh)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -95,7 +95,7 @@ def summed_gradient(tensor: DTensor) -> Tensor:
 
 def stream_and_parameters(stream: DTensor, parameters: Sequence[DTensor]) -> Sequence[Tensor] | None:
     """Return ``local_part`` of a stream and ``summed_gradient`` of parameters, made by one autograd function."""
-    # ``None`` where not all of them have a gradient: what one makes has, if any of its inputs has.
+    # ``None`` if not all of them have a gradient: an output has one if any input has.
     read = (stream, *parameters)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
@@ -106,7 +106,7 @@ def stream_and_parameters(stream: DTensor, parameters: Sequence[DTensor]) -> Seq
 
 
 def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a plain tensor that is replicated over a mesh, of whose gradient each rank has a part."""
+    """Return a plain tensor that is replicated over a mesh, with a partial gradient on each rank."""
     if torch.compiler.is_compiling():
         return _SumGradient.apply(local, mesh)  # type: ignore[no-any-return, no-untyped-call]
     entered: Tensor = _sum_gradient(local, mesh)
@@ -114,11 +114,11 @@ def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def enter(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a tensor in full on every rank, for code of which each rank computes a part of the gradient."""
+    """Return a full tensor on every rank, for code with a partial gradient on each rank."""
     # It is made with the plain tensor that ``entered`` gives for it, by one autograd function: modules with one input
     # (the projections of queries, keys and values) share that, so that their gradients are added as plain tensors and
     # none becomes a DTensor. The tensor is contiguous: plain and the same on every rank, or a DTensor.
-    if torch.compiler.is_compiling():  # in a graph of its own, as above
+    if torch.compiler.is_compiling():  # in a separate graph, as above
         if isinstance(tensor, DTensor):
             return tensor.redistribute(placements=[_REPLICATE])
         return _from_local(tensor, mesh, _REPLICATE, None)
@@ -128,7 +128,7 @@ def enter(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def entered(tensor: DTensor) -> Tensor:
-    """Return a replicated tensor in full, for a module of which each rank computes a part of the tensor's gradient."""
+    """Return a replicated tensor in full, for a module that leaves a partial gradient on each rank."""
     # Modules with one input share one plain tensor.
     if torch.compiler.is_compiling():
         return local_part(tensor, _PARTIAL)
@@ -137,7 +137,7 @@ def entered(tensor: DTensor) -> Tensor:
 
 
 def known_part(tensor: DTensor, mesh: DeviceMesh) -> Tensor | None:
-    """Return what :func:`entered` has given for a tensor of a mesh before, for eager code."""
+    """Return the earlier result of :func:`entered` for a tensor of a mesh, for eager code."""
     return _known(tensor, _ENTERED) if spec_of(tensor).mesh is mesh else None
 
 
@@ -185,7 +185,7 @@ def moved(tensor: DTensor, wanted: Placement) -> DTensor:
 
 
 def summed(partial: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of the ranks' tensors, in memory of its own; its gradient is replicated and goes to each."""
+    """Return the sum of the ranks' tensors, in new memory; its gradient is replicated and goes to each."""
     total: Tensor = _sum(partial, mesh)
     return total
 
@@ -228,7 +228,7 @@ def same_mesh(tensor: DTensor, mesh: DeviceMesh) -> bool:
 
 
 def is_sum(placement: Placement) -> bool:
-    """Return whether a placement is that of ranks that hold parts of a sum."""
+    """Return whether a placement is a partial sum."""
     return type(placement) is Partial and placement.reduce_op == "sum"
 
 
@@ -240,7 +240,7 @@ def _from_local(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: to
 
 
 def _of_gradient(placement: Placement) -> Placement:
-    """Return how the gradient of what has a placement lies: that of partial sums is replicated."""
+    """Return the placement of a gradient, by its tensor's placement: a partial sum's is replicated."""
     return _REPLICATE if placement.is_partial() else placement
 
 
@@ -341,7 +341,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """A replicated DTensor and this rank's plain tensor of it, of whose gradient the rank has a part."""
+    """A replicated DTensor, and this rank's plain tensor of it with a partial gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, mesh: DeviceMesh, spec: Any) -> tuple[DTensor, Tensor]:

@@ -1,4 +1,4 @@
-"""From a rule, with those of its parameters and children, to the ``ParallelStyle`` that torch applies.
+"""From a rule, with the rules of its parameters and children, to the ``ParallelStyle`` that torch applies.
 
 ``parallelize_module`` hands a style one module and nothing else.  A rule for a bare parameter has no module of
 its own, and one whose numbers are attributes of the module above cannot find them; both go to that module.
@@ -89,13 +89,13 @@ def _implementation(style: Style | None, parameter_rules: Mapping[str, Parameter
     if isinstance(style, DispatchExperts):
         raise PlanError(
             "DispatchExperts is a style of the axis ep: apply plan.on_axis('tp') to the mesh of tp, and "
-            "expert_styles_by_path(plan, model) to that of ep"
+            "expert_styles_by_path(plan, model) to the axis ep"
         )
     return LocalTensorStyle(None, parameter_rules) if style is None else _IMPL[type(style)](style, parameter_rules)
 
 
 class ParentStyle(ParallelStyle):
-    """A module's own style, after those of its children that take their numbers from it."""
+    """A module's style, applied after its children's styles that take their numbers from it."""
 
     def __init__(self, own: LocalTensorStyle, children: dict[str, Style]) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def gather(part: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
-    """Return the tensor, of ``size`` on ``dim``, whose parts the ranks have; only the last parts are shorter."""
+    """Gather the ranks' parts to one tensor of ``size`` on ``dim``; only the last parts are shorter."""
     _, _, group, ranks, _ = _axis(mesh)
     full = gathered(_rows(without_history(part), dim, -(-size // ranks)), group, ranks)
     return _from_rows(full, part, dim, size)
@@ -66,7 +66,7 @@ def reduce_scatter(partial: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 
 def without_history(tensor: Tensor) -> Tensor:
-    """Return a tensor whose gradient nobody asks for, as in a forward or backward of an autograd function."""
+    """Return a tensor without a gradient, as in a forward or backward of an autograd function."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise CapabilityError(
             "gradients of gradients (create_graph=True) would be wrong over tp: leave create_graph out, and take "

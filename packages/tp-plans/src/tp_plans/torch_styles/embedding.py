@@ -16,7 +16,7 @@ from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, redis
 class VocabParallelEmbeddingImpl(FirstTensorStyle):
     """``VocabParallelEmbedding``: looks up this rank's ids, zeros for the others, sums over the ranks."""
 
-    # The lookup is local, so a rank's gradient has the size of its own slice; DTensor's embedding gives every rank a
+    # The lookup is local, so a rank's gradient has the size of its slice; DTensor's embedding gives every rank a
     # gradient of the full table.
     style: VocabParallelEmbedding
 

@@ -56,7 +56,7 @@ class ExpertsParallelImpl(AllReduceOutputImpl):
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         if not any(parameter is not None for parameter in own_parameters(module).values()):
             raise PlanError(
-                f"{type(module).__name__} has no parameters of its own, so there are no stacked experts to shard: "
+                f"{type(module).__name__} has no own parameters, so it holds no stacked experts to shard: "
                 "ExpertsParallel is for modules that hold them as [experts, ...]"
             )
         mark_expert_parallel(module)

@@ -1,4 +1,4 @@
-"""Plain views of DTensors whose gradients have the placements of the parameter or activation."""
+"""Plain views of DTensors; their gradients have the placements of the parameter or activation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def local_view(parameter: DTensor) -> Tensor:
 
 def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
     """Return the full tensor of a sharded parameter as a plain tensor; each rank keeps its part of the gradient."""
-    # ``partial``: what a rank computes is a part of the gradient, and the ranks' are summed.
+    # ``partial``: each rank computes a part of the gradient, and the parts are summed.
     source = parameter if torch.is_grad_enabled() else _detach(parameter)
     full = source.redistribute(placements=[Replicate()])
     plain = full.to_local(grad_placements=[Partial() if partial else Replicate()])
@@ -40,7 +40,7 @@ def parameter_view(rule: ParameterStyle, parameter: DTensor) -> Tensor:
 
 
 def _detach(parameter: DTensor) -> DTensor:
-    """The same part without a gradient: where none is recorded torch 2.10 cannot redistribute what requires one."""
+    """The same part without a gradient: torch 2.10 cannot redistribute one that requires it where none is recorded."""
     # Nor can it detach a DTensor in inference mode.
     return _with_local(parameter, parameter.to_local())
 
@@ -76,7 +76,7 @@ class _UnevenView(torch.autograd.Function):
 
 
 class _DenseGradient(torch.autograd.Function):
-    """Identity forward; backward gives an expanded gradient memory of its own, for torch 2.10 and 2.11 as above."""
+    """Identity forward; backward copies an expanded gradient to new memory, for torch 2.10 and 2.11 as above."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class _DenseGradient(torch.autograd.Function):
 
 
 def to_local_writable(tensor: DTensor) -> Tensor:
-    """This rank's part as a plain tensor of its own, which model code may change in place: no view, as ``to_local``."""
+    """This rank's part as a plain tensor that model code may change in place: no view, unlike ``to_local``."""
     return cast(Tensor, _ToLocalWritable.apply(tensor))  # type: ignore[no-untyped-call]
 
 
@@ -110,7 +110,7 @@ class _ToLocalWritable(torch.autograd.Function):
 
 def contiguous_part(tensor: DTensor) -> DTensor:
     """Return ``tensor`` with this rank's part contiguous, where parts of unequal length leave a view of padded rows."""
-    # Compiled code guards on strides and on what a view is of, and would be compiled once more for a view.
+    # Compiled code guards on strides and on a view's base, and would be compiled once more for a view.
     if torch.compiler.is_compiling():
         return cast(DTensor, _ContiguousPart.apply(tensor))  # type: ignore[no-untyped-call]
     (placement,) = tensor.placements

@@ -57,7 +57,7 @@ class ColwiseParallelImpl(_LinearImpl):
 
     def __init__(self, style: Style, parameter_rules: Mapping[str, ParameterStyle] | None = None) -> None:
         super().__init__(style, parameter_rules)
-        #: A plain input is replicated; and what the module computes is its output.
+        #: A plain input is replicated; the module's result is its output.
         self._is_replicated = getattr(style, "input_layouts", layouts.Replicate()) == layouts.Replicate()
         self._is_output = getattr(style, "use_local_output", False) and self.style.output_layouts == layouts.Shard(-1)
 

@@ -83,14 +83,14 @@ def prepared(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
 
 
 def _is_recorded(tensor: Tensor) -> bool:
-    """Return whether autograd in eager code records what is computed from a contiguous tensor."""
+    """Return whether autograd in eager code records operations on a contiguous tensor."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     return tensor.requires_grad and tensor.is_contiguous()
 
 
 class _OwnPart(torch.autograd.Function):
-    """``DTensor.redistribute`` from ``Replicate`` to ``Shard``, whose gradient the compiler takes for any length."""
+    """``DTensor.redistribute`` from ``Replicate`` to ``Shard``; the compiler takes its gradient for any length."""
 
     # The gradient of torch's own ends in a ``RecursionError`` where the length is symbolic, up to torch 2.14; in torch
     # 2.10 this one does too.

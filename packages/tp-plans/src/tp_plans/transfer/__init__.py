@@ -1,4 +1,4 @@
-"""Transfers of weights between two layouts: which block of which tensor goes from which rank to which, as data.
+"""Transfers of weights between two layouts, as data: each block's tensor, sender and receiver.
 
 A layout:      ``TransferLayout``, ``CheckpointTensor``, ``StoredBlock``
 Of a mesh:     ``mesh_layout``, ``mesh_boxes``, ``MeshLayout``, ``ShardStep``, ``shard_steps``, ``StridedShard``

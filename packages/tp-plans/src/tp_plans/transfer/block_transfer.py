@@ -40,7 +40,7 @@ class BlockTransfer:
 
     @property
     def is_relay(self) -> bool:
-        """Whether the sender passes on what it has received itself."""
+        """Whether the sender relays a received block."""
         return self.origin is not None
 
     @property

@@ -9,7 +9,7 @@ from tp_plans.errors import TransferError
 from tp_plans.transfer.boxes import Box
 from tp_plans.transfer.layout import CheckpointTensor
 
-#: What the name of a scale adds to that of its weight.
+#: The suffix of a scale's name after its weight's name.
 _SUFFIXES = ("_scale_inv", "_scale_2", "_scale")
 #: Rows and columns of a block with one ``weight_scale_inv`` (DeepSeek-V3's checkpoints).
 _BLOCK = 128
@@ -20,12 +20,12 @@ class ScaleOf:
     """The weight that a scale belongs to."""
 
     weight: str  # its name in the checkpoint
-    suffix: str  # what the scale's name adds to it
+    suffix: str  # the scale's suffix after the weight's name
     cell: tuple[int, int] | None  # its stored rows and columns that share a scale; None for one number for all of them
 
 
 def scale_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> ScaleOf | None:
-    """Return the weight that a tensor is a scale of; ``None`` for what is no scale."""
+    """Return the name of a scale's weight; ``None`` for a tensor that is no scale."""
     suffix = next((each for each in _SUFFIXES if name.endswith(f"weight{each}")), None)
     weight = name.removesuffix(suffix or "")
     if suffix is None or weight not in tensors:
@@ -51,6 +51,6 @@ def in_cells(scale: ScaleOf | None, box: Box, shape: Sequence[int]) -> Box:
         if start % cell or (stop % cell and stop != size):
             raise TransferError(
                 f"{scale.weight} is cut at {start} to {stop} of {size}, inside of the {cell} elements of a scale: use "
-                "a tp whose parts are multiples of them, or leave the weight out of the quantization"
+                "a tp with parts that are multiples of them, or leave the weight out of the quantization"
             )
     return tuple((low // cell, -(-high // cell)) for (low, high), cell in zip(box, scale.cell, strict=True))

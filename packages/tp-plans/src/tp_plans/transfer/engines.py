@@ -102,7 +102,7 @@ def engine_layout(
     Args:
         tensors: the checkpoint's tensors by name; experts one by one, or stacked.
         size: heads and ranks.
-        engine: whose names and rules.
+        engine: the engine that gives names and rules.
         rules: other rules, for example ``[EngineRule(...), *engine_rules("vllm")]``; ``None`` for the engine's own.
         replicas: engines of ``tp`` ranks each, one after another, that hold the same.
         first_rank: the rank of the first, usually the number of the trainer's ranks.
@@ -149,7 +149,7 @@ def engine_layout(
 
 
 def _patterns(members: Sequence[_Member], size: EngineSize, first_rank: int, replicas: int) -> list[Pattern]:
-    """How each tensor of a parameter lies; parameters of like members, as those of all layers are, share it."""
+    """The layout of each tensor of a parameter; parameters with equal members, as in all layers, share it."""
     found: dict[str, dict[_Part, list[int]]] = {each.name: {} for each in members}
     in_order = sorted(members, key=lambda each: (_expert(each), each.rule.position))
     for rank in range(size.tp):
@@ -214,7 +214,7 @@ def _on_rank(members: Sequence[_Member], rank: int, size: EngineSize) -> Iterato
 
 
 def _part(box: Box, offset: tuple[int, ...]) -> _Part:
-    """A box whose first element has this offset, in as many dims of the local tensor as the box has."""
+    """A box that begins at this offset, with the dims of the local tensor."""
     before = len(offset) - 1
     return box, offset + (0,) * (len(box) - 1), tuple(range(before, before + len(box)))
 

@@ -1,4 +1,4 @@
-"""Tensors that are cut alike and lie on the same ranks, as those of repeated layers do: planned once."""
+"""Kinds of tensors: equal cuts on the same ranks, as in repeated layers, are planned once."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def _chains(part: CutPart, origin: int, first: int, last: int) -> Iterator[Move]
 
 def kinds_of(source: TransferLayout, destination: TransferLayout, *, relay: bool) -> list[Kind]:
     """The kinds of the destination's tensors; who sends their parts is open."""
-    alike: dict[tuple[Pattern, Pattern, CheckpointTensor], list[str]] = defaultdict(list)
+    names_of_kind: dict[tuple[Pattern, Pattern, CheckpointTensor], list[str]] = defaultdict(list)
     for name, tensor in destination.tensors.items():
-        alike[source.pattern(name), destination.pattern(name), tensor].append(name)
-    cut = cache(_cut)  # experts are cut alike, as they lie on other ranks
+        names_of_kind[source.pattern(name), destination.pattern(name), tensor].append(name)
+    cut = cache(_cut)  # experts on different ranks have equal cuts
     kinds = []
-    for (have, want, tensor), names in alike.items():
+    for (have, want, tensor), names in names_of_kind.items():
         boxes = cut(tuple(have.owners), tuple(want.owners))
         parts = list(_parts(have, want, boxes, tensor.itemsize, relay=relay))
         if lacking := [part for part in parts if not part.holders]:
@@ -140,7 +140,7 @@ def _alike(kinds: Iterable[Kind], ranks_of: Callable[[CutPart], Ranks]) -> list[
             if part.receivers:
                 parts[ranks_of(part)].append(part)
         found += [(kind, ranks, listed) for ranks, listed in parts.items()]
-    # What comes later can make up for what is not shared evenly before.
+    # Later tensors can balance uneven shares of earlier ones.
     return sorted(found, key=lambda each: (len(each[1]), -each[2][0].nbytes))
 
 

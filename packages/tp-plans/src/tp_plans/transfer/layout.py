@@ -1,4 +1,4 @@
-"""The layout of a checkpoint's tensors over ranks: which rank stores which block, where in which local tensor."""
+"""The layout of a checkpoint's tensors over ranks: each block's rank, local tensor and place in it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CheckpointTensor:
 class TransferLayout:
     """Which rank stores which blocks of a checkpoint's tensors.
 
-    Immutable.  Ranks are those of the process group of the transfer: a layout of an engine usually begins after the
+    Immutable.  Ranks are numbered in the process group of the transfer: a layout of an engine usually begins after the
     trainer's ranks (:meth:`shifted`).
 
     Args:
@@ -210,7 +210,7 @@ class TransferLayout:
 
     @staticmethod
     def from_json(text: str) -> TransferLayout:
-        """Read what :meth:`to_json` wrote.
+        """Read the text of :meth:`to_json`.
 
         Raises:
             TransferError: the text is something else.
@@ -327,9 +327,9 @@ def _mesh_pattern(
 
 
 def _require_block(name: str, tensor: CheckpointTensor, block: Any, right: dict[Any, StoredBlock]) -> None:
-    """Refuse what is no block of a tensor; ``right`` has those that are, by the parts that ranks and tensors share."""
+    """Refuse objects that are no block of a tensor; ``right`` collects checked blocks by their shared parts."""
     if not isinstance(block, StoredBlock):
-        raise TransferError(f"{name}: blocks contain what is of type {type_name(block)}, not a StoredBlock")
+        raise TransferError(f"{name}: blocks contain an object of type {type_name(block)}, not a StoredBlock")
     given: Any = block
     shared = tensor.shape, id(given.box), id(given.offset), id(given.dims)
     is_block = is_integer(given.rank, least=0) and isinstance(given.local, str)

@@ -1,4 +1,4 @@
-"""Patterns of blocks: where the tensors that lie alike, as those of repeated layers do, are stored."""
+"""Patterns of blocks: the storage of tensors with equal layouts, as in repeated layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StoredBlock:
 
 
 class Copies(NamedTuple):
-    """A block that some ranks store alike; ``slot`` is the place of the local tensor's name among those of a tensor."""
+    """A block that several ranks store; ``slot`` is the index of the local tensor's name in the tensor's names."""
 
     ranks: tuple[int, ...]
     box: Box
@@ -50,7 +50,7 @@ class Copies(NamedTuple):
 
 
 class Pattern:
-    """The blocks of a tensor, without its name and those of its local tensors; compared by identity."""
+    """The blocks of a tensor, without its name and its local tensors' names; compared by identity."""
 
     def __init__(self, copies: Iterable[Copies]) -> None:
         self.copies = tuple(each for each in copies if volume(each.box))
@@ -84,7 +84,7 @@ class Pattern:
         return dict(found)
 
     def blocks(self, locals_: Sequence[str], rank: int | None = None) -> Iterator[StoredBlock]:
-        """The blocks of a tensor with such local tensors, in the order of ranks, or those of one rank."""
+        """The blocks of a tensor with such local tensors, in the order of ranks, or one rank's blocks."""
         for number in sorted(self.by_rank) if rank is None else [rank]:
             for each in self.by_rank.get(number, ()):
                 yield StoredBlock(number, each.box, locals_[each.slot], each.offset, each.dims)

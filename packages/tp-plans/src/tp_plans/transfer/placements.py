@@ -15,7 +15,7 @@ from tp_plans.transfer.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """A shard that is cut after the axes to its right, as FSDP2 cuts what ``tp`` has cut (torch's ``_StridedShard``).
+    """A shard that is cut after the axes to its right, as FSDP2 cuts ``tp``'s shards (torch's ``_StridedShard``).
 
     Args:
         dim: the sharded dim.
@@ -79,7 +79,7 @@ def shard_steps(layouts: Sequence[MeshLayout], mesh_shape: Sequence[int]) -> lis
 def mesh_boxes(shape: Sequence[int], mesh_shape: Sequence[int], layouts: Sequence[MeshLayout]) -> list[Box]:
     """Return the box that each rank of a mesh holds, in the mesh's row-major order.
 
-    Chunks are those of ``torch.chunk``: ceiling-sized, the last ones shorter or empty.
+    Chunks are cut as by ``torch.chunk``: ceiling-sized, the last ones shorter or empty.
 
     Args:
         shape: the full tensor's shape.

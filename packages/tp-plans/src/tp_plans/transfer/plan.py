@@ -1,4 +1,4 @@
-"""Plan a transfer: which box of which tensor each rank sends to each other rank."""
+"""Plan a transfer: the boxes of tensors that each rank sends to each other rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tp_plans.transfer.patterns import Copies, Pattern, Placed
 
 _Key = TypeVar("_Key", bound=Hashable)
 
-#: Ranks have the same plan only if they choose who sends what in the same way.
+#: Ranks have the same plan only if they choose senders in the same way.
 _CHOICE = b"2"
 
 
 class TransferPlan:
-    """What goes from where to where between two layouts: tensors that lie alike are planned once, and repeated.
+    """The transfers between two layouts: tensors with equal layouts are planned once, and repeated.
 
     Made by :func:`plan_transfer`.  Totals are computed without a list of the transfers, which can have hundreds of
     millions: a rank asks for its own with :meth:`for_rank`.
@@ -32,7 +32,7 @@ class TransferPlan:
     Args:
         source: where the values are.
         destination: where they go.
-        relay: whether destination ranks pass on what they receive.
+        relay: whether destination ranks pass received blocks on.
 
     Raises:
         TransferError: the source lacks a part of a tensor.
@@ -44,11 +44,11 @@ class TransferPlan:
         self._load, self._spared = share_parts(self._kinds)
 
     def for_rank(self, rank: int, *, direct: bool = False) -> list[BlockTransfer]:
-        """Return what a rank sends, receives and keeps, in checkpoint order.
+        """Return the transfers that a rank sends, receives and keeps, in checkpoint order.
 
         Args:
             rank: a rank of either layout; any other has none.
-            direct: as if nobody passed anything on: what a rank of the source sends to all of a chain, each.
+            direct: without relays: the source rank sends to each rank of a chain.
         """
         found: list[BlockTransfer] = []
         for kind in self._kinds:
@@ -68,7 +68,7 @@ class TransferPlan:
         return tuple(sorted(found, key=lambda each: (each.position, each.hop)))
 
     def part(self, transfers: Iterable[BlockTransfer]) -> TransferPlan:
-        """Return a plan of some of the transfers, with their totals; its ranks and layouts are those of this one.
+        """Return a plan of some of the transfers, with their totals, between the same ranks and layouts.
 
         Of one rank's transfers, the totals are right for that rank.
         """
@@ -91,7 +91,7 @@ class TransferPlan:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the line on which transfers have their positions."""
+        """Bytes of the line of all transfers' positions."""
         return self.bytes_wanted
 
     @cached_property
@@ -167,7 +167,7 @@ class _PlanPart(TransferPlan):
         self._kept = _summed((each.source, each.nbytes) for each in self.transfers if each.is_local)
 
     def for_rank(self, rank: int, *, direct: bool = False) -> list[BlockTransfer]:
-        """Return what a rank sends, receives and keeps of them."""
+        """Return the transfers among them that a rank sends, receives and keeps."""
         listed = (each.direct if direct else each for each in self.transfers)
         return [each for each in listed if rank in (each.source, each.destination)]
 
@@ -180,12 +180,12 @@ def _summed(found: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
 
 
 def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay: bool = False) -> TransferPlan:
-    """Decide which rank sends which block of each checkpoint tensor to which rank.
+    """Decide the sender and the receiver of each block of each checkpoint tensor.
 
-    Each element that a destination rank stores reaches it once, also where it stores copies; what the rank has itself
-    is copied locally.  Where several ranks hold blocks, they share the sending so that ranks send alike,
-    large blocks in parts.  The same plan comes out on every process, without communication.  Tensors that lie alike, as
-    those of a model's layers do, are planned once.
+    Each element that a destination rank stores reaches it once, even if the rank stores copies; blocks on the rank
+    itself are copied locally.  If several ranks hold a block, they share the sending evenly, large blocks in parts.
+    Every process computes the same plan, without communication.  Tensors with equal layouts, as in a model's layers,
+    are planned once.
 
     With ``relay``, each element leaves the source ranks once, however many replicas of an engine want it: the replicas
     pass it on, one to the next, and take turns at the end.  No rank sends more than it receives for that.
@@ -193,7 +193,7 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay:
     Args:
         source: the layout that has the values; every tensor of the destination must be in it.
         destination: the layout to fill; it may lack tensors of the source.
-        relay: let destination ranks pass on what they received.
+        relay: let destination ranks pass received blocks on.
 
     Returns:
         The plan.
@@ -224,7 +224,7 @@ def plan_cover(layout: TransferLayout, *, rank: int | None = None) -> tuple[Bloc
 
     Args:
         layout: must hold every element of every tensor.
-        rank: only what this rank answers for; ``None`` for all.
+        rank: only this rank's blocks; ``None`` for all.
 
     Returns:
         For each box the rank that answers for it, as source and destination.

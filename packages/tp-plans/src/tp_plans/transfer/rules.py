@@ -1,4 +1,4 @@
-"""How vLLM and SGLang store the tensors of a checkpoint: fused with which, and cut how.
+"""Storage of checkpoint tensors in vLLM and SGLang: fused tensors and cuts.
 
 Sources: vLLM 0.32 and 0.33, ``model_executor/layers/linear.py`` (``QKVParallelLinear``,
 ``MergedColumnParallelLinear``), ``vocab_parallel_embedding.py``, ``fused_moe/layer.py`` (``determine_expert_map``),
@@ -27,7 +27,7 @@ Engine = Literal["vllm", "sglang"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRule:
-    """How an engine stores the checkpoint tensors whose names match a pattern.
+    """An engine's storage of checkpoint tensors with names that match a pattern.
 
     Args:
         pattern: a shell-style pattern for full names, as ``"*.self_attn.q_proj.weight"``.
@@ -58,7 +58,7 @@ class EngineRule:
         if self.position < 0:
             raise TransferError(f"position is {self.position}: write 0 or more")
         if (self.expert or self.stacked) and not self.fused_into:
-            raise TransferError("fused_into is missing: name the parameter in which the engine stacks the experts")
+            raise TransferError("fused_into is missing: name the engine's parameter for the stacked experts")
         if self.expert and self.stacked:
             raise TransferError("expert and stacked are both set: experts are numbered in names, or stacked")
         if self.matrices < 1 or (self.matrices > 1 and not self.stacked):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
-#: A rank, and those of several equal items that it takes: from number ``first`` to before ``last``.
+#: A rank, and the half-open range ``first`` to ``last`` of equal items that it takes.
 Share = tuple[int, int, int]
 
 
@@ -22,7 +22,7 @@ def share_out(items: Sequence[tuple[int, int]], ranks: Sequence[int], load: defa
         shares: list[Share] = []
         first = 0
         while first < count:
-            before_stop = -(-(2 * (stops[place] - start) - nbytes) // (2 * nbytes))  # whose middle is before it
+            before_stop = -(-(2 * (stops[place] - start) - nbytes) // (2 * nbytes))  # items with their middle before it
             last = min(count, max(first, before_stop))
             if last > first:
                 shares.append((ranks[place], first, last))

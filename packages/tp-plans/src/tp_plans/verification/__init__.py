@@ -29,7 +29,7 @@ def verify_plan(
 ) -> VerificationReport:
     """Run a model in full and split by a plan, in float64, and compare the outputs and every gradient (imports torch).
 
-    ``check`` reads a plan and a model; what the model's code does with its layers it cannot see: the order of fused
+    ``check`` reads a plan and a model.  The code of the model's forward it cannot see: the order of fused
     matrices, the order of heads, which features meet one another.  This runs a small copy.  A small model with weights
     is copied; any other of transformers is built from its config at small sizes, with one layer of each kind; any
     other gets random weights and keeps one block of each kind.  Parameters are moved a little, so that zero biases and
@@ -44,7 +44,7 @@ def verify_plan(
         mesh: the axis whose ranks are to split the model, in place of new processes; every rank has to call this.
 
     Returns:
-        The report.  Its bounds are those of models that compute parts in float32: 1e-5 for outputs, 1e-4 for gradients,
+        The report.  Its bounds allow for parts that compute in float32: 1e-5 for outputs, 1e-4 for gradients,
         relative to the largest element.
 
     Raises:

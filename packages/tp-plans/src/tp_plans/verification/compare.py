@@ -31,7 +31,7 @@ class Reference:
     model: nn.Module  # before it ran: some keep a state of their forward
     inputs: Inputs
     output: Tensor
-    weights: Tensor  # those of the loss, a weighted sum of the output
+    weights: Tensor  # the loss is the output's sum with these weights
     gradients: Mapping[str, Tensor | None]  # None where the loss does not reach
 
 
@@ -149,7 +149,7 @@ def _largest(tensor: Tensor | None) -> float:
 
 @contextmanager
 def _default_float64() -> Iterator[None]:
-    """Let what model code makes without a dtype be in float64, as its weights are."""
+    """Make float64, the dtype of the weights, the default dtype of tensors that model code creates."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -23,7 +23,7 @@ Inputs = Mapping[str, Any] | tuple[Any, ...]
 _ROWS, _TOKENS, _DECODED = 2, 7, 5
 #: Rows and columns of an image's patches, and its pixels where no config gives a size.
 _GRID, _PIXELS = 4, 32
-#: Fields of a config that name a token with a meaning of its own.
+#: Fields of a config that name a special token.
 SPECIAL_TOKEN = re.compile(r".*(token|patch)_(id|index)")
 #: Those that stand for a feature of an image, or of a video.
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
@@ -34,7 +34,7 @@ _BINS = (
     *("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim"),
     *("encoder_config.num_mel_bins", "audio_config.num_mel_bins", "d_model"),
 )
-#: Where a config keeps that of the vision tower.
+#: The field for the config of the vision tower.
 _TOWERS = ("config.vision_config", "config.encoder.vision_config", "config.encoder", "config")
 
 
@@ -70,7 +70,7 @@ class _Maker:
         return maker if encoded is None else replace(maker, vocabulary=min(vocabulary, encoded))
 
     def without_images(self) -> Inputs:
-        """Return token ids alone; for an encoder-decoder those of both."""
+        """Return token ids alone; for an encoder-decoder, ids for both stacks."""
         config = getattr(self.model, "config", None)
         pools = type(self.model).__name__.endswith("ForSequenceClassification")
         if not self._takes("decoder_input_ids"):
@@ -110,7 +110,7 @@ class _Maker:
             yield {"input_values": self._random(_ROWS, _SAMPLES), "decoder_input_ids": decoded}
         bins = next((number for name in _BINS if (number := self._number(name)) is not None), None)
         if self._takes("input_features") and bins is not None:
-            exact = 2 * (self._number("max_source_positions") or 0)  # frames, of which a convolution leaves half
+            exact = 2 * (self._number("max_source_positions") or 0)  # frames; a convolution halves their number
             for shape in ((bins, exact or _FRAMES), (_FRAMES, bins)):
                 yield {"input_features": self._random(_ROWS, *shape), "decoder_input_ids": decoded}
 
@@ -140,7 +140,7 @@ class _Maker:
         return {name: value for name, value in fields.items() if SPECIAL_TOKEN.fullmatch(name) and is_integer(value)}
 
     def _ids(self, rows: int, length: int) -> Tensor:
-        """Return token ids without those that have a meaning of their own."""
+        """Return token ids without special tokens."""
         low = min(3, self.vocabulary - 1)
         ids = torch.randint(low, self.vocabulary, (rows, length), generator=self.generator)
         return torch.where(torch.isin(ids, torch.tensor([*self._special.values()], dtype=ids.dtype)), low, ids)
@@ -188,7 +188,7 @@ class _Maker:
         return sum(part.numel() // int(part.shape[-1]) for part in parts) // _ROWS
 
     def _of_tokens(self, ids: Tensor, images: int | None) -> dict[str, Tensor]:
-        """Return the token ids and what goes with them, of the names that the model takes."""
+        """Return the token ids and their companions, under the names of the forward's arguments."""
         length = ids.shape[1]
         queries = self._number("latent_query_num") or 0
         asked = self._number("qformer_config.vocab_size") or 1

@@ -14,7 +14,7 @@ from tp_plans.styles import RowwiseParallel
 
 
 def parts_of(plan: Plan, tree: ModelTree) -> Mapping[str, Plan]:
-    """Return the rules of each part of a model as a plan of its own, by the part's pattern."""
+    """Return one plan for each part of a model, by the part's pattern."""
     # A part is a sub-layer of a block with all that is below it, the layers that sit directly in a block, or a module
     # outside of the blocks (all of a model without blocks); modules with tied weights are one part. Whatever has no
     # rule in such a plan is replicated, so that each is right or wrong by itself; a sequence-parallel plan has no such
@@ -38,7 +38,7 @@ def parts_of(plan: Plan, tree: ModelTree) -> Mapping[str, Plan]:
 
 
 def _together(places: Mapping[str, str], planned: PlannedTree) -> dict[str, str]:
-    """Return the places with one part for layers of a block that output shards and those apart that read them."""
+    """Return the places, with one part for layers of a block that output shards and separate layers that read them."""
     columns = {places[path] for path in places if planned.outputs_local_shard(path)}
     rows = {places[path] for path in places if _reads_shard(path, planned)}
     partners = {row: next((c for c in columns - rows if parent(c) == parent(row)), row) for row in rows - columns}

@@ -1,4 +1,4 @@
-"""Ranks to split a model over: those of a mesh that there is, or processes of this machine's CPU."""
+"""Ranks to split a model over: an existing mesh's ranks, or new CPU processes of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Work = Callable[[DeviceMesh], list[Any]]
 #: Seconds that a collective waits for its peers, and a caller for the next rank that answers.
 _TIMEOUT = 300
 
-#: Seconds within which forked ranks have met, and how often they are forked anew where they have not.
+#: Seconds for forked ranks to meet, and the number of attempts.
 _START_TIMEOUT, _STARTS = 60, 3
 
 
@@ -117,7 +117,7 @@ def _serve(work: Work, rank: int, tp: int, store: str, connection: Connection) -
     # Others may wait in a collective: an end of this process ends it, as it must after an error and must not else.
     if not any(each.error for each in result) and (caller := multiprocessing.parent_process()) is not None:
         caller.join()
-    os._exit(0)  # what the parent registered to run at its exit is not this process's
+    os._exit(0)  # the parent's exit handlers must not run here
 
 
 def on_ranks_of(mesh: DeviceMesh, work: Work) -> list[Any]:
@@ -137,5 +137,5 @@ def require_axis(mesh: object) -> None:
 
 
 def computes(mesh: DeviceMesh) -> bool:
-    """Return whether a mesh's collectives compute anything: those of a simulated world, as of a dry run, do not."""
+    """Return whether a mesh's collectives compute results; a simulated world's, as in a dry run, do not."""
     return dist.get_backend(mesh.get_group()) != "fake"

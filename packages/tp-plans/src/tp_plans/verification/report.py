@@ -1,4 +1,4 @@
-"""The result of running a plan: what differs from the model that is not split, and where."""
+"""The result of a plan's run: the differences between the split and the full model, with their places."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WrongPart:
     Args:
         where: the module, as a pattern.
         rules: the patterns of the plan that are its rules.
-        what: what differs from the model that is not split.
+        what: the difference from the full model.
     """
 
     where: str
@@ -44,8 +44,8 @@ class VerificationReport:
         ran: the model that was run, in words.
         output_error: the largest error of the outputs, relative to their largest element.
         gradient_errors: every parameter's largest error on any rank, relative to its gradient's largest element.
-        wrong: what is split wrongly; empty where the plan is right.
-        error: what the split model raised, if it did.
+        wrong: the parts that are split wrongly; empty if the plan is right.
+        error: the split model's exception, if it raised one.
     """
 
     plan: str
@@ -58,7 +58,7 @@ class VerificationReport:
 
     @property
     def right(self) -> bool:
-        """Whether outputs and all gradients are those of the model that is not split."""
+        """Whether the outputs and all gradients equal the full model's."""
         return not self.wrong and not self.error
 
     def raise_on_error(self) -> None:
@@ -81,7 +81,7 @@ class VerificationReport:
         raised = [f"raised {self.error}"] if self.error else []
         rows = [(part.where or "(top)", part.what, ", ".join(part.rules) or "none") for part in self.wrong]
         return "\n".join(
-            [f"{head}wrong", *raised, *(table([("module", "what differs", "rules"), *rows]) if rows else ())]
+            [f"{head}wrong", *raised, *(table([("module", "difference", "rules"), *rows]) if rows else ())]
         )
 
 

@@ -1,4 +1,4 @@
-"""Infer a plan and verify it: what inference doubts is decided by running a small copy of the model."""
+"""Infer a plan and verify it: a run of a small copy of the model decides each doubt."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A model, and what is wanted of its plan."""
+    """A model, and the requested form of its plan."""
 
     tree: ModelTree
     sequence_parallel: bool
     towers_tp: int | None  # the size of the axis where rules for towers are wanted too
-    large: Collection[str]  # patterns of parameters that are worth a gather, alike for a model and its small copy
+    large: Collection[str]  # patterns of parameters that are worth a gather; the small copy uses the model's
 
     def suggestion(self, gathered: Sequence[str], *, sequence_parallel: bool) -> Suggestion:
         return suggestion(self.tree, sequence_parallel=sequence_parallel, gathered=gathered, large=self.large)
@@ -63,7 +63,7 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class _Copy(_Attempt):
-    """A small copy of a model, and the ranks that run it: those of a mesh, or as many new processes."""
+    """A small copy of a model, and the ranks that run it: a mesh's ranks, or as many new processes."""
 
     tiny: TinyModel
     tp: int
@@ -81,7 +81,7 @@ def inferred_plan(
     """Return a plan that is inferred from a model's modules and certain: without doubts, or verified by running it."""
     # Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again. A
     # sequence-parallel plan is always run. All ranks of ``mesh`` call this; ``None`` starts new processes. With
-    # ``towers_tp`` what is verified of towers is split inside, and their other layers are stored sharded.
+    # ``towers_tp`` verified parts of towers are split inside, and their other layers are stored sharded.
     tree = ModelTree.of(model)
     attempt = _Attempt(tree, sequence_parallel, towers_tp, large_patterns(tree))
     name = type(attempt.tree.model).__name__
@@ -177,7 +177,7 @@ def _unreached(plan: Plan, tree: ModelTree, gathered: Collection[str], report: V
 
 
 def _right_towers(small: _Copy, gathered: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the parts of towers that are right when they are split inside; what no input reaches is not among them."""
+    """Return the parts of towers that are right when split inside, without the parts that no input reaches."""
     # The layers of the others are right when they are stored sharded; ``None`` where they are not.
     plan = small.plan(gathered)
     _, towers = small.with_towers(plan)
@@ -206,7 +206,7 @@ def _is_reached(part: str, report: VerificationReport) -> bool:
 
 
 def _unfit_parts(plan: Plan, tree: ModelTree, tp: int) -> list[str]:
-    """Return the parts whose sizes do not divide, or that do not fit otherwise."""
+    """Return the parts that do not fit: their sizes do not divide, or a check failed."""
     where = [wildcard(finding.where) for finding in check(plan, tree, tp=tp).errors]
     return [place for place in parts_of(plan, tree) if place and any(is_at_or_below(each, place) for each in where)]
 

@@ -18,7 +18,7 @@ _VOCABULARY, _HEAD = 131, 16
 #: Tokens that may share an id.
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
-#: Lists with one entry a layer, of which every kind is kept.
+#: Lists with one entry per layer; one layer of every kind stays.
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
 #: Fields that count the layers of the decoder.
 _LAYERS = (
@@ -37,7 +37,7 @@ _HEADS = (
 )
 
 
-#: One width serves the language model, its towers and what goes from these to it.
+#: One width serves the language model, its towers, and the projectors between them.
 _WIDTHS = (
     *("hidden_size", "n_embd", "d_model", "lru_width", "attention_hidden_size", "embed_dim"),
     *("encoder_hidden_size", "vision_embed_dim", "projection_dim", "out_hidden_size", "text_hidden_size"),
@@ -100,14 +100,14 @@ def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:
     small |= {name: layers for name in _LAYERS if isinstance(small.get(name), int)}
     if small.get("cross_attention_layers"):  # numbers of layers
         small["cross_attention_layers"] = [layers - 1]
-    if inner := small.get("intermediate_layers_indices"):  # whose outputs go next to that of the last layer
+    if inner := small.get("intermediate_layers_indices"):  # their outputs are concatenated with the last layer's
         small["intermediate_layers_indices"] = [0] * len(inner)
         small["vision_output_dim"] = small["hidden_size"] * (1 + len(inner))
     if "max_num_tiles" in small:  # each tile is as large as an image
         small["image_size"] = 4 * small["patch_size"]
     tokens = {name: value for name, value in small.items() if SPECIAL_TOKEN.fullmatch(name) and is_integer(value)}
     beyond = [name for name, value in tokens.items() if value >= _VOCABULARY]
-    for index, name in enumerate(beyond):  # those of media have to differ from all others
+    for index, name in enumerate(beyond):  # a media token's id has to differ from all others
         small[name] = 0 if name in _TOKENS else _VOCABULARY - 1 - index
     for name, value in small.items():
         if (name.endswith("_config") or name in ("encoder", "decoder")) and isinstance(value, dict):

@@ -27,7 +27,7 @@ _JITTER = 0.05
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model to run, on the CPU in float64, and what it is in words."""
+    """A model to run, on the CPU in float64, and its description."""
 
     model: nn.Module
     ran: str
@@ -80,7 +80,7 @@ def _from_config(model: Any, config: Any) -> nn.Module:
 
 
 def _with_fewer_blocks(model: nn.Module, tree: ModelTree, tp: int) -> nn.Module:
-    """The model with one block of each kind and random weights; those that there are are not copied."""
+    """A model with one block of each kind and random weights; no weight of the original is copied."""
     empty = {
         id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
         for each in tree.parameters.values()
@@ -132,12 +132,12 @@ def _prepared(model: nn.Module) -> nn.Module:
     model.to(device="cpu", dtype=torch.float64).eval()
     set_experts: Any = getattr(model, "set_experts_implementation", None)
     if callable(set_experts):
-        with suppress(ValueError, RuntimeError):  # of a class whose experts have one implementation
+        with suppress(ValueError, RuntimeError):  # the class has only one implementation of experts
             set_experts("eager")  # kernels of grouped products take no float64
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False  # type: ignore[union-attr]  # states that decoding keeps may not be trained
     tree = ModelTree.of(model)
-    for path in kept_in_float32(model, tree.parameters):  # its code casts what it reads to match
+    for path in kept_in_float32(model, tree.parameters):  # the model's code casts activations to the parameter's dtype
         tree.parameters[path].data = tree.parameters[path].data.float()
     with torch.no_grad():
         for parameter in dict.fromkeys(tree.parameters.values()):
@@ -163,7 +163,7 @@ def _numel(tree: ModelTree) -> int:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Random numbers that every rank draws alike, and that change nothing outside."""
+    """Draw the same random numbers on every rank; the global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

@@ -57,7 +57,7 @@ def verify_tiny(
 
 
 def _worst(ranks: Sequence[Differences]) -> Differences:
-    """Join what the ranks found: the first error, and the largest of every number."""
+    """Join the ranks' results: the first error, and the largest of every number."""
     errors: dict[str, float] = defaultdict(float)
     for each in ranks:
         for path, error in each.gradient_errors.items():
@@ -75,7 +75,7 @@ def _is_right(found: Differences) -> bool:
 def _wrong_parts(
     plan: Plan, reference: Reference, found: Differences, attempt: Callable[[Sequence[Plan]], list[Differences]]
 ) -> list[WrongPart]:
-    """Return the parts that are wrong by themselves; where none is, those whose gradients are."""
+    """Return the parts that are wrong when only they are split; if there are none, the parts with wrong gradients."""
     tree = ModelTree.of(reference.model)
     parts = parts_of(plan, tree)
     if not plan.sequence_parallel:

@@ -34,7 +34,7 @@ class DispatchedTokens:
     pair_row: Tensor  # ``[pairs]``, the row of each pair
     pair_expert: Tensor  # ``[pairs]``, its expert, counted from this rank's first
     pair_weight: Tensor  # ``[pairs]``, its routing weight
-    state: Any  # what :meth:`TokenExchange.combine` needs to send the results back
+    state: Any  # for :meth:`TokenExchange.combine`, which sends the results back
 
 
 class TokenExchange(ABC):
@@ -99,7 +99,7 @@ class AllToAllExchange(TokenExchange):
         # No rank where the number stands for none: a negative one without its sign bit is larger than any other.
         to_rank = (expert // own).bitwise_and_(torch.iinfo(expert.dtype).max).clamp_(max=ranks)
 
-        # Pairs in the order of rank and token, so that those of one row follow one another; pairs for no rank last.
+        # Pairs in the order of rank and token: pairs of one row follow one another, pairs for no rank come last.
         sorted_rank, order = to_rank.sort(stable=True)
         token = order // top_k
         starts_row = _starts(torch.add(token, sorted_rank, alpha=max(tokens, 1)))

@@ -12,7 +12,7 @@ from tp_plans.torch_styles.collectives import gather, own_bounds
 
 
 def sum_rows(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """Return ``[size, ...]`` whose row ``i`` is the sum of the values with index ``i``."""
+    """Return ``[size, ...]``: row ``i`` is the sum of the values with index ``i``."""
     # By ``index_put``, which sums in a fixed order on CUDA, unlike ``index_add``: recomputed activations are the same.
     return values.new_zeros(size, *values.shape[1:]).index_put_((index,), values, accumulate=True)
 
@@ -30,7 +30,7 @@ def split_rows(mesh: DeviceMesh, *tensors: Tensor, dim: int = 0) -> tuple[Tensor
 
 
 def join_rows(mesh: DeviceMesh, part: Tensor, size: int, *, dim: int = 0) -> Tensor:
-    """Return the tensor whose parts the ranks of an axis have; each rank's gradient is its part of the full one."""
+    """Gather the parts of an axis' ranks to one tensor; each rank's gradient is its part of the full one."""
     return cast(Tensor, _JoinRows.apply(mesh, part, size, dim))  # type: ignore[no-untyped-call]
 
 

@@ -39,7 +39,7 @@ from tp_plans.torch_styles.dispatch.rows import join_rows, split_rows, sum_rows
 from tp_plans.torch_styles.gradients import full_view
 from tp_plans.torch_styles.placement import plain_full_tensor
 
-#: The attribute of a module with what is known of its experts.
+#: The attribute of a module for the facts about its experts.
 _STACK = "_tp_plans_stack"
 
 
@@ -49,7 +49,7 @@ class _Stack:
 
     experts: int  # of all ranks
     own: range  # this rank's
-    stacked: frozenset[str]  # its own parameters with one row for each expert, and without a rule of their own
+    stacked: frozenset[str]  # its parameters with one row for each expert, and without a separate rule
     has_inner: bool  # whether modules below it have parameters
     counts: tuple[str, ...]  # its attributes with the number of experts
     scale: float | None = None  # of the gradients of its parameters
@@ -132,7 +132,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
         stack: _Stack = vars(module)[_STACK]
         experts = stack.experts
         for child, name, parameter in _inner_parameters(module) if stack.has_inner else ():
-            # Summed once a forward, not once a call: ranks call what is inside experts as often as they have tokens.
+            # Summed once per forward, not per call: ranks call modules inside experts as often as they have tokens.
             view = scaled_gradient(summed_gradient(parameter), stack.scale)
             context.swap_in(child, name, parameter, view)
         context.count_own_experts(module, stack.counts, stack.own)
@@ -144,7 +144,7 @@ class DispatchExpertsImpl(LocalTensorStyle):
         else:
             values = self._routed(tuple(given.values()), experts, context)
         found = dict(zip(given, values, strict=True))
-        # As the caller gave them: what runs in the place of the module's forward may have other names.
+        # As the caller gave them: a replacement of the module's forward may have other names.
         return tuple(found[name] for name, _ in zip(names, args, strict=False)), {name: found[name] for name in kwargs}
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
