@@ -58,11 +58,6 @@ def _json(size: int) -> Callable[[], Any]:
     return lambda: tp_plans.Plan.from_json(plan.to_json())
 
 
-def _diff(size: int) -> Callable[[], Any]:
-    plan, other = _rules(size), tp_plans.Plan({**_rules(size // 2), "head": tp_plans.RowwiseParallel()})
-    return lambda: plan.diff(other)
-
-
 def _rule_for_each_module(size: int) -> Callable[[], Any]:
     model = llama(size)
     paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -98,5 +93,4 @@ CASES = [
     Case("Plan.to_json and from_json: rules", RULES, _json),
     Case("suggest and with_expert_parallelism: layers of experts", LAYERS, _expert_parallelism),
     Case("rowwise_free: rules", RULES, lambda size: partial(tp_plans.rowwise_free, _rules(size))),
-    Case("Plan.diff: rules", RULES, _diff),
 ]

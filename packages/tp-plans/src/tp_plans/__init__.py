@@ -3,13 +3,13 @@
 Find a plan:   ``plan_for``, ``resolve_plan``, ``from_hugging_face``, ``architectures``, ``register``
 Infer one:     ``suggest``, ``Suggestion``, ``Doubt``
 Derive one:    ``with_expert_parallelism``, ``split_towers``, ``rowwise_free``
-A plan:        ``Plan``, ``PlanDiff``, ``RuleChange``
+A plan:        ``Plan``
 Styles:        ``Style``, ``ColwiseParallel``, ``RowwiseParallel``, ``VocabParallelEmbedding``, ``SequenceParallel``,
                ``NoParallel``, ``ParameterStyle``, ``ExpertsParallel``, ``DispatchExperts``, ``PrepareModuleInput``,
                ``GatherSequence``; all of them: ``tp_plans.styles``
 Layouts:       ``Layout``, ``Replicate``, ``Shard``, ``Partial``
 Read a model:  ``ModelTree``
-Check sizes:   ``check``, ``CheckReport``, ``Finding``, ``batch_divisibility``, ``BatchDivisibility``
+Check sizes:   ``check``, ``CheckReport``, ``Finding``
 Verify a run:  ``verify_plan``; its report: ``tp_plans.verification``
 Explain:       ``explain``; its result: ``tp_plans.explanation``
 Apply:         ``styles_by_path``

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tp_plans.batch_multiples import BatchDivisibility, batch_divisibility
 from tp_plans.by_path import styles_by_path
 from tp_plans.checks import CheckReport, Finding, check
 from tp_plans.errors import CapabilityError, CheckFailedError, PlanError, TpPlansError, UnknownArchitectureError
@@ -13,7 +12,7 @@ from tp_plans.infer.suggest import Doubt, Suggestion, suggest
 from tp_plans.infer.towers import split_towers
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
 from tp_plans.model_tree import ModelTree
-from tp_plans.plan import Plan, PlanDiff, RuleChange
+from tp_plans.plan import Plan
 from tp_plans.registry import architectures, plan_for, register
 from tp_plans.resolve import resolve_plan
 from tp_plans.styles import (
@@ -33,7 +32,6 @@ from tp_plans.verification import verify_plan
 from tp_plans.without_rowwise import rowwise_free
 
 __all__ = [
-    "BatchDivisibility",
     "CapabilityError",
     "CheckFailedError",
     "CheckReport",
@@ -49,12 +47,10 @@ __all__ = [
     "ParameterStyle",
     "Partial",
     "Plan",
-    "PlanDiff",
     "PlanError",
     "PrepareModuleInput",
     "Replicate",
     "RowwiseParallel",
-    "RuleChange",
     "SequenceParallel",
     "Shard",
     "Style",
@@ -63,7 +59,6 @@ __all__ = [
     "UnknownArchitectureError",
     "VocabParallelEmbedding",
     "architectures",
-    "batch_divisibility",
     "check",
     "explain",
     "from_hugging_face",

@@ -1,6 +1,6 @@
-"""The command line: ``tp-plans list | show | check | explain | suggest | verify | diff``.
+"""The command line: ``tp-plans list | show | check | explain | suggest | verify``.
 
-``list``, ``show`` and ``diff`` of our own plans need no torch; the others, and ``hf:NAME``, need torch and
+``list`` and ``show`` of our own plans need no torch; the others, and ``hf:NAME``, need torch and
 transformers.
 """
 
@@ -95,12 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_sequence_parallel(verifying)
     verifying.set_defaults(run=_verify)
-
-    difference = commands.add_parser("diff", help="show the differences of two plans; exit code 1 if there are any")
-    difference.add_argument("before", metavar="A", help="as for show")
-    difference.add_argument("after", metavar="B", help="as for show; hf:CLASS is the plan that transformers ships")
-    _add_sequence_parallel(difference)
-    difference.set_defaults(run=_diff)
     return parser
 
 
@@ -194,16 +188,8 @@ def _verify(options: argparse.Namespace) -> int:
     return OK if report.right else FOUND
 
 
-def _diff(options: argparse.Namespace) -> int:
-    before = _plan(options.before, sequence_parallel=options.sequence_parallel)
-    after = _plan(options.after, sequence_parallel=options.sequence_parallel)
-    difference = before.diff(after)
-    _print_lines(colorize(line[0], line) for line in str(difference).splitlines())
-    return FOUND if difference else OK
-
-
 def _plan(name: str, *, sequence_parallel: bool) -> Plan:
-    """Return the plan that a name means to ``show`` and ``diff``."""
+    """Return the plan with a name that ``show`` takes."""
     if name.endswith(".json"):
         return _from_file(name)
     if name.startswith("hf:"):

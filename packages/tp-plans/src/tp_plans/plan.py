@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,34 +18,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _FIELDS = ("format", "name", "sequence_parallel", "rules")
-
-
-@dataclass(frozen=True)
-class RuleChange:
-    """One pattern with different styles in two plans; ``None`` for a plan without the pattern."""
-
-    pattern: str
-    before: Style | None
-    after: Style | None
-
-
-@dataclass(frozen=True)
-class PlanDiff:
-    """The patterns with different styles in two plans, in the order of the first, then of the second."""
-
-    changes: tuple[RuleChange, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.changes)
-
-    def __str__(self) -> str:
-        lines: list[str] = []
-        for change in self.changes:
-            if change.before is not None:
-                lines.append(f"- {change.pattern}: {change.before}")
-            if change.after is not None:
-                lines.append(f"+ {change.pattern}: {change.after}")
-        return "\n".join(lines)
 
 
 class Plan(Mapping[str, Style]):
@@ -146,12 +117,6 @@ class Plan(Mapping[str, Style]):
     def match(self, path: str) -> list[str]:
         """The patterns that a module path matches; more than one is a mistake in the plan."""
         return self._patterns.match(path)
-
-    def diff(self, other: Plan) -> PlanDiff:
-        """The rules that ``other`` adds, drops or says otherwise; false where there are none."""
-        patterns = dict.fromkeys([*self, *require_plan(other)])
-        pairs = (RuleChange(pattern, self.get(pattern), other.get(pattern)) for pattern in patterns)
-        return PlanDiff(tuple(change for change in pairs if change.before != change.after))
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """The plan as JSON text, which :meth:`from_json` reads back to an equal plan.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tp_plans.styles import Style, style_to_dict
 
-_COLOURS = {"error": "31", "warning": "33", "-": "31", "+": "32", "head": "1"}
+_COLOURS = {"error": "31", "warning": "33", "head": "1"}
 
 
 def colorize(kind: str, text: str) -> str:

@@ -8,7 +8,6 @@ from tp_plans import (
     Plan,
     PlanError,
     TpPlansError,
-    batch_divisibility,
     check,
     explain,
     plan_for,
@@ -50,11 +49,9 @@ def test_check_takes_plans_and_dicts_only(plan):
     "asked",
     [
         lambda plan: explain(plan, decoder(), tp=2),
-        lambda plan: batch_divisibility(plan, tp=2),
         rowwise_free,
-        PLAN.diff,
     ],
-    ids=["explain", "batch_divisibility", "rowwise_free", "diff"],
+    ids=["explain", "rowwise_free"],
 )
 def test_a_dict_is_not_taken_for_a_plan_where_only_a_plan_will_do(asked, plan):
     with pytest.raises(PlanError, match=r"is not a plan: .*resolve_plan\(plan, model\)"):
@@ -64,7 +61,7 @@ def test_a_dict_is_not_taken_for_a_plan_where_only_a_plan_will_do(asked, plan):
 @pytest.mark.parametrize("tp", [0, -2, "2", 2.0, True])
 def test_what_is_no_size_of_an_axis_is_refused(tp):
     with pytest.raises(TpPlansError, match=rf"tp is {tp!r}: give the axis's size, 1 or more"):
-        batch_divisibility(PLAN, tp=tp)
+        explain(PLAN, decoder(), tp=tp)
     with pytest.raises(TpPlansError, match=rf"tp is ({tp!r}: give the axis's size, 1 or more|of type \w+, not int)"):
         plan_for("llama", tp=tp)
 

@@ -120,12 +120,6 @@ def test_a_missing_file_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None
     assert "nowhere: no such file" in capsys.readouterr().err
 
 
-def test_a_difference_from_the_shipped_plan_is_told_rule_by_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "hf:Qwen3ForCausalLM", "Qwen3ForCausalLM"]) == 1
-    assert "+ model.norm: NoParallel(gradient='full')" in capsys.readouterr().out.splitlines()
-    assert main(["diff", "hf:Qwen3ForCausalLM", "hf:Qwen3ForCausalLM"]) == 0
-
-
 def test_an_unknown_class_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "hf:NoSuchModel"]) == 2
     assert "has no model class 'NoSuchModel'" in capsys.readouterr().err

@@ -12,8 +12,8 @@ from tp_plans import ColwiseParallel, Plan, RowwiseParallel
 ERRORS = (tp_plans.TpPlansError,)
 #: The records that functions return, and names of several types.
 RESULTS = {
-    *("BatchDivisibility", "CheckReport", "CollectiveSummary", "Doubt", "Explanation", "Finding", "PlanDiff"),
-    *("AdapterStyles", "RuleChange", "RuleExplanation", "ShardedParameter", "Suggestion", "ModelTree"),
+    *("CheckReport", "CollectiveSummary", "Doubt", "Explanation", "Finding"),
+    *("AdapterStyles", "RuleExplanation", "ShardedParameter", "Suggestion", "ModelTree"),
     *("Layout", "Style", "BlockTransfer", "TransferPlan", "VerificationReport", "WrongPart"),
 }
 
@@ -122,7 +122,6 @@ STYLES = [name for name in STYLES if name not in RESULTS and dataclasses.fields(
 CALLS = {
     **{name: Call(PUBLIC[name], CLASSES.get(name, dict)) for name in sorted({*STYLES, *CLASSES})},
     "ModelTree.of": Call(tp_plans.ModelTree.of, lambda: {"model": Model()}),
-    "Plan.diff": Call(plan().diff, lambda: {"other": plan()}),
     "Plan.from_json": Call(Plan.from_json, lambda: {"text": plan().to_json()}),
     "Plan.match": Call(plan().match, lambda: {"path": "layers.0.0"}),
     "Plan.override": Call(plan().override, lambda: {"rules": {"head": ColwiseParallel()}}),
@@ -140,7 +139,6 @@ CALLS = {
     "TransferLayout.union": Call(transfer_layout().union, lambda: {"other": transfer_layout().shifted(2)}),
     "TransferLayout of a block": Call(layout_of_block, block),
     "adapter_styles": Call(tp_plans.runtime.adapter_styles, lambda: {"style": ColwiseParallel()}),
-    "batch_divisibility": Call(tp_plans.batch_divisibility, lambda: {"plan": plan(), "tp": 2}),
     "check": Call(tp_plans.check, lambda: {**planned(), "tp": 2}),
     "decoder_plan": Call(tp_plans.models.decoder_plan, decoder_arguments),
     "engine_layout": Call(

@@ -34,7 +34,7 @@ def test_every_block_of_the_readme_runs(two_ranks, capsys):
     "name",
     [
         *("plan_for", "check", "override", "with_prefix", "resolve_plan", "from_hugging_face"),
-        *("explain", "suggest", "batch_divisibility", "rowwise_free", "legal_tp"),
+        *("explain", "suggest", "rowwise_free", "legal_tp"),
     ],
 )
 def test_the_readme_names_what_a_user_needs(name):
