@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from coverage.extras import EXTRAS, WIDE_EXTRAS
 from coverage.shrink import tiny_fields, wider
 from coverage.unplanned import DEFAULT_FLOAT64, UNPLANNED
-from fsdp_runtime._transformers_compat.models import kept_in_float32
+from fsdp_runtime._transformers_compat.dtypes import kept_in_float32
 from harness.models import copy_of_one_build, jitter
 from harness.remote_code_models import REMOTE_CODE_MODELS
 

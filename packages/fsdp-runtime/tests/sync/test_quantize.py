@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,21 @@ def test_what_cannot_be_cut_into_groups_and_unknown_formats_are_refused() -> Non
         WeightExport(quantize=Quantization(format="mxfp8")).describe(nn.Linear(24, 4))
     with pytest.raises(OptionError, match="format='int4': write one of fp8"):
         Quantization(format="int4")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"keep='lm_head': give a tuple of patterns"):
+        Quantization(format="fp8", keep="lm_head")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("word", ["fp8", "", False, True, {"format": "fp8"}, torch.float8_e4m3fn, Quantization])
+def test_quantize_names_the_formats_where_it_is_no_quantization(word: Any, tmp_path: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: save_weights(_Linears(), tmp_path / "saved", quantize=word),
+        lambda: list(stream_weights(_Linears(), quantize=word)),
+        lambda: WeightExport(quantize=word),
+    ]
+    for call in calls:
+        with pytest.raises(OptionError, match="one of fp8, fp8_block, mxfp8, nvfp4"):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 def _streamed(kind: Any, path: Path) -> list[str]:
@@ -132,7 +148,7 @@ def _streamed(kind: Any, path: Path) -> list[str]:
     quantization, wrong = Quantization(format=kind), []
     plain = tiny_model("Qwen3ForCausalLM", dtype=torch.float32, num_hidden_layers=1)
     expected = dict(stream_weights(plain, quantize=quantization))
-    full = dict(stream_weights(plain, dtype=torch.bfloat16))
+    full = dict(stream_weights(plain))
     model = parallelize(copy.deepcopy(plain), mesh_for({"dp_shard": 2, "tp": 2}))
     described = WeightExport(quantize=quantization).describe(model)
     for name, tensor in stream_weights(model, quantize=quantization, bucket_bytes=20_000):
@@ -150,7 +166,7 @@ def _streamed(kind: Any, path: Path) -> list[str]:
             parts = tuple(expected[part.name] for part in quantization.parts(name, tensor.shape))
             if not torch.equal(parts[0].float(), quantization.quantize(tensor)[0].float()):
                 wrong.append(f"values of {name}")
-        elif not torch.equal(expected[name], tensor):
+        elif not torch.equal(expected[name], tensor.bfloat16()):
             wrong.append(f"{name} is not bfloat16's")
     save_weights(model, path / kind, quantize=quantization)
     stored = load_file(path / kind / "model.safetensors")
@@ -179,7 +195,7 @@ def test_transformers_loads_a_checkpoint_in_blocks(architecture: str, tmp_path: 
     save_weights(model, tmp_path / "blocks", quantize=quantization)
     save_weights(model, tmp_path / "plain", dtype=torch.bfloat16)
     expected = load_file(tmp_path / "plain" / "model.safetensors")
-    for name, tensor in expected.items():
+    for name, tensor in stream_weights(model):
         if quantization.applies(name, tensor.shape):
             expected[name] = _dequantized("fp8_block", quantization.quantize(tensor)).to(torch.bfloat16)
     save_file(expected, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})

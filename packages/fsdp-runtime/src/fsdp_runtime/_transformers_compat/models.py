@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -145,23 +144,6 @@ def asks_for(model: Any, kwargs: Mapping[str, Any], output: str) -> bool:
 def is_stateful(model: Any) -> bool:
     """Return True if the model's class says that it carries a state from token to token, as ``generate`` asks."""
     return bool(getattr(model, "_is_stateful", False))
-
-
-def kept_in_float32(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that transformers loads in float32 where the model is in bfloat16."""
-    # ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.24). A
-    # model of transformers may be inside another module, such as a ``PeftModel``.
-    found: set[str] = set()
-    inside: set[nn.Module] = set()
-    for path, module in model.named_modules():
-        if module in inside or not is_transformers_model(module):
-            continue
-        inside |= set(module.modules())
-        declared = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
-        patterns = [re.compile(each.replace("*", ".*")) for each in declared]
-        names = (name for name, _ in module.named_parameters() if any(pattern.search(name) for pattern in patterns))
-        found |= {f"{path}.{name}" if path else name for name in names}
-    return frozenset(found)
 
 
 def rope_types(config: Any) -> set[str]:

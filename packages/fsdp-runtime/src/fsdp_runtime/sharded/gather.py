@@ -57,13 +57,13 @@ class _GatheredChunks:
 
 
 def full_tensors(
-    tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None, to: int | None = None
+    tensors: Sequence[Tensor], *, dtypes: Sequence[torch.dtype] | None = None, to: int | None = None
 ) -> Iterator[Tensor]:
     """Return an iterator over the full tensors in order; plain tensors are unchanged.  Collective."""
-    # All communication has started when this returns, after a conversion of floating-point tensors to ``dtype``. With
-    # ``to``, a global rank, the others take part in the gathers that it needs: they exhaust the iterator, whose tensors
+    # All communication has started when this returns, after a conversion of the tensors to ``dtypes``. With ``to``, a global rank, the others take part in the gathers that it needs: they exhaust the iterator, whose tensors
     # are of no use there.
-    pending = [_pending(tensor.detach(), dtype, to) for tensor in tensors]
+    sent = tensors if dtypes is None else [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    pending = [_pending(tensor.detach(), to) for tensor in sent]
     ready: list[Tensor | _GatheredChunks] = [item.tensor for item in pending]
     while waiting := [index for index, item in enumerate(pending) if item.steps]:
         by_group: dict[ProcessGroup, list[int]] = {}
@@ -95,9 +95,7 @@ def _completed(ready: list[Tensor | _GatheredChunks], *, is_needed: bool) -> Ite
             yield torch.empty(0)
 
 
-def _pending(tensor: Tensor, dtype: torch.dtype | None, to: int | None) -> _PendingGather:
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
+def _pending(tensor: Tensor, to: int | None) -> _PendingGather:
     if not isinstance(tensor, DTensor):
         return _PendingGather(tensor, [])
     dtensor_box(tensor)  # raises if the local tensor does not have the shape its placements imply

@@ -59,11 +59,13 @@ class ModelShards:
         adapter: str | None = None,
     ) -> None:
         entries = state_entries(model)
-        dtype, quantize = export.exported_dtype, export.quantize
+        quantize = export.quantize
         if adapter is None:
-            groups = export.prepare(model, entries).groups
+            prepared = export.prepare(model, entries)
+            groups, quantize = prepared.groups, prepared.quantize
         else:
-            groups = _adapter_groups(saved_tensors(model, entries, adapter, embeddings=False), dtype)
+            tensors_of_adapter = saved_tensors(model, entries, adapter, embeddings=False)
+            groups = _adapter_groups(tensors_of_adapter, export.exported_dtype)
         self._held = HeldTensors(model, entries)
         mesh = model_mesh(entries)
         own = own_rank()
@@ -84,7 +86,7 @@ class ModelShards:
                     for number, block, owners in ((each.chunk, each.block, each.owners) for each in pieces)
                     for rank in owners
                 ]
-        merged = MergedShards(groups, dtype)
+        merged = MergedShards(groups, exact=quantize is not None)
         self._layout, self._local = TransferLayout(tensors, blocks), {**local, **merged.local}
         self._derived: list[MergedShards | QuantizedShards] = [merged] if merged.local else []
         if quantize is not None:
@@ -153,8 +155,9 @@ def _adapter_groups(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) ->
     groups = []
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        item = ExportedTensor(name, dtype or tensor.dtype, shape, [identity_chunk(name, shape)])
-        groups.append(ExportGroup({name: tensor}, [item], None, {}, item.nbytes))
+        exported = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        item = ExportedTensor(name, exported, shape, [identity_chunk(name, shape)])
+        groups.append(ExportGroup({name: tensor}, [item], None, {}, {name: exported}))
     return groups
 
 

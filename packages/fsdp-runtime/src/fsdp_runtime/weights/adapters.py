@@ -100,10 +100,10 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
 def merge_lora(
     weight: Tensor, factors: Sequence[LoraFactors], full: Mapping[str, Tensor], box: Sequence[slice] | None = None
 ) -> Tensor:
-    """Return a weight or a part of it plus its adapters, computed in float32 or wider, in the weight's dtype."""
+    """Return a weight or a part of it plus its adapters, in the weight's dtype or float32 if that is wider."""
     # The outer products of the ranks are added one by one: the order in which a matrix product adds depends on the
     # shape of the part, and so would the last bit. ``box`` has the rows and columns of a part, the experts first.
-    exact = torch.promote_types(weight.dtype, torch.float32)
+    exact = exact_dtype(weight)
     merged = weight.to(exact, copy=True)
     product, term = torch.empty_like(merged), torch.empty_like(merged)
     for each in factors:
@@ -118,7 +118,12 @@ def merge_lora(
         for rank in range(right.shape[-2]):
             product.add_(torch.mul(left[..., rank, None], right[..., rank, None, :], out=term))
         merged.add_(product.mul_(each.scaling))
-    return merged.to(weight.dtype)
+    return merged
+
+
+def exact_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype in which adapters are merged into a weight: its own, or float32 if that is wider."""
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 def require_materialized_adapters(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -122,7 +123,7 @@ def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
             raise ValueError(f"tensors of shapes {tuple(first.shape)} and {tuple(tensor.shape)} cannot be concatenated")
         chunks += [_shifted(chunk, dim, shape[dim]) for chunk in tensor.chunks]
         shape[dim] += tensor.shape[dim]
-    return TracedTensor(shape, first.dtype, chunks)
+    return TracedTensor(shape, reduce(torch.promote_types, [tensor.dtype for tensor in tensors]), chunks)
 
 
 def _stack(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:

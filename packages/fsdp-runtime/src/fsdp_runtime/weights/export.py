@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.conversions import Conversion
+from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_unquantized
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk, local_part, slices_of
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sharded.shard_offsets import require_layouts
-from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, lora_factors, merge_lora
+from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, exact_dtype, lora_factors, merge_lora
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.naming import Names, canonical_names, export_mapping
 
@@ -36,16 +38,23 @@ class ExportGroup:
     tensors: Sequence[ExportedTensor]
     conversion: Conversion | None  # makes the tensors without chunks
     adapters: Mapping[str, Sequence[LoraFactors]]  # to merge, by their source's name; the factors are sources too
-    nbytes: int  # of the full sources
+    dtypes: Mapping[str, torch.dtype]  # in which the sources are exported where nothing is computed from them
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full sources."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.sources.values())
 
     def produce(self, full: Mapping[str, Tensor]) -> Iterator[tuple[ExportedTensor, Tensor]]:
-        """Yield the exported tensors, built from the full sources; views of them where possible."""
+        """Yield the exported tensors before they are rounded to their dtypes; views of the full sources if possible."""
         merged = {name: merge_lora(full[name], factors, full) for name, factors in self.adapters.items()}
         full = {**full, **merged}
         converted: Mapping[str, Tensor] = {}
         for item in self.tensors:
             if item.chunks is None and self.conversion is not None:
-                converted = converted or self.conversion.run(full)
+                converted = converted or self.conversion.run(
+                    {name: full[name].to(torch.promote_types(full[name].dtype, to)) for name, to in self.dtypes.items()}
+                )
                 yield item, converted[item.name].contiguous()
             else:
                 yield item, _assemble(item, full)
@@ -72,8 +81,9 @@ def export_groups(
         for name in names_of_entry
     }
     require_layouts(tensors)
+    kept = {} if dtype is None else kept_dtypes(model, tensors, dtype)
     specs = {
-        name: TensorSpec(tuple(t.shape), dtype if dtype and t.is_floating_point() else t.dtype)
+        name: TensorSpec(tuple(t.shape), kept.get(name, dtype) if dtype and t.is_floating_point() else t.dtype)
         for name, t in tensors.items()
     }
     mapping = export_mapping(model, list(tensors), names)
@@ -86,35 +96,41 @@ def export_groups(
         if (target := mapping.renamed.get(name)) is not None:
             spec = specs[name]
             exported = [ExportedTensor(target, spec.dtype, spec.shape, [identity_chunk(name, spec.shape)])]
-            groups.append(_group([name], exported, None, tensors, factors))
+            groups.append(_group({name: spec.dtype}, exported, None, tensors, factors))
         elif (conversion := conversion_at.get(name)) is not None:
             converted = trace_conversion(conversion, specs)
             exported = [ExportedTensor(out, item.dtype, item.shape, item.chunks) for out, item in converted.items()]
-            groups.append(_group(conversion.sources, exported, conversion, tensors, factors))
+            dtypes = {source: specs[source].dtype for source in conversion.sources}
+            groups.append(_group(dtypes, exported, conversion, tensors, factors))
     return groups
 
 
+def class_keeps(model: nn.Module, groups: Sequence[ExportGroup]) -> list[ExportedTensor]:
+    """Return the exported tensors that the model's class keeps in another dtype where the model is in bfloat16."""
+    kept = kept_dtypes(base_model(model), [name for group in groups for name in group.dtypes], torch.bfloat16)
+    return [item for group in groups if kept.keys() & group.dtypes.keys() for item in group.tensors]
+
+
 def _group(
-    names: Sequence[str],
+    dtypes: Mapping[str, torch.dtype],
     exported: Sequence[ExportedTensor],
     conversion: Conversion | None,
     tensors: Mapping[str, Tensor],
     factors: Mapping[str, Sequence[LoraFactors]],
 ) -> ExportGroup:
-    adapters = {name: factors[name] for name in names if name in factors}
-    sources = {name: tensors[name] for name in names}
+    adapters = {name: factors[name] for name in dtypes if name in factors}
+    sources = {name: tensors[name] for name in dtypes}
     for each in (each for members in adapters.values() for each in members):
         sources |= {each.a_name: each.a, each.b_name: each.b}
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sources.values())
-    return ExportGroup(sources, exported, conversion, adapters, nbytes)
+    return ExportGroup(sources, exported, conversion, adapters, dtypes)
 
 
 def _assemble(item: ExportedTensor, full: Mapping[str, Tensor]) -> Tensor:
     parts = [(chunk, chunk.to_target(full[chunk.source][slices_of(chunk.source_box)])) for chunk in item.chunks or ()]
     if len(parts) == 1:
         return parts[0][1].contiguous()
-    any_source = next(iter(full.values()))
-    tensor = torch.empty(item.shape, dtype=item.dtype, device=any_source.device)
+    dtype = reduce(torch.promote_types, {values.dtype for _, values in parts}, item.dtype)
+    tensor = torch.empty(item.shape, dtype=dtype, device=next(iter(full.values())).device)
     for chunk, values in parts:
         tensor[slices_of(chunk.target)] = values
     return tensor
@@ -123,16 +139,22 @@ def _assemble(item: ExportedTensor, full: Mapping[str, Tensor]) -> Tensor:
 class MergedShards:
     """The merged shards of the weights that have active adapters; factors are gathered, a weight's at a time."""
 
-    # The bits are those of ``stream_weights``, as the products of the factors are added one by one.
+    # The bits are those of ``stream_weights``, as the products of the factors are added one by one. With ``exact`` the
+    # merged shards are not rounded, for computations that follow.
 
-    def __init__(self, groups: Sequence[ExportGroup], dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
+    def __init__(self, groups: Sequence[ExportGroup], *, exact: bool = False) -> None:
         self._adapted = [
             (name, group.sources[name], factors) for group in groups for name, factors in group.adapters.items()
         ]
         self.local = {
-            name: torch.empty_like(local_part(weight)[0], dtype=dtype, requires_grad=False)
-            for name, weight, _ in self._adapted
+            name: torch.empty_like(
+                local_part(weight)[0],
+                dtype=exact_dtype(weight) if exact else group.dtypes[name],
+                requires_grad=False,
+            )
+            for group in groups
+            for name, weight in group.sources.items()
+            if name in group.adapters
         }
 
     @torch.no_grad()
@@ -140,7 +162,6 @@ class MergedShards:
         """Merge the present adapters into the present weights.  Collective over the model's ranks."""
         for name, weight, factors in self._adapted:
             named = {key: tensor for f in factors for key, tensor in ((f.a_name, f.a), (f.b_name, f.b))}
-            full = dict(zip(named, full_tensors(list(named.values()), dtype=self._dtype), strict=True))
+            full = dict(zip(named, full_tensors(list(named.values())), strict=True))
             local, box = local_part(weight)
-            merged = self.local[name]
-            merged.copy_(merge_lora(local.detach().to(merged.dtype), factors, full, slices_of(box)))
+            self.local[name].copy_(merge_lora(local.detach(), factors, full, slices_of(box)))

@@ -122,11 +122,12 @@ def save_weights(
             kept.
         max_shard_bytes: bytes of a file, as transformers' ``max_shard_size``; a larger tensor has a file of its own.
         bucket_bytes: the most bytes that a rank holds for exchanges; also of full tensors that are gathered together.
-        dtype: convert floating-point tensors to this dtype before they are communicated, and write it to the config;
-            ``None`` keeps each one's.
+        dtype: round floating-point tensors to this dtype, after adapters were merged, and write it to the config.
+            Tensors that ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32,
+            have that one; ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
-        quantize: store linear layers in low precision, with their scales, and say so in the config; other weights then
-            default to bfloat16.
+        quantize: store linear layers in low precision, with their scales, and say so in the config, except layers
+            that the model's class keeps in float32; other weights then default to bfloat16.
         writers: ``"all"`` lets every rank write its blocks into every file, ``"one"`` gives each file to one rank, to
             which the others send their blocks, for file systems where several hosts may not write to one file.
             ``None`` takes ``"all"`` if all ranks are on one host, or the file system is known to keep their writes
@@ -143,8 +144,8 @@ def save_weights(
 
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
-        OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``names``, ``writers`` or
-            ``if_saving`` unknown, the directory empty or not seen by one rank, an option other than ``if_saving`` not
+        OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``quantize`` no ``Quantization``,
+            ``names``, ``writers`` or ``if_saving`` unknown, the directory empty or not seen by one rank, an option other than ``if_saving`` not
             the same on every rank, or an earlier save still being written with ``if_saving="raise"``.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on a rank that cannot write; the directory's old contents stay in effect, unless only the wait for the
@@ -183,9 +184,8 @@ def save_weights(
         options = WeightExport(dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes)
         export = options.prepare(model, entries)
         items = export.tensors
-        config_dtype = next((item.dtype for item in items if item.dtype.is_floating_point), torch.get_default_dtype())
-        if quantize is not None:
-            config_dtype = dtype or torch.bfloat16
+        floating = (item.dtype for item in items if item.dtype.is_floating_point)
+        config_dtype = options.exported_dtype or next(floating, torch.get_default_dtype())
     require_equal_on_all({rank: options for rank, (options, _, _) in step.values.items()})
     require_none_running([rank for rank, (_, _, refuses) in step.values.items() if refuses])
     places = {rank: place for rank, (_, place, _) in step.values.items()}
@@ -291,7 +291,7 @@ def _planned(
         (group,) = planned.groups
         local = {name: local_tensor(tensor).detach() for name, tensor in group.sources.items()}
         if group.adapters:
-            merged = MergedShards([group], export.exported_dtype)
+            merged = MergedShards([group])
             merged.refresh()
             local |= merged.local
         for item, steps in planned.tensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -16,8 +16,8 @@ from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
-from fsdp_runtime.sync.quantize.formats import Quantization
-from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
+from fsdp_runtime.sync.quantize.formats import Quantization, require_quantization
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, class_keeps, export_groups
 from fsdp_runtime.weights.naming import Names
 
 #: Names and full tensors, all of one dtype.
@@ -36,17 +36,20 @@ class WeightExport:
     :class:`~fsdp_runtime.sync.WeightSource` and :func:`~fsdp_runtime.sync.digest`, and its own methods.
 
     Args:
-        dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
+        dtype: round floating-point tensors to this dtype, after adapters were merged.  Tensors that
+            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, have that one;
+            ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
-        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
+        quantize: export linear layers in low precision, with their scales, except layers that the model's class keeps
+            in float32; other weights then default to bfloat16.
         bucket_bytes: gather up to this many bytes of full tensors at once, at least one parameter.  The peak is about
             this, once more for each bucket ahead, plus the largest parameter, plus the buffers of one more axis under
             TP and FSDP2.
         buckets_ahead: gather up to this many further buckets while one is consumed; 0 for the least memory.
 
     Raises:
-        OptionError: ``bucket_bytes`` is not positive, or ``buckets_ahead`` negative; at use, ``dtype`` is not a
-            floating-point dtype, or ``names`` is unknown.
+        OptionError: ``bucket_bytes`` is not positive, ``buckets_ahead`` negative, or ``quantize`` is no
+            ``Quantization``; at use, ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
 
     Example:
         >>> import torch
@@ -70,6 +73,7 @@ class WeightExport:
             raise OptionError(f"bucket_bytes={self.bucket_bytes}: give a positive number of bytes")
         if self.buckets_ahead < 0:
             raise OptionError(f"buckets_ahead={self.buckets_ahead}: give 0 or more")
+        require_quantization(self.quantize)
 
     @property
     def exported_dtype(self) -> torch.dtype | None:
@@ -115,7 +119,12 @@ class WeightExport:
                 quantized.
             OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
         """
-        return ExportedModel(self, export_groups(model, dtype=self.exported_dtype, names=self.names, entries=entries))
+        groups = export_groups(model, dtype=self.exported_dtype, names=self.names, entries=entries)
+        quantize = self.quantize
+        if quantize is not None:
+            kept = [item.name for item in class_keeps(model, groups) if quantize.applies(item.name, item.shape)]
+            quantize = replace(quantize, keep=(*quantize.keep, *kept))
+        return ExportedModel(replace(self, quantize=quantize), groups)
 
 
 class ExportedModel:
@@ -124,12 +133,21 @@ class ExportedModel:
     # It refers to the model's tensors: prepare a new one after these were replaced (values may change, as in training).
 
     def __init__(self, options: WeightExport, groups: list[ExportGroup]) -> None:
-        self._options, self._quantize = options, options.quantize
-        self.groups, self.exported_dtype = groups, options.exported_dtype
+        self._options, self.groups, self.quantize = options, groups, options.quantize
 
     def is_rearranged(self, group: ExportGroup) -> bool:
         """Whether every tensor of a group consists of blocks of the model's tensors, as they are or with adapters."""
         return all(item.chunks is not None and self._parts(item) == [item] for item in group.tensors)
+
+    def gathered_dtypes(self, group: ExportGroup) -> list[torch.dtype]:
+        """The dtypes in which a group's sources are communicated: rounded only if nothing is computed from them."""
+        rounds = not group.adapters and self.is_rearranged(group)
+        exported = {item.dtype for item in group.tensors}
+        dtypes = []
+        for name, tensor in group.sources.items():
+            is_narrower = rounds and exported == {group.dtypes[name]} and group.dtypes[name].itemsize < tensor.itemsize
+            dtypes.append(group.dtypes[name] if is_narrower else tensor.dtype)
+        return dtypes
 
     @property
     def tensors(self) -> list[ExportedTensor]:
@@ -194,7 +212,8 @@ class ExportedModel:
     def gather(self, groups: Sequence[ExportGroup], to: int | None = None) -> Iterator[tuple[ExportedTensor, Tensor]]:
         """Return an iterator, to be exhausted, over the weights of groups whose gathers have started.  Collective."""
         sources = [tensor for group in groups for tensor in group.sources.values()]
-        full = full_tensors(sources, dtype=self.exported_dtype, to=to)
+        dtypes = [dtype for group in groups for dtype in self.gathered_dtypes(group)]
+        full = full_tensors(sources, dtypes=dtypes, to=to)
         return self._produced(groups, full) if to is None or to == own_rank() else self._dropped(full)
 
     def _dropped(self, full: Iterator[Tensor]) -> Iterator[tuple[ExportedTensor, Tensor]]:
@@ -208,16 +227,16 @@ class ExportedModel:
         for group in groups:
             for item, tensor in group.produce({name: next(full) for name in group.sources}):
                 parts = self._parts(item)
-                if self._quantize is None or parts[0] is item:
-                    yield item, tensor
+                if self.quantize is None or parts[0] is item:
+                    yield item, tensor.to(item.dtype)
                     continue
-                yield from zip(parts, self._quantize.quantize(tensor), strict=True)
+                yield from zip(parts, self.quantize.quantize(tensor), strict=True)
 
     def _parts(self, item: ExportedTensor) -> list[ExportedTensor]:
         """The tensors that a weight is exported as: itself, or its quantized values and scales."""
-        if self._quantize is None or not self._quantize.applies(item.name, item.shape):
+        if self.quantize is None or not self.quantize.applies(item.name, item.shape):
             return [item]
-        parts = self._quantize.parts(item.name, item.shape)
+        parts = self.quantize.parts(item.name, item.shape)
         return [ExportedTensor(part.name, part.dtype, part.shape, None) for part in parts]
 
 
@@ -242,9 +261,12 @@ def stream_weights(
         bucket_bytes: gather parameters together up to this many bytes of full tensors, at least one parameter.  The
             peak is about this, once more for each bucket ahead, plus the largest parameter, plus the buffers of one
             more axis under TP and FSDP2.
-        dtype: convert floating-point tensors to this dtype before they are communicated; ``None`` keeps each one's.
+        dtype: round floating-point tensors to this dtype, after adapters were merged.  Tensors that
+            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, have that one;
+            ``None`` keeps each one's.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
-        quantize: export linear layers in low precision, with their scales; other weights then default to bfloat16.
+        quantize: export linear layers in low precision, with their scales, except layers that the model's class keeps
+            in float32; other weights then default to bfloat16.
         buckets_ahead: gather up to this many further buckets while one is consumed; 0 for the least memory.
 
     Yields:
@@ -255,7 +277,7 @@ def stream_weights(
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
         OptionError: ``bucket_bytes`` is not positive, ``buckets_ahead`` negative, ``dtype`` not a floating-point
-            dtype, or ``names`` unknown.
+            dtype, ``names`` unknown, or ``quantize`` is no ``Quantization``.
 
     Example:
         >>> import torch

@@ -79,7 +79,7 @@ def save_traffic(
     number = 0
     for planned in plan_writes(export, everyone, bucket_bytes, files):
         if planned.gathered:
-            counts.gather(planned.groups, export.exported_dtype)
+            counts.gather(planned.groups, export)
         for item, own in planned.tensors:
             for step in own:
                 if id(step) not in steps:
@@ -126,7 +126,7 @@ def load_traffic(
 def stream_traffic(export: ExportedModel, options: WeightExport, ranks: Sequence[int]) -> ByRank:
     """Count what a stream gathers: every rank gets every tensor."""
     counts = _Exchanges(ranks, options.bucket_bytes)
-    counts.gather(export.groups, export.exported_dtype)
+    counts.gather(export.groups, export)
     sizes = [sum(group.nbytes for group in run) for run in split_by_bytes(export.groups, options.bucket_bytes)]
     at_once = 1 + options.buckets_ahead
     held = max((sum(sizes[first : first + at_once]) for first in range(len(sizes))), default=0)
@@ -205,14 +205,13 @@ class _Exchanges:
                 self._messages += side.bincount(minlength=count)
             self._pairs = []
 
-    def gather(self, groups: Iterable[ExportGroup], dtype: torch.dtype | None) -> None:
+    def gather(self, groups: Iterable[ExportGroup], export: ExportedModel) -> None:
         """Count full tensors that every rank gets."""
         whole = 0
         for group in groups:
-            for tensor in group.sources.values():
-                own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                whole += tensor.numel() * own.itemsize
-                self._gathered += (tensor.numel() - local_tensor(tensor).numel()) * own.itemsize
+            for tensor, dtype in zip(group.sources.values(), export.gathered_dtypes(group), strict=True):
+                whole += tensor.numel() * dtype.itemsize
+                self._gathered += (tensor.numel() - local_tensor(tensor).numel()) * dtype.itemsize
         self._gathered_at_once = max(self._gathered_at_once, whole)
 
     def found(self) -> ByRank:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import FSDPOptions, MeshSpec, load_training_state, parallelize, save_training_state, stream_weights
-from fsdp_runtime._transformers_compat.models import kept_in_float32
+from fsdp_runtime._transformers_compat.dtypes import kept_in_float32
 from fsdp_runtime.steps.fsdp import dtypes as fsdp_dtypes
 from fsdp_runtime.steps.fsdp import step as fsdp
 from harness.models import tiny_inputs, tiny_model

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import hook_gradient
-from fsdp_runtime._transformers_compat.models import kept_in_float32
+from fsdp_runtime._transformers_compat.dtypes import kept_in_float32
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.fsdp.options import FSDPOptions

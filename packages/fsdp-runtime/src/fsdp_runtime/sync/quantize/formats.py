@@ -25,6 +25,7 @@ from fsdp_runtime.sync.quantize.kernels import (
 )
 
 QuantizationFormat = Literal["fp8", "fp8_block", "mxfp8", "nvfp4"]
+_FORMATS = ", ".join(get_args(QuantizationFormat))
 
 #: Weights that quantized checkpoints keep in bfloat16: embeddings, the LM head, routers, vision towers.
 KEPT = ("*embed*", "*lm_head*", "*.gate.weight", "*.router.*", "*shared_expert_gate*", "*vision*", "*visual*", "*norm*")
@@ -32,7 +33,7 @@ KEPT = ("*embed*", "*lm_head*", "*.gate.weight", "*.router.*", "*shared_expert_g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Export the weights of linear layers in low precision, from their values in bfloat16.
+    """Export the weights of linear layers in low precision, from their values in the parameters' precision.
 
     ==============  ======================================================  =========================================
     format          parts                                                   as in
@@ -51,7 +52,7 @@ class Quantization:
         keep: more patterns of names to leave in bfloat16.
 
     Raises:
-        OptionError: the format is unknown.
+        OptionError: the format is unknown, or ``keep`` is no tuple of patterns.
 
     Example:
         >>> import torch
@@ -68,7 +69,10 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.format not in get_args(QuantizationFormat):
-            raise OptionError(f"format={self.format!r}: write one of {', '.join(get_args(QuantizationFormat))}")
+            raise OptionError(f"format={self.format!r}: write one of {_FORMATS}")
+        keep: object = self.keep
+        if not isinstance(keep, tuple) or not all(isinstance(pattern, str) for pattern in keep):
+            raise OptionError(f"keep={self.keep!r}: give a tuple of patterns of names, such as ('*.down_proj.weight',)")
 
     def applies(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether a weight is quantized."""
@@ -116,15 +120,13 @@ class Quantization:
     def cell_amax(self, weight: Tensor, start: tuple[int, int]) -> Tensor:
         """Return the largest magnitude of each cell that a box of a weight touches; see ``kernels``."""
         # A single number where a scale is for the full weight only.
-        weight = weight.to(torch.bfloat16)
         if self.cell == (1, 1):
             return weight.abs().amax().float().view(1, 1) if weight.numel() else weight.new_zeros(1, 1).float()
         return cell_amax(weight, start, self.cell)
 
     def quantize_box(self, weight: Tensor, start: tuple[int, int], cells: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of a box of a weight, rounded to bfloat16 first: those of the full weight, cut."""
+        """Return the parts of a box of a weight, equal to the box of the full weight's parts."""
         # The arguments are those of ``kernels``; ``amax`` counts only where :attr:`needs_amax`.
-        weight = weight.to(torch.bfloat16)
         match self.format:
             case "fp8":
                 return fp8(weight, amax)
@@ -135,7 +137,7 @@ class Quantization:
         return nvfp4(weight, cells, start, amax)
 
     def quantize(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of a full weight ``[out, in]``, rounded to bfloat16 first."""
+        """Return the parts of a full weight ``[out, in]``."""
         cells = self.cell_amax(weight, (0, 0))
         return self.quantize_box(weight, (0, 0), cells, cells.amax() if cells.numel() else cells.new_zeros(()))
 
@@ -166,3 +168,12 @@ class Quantization:
             }
         algorithm = {"mxfp8": "MXFP8", "nvfp4": "NVFP4"}[self.format]
         return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": list(kept)}
+
+
+def require_quantization(value: object) -> None:
+    """Raise :class:`OptionError` unless ``quantize=`` is a :class:`Quantization` or ``None``."""
+    if value is not None and not isinstance(value, Quantization):
+        raise OptionError(
+            f"quantize={value!r}: give Quantization(format=...) of fsdp_runtime.sync, the format one of {_FORMATS}, or "
+            "None for no quantization"
+        )
