@@ -32,6 +32,7 @@ class RuntimeState:
     gathered: Any = None  # under context parallelism, what runs on full sequences
     routers: Any = None  # of a model whose routes were recorded or replayed
     one_rank: bool = False  # no other rank has part of the model
+    source: Any = None  # the checkpoint that the weights came from
 
 
 def runtime_state(module: nn.Module) -> RuntimeState:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp_runtime._transformers_compat.models import is_transformers_model, original_class
+from fsdp_runtime._transformers_compat.models import is_transformers_model, original_class, original_classes
+
+logger = logging.getLogger(__name__)
 
 
 def declared_aliases(model: Any) -> set[str]:
@@ -28,11 +31,39 @@ def is_ignored_on_load(model: Any, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def save_config(model: Any, directory: Path, dtype: torch.dtype) -> None:
-    """Write ``config.json`` (and ``generation_config.json``) as ``save_pretrained`` would."""
+def runs_remote_code(model: Any) -> bool:
+    """Return True for a model of a class that was loaded with ``trust_remote_code``, or registered for auto classes."""
+    return is_transformers_model(model) and bool(model.is_remote_code())
+
+
+def relative_imports(module: Path) -> list[Path]:
+    """Return the files that a module of remote code imports, directly and through others."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    return [Path(file) for file in get_relative_import_files(module)]
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """Return the vocabulary size that the model's config states."""
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def save_config(model: Any, directory: Path, dtype: torch.dtype, generation: Any) -> None:
+    """Write ``config.json``, ``generation_config.json`` and a remote class's code as ``save_pretrained`` would."""
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [original_class(model).__name__]
+    if runs_remote_code(model):
+        from transformers.dynamic_module_utils import custom_object_save
+
+        with original_classes(model):
+            custom_object_save(model, directory, config=config)
     config.save_pretrained(directory)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
+    if not model.can_generate() or generation is None:
+        return
+    try:
+        generation.save_pretrained(directory)
+    except ValueError as error:  # a save after hours of training does not fail for a sampling flag
+        logger.warning("the generation config is saved as it is, though transformers finds it invalid: %s", error)
+        generation.to_json_file(directory / "generation_config.json")

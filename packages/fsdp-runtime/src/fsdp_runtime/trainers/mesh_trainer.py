@@ -233,13 +233,12 @@ class MeshTrainerMixin(LogStepValues):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the weights or adapters, the tokenizer and the arguments; collective."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        self.accelerator.save_model(self.model, folder, max_shard_size="5GB")
-        if not self.args.should_save:
-            return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
+        if self.args.should_save and tokenizer is not None:  # first, so that the checkpoint's own is not copied
             tokenizer.save_pretrained(folder)
-        torch.save(self.args, folder / "training_args.bin")
+        self.accelerator.save_model(self.model, folder, max_shard_size="5GB")
+        if self.args.should_save:
+            torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_training_state(

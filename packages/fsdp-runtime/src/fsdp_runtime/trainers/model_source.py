@@ -91,22 +91,11 @@ class ModelSource:
             return self.shard(cls.from_pretrained(path, **settings), adapter)
         with meta_device():
             model = model_from_config(saved, config, None if settings["dtype"] == "auto" else settings["dtype"])
-        _take_generation_config(model, path)
         sharded = self.shard(model, adapter)
         if adapter is not None:
             init_adapters(sharded, seed=self.seed)
         load_weights(sharded, path, training=False)
         return sharded
-
-
-def _take_generation_config(model: Any, path: str) -> None:
-    """Give a model the checkpoint's generation settings, if it has any, as ``from_pretrained`` does."""
-    import transformers
-
-    try:
-        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    except OSError:
-        logger.debug("%s has no generation_config.json", path)
 
 
 def with_reference_adapter(model: Any) -> Any:

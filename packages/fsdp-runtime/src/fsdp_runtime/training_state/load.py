@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import CheckpointError, MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
+from fsdp_runtime.model.pretrained_source import adopt, settings_at_source, source_folder
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import fill_local, whole_chunk
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
@@ -124,7 +126,8 @@ def load_training_state(
         opened.value = {"directory: the checksum of the manifest": of_manifest}
     with reader, leave_inference_mode():
         require_equal_on_all(opened.values)
-        with raise_on_all(ranks):
+        with raise_on_all(ranks) as checked:
+            checked.value = settings_at_source(base_model(model))
             shared = read_object(folder, SHARED_FILE, manifest.files, _SHARED)
             same_mesh = (mesh_sizes(entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)
             own = read_object(folder, rng_file(ranks.index), manifest.files, {"rng": dict}) if same_mesh else None
@@ -144,6 +147,8 @@ def load_training_state(
                 reader.fill(f"model/{entry.names[0]}", entry.tensor)
             _load_optimizers(optimizers, entries, shared, reader)
             reader.require_unchanged()
+    if (settings := checked.values[ranks.global_first]) is not None:
+        adopt(base_model(model), source_folder(base_model(model)), settings)
     if scheduler is not None:
         scheduler.load_state_dict(shared["scheduler"])
     if own is not None:

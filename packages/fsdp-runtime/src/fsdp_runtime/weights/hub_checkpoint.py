@@ -18,6 +18,7 @@ from fsdp_runtime.sharded.collectives import ModelRanks, raise_on_all
 from fsdp_runtime.sharded.file_systems import FilePlace, file_place
 from fsdp_runtime.sharded.paths import file_version, is_file_name, require_path
 from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
+from fsdp_runtime.weights.companion_files import COMPANIONS
 from tp_plans.transfer import Box
 
 SINGLE_FILE = "model.safetensors"
@@ -52,6 +53,7 @@ class HubCheckpoint(SafetensorsReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__("download or save it again")
         self.bytes_read = 0
+        self.folder: Path | None = None  # of a checkpoint; ``None`` for a file of another name
         try:
             self.tensors: Mapping[str, HubTensor] = self._read_headers(path)
         except BaseException:
@@ -73,6 +75,7 @@ class HubCheckpoint(SafetensorsReader):
         while True:
             location = _resolve(path)
             version = file_version(location)
+            self.folder = location.parent if location.name in (SINGLE_FILE, INDEX_FILE) else None
             try:
                 return self._headers(location)
             except CheckpointError:
@@ -153,14 +156,21 @@ def _from_hub(repository: str) -> Path:
         from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError as error:
         raise CheckpointError(f"{problem}, and a hub id needs huggingface_hub: pip install huggingface_hub") from error
-    patterns = ["*.safetensors", INDEX_FILE]
-    try:
+    weights = ["*.safetensors", INDEX_FILE]
+    # The cache may hold a config or a tokenizer alone, and a folder of the cache is returned whatever it lacks. Without
+    # a network the weights of the cache suffice.
+    failure: Exception | None = None
+    for patterns, local in (([*weights, *COMPANIONS], True), ([*weights, *COMPANIONS], False), (weights, True)):
         try:
-            return Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=True))
-        except LocalEntryNotFoundError:
-            return Path(snapshot_download(repository, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{problem}, and the hub has no such checkpoint or cannot be reached: {error}") from error
+            folder = Path(snapshot_download(repository, allow_patterns=patterns, local_files_only=local))
+        except (OSError, ValueError) as error:
+            if not (local and isinstance(error, LocalEntryNotFoundError)):
+                failure = error
+            continue
+        complete = patterns is weights or (folder / "generation_config.json").is_file()
+        if not local or (complete and any(folder.glob("*.safetensors"))):
+            return folder
+    raise CheckpointError(f"{problem}, and the hub has no such checkpoint or cannot be reached: {failure}") from failure
 
 
 def _read_index(file: Path) -> dict[str, str]:

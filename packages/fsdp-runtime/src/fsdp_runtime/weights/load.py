@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.conversions import Conversion, remember_rules
+from fsdp_runtime._transformers_compat.generation import read_generation_settings
 from fsdp_runtime.errors import MismatchError, OptionError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
+from fsdp_runtime.model.pretrained_source import adopt, generates, source_folder
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import (
     Chunk,
@@ -154,15 +156,17 @@ def load_weights(
         require_equal_on_all(step.values)
         checkpoint, places = open_on_all(path, ranks)
         with checkpoint:
-            with raise_on_all(ranks) as step:
+            with raise_on_all(ranks) as matched:
                 base_entries = base_state_entries(model, entries)
                 require_layouts({entry.names[0]: entry.tensor for entry in base_entries})
                 weights = _match(
                     model, base_entries, checkpoint, strict=strict, warn=ranks.is_first, new=new_modules or {}
                 )
                 sources = _ValueSources(weights, checkpoint)
-                step.value = list(_differing_ties(base_entries, sources))
-            _require_equal_ties([tie for ties in step.values.values() for tie in ties])
+                folder = checkpoint.folder or source_folder(base_model(model))
+                settings = read_generation_settings(folder) if folder and generates(base_model(model)) else None
+                matched.value = list(_differing_ties(base_entries, sources)), settings
+            _require_equal_ties([tie for ties, _ in matched.values.values() for tie in ties])
             with raise_on_all(ranks):
                 materialize_entries(model, entries, device)
             reshard_all(model)
@@ -176,6 +180,7 @@ def load_weights(
                         fill_from(entry.tensor, _drawn(entry, new_modules or {}))
                 checkpoint.require_unchanged()
     remember_rules(base_model(model), weights.rules)
+    adopt(base_model(model), folder, matched.values[ranks.global_first][1])
     if training is not None:
         model.train(training)
     return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected), sent, received)

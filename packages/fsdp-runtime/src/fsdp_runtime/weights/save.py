@@ -23,6 +23,7 @@ from fsdp_runtime._transformers_compat.checkpoints import save_config
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
+from fsdp_runtime.model.pretrained_source import generation_config_of, settings_at_source
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.async_saves import IfSaving, SaveFuture, must_refuse, require_none_running, save_in_thread
 from fsdp_runtime.sharded.collectives import (
@@ -45,6 +46,7 @@ from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
 from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, require_seen, work_directory
 from fsdp_runtime.sync.quantize.formats import Quantization
+from fsdp_runtime.weights.companion_files import copy_companions, files_in_order, leave_out_present
 from fsdp_runtime.weights.export import ExportedTensor, MergedShards
 from fsdp_runtime.weights.file_plan import WriteStep
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
@@ -199,8 +201,7 @@ def save_weights(
             blocks, on_disk = _write_files(files, export, work, ranks, list(places), bucket_bytes, staging, resources)
         with raise_on_all(ranks):
             if ranks.is_first and is_transformers_model(base_model(model)):
-                with naming_write_errors(work / "config.json"):
-                    save_config(base_model(model), work, config_dtype)
+                _save_companions(base_model(model), work, target, config_dtype)
                 if quantize is not None:
                     config = json.loads((work / "config.json").read_text())
                     config["quantization_config"] = quantize.config(export.kept_modules)
@@ -211,6 +212,13 @@ def save_weights(
             report = replace(report, peak_bytes=report.peak_bytes + staging.nbytes)
         finish = partial(_finish, report, on_disk, work, target, shards)
         return save_in_thread(finish, ranks, list(places), resources) if asynchronous else finish(ranks)
+
+
+def _save_companions(model: nn.Module, work: Path, target: Path, dtype: torch.dtype) -> None:
+    """Write the model's configs, and copy the files beside the weights that it was loaded from."""
+    copy_companions(model, work, target)
+    with naming_write_errors(work / "config.json"):
+        save_config(model, work, dtype, generation_config_of(model, settings_at_source(model)))
 
 
 def _finish(
@@ -317,12 +325,16 @@ def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]
         _write_json(work / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     else:
         (work / shard_name(1, 1)).rename(work / SINGLE_FILE)
-    others = sorted((file for file in work.iterdir() if file.name != decisive), key=lambda file: file.suffix == ".json")
+    leave_out_present(work, target)
+    others = [file for file in files_in_order(work) if file.name != decisive]
     for file in (*others, work / decisive):  # a disk that is full says so before the first of them is moved
         fsync_path(file)
-    for file in others:  # the config last
-        file.replace(target / file.name)
-    fsync_path(target)
+    for file in others:
+        moved = target / file.relative_to(work)
+        moved.parent.mkdir(exist_ok=True)
+        file.replace(moved)
+    for folder in {(target / file.relative_to(work)).parent for file in others} | {target}:
+        fsync_path(folder)
     with freed_in_background(target / SINGLE_FILE):
         (work / decisive).replace(target / decisive)
         fsync_path(target)

@@ -49,12 +49,13 @@ class Checkpoints:
                 extra={"dp": self._dp},
                 keep=0,
             )
+        if dist.get_rank() == 0:  # first, so that the config has the dtype of the weights that are saved
+            self._save_configs(folder / _HUGGING_FACE)
         if "hf_model" in contents:
             save_weights(self._model, folder / _HUGGING_FACE)
         if hasattr(self._model, "peft_config"):
             save_adapter(self._model, folder / _ADAPTER)
         if dist.get_rank() == 0:
-            self._save_configs(folder / _HUGGING_FACE)
             self._remove_older(folder, keep)
         dist.barrier()
 

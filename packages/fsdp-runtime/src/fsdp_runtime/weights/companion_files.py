@@ -1,0 +1,146 @@
+"""Files of a checkpoint beside weights and configs: of its tokenizer, its processor, and its remote code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fsdp_runtime._transformers_compat.checkpoints import relative_imports, runs_remote_code, vocabulary_size
+from fsdp_runtime.model.pretrained_source import source_folder
+from fsdp_runtime.sharded.fsync import naming_write_errors
+
+logger = logging.getLogger(__name__)
+
+#: Files of a tokenizer, as patterns, in the order in which they are moved into place.
+_TOKENIZER = (
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "tokenizer.json",
+    "tokenizer.model*",
+    "tekken.json",
+    "vocab*.json",
+    "vocab.txt",
+    "vocab.bpe",
+    "merges.txt",
+    "sp*.model",
+    "sentencepiece*.model",
+    "tiktoken.model",
+    "*.tiktoken",
+    "*.spm",
+    "*_vocab.json",
+    "bpe.codes",
+    "byte_maps.json",
+    "dict.txt",
+    "emoji.json",
+    "normalizer.json",
+    "prophetnet.tokenizer",
+    "word_*.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+#: Files of a processor.
+_PROCESSOR = (
+    "chat_template.json",
+    "audio_tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+_GROUPS = (_TOKENIZER, _PROCESSOR)
+#: Files that every later version of transformers reads only if the tokenizer's config lacks the added tokens.
+_LEGACY = ("added_tokens.json", "special_tokens_map.json")
+#: Patterns of all files that a load from the hub takes along.
+COMPANIONS = ("config.json", "generation_config.json", *_TOKENIZER, *_PROCESSOR, "*.py")
+
+
+def copy_companions(model: nn.Module, work: Path, target: Path) -> None:
+    """Copy the files of the checkpoint that the model was loaded from to a directory of unfinished files."""
+    folder = source_folder(model)
+    if folder is None:
+        return
+    if not folder.is_dir():
+        logger.warning(
+            "%s, which the weights were loaded from, is gone, and with it the tokenizer's files: write them with "
+            "tokenizer.save_pretrained(%r)",
+            folder,
+            str(target),
+        )
+        return
+    for group in _GROUPS:
+        files = _members(folder, group)
+        if files and group is _TOKENIZER and (sizes := _vocabularies(model, folder)) is not None:
+            logger.warning(
+                "the model has a vocabulary of %d and %s one of %d, so its tokenizer is not copied: write the model's "
+                "with tokenizer.save_pretrained(%r)",
+                *(sizes[0], folder, sizes[1], str(target)),
+            )
+            continue
+        code = _remote_code(folder, files) if runs_remote_code(model) else []
+        for file in (*files, *code):
+            copied = work / file.relative_to(folder)
+            with naming_write_errors(copied):
+                copied.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copied)
+
+
+def leave_out_present(work: Path, target: Path) -> None:
+    """Remove a tokenizer's or processor's copied files if the target has files that were saved there."""
+    for group in _GROUPS:
+        copied = _members(work, group)
+        if copied and (target / copied[-1].relative_to(work)).exists():
+            for file in copied:
+                file.unlink()
+
+
+def files_in_order(work: Path) -> list[Path]:
+    """Return all unfinished files in the order in which they are moved into place: the model's configs last."""
+    # The last file of a group tells a later save that the group is complete.
+    copied = [file for group in _GROUPS for file in _members(work, group)]
+    others = sorted({file for file in work.rglob("*") if file.is_file()} - {*copied}, key=lambda f: f.suffix == ".json")
+    return [*copied, *others]
+
+
+def _members(folder: Path, group: Sequence[str]) -> list[Path]:
+    """Return the files of a folder that belong to a group, in its order."""
+    files = dict.fromkeys(file for pattern in group for file in sorted(folder.glob(pattern)) if file.is_file())
+    config = folder / "tokenizer_config.json"
+    if config in files and "added_tokens_decoder" in _content(config):
+        # A tokenizer that is saved here later does not rewrite these files, and they would contradict it.
+        return [file for file in files if file.name not in _LEGACY]
+    return list(files)
+
+
+def _vocabularies(model: Any, folder: Path) -> tuple[int, int] | None:
+    """Return the vocabulary sizes of the model and of the checkpoint's config, if they differ."""
+    config = _content(folder / "config.json")
+    stored = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    size = vocabulary_size(model)
+    return (size, stored) if isinstance(stored, int) and size is not None and size != stored else None
+
+
+def _remote_code(folder: Path, configs: Sequence[Path]) -> Iterator[Path]:
+    """Yield the modules of the folder that configs name in their ``auto_map``, with the modules that these import."""
+    for config in configs:
+        if config.suffix != ".json" or not fnmatch(config.name, "*config.json"):
+            continue
+        classes = (_content(config).get("auto_map") or {}).values()
+        names = {name for each in classes for name in ([each] if isinstance(each, str) else each) if name}
+        for module in sorted({name.rpartition("--")[2].partition(".")[0] for name in names}):
+            if (file := folder / f"{module}.py").is_file():
+                yield from (file, *(imported for imported in relative_imports(file) if imported.parent == folder))
+
+
+def _content(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
