@@ -19,6 +19,7 @@ from fsdp_runtime.keywords import Options, steps_of
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
 from fsdp_runtime.mesh.spec import axis_size, fsdp_mesh, require_axes, submesh
 from fsdp_runtime.model.structure import ModelStructure
+from fsdp_runtime.model.unloaded import refuse_until_loaded
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Meshes, ModelFacts, Setup
 from fsdp_runtime.step import Step
@@ -107,6 +108,7 @@ class Parallelism:
         runtime_state(model).one_rank = self.setup.meshes.one_rank
         watch_optimizers()
         guard_methods(model)
+        refuse_until_loaded(model, self.structure.blocks)
 
     def __str__(self) -> str:
         return "\n".join(step.describe() for step, _ in self.steps)

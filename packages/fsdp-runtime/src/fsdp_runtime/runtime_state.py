@@ -32,6 +32,7 @@ class RuntimeState:
     gathered: Any = None  # under context parallelism, what runs on full sequences
     routers: Any = None  # of a model whose routes were recorded or replayed
     one_rank: bool = False  # no other rank has part of the model
+    unloaded: Any = None  # the hooks that refuse a forward with parameters on meta
     source: Any = None  # the checkpoint that the weights came from
 
 

@@ -13,6 +13,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import default_device_type
 from fsdp_runtime.model.buffers import compute_meta_buffers
 from fsdp_runtime.model.state import StateEntry, state_entries
+from fsdp_runtime.model.unloaded import allow_loaded
 
 
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
@@ -70,6 +71,7 @@ def materialize_entries(
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(target))
+    allow_loaded(model)
 
 
 def require_device(device: torch.device | str) -> torch.device:

@@ -25,6 +25,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.pretrained_source import generation_config_of, settings_at_source
 from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.model.unloaded import require_loaded
 from fsdp_runtime.sharded.async_saves import IfSaving, SaveFuture, must_refuse, require_none_running, save_in_thread
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
@@ -183,6 +184,7 @@ def save_weights(
         target = require_path("directory", directory)
         given["directory"] = os.path.normpath(target)
         step.value = given, file_place(target), must_refuse(if_saving)
+        require_loaded([entry.names[0] for entry in entries if entry.tensor.is_meta], "save_weights")
         options = WeightExport(dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes)
         export = options.prepare(model, entries)
         items = export.tensors

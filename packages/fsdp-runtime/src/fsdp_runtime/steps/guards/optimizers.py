@@ -58,6 +58,12 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     shards = [each for each in parameters if isinstance(each, DTensor)]
     plain = [each for each in parameters if not isinstance(each, DTensor)]
     refuse_replaced(optimizer, parameters)
+    if on_meta := sum(each.is_meta for each in shards):
+        raise ModelError(
+            f"{on_meta} of the {len(parameters)} parameters of this {type(optimizer).__name__} are on the meta device, "
+            "so its step would change nothing: call load_weights(model, checkpoint), or materialize(model) and set "
+            "initial values of your own"
+        )
     _refuse_kind(optimizer, shards, len(parameters))
     _refuse_fused(optimizer)
     for parameter in plain:
