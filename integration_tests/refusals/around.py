@@ -224,6 +224,7 @@ CASES: Provocations = {
     },
     "fsdp_runtime/steps/fsdp/options.py": {
         "give a number of blocks": lambda: FSDPOptions(prefetch_forward=-1),
+        "torch takes dtypes there": lambda: FSDPOptions(mp_policy=MixedPrecisionPolicy("bf16")),  # type: ignore[arg-type]
         "give a positive number": lambda: FSDPOptions(gradient_divide_factor=-1.0),
         "without a dtype to compute in": lambda: refuse(
             Own(), DP, plan=None, fsdp=FSDPOptions(master_dtype=torch.float32)

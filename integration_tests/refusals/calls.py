@@ -100,6 +100,12 @@ CASES: Provocations = {
             lambda: refuse(Own(), plan=None, activation_checkpointing="sometimes"),
             lambda: FSDPOptions(frozen_params="some"),  # type: ignore[arg-type]
         ),
+        "write True or False": (
+            lambda: FSDPOptions(reshard_after_forward="no"),  # type: ignore[arg-type]
+            lambda: refuse(Own(), plan=None, packed_sequences="yes"),
+        ),
+        "}: give {example} or None": lambda: FSDPOptions(mp_policy="bf16"),  # type: ignore[arg-type]
+        "give a floating dtype": lambda: FSDPOptions(master_dtype=torch.int8),
     },
     "fsdp_runtime/setup.py": {
         "is not a transformers model": (

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +125,92 @@ def _ties() -> str:
 def test_ties_are_compared(two_ranks: RankPool) -> None:
     for message in two_ranks.run(_ties):
         assert "lm_head.weight: float64 [131, 64] on rank 0, float64 [131, 64] tied to model.embed_tokens" in message
+
+
+def _rank_dependent(name: str) -> str:
+    """One rank's model differs in entries of its config, or in the order of its modules."""
+    model: Any = _llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "type": "default"})
+    config, is_last = model.config, dist.get_rank() == 1
+    match name:
+        case "order of entries" if is_last:
+            config.rope_parameters = dict(reversed(config.rope_parameters.items()))
+        case "a set":
+            config.kinds = {"b", "a"} if is_last else {"a", "b"}
+        case "a save" if is_last:
+            config.architectures, config.dtype, config._name_or_path = ["LlamaForCausalLM"], "float64", "here"
+        case "a forward with labels" if is_last:
+            config.problem_type = "single_label_classification"
+        case "another problem type":
+            config.problem_type = "regression" if is_last else "single_label_classification"
+        case "a dtype that a forward reads":
+            config.router_dtype = "float32" if is_last else "float64"
+        case "the end of a long list":
+            config.layer_types = ["full_attention"] * 20 + ["sliding_attention" if is_last else "full_attention"]
+        case "order of modules":
+            kinds = ("b", "a") if is_last else ("a", "b")
+            model.extra = nn.ModuleDict({kind: nn.Linear(2, 2) for kind in kinds})
+    try:
+        parallelize(model, mesh_for({"dp_shard": 2}))
+    except (ModelError, OptionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize("name", ["order of entries", "a set", "a save", "a forward with labels"])
+def test_entries_that_no_forward_reads_may_differ(two_ranks: RankPool, name: str) -> None:
+    assert two_ranks.run(_rank_dependent, name) == ["accepted", "accepted"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "another problem type",
+            "config problem_type: 'single_label_classification' on rank 0, 'regression' on rank 1",
+        ),
+        ("a dtype that a forward reads", "config router_dtype: 'float64' on rank 0, 'float32' on rank 1"),
+        ("the end of a long list", "'full_attention', 'sliding_attention'] on rank 1"),
+        ("order of modules", "modules in another order: number"),
+    ],
+)
+def test_a_message_names_the_first_difference(two_ranks: RankPool, name: str, said: str) -> None:
+    for outcome in two_ranks.run(_rank_dependent, name):
+        assert outcome.startswith("ModelError: ranks were given different models: ")
+        assert said in outcome
+
+
+#: Prints descriptions of models that code of transformers builds out of sets.
+_DESCRIBES = """
+import json, sys, transformers
+from fsdp_runtime import agreement
+sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2)
+kinds = ["sliding_attention", "full_attention"] * 4
+rope = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in kinds}
+compass = {"layer_types": kinds, "rope_parameters": rope, "logit_scale": 0.5}
+for name, more in {"dory": {}, "cohere_compass_text": compass}.items():
+    config = transformers.AutoConfig.for_model(name, **sizes, **more, head_dim=16, vocab_size=131)
+    model = transformers.AutoModel.from_config(config)
+    print(json.dumps(agreement._describe(model, agreement.Meshes(), ())))
+"""
+
+
+@pytest.mark.slow  # imports torch and transformers twice
+def test_descriptions_are_equal_in_processes_that_order_sets_by_other_hashes() -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _DESCRIBES],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        for seed in "12"
+    ]
+    first, second = (process.communicate()[0] for process in processes)
+    assert [json.loads(line)["model"]["class"].rsplit(".")[-1] for line in first.splitlines()] == [
+        "DoryModel",
+        "CohereCompassTextModel",
+    ]
+    assert first == second
 
 
 def _own_steps() -> bool:

@@ -32,10 +32,18 @@ from fsdp_runtime.step import Step
 _PACKAGES = ("torch", "transformers", "peft", "tp-plans", "fsdp-runtime")
 #: Objects of these packages are described by their attributes, others by their classes.
 _KNOWN = ("fsdp_runtime.", "tp_plans.")
-#: Entries of configs that may differ: where a rank has the files.
-_OF_RANKS = ("name_or_path", "_commit_hash")
-#: Differences in a message, and characters of a value.
-_SHOWN, _LENGTH = 4, 80
+#: Entries of configs that no forward reads: places of files, names for people, and what ``save_pretrained`` of
+#: transformers and peft leaves on the rank that wrote the files.
+_UNREAD = (
+    *("_name_or_path", "name_or_path", "base_model_name_or_path", "tokenizer_name_or_path", "_commit_hash", "revision"),
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "peft_version", "inference_mode"),
+    *("auto_map", "auto_mapping", "_auto_class", "custom_pipelines", "transformers_weights"),
+    *("id2label", "label2id", "finetuning_task", "task_specific_params", "tokenizer_class"),
+)
+#: An entry that a forward with labels fills in where it is ``None``.
+_FILLED_IN = "problem_type"
+#: Differences in a message, characters of a value, and characters before its first difference.
+_SHOWN, _LENGTH, _LEAD = 4, 80, 40
 
 #: What is compared, by part and name.
 Description = dict[str, dict[str, str]]
@@ -55,7 +63,9 @@ def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) 
     if not differing:
         return
     found = _differences(all_gather_objects(ranks, {part: own[part] for part in differing}), differing)
-    of_model = {"model", "module", "parameter", "buffer", "config"} & set(differing)
+    if not found:
+        return
+    of_model = any(each.startswith(("model", "module", "parameter", "buffer", "config")) for each in found)
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise (ModelError if of_model else OptionError)(
         f"ranks were given different {'models' if of_model else 'options'}: {'; '.join(found[:_SHOWN])}{more}; give "
@@ -71,20 +81,47 @@ def _groups(meshes: Meshes) -> Iterator[ProcessGroup]:
 
 
 def _differences(by_rank: Mapping[int, Description], parts: Iterable[str]) -> list[str]:
-    """Return what differs in some parts, each with the ranks of every value."""
+    """Return the differences of some parts, each with the ranks of every value."""
     found = []
     for part in parts:
-        for name in dict.fromkeys(name for each in by_rank.values() for name in each[part]):
-            ranks: dict[str, list[str]] = {}
-            for rank, each in sorted(by_rank.items()):
-                ranks.setdefault(each[part].get(name, "missing"), []).append(str(rank))
-            if len(ranks) > 1:
-                values = ", ".join(
-                    f"{value[:_LENGTH]} on rank{'s' * (len(of) > 1)} {', '.join(of[:8])}{', ...' * (len(of) > 8)}"
-                    for value, of in ranks.items()
-                )
-                found.append(f"{part} {name}: {values}")
+        texts = {rank: each[part] for rank, each in sorted(by_rank.items())}
+        names = dict.fromkeys(name for each in texts.values() for name in each)
+        differing = [f"{part} {name}: {_ranks_by_value(name, texts)}" for name in names if _differs(name, texts)]
+        if not differing and (order := _order(texts)):
+            differing = [f"{part}s in another order: {order}"]
+        found += differing
     return found
+
+
+def _differs(name: str, texts: Mapping[int, Mapping[str, str]]) -> bool:
+    values = {each.get(name) for each in texts.values()}
+    return len(values - {None} if name.endswith(_FILLED_IN) else values) > 1
+
+
+def _order(texts: Mapping[int, Mapping[str, str]]) -> str:
+    """Return the first place at which ranks have different names, empty where all names are in one order."""
+    # Shards of parameters are gathered in this order. Buffers and entries of a config are described in sorted order.
+    on_all = set.intersection(*map(set, texts.values()))
+    orders = ([name for name in each if name in on_all] for each in texts.values())
+    for place, names in enumerate(zip(*orders, strict=True)):
+        if len(set(names)) > 1:
+            by_place = {rank: {"": name} for rank, name in zip(texts, names, strict=True)}
+            return f"number {place} is {_ranks_by_value('', by_place)}"
+    return ""
+
+
+def _ranks_by_value(name: str, texts: Mapping[int, Mapping[str, str]]) -> str:
+    """Return the values of a name, from shortly before their first difference, with the ranks of each."""
+    ranks: dict[str, list[str]] = {}
+    for rank, each in texts.items():
+        ranks.setdefault(each.get(name, "missing"), []).append(str(rank))
+    same = next((place for place, letters in enumerate(zip(*ranks, strict=False)) if len(set(letters)) > 1), _LEAD)
+    start = max(0, same - _LEAD) if max(map(len, ranks)) > _LENGTH else 0
+    return ", ".join(
+        f"{'...' * (start > 0)}{value[start : start + _LENGTH]} "
+        f"on rank{'s' * (len(of) > 1)} {', '.join(of[:8])}{', ...' * (len(of) > 8)}"
+        for value, of in ranks.items()
+    )
 
 
 def _describe(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> Description:
@@ -96,7 +133,8 @@ def _describe(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> Descri
         "config": dict(_config(model)),
         "module": {path or "model": _class_of(module) for path, module in model.named_modules()},
         "parameter": dict(_tensors(model.named_parameters(remove_duplicate=False))),
-        "buffer": dict(_tensors(model.named_buffers(remove_duplicate=False))),
+        # Rotary code may register one for each type of layer, out of a set.
+        "buffer": dict(_tensors(sorted(model.named_buffers(remove_duplicate=False)))),
     }
 
 
@@ -120,23 +158,27 @@ def _options(steps: Iterable[Step]) -> Iterator[tuple[str, str]]:
 
 
 def _config(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the entries of the config and of adapters' configs that a forward may read, in the order of their names."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         # Under context parallelism its name ends with an address.
         yield "attn_implementation", re.sub("_[0-9a-f]{9,}$", "", str(attention_in_force(config)))
-        yield from _flat("", config.to_dict())
+        yield from sorted(_flat("", config.to_dict()))
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, Mapping):
-        for name, adapter in adapters.items():
-            yield from _flat(f"adapter {name}", vars(adapter))
+        for name, adapter in sorted(adapters.items()):
+            yield from sorted(_flat(f"adapter {name}", vars(adapter)))
 
 
 def _flat(path: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    # A config says ``None`` or has no entry: both mean the same.
     for key, value in values.items():
         name = f"{path}.{key}" if path else str(key)
+        if str(key) in _UNREAD or value is None:
+            continue
         if isinstance(value, Mapping):
             yield from _flat(name, value)
-        elif not str(key).endswith(_OF_RANKS):
+        else:
             yield name, _text(value)
 
 
@@ -162,7 +204,9 @@ def _class_name(cls: Any) -> str:
 
 def _text(value: Any) -> str:
     """Return a text that is equal in two processes for equal values."""
-    if value is None or isinstance(value, (bool, int, float, str, Enum, torch.dtype, torch.device, Placement)):
+    if isinstance(value, str):
+        return repr(str(getattr(value, "value", value)))  # peft's enums are equal to their words
+    if value is None or isinstance(value, (bool, int, float, Enum, torch.dtype, torch.device, Placement)):
         return repr(value)
     if isinstance(value, DeviceMesh):
         return _text(tuple(value.shape))

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
-from fsdp_runtime.errors import EstimateError, MeshError
+from fsdp_runtime.errors import EstimateError, MeshError, OptionError
 from fsdp_runtime.mesh.spec import FLATTENED, MeshSpec
+from fsdp_runtime.values import DTYPES, floating_dtype
 
 if TYPE_CHECKING:
     import torch
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
 _ALLOCATOR_OPTIONS = (
     "expandable_segments:True, max_split_size_mb:512, garbage_collection_threshold:0.8, roundup_power2_divisions:4"
@@ -142,20 +142,18 @@ def parse_allocator(text: str, *, device_memory: int | None = None) -> Allocator
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     """Return the dtype of a short name (``"bf16"``) or of torch's own (``"bfloat16"``)."""
-    import torch
-
-    if isinstance(name, torch.dtype):
-        return name
-    found = getattr(torch, _DTYPES.get(name, name), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise EstimateError(f"dtype {name!r}: write one of {', '.join(_DTYPES)}")
-    return found
+    try:
+        if (dtype := floating_dtype("dtype", name)) is not None:
+            return dtype
+    except OptionError as error:
+        raise EstimateError(str(error)) from None
+    raise EstimateError(f"dtype is None: write one of {', '.join(DTYPES)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype."""
     written = str(dtype).removeprefix("torch.")
-    return next((name for name, known in _DTYPES.items() if known == written), written)
+    return next((name for name, known in DTYPES.items() if known == written), written)
 
 
 def plan_name(plan: object) -> str:

@@ -139,7 +139,7 @@ def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, tra
         "context_parallel": tokens.method,
         "activation_checkpointing": str(setup.required(ActivationCheckpointing).mode),
         "dtype": dtype_name(step.dtype),
-        "master_dtype": None if sharding.master_dtype is None else dtype_name(sharding.master_dtype),
+        "master_dtype": None if sharding.stored_dtype is None else dtype_name(sharding.stored_dtype),
         "logprobs": step.logprobs if isinstance(step.logprobs, str) else "custom",
         "offload": isinstance(sharding.offload_policy, CPUOffloadPolicy),
         "blocks": trace.summary.blocks,

@@ -24,6 +24,7 @@ from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.checkpointing import recomputes
 from fsdp_runtime.steps.tensor.step import TensorParallel
+from fsdp_runtime.values import require_bool
 from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,9 @@ class Compile(Step):
     def examples(cls) -> tuple[Step, ...]:
         """Return steps for tests that combine options."""
         return (cls({"backend": "aot_eager"}),)
+
+    def __post_init__(self) -> None:
+        require_bool("async_tensor_parallel", self.async_tensor_parallel)
 
     def check(self, setup: Setup) -> Mapping[str, Any]:
         """Return the keywords of ``torch.compile``."""

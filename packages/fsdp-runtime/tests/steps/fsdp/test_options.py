@@ -173,7 +173,7 @@ def _master_weights() -> dict[str, Any]:
     model = tiny_model("LlamaForCausalLM", dtype=torch.bfloat16, tied=True)
     model.model.layers[0].mlp.requires_grad_(False)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    options = FSDPOptions(mp_policy=policy, master_dtype=torch.float32)
+    options = FSDPOptions(mp_policy=policy, master_dtype="fp32")
     parallelize(model, mesh, fsdp=options)
     computed: list[torch.dtype] = []
     model.model.layers[1].mlp.register_forward_hook(lambda _module, _inputs, output: computed.append(output.dtype))
@@ -292,12 +292,30 @@ def test_members_of_nested_lists_are_units(two_ranks: RankPool) -> None:
         ({"frozen_params": "whole"}, "frozen_params='whole': write one of 'layer', 'root', 'replicate'"),
         ({"prefetch_forward": -1}, "prefetch_forward=-1: give a number of blocks, 0 or more"),
         ({"prefetch_backward": 0}, "prefetch_backward=0: give a number of blocks, 1 or more"),
+        ({"prefetch_forward": True}, "prefetch_forward=True: give a number of blocks, 0 or more"),
         ({"gradient_divide_factor": 0.0}, "gradient_divide_factor=0.0: give a positive number"),
+        ({"gradient_divide_factor": "2"}, "gradient_divide_factor='2': give a positive number"),
+        ({"mp_policy": "bf16"}, r"mp_policy='bf16' is of type str: give MixedPrecisionPolicy\("),
+        ({"mp_policy": MixedPrecisionPolicy(torch.int8)}, "param_dtype of mp_policy=torch.int8: give a floating dtype"),
+        ({"offload_policy": True}, r"offload_policy=True is of type bool: give CPUOffloadPolicy\(\) or None"),
+        (
+            {"master_dtype": torch.int8},
+            "master_dtype=torch.int8: give a floating dtype, as torch.float32, or one of bf16",
+        ),
+        ({"master_dtype": "float31"}, "master_dtype='float31': give a floating dtype"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward='no': write True or False"),
+        ({"reshard_last_block": 1}, "reshard_last_block=1: write True or False"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         FSDPOptions(**options)
+
+
+@pytest.mark.parametrize("keyword", ["sequence_parallel", "packed_sequences"])
+def test_switches_that_are_words_are_refused(keyword: str) -> None:
+    with pytest.raises(OptionError, match=f"{keyword}='no': write True or False"):
+        parallelize(tiny_model("LlamaForCausalLM"), MeshSpec().build(device_type="cpu"), **{keyword: "no"})  # type: ignore[arg-type]
 
 
 def test_master_weights_without_a_dtype_to_compute_in_are_refused() -> None:

@@ -58,7 +58,7 @@ from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import keeps_documents_apart
 from fsdp_runtime.steps.documents.token_mixers import attend_between_layers
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
-from fsdp_runtime.values import require_one_of
+from fsdp_runtime.values import require_bool, require_one_of
 from fsdp_runtime.wrap import hook_forward, hook_model
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,7 @@ class ContextParallel(Step):
     def __post_init__(self) -> None:
         require_one_of("context_parallel", self.method, get_args(Method))
         require_one_of("load_balancer", self.load_balancer, LOAD_BALANCERS)
+        require_bool("attention", self.attention)
 
     def resolve(self, setup: Setup) -> Setup:
         """Leave the axis out for a model with attention of its own."""

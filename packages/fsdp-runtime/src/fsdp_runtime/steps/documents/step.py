@@ -22,6 +22,7 @@ from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments,
 from fsdp_runtime.steps.documents.recurrences import compute_rows
 from fsdp_runtime.steps.documents.token_mixers import Way
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
+from fsdp_runtime.values import require_bool
 from fsdp_runtime.wrap import hook_model, wrap
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ class PackedSequences(Step):
     def examples(cls) -> tuple[Step, ...]:
         """Return steps for tests that combine options."""
         return (cls(),)
+
+    def __post_init__(self) -> None:
+        require_bool("packed_sequences", self.apart)
 
     def check(self, setup: Setup) -> None:
         """Check that the modules that mix tokens are known."""

@@ -101,7 +101,7 @@ def _dtypes(model: nn.Module, options: FSDPOptions) -> dict[str, _Dtypes]:
     for name, parameter in floating.items():
         declares = name in declared and parameter.dtype == torch.float32
         if name in trainable:
-            stored = options.master_dtype or parameter.dtype
+            stored = options.stored_dtype or parameter.dtype
             keeps = compute is None or parameter.dtype != main or declares
             found[name] = (stored, stored if keeps else compute or stored)
         elif lower and options.frozen_params != "replicate":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,9 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.values import require_one_of
+from fsdp_runtime.values import floating_dtype, require_bool, require_instance, require_one_of
 
 FrozenParams = Literal["layer", "root", "replicate"]
+_POLICY = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,8 @@ class FSDPOptions:
         mp_policy: dtypes of gathered parameters, reduced gradients and the model's outputs; ``None`` leaves every dtype
             as it is.
         master_dtype: dtype that trainable parameters are converted to before they are sharded, and so the dtype of
-            gradients and optimizer state: ``torch.float32`` under an ``mp_policy`` that computes in a lower precision.
+            gradients and optimizer state: ``torch.float32``, or a word as ``"fp32"``, under an ``mp_policy`` that
+            computes in a lower precision.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU between uses, in
             pinned memory if the mesh is on an accelerator; ``None`` leaves them on the device.
         reshard_after_forward: free a block's gathered parameters after its forward.
@@ -51,7 +54,7 @@ class FSDPOptions:
     """
 
     mp_policy: MixedPrecisionPolicy | None = None
-    master_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | str | None = None
     offload_policy: OffloadPolicy | None = None
     reshard_after_forward: bool = True
     reshard_last_block: bool = False
@@ -67,12 +70,27 @@ class FSDPOptions:
         return offloaded, kept, cls(reshard_last_block=True), cls(prefetch_forward=1), cls(frozen_params="replicate")
 
     def __post_init__(self) -> None:
+        require_instance("mp_policy", self.mp_policy, MixedPrecisionPolicy, _POLICY)
+        require_instance("offload_policy", self.offload_policy, OffloadPolicy, "CPUOffloadPolicy()")
+        floating_dtype("master_dtype", self.master_dtype)
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if isinstance(dtype := getattr(self.mp_policy, name, None), str):
+                raise OptionError(f"{name}={dtype!r} of mp_policy: torch takes dtypes there, as {_POLICY}")
+            floating_dtype(f"{name} of mp_policy", dtype)
+        for name in ("reshard_after_forward", "reshard_last_block"):
+            require_bool(name, getattr(self, name))
         require_one_of("frozen_params", self.frozen_params, get_args(FrozenParams))
         for name, minimum in (("prefetch_forward", 0), ("prefetch_backward", 1)):
             if type(depth := getattr(self, name)) is not int or depth < minimum:
                 raise OptionError(f"{name}={depth!r}: give a number of blocks, {minimum} or more")
-        if (factor := self.gradient_divide_factor) is not None and not factor > 0:
+        factor = self.gradient_divide_factor
+        if factor is not None and not (type(factor) in (int, float) and 0 < factor < math.inf):
             raise OptionError(f"gradient_divide_factor={factor!r}: give a positive number")
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """``master_dtype`` as torch's."""
+        return floating_dtype("master_dtype", self.master_dtype)
 
     @property
     def requires_fsdp(self) -> bool:
@@ -85,8 +103,7 @@ def check_fsdp_options(model: nn.Module, options: FSDPOptions) -> None:
     policy = options.mp_policy
     if options.master_dtype is not None and (policy is None or policy.param_dtype is None):
         raise OptionError(
-            f"master_dtype={options.master_dtype} without a dtype to compute in: give "
-            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+            f"master_dtype={options.master_dtype} without a dtype to compute in: give mp_policy={_POLICY}"
         )
     replicated_parameters(model, options)
 

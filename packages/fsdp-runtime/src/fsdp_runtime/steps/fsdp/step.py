@@ -85,8 +85,8 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
     # A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
     # parameter; embedding and head belong to the root too, so a tied weight is gathered once.
     structure = setup.structure
-    if options.master_dtype is not None:
-        _convert_trainable(model, options.master_dtype)
+    if (master_dtype := options.stored_dtype) is not None:
+        _convert_trainable(model, master_dtype)
     replicated = replicated_parameters(model, options) | {model.get_parameter(name) for name in dtypes.replicated}
     policy = options.mp_policy or MixedPrecisionPolicy()
     casts = policy.cast_forward_inputs and dtypes.casts_block_inputs

@@ -22,7 +22,7 @@ from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
 from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
 from fsdp_runtime.steps.refused_adapters import refuse_later_adapters
 from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
-from fsdp_runtime.values import require_one_of
+from fsdp_runtime.values import require_bool, require_one_of
 from tp_plans import ColwiseParallel, Plan, Replicate, Shard, Style, UnknownArchitectureError, check, styles_by_path
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class TensorParallel(Step):
     def __post_init__(self) -> None:
         require_one_of("logits", self.logits, get_args(Logits))
         require_one_of("towers", self.towers, get_args(Towers))
+        require_bool("sequence_parallel", self.sequence_parallel)
         if self.plan is None and self.sequence_parallel:
             raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
 
