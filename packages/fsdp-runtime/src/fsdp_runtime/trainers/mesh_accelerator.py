@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
+from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import find_batch_size, recursively_apply, send_to_device, slice_tensors
 from accelerate.utils import reduce as reduce_over_world
@@ -38,6 +39,7 @@ from fsdp_runtime.trainers.logits import compute_losses_on
 from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
 from fsdp_runtime.trainers.prepared_optimizers import check_parameters, follow_parameters
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
+from fsdp_runtime.trainers.streams import DEALING_ROWS, check_stream
 from fsdp_runtime.trainers.training_arguments import check_on_mesh
 
 
@@ -163,10 +165,12 @@ class MeshAccelerator(StateMixin, Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Deal the batches over ``dp``; ranks of one ``tp`` group, and their workers, draw the same random numbers.
 
-        With ``dispatch_batches`` the first rank reads batches, of which each rank of ``dp`` gets an equal part.
+        With ``dispatch_batches`` the first rank reads batches, of which each rank of ``dp`` gets an equal part.  Else
+        every rank reads a stream from its beginning and keeps its own rows.
 
         Raises:
-            OptionError: ``even_batches=False``, with which ranks of ``dp`` would take different numbers of batches.
+            OptionError: ``even_batches=False``, with which ranks of ``dp`` would take different numbers of batches; or
+                ranks would read the rows of a stream in different orders.
         """
         if self._source is not None and self.num_processes > 1 and not self.even_batches:
             raise OptionError(
@@ -175,17 +179,21 @@ class MeshAccelerator(StateMixin, Accelerator):
             )
         if self.dataloader_config.dispatch_batches:
             return DealtRows(data_loader, self)
+        check_stream(data_loader.dataset)
         seed_worker = data_loader.worker_init_fn
         if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:  # transformers passes the world's rank
             own = {**seed_worker.keywords, "rank": self.process_index}
             data_loader.worker_init_fn = partial(seed_worker.func, *seed_worker.args, **own)
         self.share_random_state()
-        with self._one_data_seed():
+        with self._one_data_seed(), replaced_globals(prepare_data_loader, **DEALING_ROWS):
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self.model_group is not None and "begin" not in vars(prepared):
             prepared.begin = partial(self._begin_epoch, prepared.begin)
             if self.num_processes == 1:  # of this one and those that skip batches
                 prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # that samplers draw from in one process
+                if isinstance(generator := getattr(data_loader.dataset, "generator", None), torch.Generator):
+                    prepared.synchronized_generator = generator
+                    prepared.rng_types.append("generator")
         return prepared
 
     def _begin_epoch(self, begin: Callable[[], None]) -> None:

@@ -36,6 +36,7 @@ from fsdp_runtime.trainers.training_arguments import (
     check_optimizer,
     check_samples,
     check_tokens,
+    size_of,
     warn_of_repeated,
 )
 from fsdp_runtime.training_state import load_training_state, save_training_state
@@ -140,7 +141,7 @@ class MeshTrainerMixin(LogStepValues):
 
     def _check_evaluated(self, name: str, dataset: Any) -> None:
         """Warn, once for a size, where the last batch of an evaluation is filled up."""
-        size = len(dataset) if hasattr(dataset, "__len__") else 0
+        size = size_of(dataset)
         if size not in self._evaluated:
             self._evaluated.add(size)
             batch, ranks = self.args.eval_batch_size, submesh(self.mesh, "dp").size()

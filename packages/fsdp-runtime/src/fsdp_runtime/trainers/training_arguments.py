@@ -152,7 +152,7 @@ def check_tokens(model: Any, processing_class: Any) -> None:
 def check_samples(dataset: Any, batch: int, mesh: DeviceMesh, *, drop_last: bool) -> None:
     """Raise :class:`OptionError` if a rank of ``dp`` gets no sample; warn where the last batch is filled up."""
     ranks = axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard")
-    if hasattr(dataset, "__len__") and 0 < len(dataset) < ranks:
+    if 0 < size_of(dataset) < ranks:
         raise OptionError(
             f"the training set has {len(dataset)} samples for dp={ranks} ranks, which take one each or more: use a "
             "smaller dp_replicate or dp_shard, or give more samples"
@@ -162,7 +162,7 @@ def check_samples(dataset: Any, batch: int, mesh: DeviceMesh, *, drop_last: bool
 
 def warn_of_repeated(name: str, dataset: Any, batch: int, ranks: int, *, drop_last: bool) -> None:
     """Warn where the last batch of all ``ranks`` of ``dp`` is filled up with samples that are repeated."""
-    if ranks > 1 and hasattr(dataset, "__len__") and len(dataset) % (batch * ranks) and not drop_last:
+    if ranks > 1 and size_of(dataset) % (batch * ranks) and not drop_last:
         logger.warning(
             "the %s set's %d samples are no multiple of %d, a batch of each of the dp=%d ranks: the last batch "
             "repeats samples, which one process would not; dataloader_drop_last=True leaves it out",
@@ -171,3 +171,11 @@ def warn_of_repeated(name: str, dataset: Any, batch: int, ranks: int, *, drop_la
             batch * ranks,
             ranks,
         )
+
+
+def size_of(dataset: Any) -> int:
+    """Return the number of samples of a data set, 0 where it does not know."""
+    try:
+        return len(dataset)
+    except TypeError:  # a stream, or a wrapper of one that has ``__len__``
+        return 0

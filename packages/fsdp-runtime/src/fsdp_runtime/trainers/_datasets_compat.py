@@ -1,0 +1,53 @@
+"""Every use of what datasets keeps to itself, with its reason; tested on datasets 5.2.
+
+An ``IterableDataset`` holds its part of a job (``split_dataset_by_node``) in ``_distributed``.  Objects of the module
+``datasets.iterable_dataset`` hold one another, the generators that shuffle them, and in ``kwargs`` their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+
+_MODULE = "datasets.iterable_dataset"
+
+
+def node_of(dataset: Any) -> tuple[int, int] | None:
+    """Return the rank and the number of ranks that a stream was split for, ``None`` for a whole one."""
+    node = getattr(dataset, "_distributed", None)
+    return None if node is None else (node.rank, node.world_size)
+
+
+def description(dataset: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what orders the rows of a stream and the names of its files; equal on ranks that read the same rows."""
+    orders, files = [], []
+    for part in _parts(dataset):
+        for name, value in vars(part).items():
+            if isinstance(value, numpy.random.Generator):
+                orders.append(repr(value.bit_generator.state))
+            elif name == "kwargs":
+                files += [text for option in value.values() for text in _names(option)]
+    return tuple(orders), tuple(files)
+
+
+def _parts(part: Any) -> Iterator[Any]:
+    """Iterate over the objects of datasets that a stream is made of."""
+    if type(part).__module__ != _MODULE:
+        return
+    yield part
+    for value in vars(part).values():
+        for inner in value if isinstance(value, list) else [value]:
+            yield from _parts(inner)
+
+
+def _names(value: Any) -> Iterator[str]:
+    """Iterate over strings and numbers in lists; of a path its last part, since hosts may mount it elsewhere."""
+    if isinstance(value, (str, int)):
+        yield str(value).rpartition("/")[2]
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _names(inner)
+    elif hasattr(value, "num_rows"):
+        yield f"{value.num_rows} rows"
