@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from fsdp_runtime import OptionError, parallelize
-from fsdp_runtime.trainers import Trainer, training_arguments
+from fsdp_runtime.trainers import on_mesh, training_arguments
 from harness.models import VOCAB, jitter, tiny_config
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -24,6 +24,9 @@ _BERT = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "i
 MODELS: dict[str, Any] = {
     "T5ForConditionalGeneration": transformers.T5Config(vocab_size=VOCAB, decoder_start_token_id=0, **_T5),
     "BertForTokenClassification": transformers.BertConfig(
+        vocab_size=VOCAB, num_labels=LABELS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_BERT
+    ),
+    "BertForSequenceClassification": transformers.BertConfig(
         vocab_size=VOCAB, num_labels=LABELS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_BERT
     ),
     "Qwen3ForSequenceClassification": tiny_config("Qwen3ForSequenceClassification", num_labels=LABELS),
@@ -40,7 +43,7 @@ def trainer_of(name: str, output: Path, axes: dict[str, int] | None, **given: An
         for row in samples:
             few = [label if label == -100 else label % LABELS for label in row["labels"]]
             row["labels"] = row["input_ids"][0] % LABELS if "Sequence" in name else few
-    ranks, steps = dp_size(axes), given.pop("steps", 1)
+    ranks, steps, recipe = dp_size(axes), given.pop("steps", 1), given.pop("recipe", transformers.Trainer)
     settings = {"per_device_train_batch_size": BATCH // ranks // steps, "per_device_eval_batch_size": BATCH // ranks}
     args = transformers.TrainingArguments(
         **{**COMMON, "output_dir": str(output), "max_steps": 2, "gradient_accumulation_steps": steps, **settings}
@@ -53,10 +56,10 @@ def trainer_of(name: str, output: Path, axes: dict[str, int] | None, **given: An
         **given,
     }
     if axes is None:
-        return transformers.Trainer(model, **common)
+        return recipe(model, **common)
     mesh = mesh_for(axes)
     parallelize(model, mesh)
-    return Trainer(model=model, mesh=mesh, **common)
+    return on_mesh(recipe)(model=model, mesh=mesh, **common)
 
 
 def _trained(name: str, output: Path, axes: dict[str, int] | None, steps: int) -> Outcome:
@@ -108,6 +111,56 @@ def test_a_loss_of_ones_own_is_that_of_one_process(
 ) -> None:
     found = two_ranks.run(_by, tmp_path / "mesh", axes, function, timeout=100)[0]
     assert differences(found, _by(tmp_path / "alone", None, function)) == {}
+
+
+WEIGHTS = torch.linspace(0.5, 3.0, LABELS)
+
+
+class _Weighted(transformers.Trainer):
+    """The recipe for class weights: the sum of a rank, divided by the weights of all."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        labels = inputs["labels"]
+        total = self.accelerator.gather(WEIGHTS[labels].sum()).sum()
+        loss = nn.functional.cross_entropy(outputs.logits, labels, weight=WEIGHTS, reduction="sum") / total
+        loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+class _OfRank(transformers.Trainer):
+    """The usual recipe: a weighted mean of the batch of a rank."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs.logits, inputs["labels"], weight=WEIGHTS)
+        return (loss, outputs) if return_outputs else loss
+
+
+def _subclassed(output: Path, axes: dict[str, int] | None, recipe: Any, model: str, steps: int = 1) -> Outcome:
+    trainer = trainer_of(model, output, axes, recipe=recipe, steps=steps)
+    trainer.train()
+    return Outcome([*trainer.state.log_history, trainer.evaluate()], {}, "")
+
+
+@pytest.mark.parametrize("model", ["Qwen3ForSequenceClassification", "BertForSequenceClassification"])
+def test_class_weights_are_those_of_one_process(two_ranks: RankPool, tmp_path: Path, model: str) -> None:
+    found = two_ranks.run(_subclassed, tmp_path / "mesh", {"dp_shard": 2}, _Weighted, model, timeout=100)[0]
+    expected = _subclassed(tmp_path / "alone", None, _Weighted, model)
+    assert differences(found, expected, ("loss", "grad_norm", "eval_loss")) == {}
+
+
+def test_a_mean_of_a_rank_is_that_of_a_micro_batch_as_under_ddp(two_ranks: RankPool, tmp_path: Path) -> None:
+    model = "BertForSequenceClassification"
+    found = two_ranks.run(_subclassed, tmp_path / "mesh", {"dp_shard": 2}, _OfRank, model, timeout=100)[0]
+    expected = _subclassed(tmp_path / "alone", None, _OfRank, model, steps=2)
+    assert differences(found, expected) == {}
 
 
 def _warned(output: Path) -> list[str]:

@@ -123,10 +123,12 @@ class CountOfLabels:
 
     def __init__(self, model: Any) -> None:
         self._model, self._given, self._read = model, False, False
+        self._outputs: list[Any] = []
 
     def __enter__(self) -> CountOfLabels:
         self._stack = ExitStack()
         handle = hook_forward(self._model, "notices the number of labels", before=self._notice, first=True)
+        self._stack.callback(hook_forward(self._model, "notes its loss", after=self._keep).remove)
         self._stack.callback(handle.remove)
         own = getattr(self._model, "loss_function", None)
         if own is not None and not getattr(own, "takes_sharded_logits", False):
@@ -142,6 +144,13 @@ class CountOfLabels:
     def is_ignored(self) -> bool:
         """True if the loss is a mean over the labels that the model was given."""
         return self._given and not self._read
+
+    def is_of_model(self, loss: Tensor) -> bool:
+        """Return False if a trainer's own code computed a loss in place of the model's."""
+        return not self._outputs or any(loss is getattr(output, "loss", None) for output in self._outputs)
+
+    def _keep(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        self._outputs.append(output)
 
     def _notice(self, _model: nn.Module, _args: Any, kwargs: Any) -> None:
         self._given |= all(kwargs.get(name) is not None for name in ("labels", "num_items_in_batch"))

@@ -199,6 +199,8 @@ class MeshTrainerMixin(LogStepValues):
         weight: Tensor | float = 1
         if self.args.average_tokens_across_devices and isinstance(inputs.get("labels"), Tensor):
             if num_items_in_batch is None:  # classes that say ``accepts_loss_kwargs = False``: most with images
+                if not count.is_of_model(found[0] if return_outputs else found):
+                    return found  # a subclass's own loss, which is a rank's as under DDP
                 weight = self._share_of_labels(inputs) * ranks
             elif count.is_ignored:  # the trainer has multiplied a mean by the ranks
                 weight = self._share_of_labels(inputs)
