@@ -101,14 +101,14 @@ def _train(
     **options: Any,
 ) -> Found:
     """Score the packed samples and run backward, on one process or on the ranks of a mesh."""
-    rank, dp, cp, layout_of, group, cp_group = 0, 1, 1, None, None, None
+    rank, dp, cp, layout_of = 0, 1, 1, None
+    ranks: dict[str, Any] = {"group": ()}
     if axes is not None:
         mesh = mesh_for(axes)
         parallelize(model, mesh, **options)
         data = submesh(mesh, "dp")
-        rank, dp, cp, group = data.get_local_rank(), data.size(), axes.get("cp", 1), data.get_group()
+        rank, dp, cp, ranks = data.get_local_rank(), data.size(), axes.get("cp", 1), {"mesh": mesh}
         if cp > 1:
-            cp_group = mesh.get_group("cp")
 
             def layout_of(length: int) -> Any:
                 return fsdp_runtime.sequence_layout(mesh, length, load_balancer=load_balancer_of(options))
@@ -122,10 +122,7 @@ def _train(
 
     masks = [local(row, row.targets >= 0) for row in rows]
     segments = [local(row, _by_token(row, [torch.full((n,), s) for s, n in _samples(row)], 0)[None]) for row in rows]
-    plan = rl_logprobs.mean_weights(
-        masks, per="sequence", segments=segments, num_segments=BATCH, group=group, cp_group=cp_group,
-        gradient_divide_factor=dp,
-    )  # fmt: skip
+    weights = rl_logprobs.mean_weights(masks, per="sequence", segments=segments, num_segments=BATCH, **ranks)
     advantages = torch.tensor([0.7, -1.0, 0.4, 1.3], dtype=torch.float64)
     distance = 0.0
     losses = []
@@ -141,7 +138,7 @@ def _train(
         old = rollout.logprobs.flatten()[own]
         distance = max(distance, largest((logprobs.detach() - old)[mask]))
         policy = rl_logprobs.ppo_loss(logprobs, old, advantages[segment], mask)
-        losses.append(rl_logprobs.global_mean(policy.loss, mask, plan, segments=segment))
+        losses.append(rl_logprobs.global_mean(policy.loss, mask, weights, segments=segment))
     for loss in losses:  # recomputes after the contexts
         loss.backward()
     return Found(distance, model)

@@ -104,8 +104,8 @@ def test_first_update_is_the_plain_policy_gradient_over_all_tokens(grpo: SimpleN
     logprobs = torch.randn(3, 5, requires_grad=True)
     mask = torch.rand(3, 5) > 0.3
     advantages, old = torch.tensor([1.0, -0.5, 0.0]), logprobs.detach().clone()
-    plan = rl_logprobs.mean_weights([mask, torch.ones(2, 4)])
-    grpo.objective.policy_loss(logprobs, old, _batch(grpo, mask, old), advantages, plan).backward()
+    weights = rl_logprobs.mean_weights([mask, torch.ones(2, 4)])
+    grpo.objective.policy_loss(logprobs, old, _batch(grpo, mask, old), advantages, weights).backward()
     torch.testing.assert_close(logprobs.grad, -(advantages[:, None] * mask) / (mask.sum() + 8))
 
 

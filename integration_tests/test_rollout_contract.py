@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -62,17 +63,17 @@ def _generate(model: nn.Module) -> Rollout:
 
 def _gradients(model: nn.Module, rollout: Rollout, axes: dict[str, int] | None, per: str) -> tuple[float, nn.Module]:
     """Backward of a GRPO loss in two micro-batches per rank; the largest distance of a ratio from 1."""
-    rows, dp, groups, cp_group = torch.arange(BATCH), 1, None, None
-    layout = None
+    rows, layout = torch.arange(BATCH), None
+    ranks: dict[str, Any] = {"group": ()}
     if axes is not None:
         mesh = mesh_for(axes)
         fsdp_runtime.parallelize(model, mesh, sequence_parallel="tp" in axes and "cp" not in axes)
         data = fsdp_runtime.submesh(mesh, "dp")
-        dp, groups = data.size(), data.get_group()
+        ranks = {"mesh": mesh}
         # Uneven: a rank of dp has one sequence, and the other three.
-        rows = rows if dp == 1 else (rows[:1], rows[1:])[data.get_local_rank()]
+        rows = rows if data.size() == 1 else (rows[:1], rows[1:])[data.get_local_rank()]
         if axes.get("cp"):
-            layout, cp_group = fsdp_runtime.sequence_layout(mesh, LENGTH), mesh.get_group("cp")
+            layout = fsdp_runtime.sequence_layout(mesh, LENGTH)
     advantages = torch.tensor([0.7, -1.0, 0.4, 1.3], dtype=torch.float64)[:, None]
     targets = rl_logprobs.next_token_targets(rollout.tokens).masked_fill(~rollout.mask, -100)
     positions = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
@@ -85,13 +86,7 @@ def _gradients(model: nn.Module, rollout: Rollout, axes: dict[str, int] | None, 
     masks = [local(rollout.mask, part) for part in parts]
     if len(rows) == 1:
         masks[1] = torch.zeros_like(masks[1])
-    plan = rl_logprobs.mean_weights(
-        masks,
-        per=per,  # type: ignore[arg-type]
-        group=groups,
-        cp_group=cp_group,
-        gradient_divide_factor=dp,
-    )
+    weights = rl_logprobs.mean_weights(masks, per=per, **ranks)  # type: ignore[arg-type]
     furthest = 0.0
     for part, mask in zip(parts, masks, strict=True):
         inputs = {"input_ids": rollout.tokens[part]}
@@ -104,7 +99,7 @@ def _gradients(model: nn.Module, rollout: Rollout, axes: dict[str, int] | None, 
         old = local(rollout.logprobs, part)
         furthest = max(furthest, (logprobs.detach() - old).abs().max().item())
         found = rl_logprobs.ppo_loss(logprobs, old.to(logprobs.dtype), advantages[part], mask)
-        rl_logprobs.global_mean(found.loss, mask, plan).backward()
+        rl_logprobs.global_mean(found.loss, mask, weights).backward()
     return furthest, model
 
 

@@ -89,10 +89,9 @@ def improve(run: Run, samples: Sequence[Sample], rewards: torch.Tensor, step: in
 
     norms = []
     for batch, old, advantage in zip(batches, old_logprobs, advantages, strict=True):
-        # Averaging over the data-parallel ranks happens to the gradients; it must leave the mean over all tokens.
-        plan = rl_logprobs.mean_weights(batch.mask, group=run.dp_group, gradient_divide_factor=run.dp_size)
+        weights = rl_logprobs.mean_weights(batch.mask, group=run.dp_group)  # FSDP2's mean over these ranks included
         logprobs = run.trainer.logprobs(batch, settings.temperature)
-        loss = policy_loss(logprobs, old, batch, advantage, plan, settings.clip)
+        loss = policy_loss(logprobs, old, batch, advantage, weights, settings.clip)
         lr = scheduled(settings.lr, step, settings.steps)
         norms.append(run.trainer.step(loss, lr, settings.max_grad_norm))
 

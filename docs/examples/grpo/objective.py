@@ -34,17 +34,17 @@ def policy_loss(
     old_logprobs: torch.Tensor,
     batch: Batch,
     advantages: torch.Tensor,
-    plan: rl_logprobs.MeanWeights,
+    weights: rl_logprobs.MeanWeights,
     clip: float = 0.2,
 ) -> torch.Tensor:
-    """The clipped policy-gradient loss: this batch's part of the mean over all tokens of the plan.
+    """The clipped policy-gradient loss: this batch's part of the mean over all counted tokens.
 
     Args:
         logprobs: ``[batch, seq]``, the current policy's log-prob of each token, with gradient.
         old_logprobs: ``[batch, seq]``, the same under the policy that sampled the tokens, by the trainer.
         batch: The tokens, with the generator's log-probs of them.
         advantages: ``[batch]``, one for each sample.
-        plan: The token count of the whole update, over all ranks.
+        weights: The token count of the whole update, over all ranks.
         clip: How far the ratio of new to old probability may leave one before its gradient is cut.
 
     Returns:
@@ -53,5 +53,5 @@ def policy_loss(
     policy = rl_logprobs.ppo_loss(
         logprobs, old_logprobs, advantages[:, None], batch.mask, clip_low=clip, clip_high=clip
     )
-    weights = rl_logprobs.importance_weights(old_logprobs, batch.logprobs, batch.mask, high=LARGEST_CORRECTION)
-    return rl_logprobs.global_mean(policy.loss * weights, batch.mask, plan)
+    correction = rl_logprobs.importance_weights(old_logprobs, batch.logprobs, batch.mask, high=LARGEST_CORRECTION)
+    return rl_logprobs.global_mean(policy.loss * correction, batch.mask, weights)

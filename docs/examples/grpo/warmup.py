@@ -23,9 +23,8 @@ def _supervised_step(run: Run, lr: float) -> float:
     samples = _draw_text(run, run.settings.warmup_batch)
     mine = chunks(samples, run.dp_size)[run.dp_rank]
     batch = collate(mine, padded_length(samples), run.tokenizer.pad_token_id, run.device)
-    # Averaging over the data-parallel ranks happens to the gradients; it must leave the mean over all tokens.
-    plan = rl_logprobs.mean_weights(batch.mask, group=run.dp_group, gradient_divide_factor=run.dp_size)
-    loss = rl_logprobs.global_mean(-run.trainer.logprobs(batch), batch.mask, plan)
+    weights = rl_logprobs.mean_weights(batch.mask, group=run.dp_group)  # FSDP2's mean over these ranks included
+    loss = rl_logprobs.global_mean(-run.trainer.logprobs(batch), batch.mask, weights)
     run.trainer.step(loss, lr, run.settings.max_grad_norm)
     return loss.item()
 

@@ -56,9 +56,9 @@ def policy_step():
     rl_logprobs.ratio_metrics(per_token(), per_token(), mask, weights=weights, loss=losses[0]).values()
     for per in ("token", "sequence", "group"):
         given = {} if per == "token" else segments
-        plan = rl_logprobs.mean_weights(mask, per=per, **given)
+        token_weights = rl_logprobs.mean_weights(mask, per=per, **given)
         loss = sum(one.loss for one in losses) * weights * kept
-        rl_logprobs.global_mean(loss, mask, plan, segments=given.get("segments")).backward(retain_graph=True)
+        rl_logprobs.global_mean(loss, mask, token_weights, segments=given.get("segments")).backward(retain_graph=True)
 
 
 def divergence(beta):

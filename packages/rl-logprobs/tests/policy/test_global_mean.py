@@ -52,7 +52,7 @@ def exact_gradient(inputs, masks, groups, per):
 
 
 def options_of(per, groups, sequences):
-    """Options of the plan, and the segment of each sequence."""
+    """Options of the weights, and the segment of each sequence."""
     if per == "constant length":
         return {"per": "sequence", "length": LENGTH}, sequences
     return {"per": per}, groups if per == "group" else sequences
@@ -90,11 +90,11 @@ def test_any_micro_batches_give_the_gradient_of_the_whole_batch(seed, per, parts
         options |= {"segments": [m[2] for m in micro_batches], "num_segments": len(inputs) + 3}
     else:
         micro_batches = [(*padded(inputs, masks, part), None) for part in cut if part]
-    plan = mean_weights([m[1] for m in micro_batches], **options)
+    weights = mean_weights([m[1] for m in micro_batches], **options)
     theta = parameters()
     for x, mask, numbers in micro_batches:
         given = {} if numbers is None or per == "token" else {"segments": numbers}
-        global_mean(values_of(x, theta), mask, plan, **given).backward()
+        global_mean(values_of(x, theta), mask, weights, **given).backward()
     torch.testing.assert_close(theta.grad, exact_gradient(inputs, masks, groups, per), rtol=1e-12, atol=1e-14)
 
 
@@ -126,11 +126,11 @@ def cut_over_ranks(seeds):
         if not by_rows:
             options |= {"segments": [m[2] for m in found], "num_segments": len(inputs) + 3}
         groups_of_ranks = {"group": mesh.get_group("dp"), "cp_group": mesh.get_group("cp")}
-        plan = mean_weights([m[1] for m in found], **options, **groups_of_ranks, gradient_divide_factor=factor)
+        weights = mean_weights([m[1] for m in found], **options, **groups_of_ranks, gradient_divide_factor=factor)
         theta = parameters()
         for x, mask, numbers in found:
             given = {} if by_rows or per == "token" else {"segments": numbers}
-            global_mean(values_of(x, theta), mask, plan, **given).backward()
+            global_mean(values_of(x, theta), mask, weights, **given).backward()
         dist.all_reduce(theta.grad)
         reduced = theta.grad / factor
         errors[seed] = (reduced - exact_gradient(inputs, masks, groups, per)).abs().max().item()
@@ -160,7 +160,7 @@ def wrongly_reduced(bug, per):
         ranks = {"cp_group": mesh.get_group("cp")}
     if per != "token":
         options |= {"segments": numbers, "num_segments": len(inputs)}
-    plan = mean_weights(mask, **options, **ranks, gradient_divide_factor=factor)
+    weights = mean_weights(mask, **options, **ranks, gradient_divide_factor=factor)
     theta = parameters()
     values = values_of(x, theta)
     if bug == "divided by the padded length":
@@ -168,7 +168,7 @@ def wrongly_reduced(bug, per):
         dist.all_reduce(scored)
         loss = (values * mask).sum() / scored * factor
     else:
-        loss = global_mean(values, mask, plan, segments=None if per == "token" else numbers)
+        loss = global_mean(values, mask, weights, segments=None if per == "token" else numbers)
     loss.backward()
     dist.all_reduce(theta.grad)
     expected = exact_gradient(inputs, masks, groups, per)
@@ -272,3 +272,36 @@ MASK = torch.ones(2, 3)
 def test_contradictions_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def of_ranks():
+    """What the ranks of a mesh and its axes give, and the messages of arguments that cannot be right."""
+    names = ("dp_replicate", "dp_shard", "cp", "tp")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2, 2, 1), mesh_dim_names=names)
+    mask = torch.ones(1, 1 + dist.get_rank())
+    axes = {"group": [mesh.get_group("dp_replicate"), mesh.get_group("dp_shard")], "cp_group": mesh.get_group("cp")}
+    factors = {}
+    for name, ranks in {"mesh": {"mesh": mesh}, "groups": axes, "dp": {"mesh": mesh["dp_shard"]}}.items():
+        weights = mean_weights(mask, **ranks)
+        factors[name] = (weights.count.item(), weights.gradient_divide_factor)
+    factors["sum"] = mean_weights(mask, mesh=mesh, gradient_divide_factor=1).gradient_divide_factor
+    factors["same batch"] = mean_weights(mask, group=()).gradient_divide_factor
+    unknown = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    unnamed = dist.device_mesh.init_device_mesh("cpu", (4,))
+    messages = []
+    for wrong in ({}, {"cp_group": axes["cp_group"]}, {"mesh": unknown}, {"mesh": unnamed}, {"mesh": mesh, **axes}):
+        with pytest.raises(rl_logprobs.errors.OptionError) as error:
+            mean_weights(mask, **wrong)
+        messages.append(str(error.value))
+    return factors, messages
+
+
+def test_mean_weights_knows_the_ranks_of_a_mesh_or_refuses(four_ranks):
+    for rank, (factors, messages) in enumerate(four_ranks.run(of_ranks)):
+        own = 4.0 + 2 * (rank % 2)  # this rank and the other of its axis dp_shard
+        assert factors == {"mesh": (10, 2), "groups": (10, 2), "dp": (own, 2), "sum": 1, "same batch": 1}
+        assert "data-parallel ranks among these 4 are unknown: give mesh=" in messages[0]
+        assert messages[1] == messages[0]
+        assert "axis fsdp: give a mesh with axes of dp, dp_replicate" in messages[2]
+        assert "without a name" in messages[3]
+        assert "give the mesh, or the groups" in messages[4]

@@ -64,8 +64,10 @@ def test_gspo_is_verls_loss_in_padded_and_in_packed_rows(seed, clips):
 def test_the_gradient_of_gspo_is_that_of_the_sequence_objective():
     old, new, _, mask = batch(5, 0.05)
     advantages = torch.tensor([1.0, -2.0, 0.5, 1.5], dtype=torch.float64).unsqueeze(-1)
-    plan = rl_logprobs.mean_weights(mask, per="sequence")
-    found = rl_logprobs.global_mean(gspo_loss(new, old, advantages, mask, clip_low=0.9, clip_high=9).loss, mask, plan)
+    weights = rl_logprobs.mean_weights(mask, per="sequence")
+    found = rl_logprobs.global_mean(
+        gspo_loss(new, old, advantages, mask, clip_low=0.9, clip_high=9).loss, mask, weights
+    )
     sequence_ratio = (((new - old) * mask).sum(-1) / mask.sum(-1)).exp()
     expected = -(sequence_ratio * advantages[:, 0]).mean()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)

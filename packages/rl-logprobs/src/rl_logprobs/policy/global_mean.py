@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
@@ -21,6 +22,9 @@ from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 from rl_logprobs.policy.sequences import Sequences, check_count, check_mask
 
 Per = Literal["token", "sequence", "group"]
+
+# Axes of a mesh: ranks with other sequences, and ranks with the same tokens. Ranks of ``cp`` share sequences.
+_DATA_AXES, _SAME_TOKENS = ("dp", "dp_replicate", "dp_shard"), ("tp", "pp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +62,10 @@ def mean_weights(
     per: Per = "token",
     segments: torch.Tensor | Sequence[torch.Tensor] | None = None,
     num_segments: int | None = None,
+    mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     cp_group: dist.ProcessGroup | None = None,
-    gradient_divide_factor: float = 1.0,
+    gradient_divide_factor: float | None = None,
     length: float | None = None,
     count: float | None = None,
 ) -> MeanWeights:
@@ -77,12 +82,15 @@ def mean_weights(
             same on all ranks.  Required for groups, and for sequences that are packed.  Without it each row is one
             sequence, of which ``cp_group`` holds the rest.
         num_segments: the number of sequences or groups of the whole batch, with ``segments``.
-        group: the process group, or groups, whose ranks have other sequences (data parallelism).
-        cp_group: the process group whose ranks have other tokens of the same sequences.  Leave it out if the values are
-            gathered over it, as by ``gather_sequence``.
-        gradient_divide_factor: the number by which the gradients' reduction divides their sum over ranks: the ranks of
-            the reduction for FSDP2 and DDP; the data-parallel ranks for ``fsdp_runtime``, which sums over ``cp``; or
-            the ``gradient_divide_factor`` that was set.  1 without such a reduction.
+        mesh: the mesh that the model is parallelized on.  Ranks of ``dp``, ``dp_replicate`` and ``dp_shard`` have other
+            sequences, ranks of ``cp`` other tokens of the same sequences, ranks of ``tp`` and ``pp`` the same tokens.
+        group: without ``mesh``, the process group, or groups, of ranks with other sequences (data parallelism); ``()``
+            if all ranks have the same sequences.
+        cp_group: without ``mesh``, the process group of ranks with other tokens of the same sequences.  Leave it, or
+            the axis of the mesh, out if the values are gathered over it, as by ``gather_sequence``.
+        gradient_divide_factor: the number by which the gradients' reduction divides their sum over ranks.  The default
+            is the number of data-parallel ranks, by which DDP, FSDP2 and ``fsdp_runtime.parallelize`` divide.  Give 1
+            for a plain sum (``FSDPOptions(gradient_divide_factor=1)``), and all its ranks for FSDP2 over ``cp`` too.
         length: divide each sequence's sum by this constant instead of its number of tokens (Dr. GRPO,
             arXiv:2503.20783).  With ``per="sequence"`` only.
         count: divide by this number of units instead of those with a scored token, for example all sequences of a batch
@@ -92,7 +100,8 @@ def mean_weights(
         The weights of the batch, for ``global_mean`` of each of its micro-batches.
 
     Raises:
-        OptionError: an option is outside its range, or options contradict each other.
+        OptionError: an option is outside its range, options contradict each other, or one of several ranks gives no
+            ``mesh``, ``group`` or ``gradient_divide_factor``.
         ShapeError: segments and masks differ in shape or number, or a segment is out of range.
         DtypeError: segments are not integers.
 
@@ -121,7 +130,9 @@ def mean_weights(
     if sparse:
         raise DtypeError(f"masks must be dense, got {sparse[0]}")
     device = mask_list[0].device
-    groups = [group] if isinstance(group, dist.ProcessGroup) else list(() if group is None else group)
+    groups, cp_group = _groups(mesh, group, cp_group, gradient_divide_factor)
+    if gradient_divide_factor is None:
+        gradient_divide_factor = float(math.prod(data.size() for data in groups))
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
     segment_tokens = None
     if given is not None and num_segments is not None and per != "token":
@@ -196,7 +207,7 @@ def global_mean(
     """
     scored = check_mask(mask, values=values)
     if weights is None:
-        weights = mean_weights(mask, per=per, segments=segments, num_segments=num_segments)
+        weights = mean_weights(mask, per=per, segments=segments, num_segments=num_segments, group=())
     if weights.per != "token" and (segments is None) != (weights.segment_tokens is None):
         without = "the weights were made without segments: leave them out, or give them to mean_weights too"
         raise OptionError(without if segments is not None else "the weights were made with segments: give this batch's")
@@ -227,10 +238,39 @@ def _sum_over(values: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) 
             dist.all_reduce(values, group=group)
 
 
+def _groups(
+    mesh: DeviceMesh | None,
+    group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
+    cp_group: dist.ProcessGroup | None,
+    gradient_divide_factor: float | None,
+) -> tuple[list[dist.ProcessGroup], dist.ProcessGroup | None]:
+    """Return the groups of ranks with other sequences, and the group of ranks with other tokens of the same ones."""
+    if mesh is not None:
+        if group is not None or cp_group is not None:
+            raise OptionError("mesh= names the ranks of group= and cp_group=: give the mesh, or the groups")
+        axes = mesh.mesh_dim_names or ()
+        known = (*_DATA_AXES, "cp", *_SAME_TOKENS)
+        if unknown := [axis for axis in axes if axis not in known] or ([] if axes else ["without a name"]):
+            raise OptionError(
+                f"mesh has an axis {unknown[0]}: give a mesh with axes of {', '.join(known)}, or group= and cp_group="
+            )
+        return [mesh.get_group(axis) for axis in axes if axis in _DATA_AXES], mesh.get_group(
+            "cp"
+        ) if "cp" in axes else None
+    if group is None and gradient_divide_factor is None and dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+        if ranks > (1 if cp_group is None else cp_group.size()):
+            raise OptionError(
+                f"the data-parallel ranks among these {ranks} are unknown: give mesh=, the mesh of the model, or "
+                "group=, their process group; group=() if every rank has the same batch"
+            )
+    return [group] if isinstance(group, dist.ProcessGroup) else list(() if group is None else group), cp_group
+
+
 def _check_options(
     per: str,
     segments: torch.Tensor | Sequence[torch.Tensor] | None,
-    gradient_divide_factor: float,
+    gradient_divide_factor: float | None,
     length: float | None,
     count: float | None,
 ) -> None:
