@@ -178,7 +178,7 @@ def main() -> None:
     torch.manual_seed(0)  # the same weights and tokens on every rank
     trainer = Trainer().to(device).split(mesh, sequence_parallel=True)
     tokens = torch.randint(0, VOCABULARY, (4, 17)).to(device)
-    losses = trainer.train_on([tokens] * 20, lr=0.3)
+    losses = trainer.train_on([tokens] * 20, lr=0.1)
     if dist.get_rank() == 0:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps on {mesh.size()} ranks")
     dist.destroy_process_group()
