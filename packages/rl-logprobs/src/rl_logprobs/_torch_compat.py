@@ -7,7 +7,7 @@ no longer makes necessary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -172,7 +172,24 @@ def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) ->
 
 def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add ``left @ right`` to ``total`` in place, computed in ``total``'s dtype."""
+    # Releases of torch differ in the operands that ``addmm`` takes with ``out_dtype``: some want all of one dtype
+    # (pytorch/pytorch#150812). There the product needs a temporary of its size.
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    else:
-        total += wide_product(left, right, total.dtype)
+        return
+    if left.device.type == "cuda" and _sums_wide_products():
+        with torch.autocast("cuda", enabled=False):
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        return
+    total += wide_product(left, right, total.dtype)
+
+
+@cache
+def _sums_wide_products() -> bool:
+    """Return whether torch adds a product of bfloat16 to float32 in place on CUDA, by a product of one element."""
+    total, one = torch.ones(1, 1, device="cuda"), torch.ones(1, 1, device="cuda", dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return total.item() == 2

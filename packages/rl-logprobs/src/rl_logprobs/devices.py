@@ -30,6 +30,11 @@ def has_cpu_costs(device: torch.device) -> bool:
     return device.type == "cpu" and not _accelerator_assumed.get()
 
 
+def is_accelerator_assumed() -> bool:
+    """Return whether tensors stand for those of an accelerator, and hold no values for its kernels."""
+    return _accelerator_assumed.get()
+
+
 def require_same_device(**tensors: torch.Tensor | None) -> None:
     """Check that tensors, given by their names in messages, are on the device of the first; None is left out."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}

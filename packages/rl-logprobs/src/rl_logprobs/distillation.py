@@ -164,17 +164,17 @@ def logprobs_at(
     require_same_device(logits=located.values, ids=ids)
     k = ids.shape[-1]
     entries = TokenSlice((*tokens.full, k), (*tokens.shape, k), (*tokens.offset, 0))
-    local_ids, ignored, _ = scored_targets(ids, entries, located.vocab.vocab_size, ignore_index=ignore_index)
-    flat_temperature = check_temperature(temperature, local_ids[..., 0])
+    scored = scored_targets(ids, entries, located.vocab.vocab_size, ignore_index=ignore_index)
+    flat_temperature = check_temperature(temperature, scored.ids[..., 0])
     flat: torch.Tensor = apply_function(
         _LogprobsAt,
         located.values,
-        local_ids.reshape(-1, k),
-        ignored.reshape(-1, k),
+        scored.ids.reshape(-1, k),
+        scored.ignored.reshape(-1, k),
         located.vocab,
         flat_temperature,
     )
-    return flat.view(local_ids.shape)
+    return flat.view(scored.ids.shape)
 
 
 def kept_logprobs(

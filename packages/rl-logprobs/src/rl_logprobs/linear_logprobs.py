@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rl_logprobs.devices import require_same_device
+from rl_logprobs.softmax.backends import kernels_check, runs_triton
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_parallel import TokenStatistics
@@ -144,6 +145,8 @@ def linear_token_statistics(
     """
     source = LinearLogits(hidden, weight, bias, logit_scale, softcap, shard).located()
     require_same_device(hidden=hidden, targets=targets)
-    scored = scored_targets(targets, source.tokens, source.vocab.vocab_size, shift=shift, ignore_index=ignore_index)
+    check = not (support is None and runs_triton(hidden.device) and kernels_check(hidden.device))
+    vocab_size = source.vocab.vocab_size
+    scored = scored_targets(targets, source.tokens, vocab_size, shift=shift, ignore_index=ignore_index, check=check)
     options = SoftmaxOptions(check_temperature(temperature, scored.ids), entropy, argmax)
     return score(source, scored, support, options)

@@ -7,7 +7,7 @@ import torch
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import OptionError
 from rl_logprobs.sampling_filter import SamplingFilter
-from rl_logprobs.softmax.backends import Backend, kernels
+from rl_logprobs.softmax.backends import Backend, chosen_backend, kernels_check
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_parallel import TokenStatistics
@@ -125,8 +125,8 @@ def token_statistics(
         inplace_forward: if the logits need a gradient, overwrite them in the forward pass by what the backward pass
             would otherwise compute again.  Faster, but gradients of half-precision logits are rounded twice.  Not
             together with ``entropy``, whose gradient needs the logits.
-        backend: ``"triton"`` for Triton kernels on a GPU, ``"torch"`` for torch's own operations; by default the
-            value of the environment variable ``RL_LOGPROBS_BACKEND``, or torch.
+        backend: ``"triton"`` for Triton's kernels, ``"torch"`` for torch's own operations; by default the value of the
+            environment variable ``RL_LOGPROBS_BACKEND``, or Triton on a GPU and torch elsewhere.
 
     Returns:
         The statistics of this rank's tokens.  All are differentiable except ``argmax`` and ``target_rank``.
@@ -153,7 +153,15 @@ def token_statistics(
     if support is not None and sampling is not None:
         raise OptionError("support is what the sampler kept: leave out sampling, which would filter it again")
     located = locate_logits(logits, shard)
-    scored = scored_targets(targets, located.tokens, located.vocab.vocab_size, shift=shift, ignore_index=ignore_index)
+    chosen = chosen_backend(backend, located.values.device)
+    scored = scored_targets(
+        targets,
+        located.tokens,
+        located.vocab.vocab_size,
+        shift=shift,
+        ignore_index=ignore_index,
+        check=not (chosen == "triton" and support is None and kernels_check(located.values.device)),
+    )
     require_same_device(logits=located.values, targets=scored.ids)
     options = SoftmaxOptions(
         check_temperature(temperature, scored.ids),
@@ -166,7 +174,7 @@ def token_statistics(
     source = LogitSource(
         **vars(located),
         sampling=sampling,
-        kernels=kernels(backend, located.values.device),
+        backend=chosen,
         inplace_backward=options.inplace_backward,
     )
     return score(source, scored, support, options)

@@ -14,11 +14,13 @@ from torch.distributed.tensor.placement_types import Placement
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
-from rl_logprobs.softmax.backends import TORCH, Kernels
+from rl_logprobs.softmax.backends import Backend, runs_triton
 from rl_logprobs.softmax.divergence import Side
 from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
 from rl_logprobs.softmax.head_rows import head_rows, sharded_alike
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
+from rl_logprobs.softmax.triton_linear import triton_linear_statistics
+from rl_logprobs.softmax.triton_softmax import triton_statistics
 from rl_logprobs.softmax.vocab_parallel import TokenStatistics, softmax_statistics
 from rl_logprobs.softmax.vocab_shard import (
     LocalLogits,
@@ -42,15 +44,16 @@ class LogitSource(LocalLogits):
     """Logits as a source of statistics, under a sampler's filter."""
 
     sampling: SamplingFilter | None = None
-    kernels: Kernels = TORCH
+    backend: Backend = "torch"
     inplace_backward: bool = False
 
     def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> TokenStatistics:
         """Return flat statistics over the full vocabulary."""
         min_logit = min_kept_logit(self.values, self.vocab, options.temperature, self.sampling)
-        options = replace(options, min_logit=min_logit)
-        flat_ids, flat_ignored = targets.flat_ids, targets.flat_ignored
-        return softmax_statistics(self.values, flat_ids, flat_ignored, self.vocab, options, self.kernels)
+        options = options if min_logit is None else replace(options, min_logit=min_logit)
+        if self.backend == "triton":
+            return triton_statistics(self.values, targets.ids, targets.ignore_index, self.vocab, options)
+        return softmax_statistics(self.values, targets.flat_ids, targets.flat_ignored, self.vocab, options)
 
     def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
         """Return the logits of kept entries."""
@@ -163,6 +166,8 @@ class HeadSource:
     def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> TokenStatistics:
         """Return flat statistics over the full vocabulary."""
         operands, head = self._gathered()
+        if runs_triton(operands[0].device):
+            return triton_linear_statistics(*operands, targets.ids, targets.ignore_index, head, options)
         return linear_softmax_statistics(*operands, targets.flat_ids, targets.flat_ignored, head, options)
 
     def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
@@ -214,7 +219,8 @@ def score(source: Source, targets: Targets, support: Support | None, options: So
     else:
         kept = kept_targets(support, source.tokens, targets, source.vocab.vocab_size)
         found = kept_statistics(source.entry_logits(kept.entries), kept, options)
-    shaped = (None if value is None else value.view(targets.ids.shape) for value in found)
+    shape = targets.ids.shape
+    shaped = (value if value is None or value.shape == shape else value.view(shape) for value in found)
     return TokenStatistics(*shaped)  # type: ignore[arg-type]  # the first two are always there
 
 

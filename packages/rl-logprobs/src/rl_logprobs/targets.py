@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -131,12 +132,18 @@ def local_targets(
     return tokens.local(targets) if is_full else targets
 
 
-class Targets(NamedTuple):
+@dataclass(frozen=True)
+class Targets:
     """The targets of a rank's tokens."""
 
     ids: torch.Tensor  # int64, of the shape of its tokens
-    ignored: torch.Tensor  # bool of that shape, true at tokens that are not scored
+    ignore_index: int  # the id of tokens that are not scored
     shifted: bool = False  # the ids were shifted by one position
+
+    @cached_property
+    def ignored(self) -> torch.Tensor:
+        """Whether each token is not scored, of the ids' shape."""
+        return self.ids == self.ignore_index
 
     @property
     def flat_ids(self) -> torch.Tensor:
@@ -150,17 +157,23 @@ class Targets(NamedTuple):
 
 
 def scored_targets(
-    targets: torch.Tensor, tokens: TokenSlice, vocab_size: int, *, shift: bool = False, ignore_index: int = -100
+    targets: torch.Tensor,
+    tokens: TokenSlice,
+    vocab_size: int,
+    *,
+    shift: bool = False,
+    ignore_index: int = -100,
+    check: bool = True,
 ) -> Targets:
-    """Return the targets of the tokens that this rank holds, checked against the vocabulary."""
-    ids = local_targets(targets, tokens, shift=shift, ignore_index=ignore_index)
-    return Targets(ids, _ignored_targets(ids, vocab_size=vocab_size, ignore_index=ignore_index), shift)
-
-
-def _ignored_targets(targets: torch.Tensor, *, vocab_size: int, ignore_index: int) -> torch.Tensor:
-    """Return a bool tensor of the targets' shape, true at ``ignore_index``, and check the other targets."""
+    """Return the targets of the tokens that this rank holds; ``check`` compares them with the vocabulary."""
     _check_ignore_index(ignore_index)
-    ignored = targets == ignore_index
+    found = Targets(local_targets(targets, tokens, shift=shift, ignore_index=ignore_index), ignore_index, shift)
+    if check:
+        _check_targets(found.ids, found.ignored, vocab_size, ignore_index)
+    return found
+
+
+def _check_targets(targets: torch.Tensor, ignored: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
     valid = ignored | ((targets >= 0) & (targets < vocab_size))
     if targets.device.type != "cpu":
         assert_on_device(valid.all(), f"a target is outside [0, {vocab_size}) and is not {ignore_index}")
@@ -170,4 +183,3 @@ def _ignored_targets(targets: torch.Tensor, *, vocab_size: int, ignore_index: in
             f"{wrong.numel()} of {targets.numel()} targets are outside [0, {vocab_size}), the first is "
             f"{wrong[0].item()}; mark tokens without a target with ignore_index ({ignore_index})"
         )
-    return ignored

@@ -25,6 +25,7 @@ def statistics_and_gradient(logits, targets, backend, **options):
 @pytest.mark.parametrize("options", [{"entropy": True}, {"inplace_backward": True}, {"inplace_forward": True}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_rows_of_several_blocks_give_what_torch_gives(monkeypatch, dtype, options):
+    monkeypatch.setattr(triton_backend, "LANES", 8)
     monkeypatch.setattr(triton_backend, "LARGEST_BLOCK", 16)
     logits = (
         torch.randn(5, 57, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(6).round().to(dtype)

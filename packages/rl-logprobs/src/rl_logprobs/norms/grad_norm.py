@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 from rl_logprobs._torch_compat import foreach_mul_
 from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.errors import DtypeError, NonFiniteNormError, OptionError, ShapeError
+from rl_logprobs.norms.chunk_table import fits_table, table_scale_
 from rl_logprobs.norms.local_gradients import LocalGradients, complete_partial_sums, local_gradients
 from rl_logprobs.norms.local_norms import norm_power
 from rl_logprobs.norms.reduce_groups import ReduceGroup, reduce_groups
+from rl_logprobs.softmax.backends import runs_triton
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -240,14 +242,8 @@ def _weighted_power(
     device: torch.device,
 ) -> torch.Tensor:
     """Return this rank's power sum over those of some parameters that have a weight."""
-    by_weight: dict[float, list[torch.Tensor]] = {}
-    for key in map(id, parameters):
-        if key in weights:
-            by_weight.setdefault(weights[key], []).append(parts[key])
-    powers = [norm_power(tensors, norm_type, device) * weight for weight, tensors in by_weight.items()]
-    if not powers:
-        return norm_power([], norm_type, device)
-    return torch.stack(powers).amax() if norm_type == math.inf else torch.stack(powers).sum()
+    keys = [key for key in map(id, parameters) if key in weights]
+    return norm_power([parts[key] for key in keys], [weights[key] for key in keys], norm_type, device)
 
 
 def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:
@@ -258,13 +254,14 @@ def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | t
     factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
     if has_cpu_costs(factor.device) and factor == 1:  # reading the value costs nothing on a CPU
         return
-    by_device_and_dtype: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    together: dict[tuple[torch.device, torch.dtype, bool], list[torch.Tensor]] = {}
     for part in parts:
-        by_device_and_dtype.setdefault((part.device, part.dtype), []).append(part)
-    for (device, _), gradients in by_device_and_dtype.items():
+        in_table = runs_triton(part.device) and part.numel() > 0 and fits_table(part)
+        together.setdefault((part.device, part.dtype, in_table), []).append(part)
+    for (device, _, in_table), gradients in together.items():
         if factor.is_meta and device.type != "meta":
             raise OptionError(f"total_norm is on the meta device, where it has no value, and gradients are on {device}")
-        foreach_mul_(gradients, factor.to(device))
+        (table_scale_ if in_table else foreach_mul_)(gradients, factor.to(device))
 
 
 def _distinct(parameters: Parameters) -> list[torch.Tensor]:

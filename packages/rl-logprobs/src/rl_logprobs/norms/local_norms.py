@@ -15,6 +15,8 @@ import torch
 from rl_logprobs._torch_compat import foreach_norm
 from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.dtypes import wide_dtype
+from rl_logprobs.norms.chunk_table import fits_table, table_powers
+from rl_logprobs.softmax.backends import runs_triton
 
 #: Outside these bounds squares leave the range of float32 (1e25 squared overflows, 1e-23 squared vanishes).
 LEAST, LARGEST = 1e-15, 1e18
@@ -25,19 +27,31 @@ BLOCK = 1024
 BLOCKS_AT_ONCE = 64
 
 
-def norm_power(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of ``|x| ** norm_type`` over the tensors' elements, or the largest ``|x|`` for infinity."""
+def norm_power(
+    tensors: Sequence[torch.Tensor], weights: Sequence[float], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """Return the sum of ``weight * |x| ** norm_type`` over all elements, or the largest ``|x|`` for infinity."""
     # The tensors may be empty and on any devices. The result is 0-d on ``device``, float64 (float32 on devices without
     # float64).
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(tensor)
-    powers = [_device_power(group, norm_type).to(device) for group in by_device.values()]
+    tables: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, float]]] = {}
+    others: dict[tuple[torch.device, float], list[torch.Tensor]] = {}
+    for tensor, weight in zip(tensors, weights, strict=True):
+        if tensor.numel() and runs_triton(tensor.device) and fits_table(tensor):
+            tables.setdefault((tensor.device, tensor.dtype), []).append((tensor, weight))
+        elif tensor.numel():
+            others.setdefault((tensor.device, weight), []).append(tensor)
+    is_max = norm_type == math.inf
+    powers = [table_powers(weighted, norm_type) for weighted in tables.values()]
+    powers = [(power.amax() if is_max else power.sum()).to(device) for power in powers]
+    for (_, weight), group in others.items():
+        power = _device_power(group, norm_type).to(device)
+        powers.append(power if is_max else power * weight)
     if not powers:
         return torch.zeros((), dtype=wide_dtype(device), device=device)
+    if len(powers) == 1:
+        return powers[0]
     stacked = torch.stack(powers)
-    return stacked.amax() if norm_type == math.inf else stacked.sum()
+    return stacked.amax() if is_max else stacked.sum()
 
 
 def _device_power(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:

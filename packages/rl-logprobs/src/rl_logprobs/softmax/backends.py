@@ -1,48 +1,66 @@
-"""Choose the kernels that reduce logits and write their gradients: torch's operations, or Triton on request."""
+"""Choose between torch's operators and Triton's kernels for the tensors of a device."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from functools import cache
+from importlib import import_module
+from typing import Literal, get_args
 
 import torch
 
+from rl_logprobs.devices import is_accelerator_assumed
 from rl_logprobs.errors import OptionError
-from rl_logprobs.softmax import torch_kernels
-from rl_logprobs.softmax.partial_softmax import PartialSoftmax
 
 Backend = Literal["torch", "triton"]
 
 #: The environment variable that names the backend of calls that pass none.
 VARIABLE = "RL_LOGPROBS_BACKEND"
 
-
-class Kernels(NamedTuple):
-    """``reduce_logits`` and ``write_gradient`` with the signatures of those in ``torch_kernels``."""
-
-    reduce_logits: Callable[..., PartialSoftmax]
-    write_gradient: Callable[..., None]
+_log = logging.getLogger(__name__)
 
 
-#: torch's own operations, which run on every device.
-TORCH = Kernels(torch_kernels.reduce_logits, torch_kernels.write_gradient)
-
-
-def kernels(backend: Backend | None, device: torch.device) -> Kernels:
-    """Return the kernels of a backend; None is that of the variable ``RL_LOGPROBS_BACKEND``, or torch."""
-    chosen = backend if backend is not None else os.environ.get(VARIABLE) or "torch"
+def chosen_backend(backend: Backend | None, device: torch.device) -> Backend:
+    """Return the backend of a call on a device's tensors; None is that of ``RL_LOGPROBS_BACKEND``, or the default."""
+    chosen = backend if backend is not None else os.environ.get(VARIABLE) or None
+    if chosen is None:
+        return "triton" if device.type == "cuda" and not is_accelerator_assumed() and _triton_imports() else "torch"
     if chosen not in get_args(Backend):
         raise OptionError(f"backend must be one of {', '.join(get_args(Backend))}, got {chosen!r}")
     if chosen == "torch":
-        return TORCH
+        return "torch"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise OptionError(
             f"backend 'triton' needs logits on a GPU, these are on {device}; leave backend out (or set "
             f"TRITON_INTERPRET=1 to try the kernels in Triton's slow interpreter)"
         )
     try:
-        from rl_logprobs.softmax import triton_backend
+        import_module("triton")
     except ImportError as error:
         raise OptionError("backend 'triton' needs Triton: pip install triton, or leave backend out") from error
-    return Kernels(triton_backend.reduce_logits, triton_backend.write_gradient)
+    return "triton"
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether a call without ``backend=`` runs Triton's kernels on a device's tensors."""
+    # Unlike ``chosen_backend`` it takes the variable for the devices that can run Triton.
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return (device.type == "cuda" or interpreted) and chosen_backend(None, device) == "triton"
+
+
+def kernels_check(device: torch.device) -> bool:
+    """Return whether Triton's kernels check the targets; a CPU, which waits for nothing, checks them before."""
+    return device.type != "cpu"
+
+
+@cache
+def _triton_imports() -> bool:
+    try:
+        import_module("triton")
+    except Exception as error:  # noqa: BLE001  # a broken installation is as good as none
+        _log.warning(
+            "Triton cannot be imported (%s): torch's operators serve this GPU, at a fraction of the rate", error
+        )
+        return False
+    return True

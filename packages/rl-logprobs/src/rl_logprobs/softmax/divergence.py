@@ -78,7 +78,7 @@ class Side:
             (logits,) = self.tensors
             width, device = self.shard.width, logits.device
             whole_rows = rows_per_workspace(width, device), max(1, width)
-            return LogitTiles(logits, width, whole_rows if other.head is None else tile_size(device))
+            return LogitTiles(logits, width, whole_rows if other.head is None else tile_size(device, ignored.shape[0]))
         hidden, weight, bias = self.tensors
         return HeadTiles(hidden, weight, bias, ignored, self.head)
 

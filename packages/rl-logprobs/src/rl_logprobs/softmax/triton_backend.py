@@ -1,135 +1,212 @@
-"""``reduce_logits`` and ``write_gradient`` as Triton kernels: half-precision logits are read once, in no workspace.
-
-One program reduces one row, with a running maximum and sum for each of its lanes, which are combined at the end of the
-row.  In the backward pass one program writes one block of a row.  Imported only where Triton is asked for.
-"""
+"""Launch the Triton kernels of a softmax on tensors of any strides.  Imports Triton at the first launch."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+from torch.autograd.graph import increment_version
 
-from rl_logprobs.dtypes import statistics_dtype
-from rl_logprobs.softmax.log2_scale import TemperatureScale
-from rl_logprobs.softmax.partial_softmax import NO_OPTIONS, LogitGradient, PartialSoftmax, SoftmaxOptions, TargetColumns
-from rl_logprobs.softmax.row_blocks import row_blocks
-from rl_logprobs.softmax.torch_kernels import mask_targets_below, target_logits
-from rl_logprobs.softmax.triton_kernels import gradient_kernel, reduce_kernel
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 
-#: The most columns that a program processes at once.
-LARGEST_BLOCK = 2048
-#: Columns a thread.  With 8 no variant that trains a policy spills registers on sm_80, sm_90, sm_100 and gfx942; with
-#: 32 the one with all statistics spilled 700 bytes (``benchmarks/kernel_resources.py`` compiles each for each target).
-COLUMNS_PER_THREAD = 8
+KERNELS = "softmax.triton_kernels"
+
+#: Columns of a tile that one program of the reduction holds: lanes, and columns of each lane.  On an H200 1,024 x 8 by
+#: 4 warps is the fastest of 27 shapes for 2,048 and 8,192 rows of 32,000 to 151,936 columns, entropy included.
+LANES, UNITS = 1024, 8
+#: The most columns that a program of the gradient writes, and the columns of a thread.
+LARGEST_BLOCK, COLUMNS_PER_THREAD = 2048, 8
+#: Tokens that a program of the kernels over per-token numbers takes.
+TOKENS = 128
 #: Threads of a warp: of AMD's accelerators 64.
 WARP_SIZE = 64 if torch.version.hip else 32
 
-_LEAST = {torch.float32: torch.finfo(torch.float32).min, torch.float64: torch.finfo(torch.float64).min}
-_WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
+Grid = tuple[int, ...]
 
 
-def reduce_logits(
-    logits: torch.Tensor,
-    targets: TargetColumns,
-    scale: TemperatureScale,
-    start: int,
-    options: SoftmaxOptions = NO_OPTIONS,
-    greater_than: torch.Tensor | None = None,
-) -> PartialSoftmax:
-    """Reduce local logits as ``torch_kernels.reduce_logits`` does, with the same arguments."""
-    min_logit = options.min_logit
-    dtype, tokens, width = statistics_dtype(logits.dtype), targets.column.shape[0], logits.shape[-1]
-    target_logit = target_logits(logits, targets)
-    max_logit = logits.new_full((tokens,), -math.inf, dtype=dtype)
-    sum_exp2, weighted = logits.new_zeros(2, tokens, dtype=dtype).unbind(0)
-    columns, num_greater = targets.column.new_zeros(2, tokens).unbind(0)
-    factor = _per_token(scale.log2_factor, sum_exp2)
-    target = _kernel_output(logits) if options.inplace_forward else logits
-    for span, (block,) in row_blocks(tokens, target) if width else ():
-        reduce_kernel[(len(block),)](
-            block,
-            factor[span],
-            None if greater_than is None else greater_than.contiguous()[span],
-            None if min_logit is None else min_logit.contiguous()[span],
-            max_logit[span],
-            sum_exp2[span],
-            weighted[span],
-            columns[span],
-            num_greater[span],
-            width,
-            *block.stride(),
-            WEIGHTED_SUM=options.entropy,
-            ARGMAX=options.argmax,
-            OVERWRITE=options.inplace_forward,
-            STAGES=stages(),
-            **launch_options(dtype, width),
-        )
-    if target is not logits:
-        logits.copy_(target)
-    return PartialSoftmax(
-        max_logit=max_logit,
-        sum_exp2=sum_exp2,
-        target_logit=mask_targets_below(target_logit, targets, min_logit),
-        weighted_sum=weighted if options.entropy else None,
-        argmax=columns + start if options.argmax else None,
-        num_greater=None if greater_than is None else num_greater,
-    )
+def launch(module: str, kernel: str, grid: Grid, device: torch.device, **arguments: Any) -> None:
+    """Launch a kernel of one of this package's modules on the current stream of a device."""
+    # Dtypes of torch are given for compile-time constants. Triton launches on the current device.
+    from triton import language
+
+    compiled = getattr(import_module(f"rl_logprobs.{module}"), kernel)
+    given = {
+        name: getattr(language, str(value).removeprefix("torch.")) if isinstance(value, torch.dtype) else value
+        for name, value in arguments.items()
+    }
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            compiled[grid](**given)
+    else:
+        compiled[grid](**given)
 
 
-def write_gradient(
-    logits: torch.Tensor, targets: TargetColumns, gradient: LogitGradient, scale: TemperatureScale, out: torch.Tensor
-) -> None:
-    """Write the gradient as ``torch_kernels.write_gradient`` does, for one target per token."""
-    width, tokens = logits.shape[-1], gradient.weight.shape[0]
-    if width == 0:
+class Rows(NamedTuple):
+    """Rows of tensors ``[..., width]`` that one launch reaches: at most two leading dims."""
+
+    first_token: int
+    number: int
+    inner: int  # the size of the second leading dim
+    strides: list[tuple[int, int]]  # of the leading dims, for each tensor
+    tensors: tuple[torch.Tensor, ...]
+
+
+def rows_of(*tensors: torch.Tensor, first_token: int = 0) -> Iterator[Rows]:
+    """Yield all rows of tensors of one leading shape, in the fewest parts; one unless three dims do not merge."""
+    dims: list[tuple[int, list[int]]] = []
+    for dim, size in enumerate(tensors[0].shape[:-1]):
+        strides = [tensor.stride(dim) for tensor in tensors]
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == [size * stride for stride in strides]:
+            dims[-1] = dims[-1][0] * size, strides
+        else:
+            dims.append((size, strides))
+    if len(dims) > 2:
+        rows = tensors[0].shape[1:-1].numel()
+        for number, parts in zip(count(), zip(*(tensor.unbind(0) for tensor in tensors), strict=True)):
+            yield from rows_of(*parts, first_token=first_token + number * rows)
         return
-    factor = _per_token(scale.log2_factor, gradient.weight)
-    constants = launch_options(statistics_dtype(logits.dtype), width)
-    target_coef = gradient.target.where(targets.owned, 0)
-    result = _kernel_output(out)
-    for span, (block, out_block) in row_blocks(tokens, logits, result):
-        gradient_kernel[(len(block), triton.cdiv(width, constants["BLOCK"]))](
-            block,
-            out_block,
-            factor[span],
-            None if gradient.max_logit is None else gradient.max_logit[span],
-            gradient.weight[span],
-            None if gradient.weighted is None else gradient.weighted[span],
-            None if gradient.min_logit is None else gradient.min_logit.contiguous()[span],
-            targets.column[span],
-            target_coef[span],
-            gradient.ignored[span],
-            width,
-            *block.stride(),
-            *out_block.stride(),
-            **constants,
+    (outer, outer_strides), (inner, inner_strides) = ([(1, [0] * len(tensors))] * 2 + dims)[-2:]
+    pairs = list(zip(outer_strides, inner_strides, strict=True))
+    yield Rows(first_token, outer * inner, inner, pairs, tensors)
+
+
+def reduce_options(dtype: torch.dtype, width: int, warp_size: int = WARP_SIZE) -> dict[str, Any]:
+    """Return the tile, the warps and the dtype of a reduction's statistics, for rows of ``width`` columns."""
+    lanes = LANES if dtype is torch.float32 else LANES // 2
+    tile = 1 << max(0, width - 1).bit_length()
+    block = min(lanes, tile)
+    units = min(UNITS if dtype is torch.float32 else UNITS // 2, tile // block)
+    warps = max(1, block // (COLUMNS_PER_THREAD * warp_size))
+    return {"UNITS": units, "BLOCK": block, "STAGES": 1, "num_warps": warps, **_statistics(dtype)}
+
+
+def gradient_options(dtype: torch.dtype, width: int, warp_size: int = WARP_SIZE) -> dict[str, Any]:
+    """Return the block, the warps and the dtype of the arithmetic of a gradient, for rows of ``width`` columns."""
+    block = min(LARGEST_BLOCK, 1 << max(0, width - 1).bit_length())
+    warps = max(1, block // (COLUMNS_PER_THREAD * warp_size))
+    return {"BLOCK": block, "num_warps": warps, **_statistics(dtype)}
+
+
+def _statistics(dtype: torch.dtype) -> dict[str, Any]:
+    return {"WIDE": dtype, "LEAST": torch.finfo(dtype).min}
+
+
+def reduce_rows(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    state: torch.Tensor,
+    options: SoftmaxOptions,
+    dtype: torch.dtype,
+    arguments: dict[str, Any],
+    first_token: int = 0,
+) -> None:
+    """Reduce logits ``[..., width or more]`` of the tokens from ``first_token`` into ``state``."""
+    # ``arguments`` of the kernel replace those of logits that a call was given.
+    width = arguments["width"]
+    for rows in rows_of(logits):
+        (part,), ((outer_stride, row_stride),) = rows.tensors, rows.strides
+        given: dict[str, Any] = {
+            "logits": part,
+            "biases": None,
+            "targets": ids,
+            "min_logits": options.min_logit,
+            "greater_than": None,
+            "state": state,
+            "weights": part if options.inplace_forward else None,
+            "expected_rows": None,
+            "inner": rows.inner,
+            "outer_stride": outer_stride,
+            "row_stride": row_stride,
+            "column_stride": part.stride(-1),
+            "first_token": first_token + rows.first_token,
+            "tokens": ids.numel(),
+            "initial": 1,
+            "features": 0,
+            "SCALE": None,
+            "SOFTCAP": None,
+            "ENTROPY": options.entropy,
+            "ARGMAX": options.argmax,
+            "RANK": options.target_rank,
+            "MERGE": False,
+            "CONTIGUOUS": part.stride(-1) == 1,
+        }
+        launch(
+            KERNELS, "reduce_kernel", (rows.number,), ids.device, **(given | arguments | reduce_options(dtype, width))
         )
-    if result is not out:
-        out.copy_(result)
 
 
-def _kernel_output(tensor: torch.Tensor) -> torch.Tensor:
+def write_rows(
+    logits: torch.Tensor,
+    out: torch.Tensor,
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+    arguments: dict[str, Any],
+    first_token: int = 0,
+) -> None:
+    """Write the gradient of logits ``[..., columns]`` of the tokens from ``first_token`` to ``out``."""
+    columns, options = out.shape[-1], gradient_options(dtype, out.shape[-1])
+    for rows in rows_of(logits, out) if out.numel() else ():
+        part, part_out = rows.tensors
+        given: dict[str, Any] = {
+            "logits": part,
+            "biases": None,
+            "out": part_out,
+            "targets": ids,
+            "min_logits": None,
+            "out_width": columns,
+            "inner": rows.inner,
+            "outer_stride": rows.strides[0][0],
+            "row_stride": rows.strides[0][1],
+            "column_stride": part.stride(-1),
+            "out_outer_stride": rows.strides[1][0],
+            "out_row_stride": rows.strides[1][1],
+            "out_column_stride": part_out.stride(-1),
+            "first_token": first_token + rows.first_token,
+            "tokens": ids.numel(),
+            "SCALE": None,
+            "SOFTCAP": None,
+            "CONTIGUOUS": part.stride(-1) == 1 == part_out.stride(-1),
+        }
+        grid = rows.number, blocks(columns, options["BLOCK"])
+        launch(KERNELS, "gradient_kernel", grid, ids.device, **(given | arguments | options))
+
+
+def blocks(total: int, block: int) -> int:
+    """Return the number of blocks that cover ``total``."""
+    return -(-total // block)
+
+
+def temperatures_of(temperature: float | torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """Return the kernels' arguments of a temperature: float64, one or one per token; None for 1."""
+    if isinstance(temperature, torch.Tensor):
+        return {"temperatures": temperature.to(torch.float64).contiguous(), "temperature_stride": 1}
+    if temperature == 1:
+        return {"temperatures": None, "temperature_stride": 0}
+    return {"temperatures": torch.full((), temperature, dtype=torch.float64, device=device), "temperature_stride": 0}
+
+
+def note_write(*tensors: torch.Tensor) -> None:
+    """Tell autograd that a kernel has written to tensors."""
+    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def kernel_output(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that a kernel writes: a float32 copy of bfloat16 in Triton's interpreter."""
     # The interpreter (Triton 3.9) truncates to bfloat16 where a GPU rounds; no upstream issue found.
-    return tensor.float() if tensor.dtype is torch.bfloat16 and not tensor.is_cuda else tensor
+    interpreted = tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return tensor.float() if tensor.dtype is torch.bfloat16 and interpreted else tensor
 
 
-def _per_token(value: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return value.contiguous() if isinstance(value, torch.Tensor) else torch.full_like(like, value)
-
-
-def launch_options(dtype: torch.dtype, width: int, warp_size: int = WARP_SIZE) -> dict[str, Any]:
-    """Return the block, the warps and the dtype of a kernel's statistics, for rows of ``width`` columns."""
-    block = min(LARGEST_BLOCK, triton.next_power_of_2(width))
-    warps = max(1, block // (COLUMNS_PER_THREAD * warp_size))
-    return {"BLOCK": block, "WIDE": _WIDE[dtype], "LEAST": _LEAST[dtype], "num_warps": warps}
-
-
-def stages(warp_size: int = WARP_SIZE) -> int:
-    """Return how many blocks of a row are processed or on their way (see ``triton.language.range``)."""
-    # NVIDIA's GPUs copy ahead into shared memory. For gfx942 Triton loads ahead into registers, which then spill.
-    return 4 if warp_size == 32 else 1
+def per_token(gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """Return a gradient of one number per token with the stride of its elements: 1, or 0 where all are one number."""
+    if gradient is None:
+        return None, 0
+    if all(stride == 0 for stride, size in zip(gradient.stride(), gradient.shape, strict=True) if size > 1):
+        return gradient, 0
+    return gradient.contiguous(), 1

@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from rl_logprobs._torch_compat import all_gather_single, apply_function, first_derivative
 from rl_logprobs.dtypes import statistics_dtype
-from rl_logprobs.softmax.backends import TORCH, Kernels
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, SoftmaxOptions, TargetColumns, merge
-from rl_logprobs.softmax.torch_kernels import target_logits
+from rl_logprobs.softmax.torch_kernels import reduce_logits, target_logits, write_gradient
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 
@@ -65,11 +64,10 @@ def softmax_statistics(
     ignored: torch.Tensor,
     shard: VocabColumns,
     options: SoftmaxOptions,
-    kernels: Kernels = TORCH,
 ) -> TokenStatistics:
     """Return statistics of the full softmax, ``[tokens]``, from this rank's columns of any strides."""
     # Ignored tokens get 0 and have no gradient, whatever their logits. The ranks of the shard's group call together.
-    return TokenStatistics(*apply_function(_VocabParallelSoftmax, logits, targets, ignored, shard, options, kernels))
+    return TokenStatistics(*apply_function(_VocabParallelSoftmax, logits, targets, ignored, shard, options))
 
 
 def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -146,7 +144,6 @@ class _VocabParallelSoftmax(torch.autograd.Function):
         ignored: torch.Tensor,
         shard: VocabColumns,
         options: SoftmaxOptions,
-        kernels: Kernels,
     ) -> TokenStatistics:
         scale = TemperatureScale.of(options.temperature, statistics_dtype(logits.dtype))
         columns = TargetColumns.locate(targets, ignored, shard.start, shard.width)
@@ -154,7 +151,7 @@ class _VocabParallelSoftmax(torch.autograd.Function):
         greater_than = None
         if options.target_rank:  # one rank holds the target's logit, and the others need it before they can count
             greater_than = all_gather(target_logits(local_logits, columns)[None], shard.group).sum(0)[0]
-        local = kernels.reduce_logits(local_logits, columns, scale, shard.start, options, greater_than)
+        local = reduce_logits(local_logits, columns, scale, shard.start, options, greater_than)
         statistics, totals = combine_ranks(local, ignored, scale, shard.group)
         rescale = None
         if overwrite:  # the weights that replace the logits are relative to the local maximum
@@ -162,7 +159,7 @@ class _VocabParallelSoftmax(torch.autograd.Function):
         # Autograd refuses to return a saved input that is a view made by another function and has been overwritten.
         saved_logits = logits.detach() if overwrite else logits
         ctx.save_for_backward(saved_logits, ignored, options.min_logit, rescale, *columns, *totals)
-        ctx.scale, ctx.width, ctx.kernels = scale, shard.width, kernels
+        ctx.scale, ctx.width = scale, shard.width
         ctx.inplace = options.inplace_backward or overwrite
         ctx.set_materialize_grads(False)
         integers = (statistics.argmax, statistics.target_rank)
@@ -176,11 +173,11 @@ class _VocabParallelSoftmax(torch.autograd.Function):
         out = logits if ctx.inplace else logits.new_empty(logits.shape)
         out[..., ctx.width :].zero_()
         gradient = logit_gradient(SoftmaxTotals(*totals), ignored, ctx.scale, gradients, min_logit)
-        ctx.kernels.write_gradient(
+        write_gradient(
             logits[..., : ctx.width],
             TargetColumns(column, owned),
             gradient if rescale is None else gradient.for_weights(rescale),
             ctx.scale,
             out[..., : ctx.width],
         )
-        return out, None, None, None, None, None
+        return out, None, None, None, None

@@ -88,7 +88,8 @@ class TokenSlice:
     def local(self, per_token: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor with one value per token of the full batch."""
         for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
-            per_token = per_token.narrow(dim, start, length)
+            if per_token.shape[dim] != length:
+                per_token = per_token.narrow(dim, start, length)
         return per_token
 
 

@@ -1,0 +1,101 @@
+"""Triton kernels over a table of chunks of many tensors: sums of powers, and scaling in place.
+
+Row ``program_id(0)`` of the table, ``[chunks, 3]``, has the address of a chunk, its number of elements, and the bits of
+the float64 factor on its sum.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chunk(table, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the first element of a program's chunk and the number of elements."""
+    row = table + 3 * tl.program_id(0).to(tl.int64)
+    first = tl.load(row).to(tl.pointer_type(ELEMENT))
+    return tl.multiple_of(first, 16 // (ELEMENT.primitive_bitwidth // 8)) if ALIGNED else first, tl.load(row + 1)
+
+
+@triton.jit
+def summand(values, ORDER: tl.constexpr):
+    """Return ``|x| ** ORDER``."""
+    if ORDER == 2.0:
+        return values * values
+    if ORDER == 1.0:
+        return tl.abs(values)
+    return tl.exp2(tl.log2(tl.abs(values)) * ORDER)
+
+
+@triton.jit
+def power_kernel(
+    table,
+    powers,
+    ELEMENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    ORDER: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the sum of powers of a chunk, or with ``LARGEST`` the largest absolute value, in float64."""
+    # Squares are summed in float32, and again in float64 where their sum is near the bounds of float32.
+    first, length = chunk(table, ELEMENT, ALIGNED)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), WIDE)
+    if length == CHUNK:
+        for begin in range(0, CHUNK, BLOCK):
+            values = tl.load(first + begin + lanes).to(WIDE)
+            if LARGEST:
+                total = tl.maximum(total, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
+            else:
+                total += summand(values, ORDER)
+    else:
+        for begin in range(0, length, BLOCK):
+            values = tl.load(first + begin + lanes, mask=begin + lanes < length, other=0.0).to(WIDE)
+            if LARGEST:
+                total = tl.maximum(total, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
+            else:
+                total += summand(values, ORDER)
+    if LARGEST:
+        # The maximum of a row loses NaN, which the sum of comparisons keeps.
+        undefined = tl.sum((total != total).to(tl.int32), 0)
+        tl.store(powers + tl.program_id(0), tl.where(undefined > 0, float("nan"), tl.max(total, 0)))
+    else:
+        power = tl.sum(total, 0).to(tl.float64)
+        if WIDE == tl.float32:
+            if (power < 1e-25) | (power > 1e37) | (power != power):
+                exact = tl.zeros((BLOCK,), tl.float64)
+                for begin in range(0, length, BLOCK):
+                    values = tl.load(first + begin + lanes, mask=begin + lanes < length, other=0.0).to(tl.float64)
+                    exact += summand(values, ORDER)
+                power = tl.sum(exact, 0)
+        weight = tl.load(table + 3 * tl.program_id(0).to(tl.int64) + 2).to(tl.float64, bitcast=True)
+        tl.store(powers + tl.program_id(0), power * weight)
+
+
+@triton.jit
+def scale_kernel(
+    table,
+    factor,
+    ELEMENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply a chunk by a factor below 1, or NaN; touch nothing for others."""
+    scale = tl.load(factor)
+    if (scale < 1.0) | (scale != scale):
+        scale = scale.to(WIDE)
+        first, length = chunk(table, ELEMENT, ALIGNED)
+        lanes = tl.arange(0, BLOCK)
+        if length == CHUNK:
+            for begin in range(0, CHUNK, BLOCK):
+                values = tl.load(first + begin + lanes).to(WIDE) * scale
+                tl.store(first + begin + lanes, values.to(ELEMENT))
+        else:
+            for begin in range(0, length, BLOCK):
+                inside = begin + lanes < length
+                values = tl.load(first + begin + lanes, mask=inside).to(WIDE) * scale
+                tl.store(first + begin + lanes, values.to(ELEMENT), mask=inside)
