@@ -314,7 +314,8 @@ def triton(session: nox.Session) -> None:
     install_editable(session, "test", "kernels")
     compile_kernels(session, "--all", "--dtypes", "bfloat16", "float32")
     session.run("pytest", "packages/rl-logprobs/tests/with_triton/kernel_resources.py")
-    files = ("with_triton/triton_backend", "softmax/test_torch_kernels", "test_logprobs", "softmax/test_vocab_parallel")
+    kernels = ("backend", "linear", "divergence", "norms")
+    files = (*(f"with_triton/triton_{name}" for name in kernels), "test_logprobs", "softmax/test_vocab_parallel")
     paths = [f"packages/rl-logprobs/tests/{name}.py" for name in files]
     environment = {"TRITON_INTERPRET": "1", "RL_LOGPROBS_BACKEND": "triton", **ONE_THREAD}
     session.run("pytest", *paths, *session.posargs, env=environment)

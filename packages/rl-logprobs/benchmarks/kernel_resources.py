@@ -4,9 +4,9 @@
 
 Registers and spilled bytes are the assembler's (ptxas of Triton's wheel; the metadata of the code object on AMD).
 Programs a multiprocessor follow from registers, shared memory and threads.  *In flight* is what a multiprocessor has
-asked the memory for: a program loads ``stages() - 1`` blocks ahead where the compiler made asynchronous copies, and one
-block elsewhere.  *Needed* is bandwidth times latency over multiprocessors (Little's law).  *Bound* is the bytes of one
-call over the bandwidth, for 4,096 rows of 151,936 columns: no kernel is faster.
+asked the memory for: each program waits for one tile.  *Needed* is bandwidth times latency over multiprocessors
+(Little's law).  *Bound* is the bytes of one call over the bandwidth, for 4,096 rows of 151,936 columns: no kernel is
+faster.
 """
 
 from __future__ import annotations
@@ -23,18 +23,26 @@ from typing import Any
 
 import torch
 import triton
+from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rl_logprobs.dtypes import statistics_dtype
+from rl_logprobs.norms import chunk_table
+from rl_logprobs.norms.triton_kernels import power_kernel, scale_kernel
 from rl_logprobs.softmax import triton_backend
-from rl_logprobs.softmax.triton_kernels import gradient_kernel, reduce_kernel
+from rl_logprobs.softmax.triton_kernels import coefficient_kernel, finish_kernel, gradient_kernel, reduce_kernel
 
 ROWS, COLUMNS = 4096, 151_936
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
-#: Arguments of the kernels that are integers, and pointers to int64 or booleans; the others point to statistics.
-INTEGERS = ("width", "row_stride", "out_row_stride")
-INT64, BOOLEANS = ("argmaxes", "num_greater", "targets"), ("ignored",)
+#: The types of arguments that are not pointers to statistics.
+INT64, FLOAT64 = ("targets", "argmaxes", "ranks_of_target", "table"), ("state", "gathered", "totals", "temperatures")
+LOGITS, POWERS = ("logits", "biases", "out", "weights"), ("powers", "local_max")
+KERNELS = (reduce_kernel, gradient_kernel, finish_kernel, coefficient_kernel, power_kernel, scale_kernel)
+#: Pointers that a call may leave out, and constants that it may set.
+OPTIONAL = ("biases", "min_logits", "greater_than", "valid", "weights", "expected_rows", "temperatures", "totals")
+OPTIONAL += ("entropies", "argmaxes", "ranks_of_target", "local_max", "d_logsumexps", "d_entropies")
+FLAGS = ("ENTROPY", "ARGMAX", "RANK", "MERGE", "LARGEST")
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel, the dtype of its logits, the arguments that are not None, and constants of the kernel that are set."""
+    """A kernel, the dtype of its logits, its optional arguments that are given, and its flags that are set."""
 
     kernel: Any
     dtype: torch.dtype
@@ -80,68 +88,110 @@ class Variant:
 
     def source(self, device: Device) -> tuple[ASTSource, int]:
         """Return the kernel with the types that a call of ``COLUMNS`` contiguous columns gives it, and its warps."""
-        wide = statistics_dtype(self.dtype)
-        launch = triton_backend.launch_options(wide, COLUMNS, device.target.warp_size)
-        warps = launch.pop("num_warps")
-        flags = {"WEIGHTED_SUM", "ARGMAX", "OVERWRITE"}
-        constants: dict[str, Any] = {**{name: name in self.constants for name in flags}, **launch}
-        constants["STAGES"] = triton_backend.stages(device.target.warp_size)
-        constants |= {"column_stride": 1, "out_column_stride": 1}
+        constants = self._constants(device)
+        warps = constants.pop("num_warps")
         signature = {}
         for name in self.kernel.arg_names:
-            if name in constants or (name in OPTIONAL[self.kernel] and name not in self.given):
+            if name in constants or (name in OPTIONAL and name not in self.given):
                 signature[name] = "constexpr"
                 constants.setdefault(name, None)
             else:
-                signature[name] = _type(name, self.dtype, wide)
+                signature[name] = self._type(name)
         values = {name: constants[name] for name, kind in signature.items() if kind == "constexpr"}
+        unspecialised = {self.kernel.arg_names[i] if isinstance(i, int) else i for i in self.kernel.do_not_specialize}
         aligned = [["tt.divisibility", 16]]
-        attributes = {(i,): aligned for i, kind in enumerate(signature.values()) if kind != "constexpr"}
+        attributes = {
+            (i,): aligned
+            for i, (name, kind) in enumerate(signature.items())
+            if kind != "constexpr" and name not in unspecialised
+        }
         return ASTSource(self.kernel, signature, values, attributes), warps
+
+    def _constants(self, device: Device) -> dict[str, Any]:
+        wide, warp_size = statistics_dtype(self.dtype), device.target.warp_size
+        launch = {"BLOCK": triton_backend.TOKENS, "WIDE": wide, "num_warps": 4}
+        if self.kernel is reduce_kernel:
+            launch = triton_backend.reduce_options(wide, COLUMNS, warp_size)
+        elif self.kernel is gradient_kernel:
+            launch = triton_backend.gradient_options(wide, COLUMNS, warp_size)
+        elif self.kernel in (power_kernel, scale_kernel):
+            launch |= {"BLOCK": chunk_table.BLOCK, "num_warps": 8}
+        softcap = 30.0 if "SOFTCAP" in self.constants else None
+        found = {name: name in self.constants for name in FLAGS} | launch
+        found |= {"SCALE": None, "SOFTCAP": softcap, "CONTIGUOUS": True, "column_stride": 1, "out_column_stride": 1}
+        found |= {"ELEMENT": self.dtype, "ALIGNED": True, "CHUNK": chunk_table.CHUNK, "ORDER": 2.0}
+        names = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16, "torch.float32": tl.float32}
+        names["torch.float64"] = tl.float64
+        return {name: names.get(str(value), value) for name, value in found.items()}
+
+    def _type(self, name: str) -> str:
+        """Return the type of an argument that is no constant."""
+        if name in LOGITS:
+            half = name in ("out", "weights", "biases") and "MERGE" in self.constants
+            return POINTERS[torch.bfloat16 if half else self.dtype]
+        if name in INT64:
+            return "*i64"
+        if name in FLOAT64 + POWERS:
+            return "*fp64"
+        if name == "valid":
+            return "*i32"
+        wide = POINTERS[statistics_dtype(self.dtype)]
+        pointers = ("coefficients", "factor", "expected_rows", "min_logits", "greater_than", "logprobs", "logsumexps")
+        return wide if name in pointers or name.startswith(("d_", "entropies")) else "i32"
 
     def bytes_moved(self) -> int:
         """Return the bytes of the logits that a call of ``ROWS`` rows reads and writes."""
-        passes = 2 if self.kernel is gradient_kernel else 3 if "OVERWRITE" in self.constants else 1
+        if self.kernel in (finish_kernel, coefficient_kernel):
+            return ROWS * 8 * 6
+        passes = 2 if self.kernel in (gradient_kernel, scale_kernel) else 3 if "weights" in self.given else 1
         return passes * ROWS * COLUMNS * self.dtype.itemsize
 
 
-OPTIONAL = {
-    reduce_kernel: ("greater_than", "min_logits"),
-    gradient_kernel: ("max_logits", "weighted_coefs", "min_logits"),
-}
-
-
-def _type(name: str, logits: torch.dtype, wide: torch.dtype) -> str:
-    if name in ("logits", "out"):
-        return POINTERS[logits]
-    if name in INTEGERS:
-        return "i32"
-    if name in INT64:
-        return "*i64"
-    return "*i1" if name in BOOLEANS else POINTERS[wide]
-
-
 def training_variants(dtype: torch.dtype) -> list[Variant]:
-    """Return log-probs, the same with entropy, with every statistic, and the gradients of the first two."""
-    every_option, nothing = frozenset({"greater_than", "min_logits"}), frozenset[str]()
+    """Return what calls that train a policy launch: on logits, on tiles of a head, and on gradients."""
+    logits, entropy = frozenset({"valid"}), frozenset({"ENTROPY"})
+    every, tile = frozenset({"greater_than", "min_logits", "valid", "temperatures"}), frozenset({"MERGE"})
     return [
-        Variant(reduce_kernel, dtype, nothing),
-        Variant(reduce_kernel, dtype, nothing, frozenset({"WEIGHTED_SUM"})),
-        Variant(reduce_kernel, dtype, every_option, frozenset({"WEIGHTED_SUM", "ARGMAX"})),
-        Variant(gradient_kernel, dtype, frozenset({"max_logits"})),
-        Variant(gradient_kernel, dtype, frozenset({"max_logits", "weighted_coefs"})),
+        Variant(reduce_kernel, dtype, logits),
+        Variant(reduce_kernel, dtype, logits, entropy),
+        Variant(reduce_kernel, dtype, every, frozenset({"ENTROPY", "ARGMAX", "RANK"})),
+        Variant(gradient_kernel, dtype, frozenset({"totals"})),
+        Variant(gradient_kernel, dtype, frozenset({"totals"}), entropy),
+        Variant(reduce_kernel, torch.float32, frozenset(), tile),
+        Variant(reduce_kernel, torch.float32, frozenset(), tile | entropy | {"SOFTCAP"}),
+        Variant(reduce_kernel, torch.float32, frozenset({"expected_rows", "weights"}), tile),
+        Variant(gradient_kernel, torch.float32, frozenset({"totals"}), tile | {"SOFTCAP"}),
+        Variant(finish_kernel, dtype, frozenset({"entropies", "totals"}), entropy),
+        Variant(coefficient_kernel, dtype, frozenset({"d_entropies", "d_logsumexps", "totals"})),
+        Variant(power_kernel, dtype, frozenset()),
+        Variant(scale_kernel, dtype, frozenset()),
     ]
 
 
 def all_variants(dtype: torch.dtype) -> list[Variant]:
-    """Return every variant of both kernels that a call can reach."""
-    flags = {reduce_kernel: ("WEIGHTED_SUM", "ARGMAX", "OVERWRITE"), gradient_kernel: ()}
+    """Return every variant of the kernels over logits that a call can reach, and the others once."""
+    of_logits = subsets(("min_logits", "greater_than", "weights"))
     found = [
-        Variant(kernel, dtype, given, constants)
-        for kernel, names in flags.items()
-        for given, constants in itertools.product(subsets(OPTIONAL[kernel]), subsets(names))
+        Variant(reduce_kernel, dtype, given | {"valid"}, constants)
+        for given, constants in itertools.product(of_logits, subsets(("ENTROPY", "ARGMAX", "RANK")))
     ]
-    return [v for v in found if v.kernel is reduce_kernel or "max_logits" in v.given or not v.given]
+    tiles = itertools.product(subsets(("biases", "weights")), subsets(("ENTROPY", "ARGMAX", "SOFTCAP")))
+    found += [
+        Variant(
+            reduce_kernel,
+            torch.float32,
+            given | ({"expected_rows"} if "weights" in given else set()),
+            flags | {"MERGE"},
+        )
+        for given, flags in tiles
+    ]
+    found += [
+        Variant(gradient_kernel, dtype, given | {"totals"}, constants)
+        for given, constants in itertools.product(subsets(("min_logits", "temperatures")), subsets(("ENTROPY",)))
+    ]
+    found += [Variant(gradient_kernel, dtype, frozenset())]
+    found += [Variant(power_kernel, dtype, frozenset(), frozenset({"LARGEST"}))]
+    return list(dict.fromkeys(found + training_variants(dtype)))
 
 
 def subsets(names: Sequence[str]) -> list[frozenset[str]]:
@@ -184,9 +234,11 @@ def compile_for(variant: Variant, device: Device) -> Resources:
         counts = {name: int(n) for name, n in re.findall(r"\.(\w+_count):\s+(\d+)", compiled.asm["amdgcn"])}
         registers = counts["vgpr_count"]
         spilled = 4 * (counts["vgpr_spill_count"] + counts["sgpr_spill_count"])
-    asynchronous = "async_copy" in compiled.asm["ttgir"]
-    blocks = triton_backend.stages(device.target.warp_size) - 1 if asynchronous else 1
-    ahead = blocks * source.constants[(variant.kernel.arg_names.index("BLOCK"),)] * variant.dtype.itemsize
+    block = source.constants[(variant.kernel.arg_names.index("BLOCK"),)]
+    units = (
+        source.constants.get((variant.kernel.arg_names.index("UNITS"),), 1) if variant.kernel is reduce_kernel else 1
+    )
+    ahead = units * block * variant.dtype.itemsize
     return Resources(device, registers, spilled, compiled.metadata.shared, warps, ahead)
 
 

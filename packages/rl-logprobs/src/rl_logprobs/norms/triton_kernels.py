@@ -13,17 +13,19 @@ def chunk(table, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the first element of a program's chunk and the number of elements."""
     row = table + 3 * tl.program_id(0).to(tl.int64)
     first = tl.load(row).to(tl.pointer_type(ELEMENT))
-    return tl.multiple_of(first, 16 // (ELEMENT.primitive_bitwidth // 8)) if ALIGNED else first, tl.load(row + 1)
+    return tl.multiple_of(first, 16) if ALIGNED else first, tl.load(row + 1).to(tl.int32)
 
 
 @triton.jit
 def summand(values, ORDER: tl.constexpr):
     """Return ``|x| ** ORDER``."""
     if ORDER == 2.0:
-        return values * values
-    if ORDER == 1.0:
-        return tl.abs(values)
-    return tl.exp2(tl.log2(tl.abs(values)) * ORDER)
+        power = values * values
+    elif ORDER == 1.0:
+        power = tl.abs(values)
+    else:
+        power = tl.exp2(tl.log2(tl.abs(values)) * ORDER)
+    return power
 
 
 @triton.jit

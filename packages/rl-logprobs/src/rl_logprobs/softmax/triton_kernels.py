@@ -38,8 +38,10 @@ def exponent_of(values, max_logit, factor, LEAST: tl.constexpr):
 def factor_of(temperatures, token, temperature_stride, WIDE: tl.constexpr):
     """Return the factor that converts logit differences to exponents of two, rounded to the statistics dtype."""
     if temperatures is None:
-        return tl.full((), _LOG2E, WIDE)
-    return (tl.full((), _LOG2E, tl.float64) / tl.load(temperatures + token * temperature_stride)).to(WIDE)
+        factor = tl.full((), _LOG2E, WIDE)
+    else:
+        factor = (tl.full((), _LOG2E, tl.float64) / tl.load(temperatures + token * temperature_stride)).to(WIDE)
+    return factor
 
 
 @triton.jit
