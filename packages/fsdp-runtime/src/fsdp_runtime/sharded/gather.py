@@ -60,8 +60,9 @@ def full_tensors(
     tensors: Sequence[Tensor], *, dtypes: Sequence[torch.dtype] | None = None, to: int | None = None
 ) -> Iterator[Tensor]:
     """Return an iterator over the full tensors in order; plain tensors are unchanged.  Collective."""
-    # All communication has started when this returns, after a conversion of the tensors to ``dtypes``. With ``to``, a global rank, the others take part in the gathers that it needs: they exhaust the iterator, whose tensors
-    # are of no use there.
+    # All communication has started when this returns, after a conversion of the tensors to ``dtypes``. With ``to``, a
+    # global rank, the others take part in the gathers that it needs: they exhaust the iterator, whose tensors are of no
+    # use there.
     sent = tensors if dtypes is None else [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
     pending = [_pending(tensor.detach(), to) for tensor in sent]
     ready: list[Tensor | _GatheredChunks] = [item.tensor for item in pending]

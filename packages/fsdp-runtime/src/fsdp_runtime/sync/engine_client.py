@@ -36,13 +36,16 @@ class EngineClient:
         """The server's address."""
         return self._url
 
-    def request(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
-        """POST a JSON body to a route, or GET it where there is none, and return the JSON of the answer."""
+    def request(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None, is_json: bool = True
+    ) -> Any:
+        """POST a JSON body to a route, or GET it where there is none, and return the JSON, or the bytes, it answers."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
         try:
             with urlopen(request, timeout=timeout_s or self._timeout_s) as answer:
-                return json.loads(answer.read() or b"null")
+                content = answer.read()
+                return json.loads(content or b"null") if is_json else content
         except HTTPError as error:
             text = error.read().decode(errors="replace")[:_LONGEST_ANSWER]
             raise WeightSyncError(f"{self._url}{path} answered {error.code}: {_reason(text)}") from error
@@ -77,6 +80,18 @@ class EngineClient:
     def name_version(self, version: str) -> None:
         """Name the weights that the engine has, of which a transfer of shards has not told the server."""
         self.request("/update_weight_version", {"new_version": version})
+
+    def load_adapter(self, name: str, path: str, *, stacked: bool = False) -> None:
+        """Let requests give ``name`` as their model: the adapter in a directory that the server reads.
+
+        ``stacked`` says that it adapts stacked experts, for which the server needs ``--enable-mixed-moe-lora-format``.
+        """
+        body = {"lora_name": name, "lora_path": path, **({"is_3d_lora_weight": True} if stacked else {})}
+        self.request("/v1/load_lora_adapter", body, is_json=False)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter."""
+        self.request("/v1/unload_lora_adapter", {"lora_name": name}, is_json=False)
 
     def world_size(self) -> int:
         """Return the number of the engine's workers, over all of its parallel axes."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -12,11 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.sync.adapter_transfer import require_servable
 from fsdp_runtime.sync.weight_transfer import WeightTransfer, on_every_rank
 from fsdp_runtime.trainers._trl_compat import BEGINS, MANIFEST, PEAK_FLOPS, global_of, replaced
 from fsdp_runtime.trainers.training_arguments import check_tokens
 from fsdp_runtime.trainers.trl_trainers import TrlMixin
 from fsdp_runtime.weights.stream import WeightExport, stream_weights
+
+_log = logging.getLogger(__name__)
 
 
 class AsyncGRPOMixin(TrlMixin):
@@ -25,7 +32,8 @@ class AsyncGRPOMixin(TrlMixin):
     Rank 0 reads the rollouts and packs a row for every rank of ``dp``; the ranks of one ``tp`` group get the same row.
     What fails on rank 0, such as a server that does not answer, is raised on every rank.  Pass ``weight_transfer`` on
     every rank: a :class:`~fsdp_runtime.sync.WeightTransfer` is then called on all of them, and another object, or TRL's
-    own, on rank 0, with weights that are gathered before.  An adapter (``peft_config``) is sent merged into them.
+    own, on rank 0, with weights that are gathered before.  An adapter (``peft_config``) is sent alone where TRL does
+    that: without ``weight_transfer``, to a server started with ``--enable-lora``.  Else it is merged into the weights.
     """
 
     _takes_dispatched_batches = True
@@ -77,8 +85,36 @@ class AsyncGRPOMixin(TrlMixin):
             self._groups_before_resume, self._trained_groups = shared
 
     def _init_lora_sync(self, model: Any) -> bool:
-        """Send merged weights, whatever the server takes: TRL would save a sharded adapter for it to read."""
-        return False
+        """Send the adapter alone if the server takes it, as TRL decides, and reads it as peft does."""
+        if not super()._init_lora_sync(model):
+            return False
+        try:
+            require_servable(model, self._adapter_name)
+        except OptionError as error:
+            _log.warning("merged weights are sent: %s", error)
+            return False
+        return True
+
+    def _sync_weight_lora(self, t0: float) -> tuple[float, float, float]:
+        """Publish the adapter under the name of its version; in the place of TRL's, which writes a rank's shards."""
+        version = on_every_rank(lambda: self.model_version + 1, None)[0]
+        name = f"{self._lora_name}-v{version}"
+        client, folder = self.vllm_client, Path(self._lora_dir)
+        self._on_first(client, "pause")
+        paused = time.time()
+        save_adapter(self.model, folder / name, adapter=self._adapter_name)
+        sent = time.time()
+        self._on_first(client, "load_lora_adapter", name, str(folder / name))
+        self._on_first(client, "resume")
+        if (stale := version - (self.args.max_staleness + 1)) > 0:
+            self._on_first(client, "unload_lora_adapter", f"{self._lora_name}-v{stale}")
+        if self.accelerator.is_main_process:
+            # The server reads an adapter's files late: they outlive its unloading by one version.
+            shutil.rmtree(folder / f"{self._lora_name}-v{stale - 1}", ignore_errors=True)
+            self.model_version = version
+            if self.rollout_worker:
+                self.rollout_worker.update_model_version(version)
+        return paused, paused, sent
 
     def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
         """Send the weights, adapters merged; in the place of TRL's, in which rank 0 gathers while it sends."""

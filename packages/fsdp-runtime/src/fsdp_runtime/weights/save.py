@@ -148,8 +148,9 @@ def save_weights(
     Raises:
         ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
         OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``quantize`` no ``Quantization``,
-            ``names``, ``writers`` or ``if_saving`` unknown, the directory empty or not seen by one rank, an option other than ``if_saving`` not
-            the same on every rank, or an earlier save still being written with ``if_saving="raise"``.
+            ``names``, ``writers`` or ``if_saving`` unknown, the directory empty or not seen by one rank, an option
+            other than ``if_saving`` not the same on every rank, or an earlier save still being written with
+            ``if_saving="raise"``.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on a rank that cannot write; the directory's old contents stay in effect, unless only the wait for the
             last rename to reach the disk failed.

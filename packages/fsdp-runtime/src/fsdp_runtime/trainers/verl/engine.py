@@ -15,6 +15,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.memory.offload import Part
 from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.sync.adapter_transfer import require_servable
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl import export
 from fsdp_runtime.trainers.verl.batch_checks import vocabulary_of
@@ -247,6 +248,7 @@ class FsdpRuntimeEngine(BaseEngine):
         dtype = self._sync_dtype()
         if not hasattr(self.module, "peft_config") or merges or base_sync_done is None:
             return self._streamed(stream_weights(self.module, dtype=dtype)), None
+        require_servable(self.module, export.ADAPTER)
         config = self.module.peft_config[export.ADAPTER].to_dict()  # its types as enums
         if base_sync_done:
             return self._streamed(export.adapter_weights(self.module)), config

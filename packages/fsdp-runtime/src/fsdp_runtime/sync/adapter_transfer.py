@@ -1,0 +1,201 @@
+"""Adapters of a ``PeftModel`` on a running vLLM server, whose base model stays as it is."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers
+from fsdp_runtime.errors import OptionError, WeightSyncError
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.collectives import own_rank
+from fsdp_runtime.sharded.paths import require_path
+from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.sync.engine_client import EngineClient
+from fsdp_runtime.sync.weight_transfer import on_every_rank
+from fsdp_runtime.weights.adapters import saved_tensors
+
+#: Settings of a ``LoraConfig`` that add to a model more than two factors a layer.
+_BEYOND_FACTORS = ("modules_to_save", "use_dora", "lora_bias", "trainable_token_indices", "layer_replication")
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """One update of adapters.
+
+    Args:
+        version: the version that the server now serves.
+        names: the server's name of each adapter, which requests give as ``model``.
+        nbytes: bytes of the adapters' tensors, all that the server reads.
+    """
+
+    version: int
+    names: Mapping[str, str]
+    nbytes: int
+
+
+class AdapterTransfer:
+    """Adapters on a vLLM server that was started with ``--enable-lora``; only their tensors are sent.
+
+    Every version of an adapter has a name of its own on the server, ``NAME-vVERSION``: vLLM keeps cached keys and
+    values by that name, and running requests finish with the version that they began with.  A version is a directory
+    in peft's format, which the server reads, so trainer and server share a file system.
+
+    Args:
+        server: the URL of a server started with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``, or a client with the methods
+            of :class:`~fsdp_runtime.sync.engine_client.EngineClient`.
+        directory: where the versions are written; the same on every rank, and visible to the server.
+        adapters: the names of the adapters in the ``PeftModel``.
+        name: the first part of the names on the server; of several adapters their own name follows.
+        keep: versions that the server holds at once; it needs ``--max-loras`` of one more per adapter.
+        timeout_s: seconds after which a call to the server fails.
+
+    Raises:
+        OptionError: the URL is none, ``adapters`` are none, or ``keep`` or ``timeout_s`` is not positive.
+
+    Example:
+        >>> from fsdp_runtime.sync import AdapterTransfer
+        >>> transfer = AdapterTransfer("http://127.0.0.1:9", "adapters", timeout_s=0.1)
+        >>> transfer.served("default", 3)
+        'policy-v3'
+    """
+
+    def __init__(
+        self,
+        server: Any,
+        directory: str | os.PathLike[str],
+        *,
+        adapters: Sequence[str] = ("default",),
+        name: str = "policy",
+        keep: int = 1,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if isinstance(adapters, str) or not adapters or len(set(adapters)) < len(adapters):
+            raise OptionError(
+                f"adapters={adapters!r}: give a tuple of different names of adapters, such as ('default',)"
+            )
+        if keep < 1 or timeout_s <= 0:
+            raise OptionError(f"keep={keep}, timeout_s={timeout_s}: give positive numbers")
+        self.client = EngineClient(server, timeout_s=timeout_s) if isinstance(server, str) else server
+        # The path is resolved by the server's process, which has a working directory of its own.
+        self._directory = Path(os.path.abspath(require_path("directory", directory)))
+        self._adapters, self._name, self._keep = tuple(adapters), name, keep
+        self._versions: list[int] = []  # on the server, the newest last
+
+    def served(self, adapter: str, version: int) -> str:
+        """Return the server's name of a version of an adapter."""
+        return f"{self._name}-v{version}" if len(self._adapters) == 1 else f"{self._name}-{adapter}-v{version}"
+
+    def send(self, model: nn.Module, version: int | None = None, *, group: ProcessGroup | None = None) -> AdapterReport:
+        """Publish the present adapters; collective over the world, whose rank 0 talks to the server.
+
+        Args:
+            model: the ``PeftModel``, plain or parallelized.
+            version: larger than the last; by default the one after, from 1 on.
+            group: of all ranks, for messages between hosts; ``None`` for the default group.
+
+        Raises:
+            OptionError: vLLM would read an adapter otherwise than peft, the model has no such adapter, or the version
+                is not larger than the last.
+            WeightSyncError: the server did not take an adapter, on every rank; it serves the earlier versions.
+        """
+        last = self._versions[-1] if self._versions else 0
+        version = last + 1 if version is None else version
+        if version <= last:
+            raise OptionError(f"version={version}: the server has version {last}; give a larger one")
+        for adapter in self._adapters:
+            require_servable(model, adapter)
+        entries, nbytes = state_entries(model), 0
+        for adapter in self._adapters:
+            tensors = saved_tensors(model, entries, adapter, embeddings=False)
+            nbytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            save_adapter(model, self._directory / self.served(adapter, version), adapter=adapter)
+        names = {adapter: self.served(adapter, version) for adapter in self._adapters}
+        stacked = {adapter: _is_stacked(model, adapter) for adapter in self._adapters}
+        is_first = own_rank() == 0
+        on_every_rank(lambda: self._publish(names, stacked) if is_first else None, group)
+        self._versions.append(version)
+        on_every_rank(lambda: self._withdraw() if is_first else None, group)
+        del self._versions[: -self._keep]
+        return AdapterReport(version, names, nbytes)
+
+    def _publish(self, names: Mapping[str, str], stacked: Mapping[str, bool]) -> None:
+        """Load all adapters of a version, or none."""
+        loaded: list[str] = []
+        try:
+            for adapter, name in names.items():
+                self.client.load_adapter(name, str(self._directory / name), stacked=stacked[adapter])
+                loaded.append(name)
+        except WeightSyncError:
+            for name in loaded:
+                self.client.unload_adapter(name)
+            raise
+
+    def _withdraw(self) -> None:
+        """Unload the versions beyond ``keep``, and remove the files of those before."""
+        # vLLM reads the files of an adapter late: they outlive its unloading by one version.
+        for version in self._versions[: -self._keep]:
+            for adapter in self._adapters:
+                self.client.unload_adapter(self.served(adapter, version))
+                shutil.rmtree(self._directory / self.served(adapter, version - 1), ignore_errors=True)
+
+
+def require_servable(model: Any, adapter: str) -> None:
+    """Raise :class:`OptionError` unless vLLM computes with an adapter what peft does.
+
+    vLLM reads two factors a layer and one scaling of all layers, ``lora_alpha / r``; the two stacked parameters of
+    experts are ``experts.base_layer`` (gate and up) and ``experts`` (down).
+    """
+    if not is_peft_model(model) or adapter not in model.peft_config:
+        raise OptionError(f"{type(model).__name__} has no adapter {adapter!r}: pass the PeftModel and one of its names")
+    config = model.peft_config[adapter]
+    problems = [] if str(getattr(config.peft_type, "value", config.peft_type)) == "LORA" else [f"is {config.peft_type}"]
+    problems += [f"has {name}={value!r}" for name in _BEYOND_FACTORS if (value := getattr(config, name, None))]
+    if getattr(config, "bias", "none") != "none":
+        problems.append(f"trains biases (bias={config.bias!r})")
+    if not problems:
+        problems = _unlike_peft(model, adapter, config)
+    if problems:
+        raise OptionError(
+            f"adapter {adapter!r} {problems[0]}, which vLLM does not read from an adapter: send merged weights "
+            "(stream_weights, WeightTransfer), or train an adapter of plain LoRA on linear layers"
+        )
+
+
+def _unlike_peft(model: Any, adapter: str, config: Any) -> list[str]:
+    scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    problems, stacked = [], dict[str, str]()
+    for layer in lora_layers(base_model(model)):
+        wrapper: Any = layer.module
+        if adapter not in wrapper.lora_A:
+            continue
+        if not math.isclose(wrapper.scaling[adapter], scaling, rel_tol=1e-6):
+            problems.append(
+                f"scales {layer.path} by {wrapper.scaling[adapter]:g} and not by lora_alpha / r = {scaling:g}"
+            )
+        if layer.path.rpartition(".")[2] in ("lm_head", "embed_tokens") or wrapper.lora_embedding_A:
+            problems.append(f"adapts {layer.path}")
+        if layer.matrix is not None:
+            problems.append(f"adapts the parameter {layer.matrix}")
+        if layer.parameter is not None:
+            stacked[layer.path] = layer.parameter
+    for path, parameter in stacked.items():
+        is_inner, both = path.endswith(".base_layer"), {path, path.removesuffix(".base_layer")}
+        pair = "down_proj" if is_inner else "gate_up_proj"
+        partner = (both - {path}).pop() if is_inner else f"{path}.base_layer"
+        if parameter == pair or stacked.get(partner) != pair:
+            problems.append(f"adapts {path}.{parameter} without {pair} in the order of vLLM")
+    return problems
+
+
+def _is_stacked(model: Any, adapter: str) -> bool:
+    layers = lora_layers(base_model(model))
+    return any(layer.parameter is not None and adapter in layer.module.lora_A for layer in layers)  # type: ignore[operator]
