@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fsdp_runtime import FsdpRuntimeError, OptionError, stream_weights
@@ -126,7 +127,8 @@ def build(folder: Path, axes: dict[str, int] | None, *, output: Path, **given: A
     trl = importlib.import_module("trl.experimental.async_grpo")
     attend_without_a_kernel()
     module: Any = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
-    module.VLLMClient = lambda url, timeout: None  # wants requests, and is not asked anything here
+    client = given.pop("client", None)  # of TRL wants requests; ``None`` where it is not asked anything
+    module.VLLMClient = lambda url, timeout: client
     if axes is None:
         module.get_peak_flops_per_device = lambda accelerator, dtype: None  # TRL's asks CUDA for its name
     options = {
@@ -214,6 +216,73 @@ def test_an_adapter_is_sent_merged(
         assert all(torch.allclose(ours[name], theirs[name], atol=2e-5) for name in ours)
         changed |= {name.split(".")[-2] for name in ours if not torch.equal(ours[name], weights[0][name])}
     assert changed == {"q_proj", "down_proj"}
+
+
+class LoraClient:
+    """TRL's client of a server with adapters, which reads each as it is loaded."""
+
+    def __init__(self, **lora_config: int) -> None:
+        self.lora_config = {"max_lora_rank": 8, "max_loras": 6, **lora_config}
+        self.calls: list[str] = []
+        self.adapters: dict[str, dict[str, Tensor]] = {}
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"lora_config": self.lora_config, "parallel_config": {"data_parallel_size": 1}}
+
+    def load_lora_adapter(self, name: str, path: str) -> None:
+        assert (Path(path) / "adapter_config.json").exists()
+        self.adapters[name] = load_file(Path(path) / "adapter_model.safetensors")
+        self.calls.append(f"load {name}")
+
+    def unload_lora_adapter(self, name: str) -> None:
+        self.calls.append(f"unload {name}")
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def wait_for_server_ready(self) -> None:
+        self.calls.append("ready")
+
+
+def _published(folder: Path, output: Path, axes: dict[str, int] | None, **given: Any) -> Any:
+    client = LoraClient()
+    lora = _lora(**given.pop("lora", {}))
+    options = {"weight_transfer": None, "peft_config": lora, "learning_rate": 0.1, "max_staleness": 1, "client": client}
+    trainer = build(folder, axes, output=output, **options, **given)
+    is_alone = bool(trainer._lora_sync)
+    if is_alone:
+        trainer.train()
+    return is_alone, client.calls, client.adapters, trainer.rollout_worker and trainer.rollout_worker.versions
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_an_adapter_is_published_alone_where_the_server_takes_it(
+    two_ranks: RankPool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axes: dict[str, int]
+) -> None:
+    (alone, calls, adapters, versions), other = two_ranks.run(_published, folder, tmp_path / "mesh", axes, timeout=400)
+    module = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
+    monkeypatch.setattr(module, "get_peft_model", adapted_as_on_a_mesh)
+    expected = _published(folder, tmp_path / "alone", None)
+    assert (alone, calls, versions) == (True, expected[1], [1, 2, 3, 4])
+    assert other == (True, [], {}, None)  # the other rank talks to no server
+    assert calls[-3:] == ["load trl-policy-v4", "resume", "unload trl-policy-v2"]
+    assert adapters.keys() == expected[2].keys() == {f"trl-policy-v{version}" for version in (1, 2, 3, 4)}
+    for name, tensors in adapters.items():
+        assert tensors.keys() == expected[2][name].keys()
+        assert all(torch.allclose(tensors[key], expected[2][name][key], atol=2e-5) for key in tensors)
+    assert not all(torch.equal(adapters["trl-policy-v1"][key], adapters["trl-policy-v4"][key]) for key in tensors)
+    left = {path.name for path in (tmp_path / "mesh" / ".vllm_lora").iterdir()}
+    assert left == {path.name for path in (tmp_path / "alone" / ".vllm_lora").iterdir()}
+
+
+def test_an_adapter_that_vllm_scales_otherwise_is_sent_merged(
+    two_ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    scaled = {"alpha_pattern": {"q_proj": 3}}
+    assert [alone for alone, *_ in two_ranks.run(_published, folder, tmp_path, {"tp": 2}, lora=scaled)] == [False] * 2
 
 
 def test_all_ranks_end_with_the_epoch(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
