@@ -11,7 +11,7 @@ Full tensors, gathered on the trainer:
 ``send_weights``      broadcast, a bucket at a time; ``flatten_bucket`` and ``unflatten_bucket``: its bytes
 ``WeightSource``      the same weights as vLLM's trainer engines ask for them
 ``WeightTransfer``    updates of a vLLM server by either way, as TRL's AsyncGRPOTrainer asks for them
-``AdapterTransfer``   adapters alone, as versions that a vLLM server reads; ``AdapterReport`` says how many bytes
+``AdapterTransfer``   adapters alone, as versions that a vLLM server reads
 
 Shards to shards, without a full tensor:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
-from fsdp_runtime.sync.adapter_transfer import AdapterReport, AdapterTransfer
+from fsdp_runtime.sync.adapter_transfer import AdapterTransfer
 from fsdp_runtime.sync.broadcast import flatten_bucket, send_weights, unflatten_bucket
 from fsdp_runtime.sync.digests import digest, digest_layout, verify_transfer
 from fsdp_runtime.sync.execute import execute_transfer
@@ -17,7 +17,6 @@ from fsdp_runtime.sync.weight_transfer import WeightTransfer
 from fsdp_runtime.weights.stream import WeightExport
 
 __all__ = [
-    "AdapterReport",
     "AdapterTransfer",
     "ModelShards",
     "Quantization",
