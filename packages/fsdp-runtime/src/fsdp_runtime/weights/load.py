@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +42,8 @@ from fsdp_runtime.sharded.shard_offsets import require_layouts
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 from fsdp_runtime.weights.messages import EXCHANGED_BYTES
-from fsdp_runtime.weights.naming import WeightMap, map_weights
+from fsdp_runtime.weights.naming import WeightMap
+from fsdp_runtime.weights.new_modules import deviation, how_to_load, initial_value, map_into, submodule
 from fsdp_runtime.weights.read_blocks import BlockReader
 from fsdp_runtime.weights.read_plan import plan_reads
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
@@ -82,6 +82,7 @@ def load_weights(
     readers: Literal["host", "job"] = "host",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     new_modules: Mapping[str, float] | None = None,
+    prefix: str = "",
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
@@ -108,8 +109,10 @@ def load_weights(
             that is slower than the network between hosts.
         bucket_bytes: the most bytes that a rank holds for others, and reads ahead for them.
         new_modules: modules that the checkpoint may lack, such as the head of a critic that starts from a language
-            model: by path the standard deviation with which their weights are drawn; vectors are zero.  The values
-            follow from the names, so that they are the same on any mesh.
+            model: by path the standard deviation with which their weights are drawn; weights of norms are one, and
+            other vectors zero.  The values follow from the names, so that they are the same on any mesh.
+        prefix: path of the module that the checkpoint is of, such as ``"policy"`` for a module of yours that holds a
+            language model under this name; the modules beside it belong into ``new_modules``.
 
     Returns:
         The number of tensors loaded, the bytes that this rank read, sent and received, and the names that the model
@@ -118,9 +121,10 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing, truncated or corrupt, the index names one outside its directory, or another
             process replaced the checkpoint while ranks opened it, or wrote to its files while they were read.
-        OptionError: the path is empty, ``readers`` unknown, ``bucket_bytes`` not positive, or one of these two,
-            ``training`` or ``new_modules`` not the same on every rank.
-        MismatchError: tensors are missing or of another shape, all listed; or the checkpoint has several tensors for
+        OptionError: the path is empty, ``readers`` unknown, ``bucket_bytes`` not positive, ``prefix`` or a path of
+            ``new_modules`` not of a module, or one of these options or ``training`` not the same on every rank.
+        MismatchError: tensors are missing or of another shape, all listed, with the ``new_modules`` or ``prefix`` that
+            would load the others; or the checkpoint has several tensors for
             one tied tensor of the model, and their values differ.
         ConversionError: tensors to be fused, merged or split for the model do not fit together, or the model's weights
             are quantized.
@@ -152,19 +156,25 @@ def load_weights(
                 "bucket_bytes": bucket_bytes,
                 "training": training,
                 "new_modules": {**(new_modules or {})},
+                "prefix": prefix,
             }
+            inner = submodule(base_model(model), "prefix", prefix)
+            for each in new_modules or {}:
+                submodule(base_model(model), "new_modules", each)
         require_equal_on_all(step.values)
         checkpoint, places = open_on_all(path, ranks)
         with checkpoint:
             with raise_on_all(ranks) as matched:
                 base_entries = base_state_entries(model, entries)
                 require_layouts({entry.names[0]: entry.tensor for entry in base_entries})
-                weights = _match(
-                    model, base_entries, checkpoint, strict=strict, warn=ranks.is_first, new=new_modules or {}
-                )
+                require_materialized_adapters(model)
+                require_unquantized(base_entries)
+                weights = map_into(base_model(model), prefix, base_entries, checkpoint.tensors)
+                _require_match(model, base_entries, weights, checkpoint, new_modules or {})
+                _report_others(base_entries, weights, strict=strict, warn=ranks.is_first)
                 sources = _ValueSources(weights, checkpoint)
-                folder = checkpoint.folder or source_folder(base_model(model))
-                settings = read_generation_settings(folder) if folder and generates(base_model(model)) else None
+                folder = checkpoint.folder or source_folder(inner)
+                settings = read_generation_settings(folder) if folder and generates(inner) else None
                 matched.value = list(_differing_ties(base_entries, sources)), settings
             _require_equal_ties([tie for ties, _ in matched.values.values() for tie in ties])
             with raise_on_all(ranks):
@@ -177,10 +187,10 @@ def load_weights(
             with raise_on_all(ranks):
                 for entry in present:
                     if weights.name_of(entry) is None:
-                        fill_from(entry.tensor, _drawn(entry, new_modules or {}))
+                        fill_from(entry.tensor, initial_value(base_model(model), entry, new_modules or {}))
                 checkpoint.require_unchanged()
-    remember_rules(base_model(model), weights.rules)
-    adopt(base_model(model), folder, matched.values[ranks.global_first][1])
+    remember_rules(inner, weights.rules)
+    adopt(inner, folder, matched.values[ranks.global_first][1])
     if training is not None:
         model.train(training)
     return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected), sent, received)
@@ -234,31 +244,33 @@ def filled_in_blocks(
     return in_blocks, others
 
 
-def _match(
+def _require_match(
     model: nn.Module,
     entries: Sequence[StateEntry],
+    weights: WeightMap,
     checkpoint: HubCheckpoint,
-    *,
-    strict: bool,
-    warn: bool,
     new: Mapping[str, float],
-) -> WeightMap:
-    """Return the origin of every tensor of the model, checked from headers alone."""
-    require_materialized_adapters(model)
-    require_unquantized(entries)
-    weights = map_weights(base_model(model), entries, checkpoint.tensors)
-    problems = [
-        problem
+) -> None:
+    """Compare the checkpoint with the model, from headers alone."""
+    problems = {
+        entry.names[0]: problem
         for entry in entries
         if (problem := _problem(entry, weights, checkpoint)) is not None
-        and (weights.name_of(entry) is not None or _deviation(entry, new) is None)
-    ]
-    drawn = [entry.names[0] for entry in entries if weights.name_of(entry) is None]
-    if drawn and not problems and warn:
-        logger.warning("the checkpoint lacks %s: initial values are drawn", ", ".join(drawn))
+        and (weights.name_of(entry) is not None or deviation(entry, new) is None)
+    }
     if problems:
-        listed = "\n  ".join(problems)
-        raise MismatchError(f"the checkpoint does not fit the model in {len(problems)} tensors:\n  {listed}")
+        lacking = {entry.names[0] for entry in entries if weights.name_of(entry) is None}
+        missing = [name for name in problems if name in lacking]
+        listed = "\n  ".join(problems.values())
+        fix = how_to_load(base_model(model), entries, missing, checkpoint.tensors, new)
+        raise MismatchError(f"the checkpoint does not fit the model in {len(problems)} tensors:\n  {listed}{fix}")
+
+
+def _report_others(entries: Sequence[StateEntry], weights: WeightMap, *, strict: bool, warn: bool) -> None:
+    """Warn of tensors that are drawn or left over; refuse the latter if the load is strict."""
+    drawn = [entry.names[0] for entry in entries if weights.name_of(entry) is None]
+    if drawn and warn:
+        logger.warning("the checkpoint lacks %s: initial values are drawn", ", ".join(drawn))
     if weights.unexpected:
         listed = ", ".join(weights.unexpected)
         message = f"the checkpoint has {len(weights.unexpected)} tensors that the model lacks: {listed}"
@@ -266,7 +278,6 @@ def _match(
             raise MismatchError(f"{message}; pass strict=False to load the others")
         if warn:
             logger.warning("%s", message)
-    return weights
 
 
 #: Dtypes of floating-point weights that are not quantized.
@@ -293,22 +304,6 @@ def _problem(entry: StateEntry, weights: WeightMap, checkpoint: HubCheckpoint) -
             "dequantize the checkpoint first"
         )
     return None
-
-
-def _deviation(entry: StateEntry, new: Mapping[str, float]) -> float | None:
-    """Return the standard deviation of a tensor of a new module, ``None`` for one of any other."""
-    inside = (std for path, std in new.items() for name in entry.names if name.startswith(f"{path}."))
-    return next(inside, None)
-
-
-def _drawn(entry: StateEntry, new: Mapping[str, float]) -> Tensor:
-    """Return initial values that follow from the tensor's name, in full."""
-    digest = hashlib.blake2b(entry.names[0].encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
-    value = torch.zeros(entry.tensor.shape)
-    if value.ndim > 1:
-        value.normal_(std=_deviation(entry, new) or 0.0, generator=generator)
-    return value
 
 
 #: Elements of a tied tensor that are compared at a time.

@@ -1,0 +1,149 @@
+"""Modules that a checkpoint lacks: a module around the model that it is of, and heads with initial values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime._transformers_compat.conversions import Conversion
+from fsdp_runtime._transformers_compat.models import is_transformers_model
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.state import StateEntry
+from fsdp_runtime.weights.hub_checkpoint import HubTensor
+from fsdp_runtime.weights.naming import WeightMap, map_weights
+
+#: The standard deviation that is suggested for a model without a config; transformers' default.
+_DEVIATION = 0.02
+
+
+def submodule(model: nn.Module, option: str, path: str) -> nn.Module:
+    """Return the module at a path that an option names."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        heads = ", ".join(name for name, _ in model.named_children())
+        raise OptionError(
+            f"{option}: {type(model).__name__} has no module {path!r}; write a path such as {heads}"
+        ) from error
+
+
+def map_into(
+    model: nn.Module, prefix: str, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]
+) -> WeightMap:
+    """Match a checkpoint's tensors with those of the module at ``prefix``, under their names in the model."""
+    if not prefix:
+        return map_weights(model, entries, stored)
+    start = f"{prefix}."
+    inside = []
+    for entry in entries:
+        if names := tuple(name.removeprefix(start) for name in entry.names if name.startswith(start)):
+            inside.append(replace(entry, names=names))
+    weights = map_weights(model.get_submodule(prefix), inside, stored)
+    conversions: dict[int, Conversion] = {}
+
+    def renamed(conversion: Conversion) -> Conversion:
+        def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {f"{start}{name}": tensor for name, tensor in conversion.run(tensors).items()}
+
+        return conversions.setdefault(id(conversion), replace(conversion, run=run))  # one for all of its outputs
+
+    origins = {
+        f"{start}{name}": replace(origin, conversion=origin.conversion and renamed(origin.conversion))
+        for name, origin in weights.by_model_name.items()
+    }
+    return replace(weights, by_model_name=origins)
+
+
+def deviation(entry: StateEntry, new: Mapping[str, float]) -> float | None:
+    """Return the standard deviation of a tensor of a new module, ``None`` for one of any other."""
+    inside = (std for path, std in new.items() for name in entry.names if name.startswith(f"{path}."))
+    return next(inside, None)
+
+
+def initial_value(model: nn.Module, entry: StateEntry, new: Mapping[str, float]) -> Tensor:
+    """Return initial values that follow from the tensor's name, in full."""
+    name = entry.names[0]
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+    value = torch.zeros(entry.tensor.shape)
+    owner, _, attribute = name.rpartition(".")
+    if value.ndim > 1:
+        value.normal_(std=deviation(entry, new) or 0.0, generator=generator)
+    elif attribute == "weight" and "norm" in type(model.get_submodule(owner)).__name__.lower():
+        value.fill_(1)
+    return value
+
+
+def how_to_load(
+    model: nn.Module,
+    entries: Sequence[StateEntry],
+    missing: Sequence[str],
+    stored: Mapping[str, HubTensor],
+    new: Mapping[str, float],
+) -> str:
+    """Return the call that would load a checkpoint which lacks tensors, as the end of an error, or nothing."""
+    names = [entry.names[0] for entry in entries]
+    prefix = next((path for path in _inner_models(model) if _fills(model, path, entries, missing, stored)), "")
+    if prefix:
+        missing = [name for name in names if not name.startswith(f"{prefix}.")]
+    elif 2 * len(missing) > len(names):
+        return _around_checkpoint(missing, stored)
+    heads = dict.fromkeys(_missing_module(name, names, missing) for name in missing)
+    if any(part.isdigit() for head in heads for part in head.split(".")) or "" in heads:
+        return ""  # a part of a block: the checkpoint is incomplete
+    std = getattr(getattr(submodule(model, "prefix", prefix), "config", None), "initializer_range", _DEVIATION)
+    drawn = {**new, **dict.fromkeys(heads, std)}
+    if not missing and not prefix:
+        return ""
+    arguments = ", ".join([f"prefix={prefix!r}"] * bool(prefix) + [f"new_modules={drawn!r}"] * bool(drawn))
+    of = f"the checkpoint is of the module {prefix!r} of this model" if prefix else "the checkpoint lacks these modules"
+    return f"\n{of}: write load_weights(model, checkpoint, {arguments}); values of new modules are drawn"
+
+
+def _inner_models(model: nn.Module) -> list[str]:
+    """Return the paths of models of transformers inside of a module, the outermost alone."""
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        if path and is_transformers_model(module) and not any(path.startswith(f"{outer}.") for outer in paths):
+            paths.append(path)
+    return paths
+
+
+def _fills(
+    model: nn.Module,
+    prefix: str,
+    entries: Sequence[StateEntry],
+    missing: Sequence[str],
+    stored: Mapping[str, HubTensor],
+) -> bool:
+    """Return whether the checkpoint fills all of the module at ``prefix``, and nothing of it without the prefix."""
+    inside = [entry for entry in entries if any(name.startswith(f"{prefix}.") for name in entry.names)]
+    if not inside or not {entry.names[0] for entry in inside} <= {*missing}:
+        return False
+    weights = map_into(model, prefix, entries, stored)
+    return all(weights.name_of(entry) is not None for entry in inside)
+
+
+def _missing_module(name: str, names: Sequence[str], missing: Sequence[str]) -> str:
+    """Return the outermost module of a tensor that the checkpoint lacks in full, at least the tensor's own."""
+    path = name.rpartition(".")[0]
+    lacking = {*missing}
+    while (outer := path.rpartition(".")[0]) and all(each in lacking for each in names if each.startswith(f"{outer}.")):
+        path = outer
+    return path
+
+
+def _around_checkpoint(missing: Sequence[str], stored: Mapping[str, HubTensor]) -> str:
+    """Return the prefix under which a checkpoint has the model's tensors, as the end of an error, or nothing."""
+    ends = (name.removesuffix(missing[0]) for name in stored if name.endswith(f".{missing[0]}"))
+    prefix = next((start for start in ends if all(f"{start}{name}" in stored for name in missing)), "")
+    if not prefix:
+        return ""
+    return (
+        f"\nthe checkpoint has these tensors below {prefix!r}: it was saved from a module around this model. Save the "
+        f"inner model with save_weights(module.{prefix.removesuffix('.')}, directory), and load that"
+    )
