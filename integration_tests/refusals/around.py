@@ -152,6 +152,12 @@ def _stale() -> None:
         optimizer.step()
 
 
+def _unloaded() -> None:
+    model = _llama().to("meta")
+    with parallelized(model, TP):
+        torch.optim.AdamW(model.parameters()).step()
+
+
 #: Arguments of a trainer that ask for nothing.
 NOTHING: dict[str, Any] = {
     **dict.fromkeys(("fsdp", "deepspeed", "parallelism_config", "fp16", "fp16_full_eval", "bf16_full_eval")),
@@ -261,6 +267,7 @@ CASES: Provocations = {
     },
     "fsdp_runtime/steps/guards/optimizers.py": {
         "parameters are shards": lambda: _called(lambda model: torch.optim.Rprop(model.parameters()).step(), TP),
+        "are on the meta device": _unloaded,
         "takes no DTensors": lambda: _called(lambda model: torch.optim.SGD(model.parameters(), fused=True).step(), TP),
     },
     "fsdp_runtime/steps/guards/replaced_parameters.py": {"parallelize has replaced by shards": _stale},

@@ -107,7 +107,11 @@ def save_weights(
     asynchronous: bool = False,
     if_saving: IfSaving = "wait",
 ) -> SaveReport | SaveFuture[SaveReport]:
-    """Save a model as safetensors, with its ``config.json`` and ``generation_config.json``, if it has them.
+    """Save a model as safetensors, with its configs and the files of the checkpoint that it was loaded from.
+
+    These are ``config.json``, ``generation_config.json``, the files of the tokenizer and of the processor, and the code
+    of a class that was loaded with ``trust_remote_code``.  The checkpoint's folder is the one that :func:`load_weights`
+    or ``from_pretrained`` has read.  A tokenizer is not copied if the vocabulary was resized; a warning says so.
 
     Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  Every rank writes its
     own blocks to their places in the files; blocks that interleave there, such as the columns of ``tp``, are exchanged
@@ -121,8 +125,8 @@ def save_weights(
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-        directory: the same on every rank; created if it does not exist; other files in it, such as a tokenizer's, are
-            kept.
+        directory: the same on every rank; created if it does not exist; other files in it are kept, and so is a
+            tokenizer or a processor that was saved there.
         max_shard_bytes: bytes of a file, as transformers' ``max_shard_size``; a larger tensor has a file of its own.
         bucket_bytes: the most bytes that a rank holds for exchanges; also of full tensors that are gathered together.
         dtype: round floating-point tensors to this dtype, after adapters were merged, and write it to the config.
@@ -151,6 +155,7 @@ def save_weights(
             ``names``, ``writers`` or ``if_saving`` unknown, the directory empty or not seen by one rank, an option
             other than ``if_saving`` not the same on every rank, or an earlier save still being written with
             ``if_saving="raise"``.
+        ModelError: tensors are on the meta device.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on a rank that cannot write; the directory's old contents stay in effect, unless only the wait for the
             last rename to reach the disk failed.
