@@ -27,6 +27,7 @@ from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.setup import Meshes
 from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects
+from fsdp_runtime.sharded.initial_values import has_values
 from fsdp_runtime.step import Step
 
 _PACKAGES = ("torch", "transformers", "peft", "tp-plans", "fsdp-runtime")
@@ -42,6 +43,8 @@ _UNREAD = (
 )
 #: An entry that a forward with labels fills in where it is ``None``.
 _FILLED_IN = "problem_type"
+#: The entry that says whether a rank's model has data.
+_VALUES = "values"
 #: Differences in a message, characters of a value, and characters before its first difference.
 _SHOWN, _LENGTH, _LEAD = 4, 80, 40
 
@@ -49,22 +52,28 @@ _SHOWN, _LENGTH, _LEAD = 4, 80, 40
 Description = dict[str, dict[str, str]]
 
 
-def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> None:
-    """Raise on every rank of the meshes unless all were given the same model and options; values are not compared."""
+def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> tuple[ProcessGroup, ...]:
+    """Raise on every rank of the meshes unless all were given the same model and options.
+
+    Return the groups over which values are to be compared: none where every tensor of every rank is on the meta device.
+    """
     # One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
-    groups = list(_groups(meshes))
+    groups = list(_groups(meshes.fsdp, meshes.cp, meshes.tp, meshes.ep, meshes.expert_fsdp))
     if not groups:
-        return
+        return ()
     ranks = ModelRanks(groups)
     own = _describe(model, meshes, steps)
     digests = {part: blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest() for part, lines in own.items()}
-    by_rank = all_gather_objects(ranks, digests)
+    by_rank = all_gather_objects(ranks, {**digests, _VALUES: has_values(model)})
+    # Ranks of ``cp`` are part of FSDP2's, and ``ep`` divides the same ranks.
+    disjoint = _groups(meshes.cp if meshes.fsdp is None else meshes.fsdp, meshes.tp)
+    of_values = tuple(disjoint) if any(each[_VALUES] for each in by_rank.values()) else ()
     differing = [part for part in own if len({each[part] for each in by_rank.values()}) > 1]
     if not differing:
-        return
+        return of_values
     found = _differences(all_gather_objects(ranks, {part: own[part] for part in differing}), differing)
     if not found:
-        return
+        return of_values
     of_model = any(each.startswith(("model", "module", "parameter", "buffer", "config")) for each in found)
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise (ModelError if of_model else OptionError)(
@@ -73,8 +82,8 @@ def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) 
     )
 
 
-def _groups(meshes: Meshes) -> Iterator[ProcessGroup]:
-    for mesh in (meshes.fsdp, meshes.cp, meshes.tp, meshes.ep, meshes.expert_fsdp):
+def _groups(*meshes: DeviceMesh | None) -> Iterator[ProcessGroup]:
+    for mesh in meshes:
         for group in [] if mesh is None else mesh.get_all_groups():
             if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
                 yield group

@@ -42,6 +42,10 @@ def parallelize(
     the short form below, or the step of ``fsdp_runtime.steps`` that it stands for, with all options of that step:
     ``context_parallel=ContextParallel("ring", load_balancer=None)``.
 
+    Values that ranks hold differently are taken from the first rank of the mesh, as ``DistributedDataParallel`` does,
+    with one warning that names them.  A refusal would stop the usual case, a new head that each rank drew from its own
+    seed, although any of these draws is as good.  One digest per tensor is compared, and nothing on the meta device.
+
     Args:
         model: the model, on the meta device (call ``load_weights`` afterwards) or with data, the same on every rank.
         mesh: from ``MeshSpec(...).build()`` or ``adopt_mesh(...)``, or any mesh with those axis names.

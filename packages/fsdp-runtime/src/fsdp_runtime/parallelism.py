@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,6 +23,7 @@ from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.model.unloaded import refuse_until_loaded
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Meshes, ModelFacts, Setup
+from fsdp_runtime.sharded.initial_values import take_first_values
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, recomputes
 from fsdp_runtime.steps.compile import Compile
@@ -61,10 +63,12 @@ class Parallelism:
     Args:
         setup: the model's structure, the meshes and the checked plan.
         steps: the steps in order, each with what its check found.
+        groups: this rank's group on each axis, over which the values of tensors are compared.
     """
 
     setup: Setup
     steps: tuple[tuple[Step, Any], ...]
+    groups: tuple[ProcessGroup, ...] = ()
 
     @property
     def structure(self) -> ModelStructure:
@@ -95,11 +99,12 @@ class Parallelism:
         )
 
     def apply(self, model: nn.Module) -> None:
-        """Apply the steps in order and in place.
+        """Apply the steps in order and in place, to the values that the mesh's first rank holds.
 
         Args:
             model: the model that was resolved.
         """
+        take_first_values(model, self.groups)
         with carry_over_parameters(model):
             for step, found in self.steps:
                 step.prepare(model, self.setup, found)
@@ -156,7 +161,7 @@ def resolve_steps(
     """Resolve and check steps, in any order, against a model on one mesh per axis; change nothing."""
     # ``allow_dtensors`` accepts parameters that are DTensors already, unless a plan is to be applied.
     given = list(steps)
-    require_same_setup(model, meshes, given)
+    groups = require_same_setup(model, meshes, given)
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_fresh(model, plain=not allow_dtensors or meshes.tp is not None)
@@ -169,7 +174,7 @@ def resolve_steps(
     setup = Setup(facts=ModelFacts.of(model), meshes=meshes, steps=in_order)
     for step in in_order:
         setup = step.resolve(setup)
-    return Parallelism(setup, tuple((step, step.check(setup)) for step in in_order))
+    return Parallelism(setup, tuple((step, step.check(setup)) for step in in_order), groups)
 
 
 def _place(step: Step) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.setup import Setup
-from fsdp_runtime.sharded.hashing import hash_bits
+from fsdp_runtime.sharded.hashing import hash_words
 from fsdp_runtime.step import Step
 from fsdp_runtime.wrap import hook_model
 
@@ -152,7 +152,7 @@ def _digest(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         return torch.tensor(crc32(f"{name} {value!r}".encode()), dtype=torch.int64)
     local = value.to_local() if isinstance(value, DTensor) else value
-    return hash_bits(local) + crc32(f"{name} {local.dtype} {tuple(local.shape)}".encode())
+    return hash_words(local) + crc32(f"{name} {local.dtype} {tuple(local.shape)}".encode())
 
 
 def _description(value: Any) -> str:
