@@ -100,7 +100,10 @@ def tiny_config(architecture: str, *, tied: bool = False, **changes: Any) -> Any
             return transformers.Qwen3MoeConfig(**{**_MIXTURE, **text})
         case "GptOssForCausalLM":
             return transformers.GptOssConfig(**{**_MIXTURE, "num_local_experts": 8, **text})
-    raise ValueError(f"no tiny config for {architecture}")
+    from coverage.shrink import tiny_fields
+
+    config_class = getattr(transformers, architecture).config_class
+    return config_class(**{**tiny_fields(config_class().to_dict()), "tie_word_embeddings": tied, **changes})
 
 
 def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> nn.Module:

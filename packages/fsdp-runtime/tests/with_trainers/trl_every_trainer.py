@@ -79,7 +79,7 @@ def test_they_are_with_experts_divided_over_ranks(
     assert differences(found, expected, figures) == {}
 
 
-@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO"])
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "RLOO", "GRPO", "GKD", "GMPO", "Distillation"])
 def test_they_are_with_sequences_divided_over_ranks(
     four_ranks: RankPool, dense: Path, tmp_path: Path, name: str
 ) -> None:

@@ -232,20 +232,9 @@ def _refusals(folder: Path, output: Path) -> list[str]:
         trainer.evaluate(rows(8))
     forget_accelerate()
     over_cp, mesh = model_on(folder, {"cp": 2})
-    try:
-        GRPOTrainer(
-            model=over_cp,
-            mesh=mesh,
-            args=trl.GRPOConfig(**base),
-            reward_funcs=reward,
-            train_dataset=rows(),
-            rollout_func=made_up,
-        )
-    except OptionError as error:
-        if "not covered on cp=2" not in str(error):
-            failures.append(str(error))
-    else:
-        failures.append("cp: accepted")
+    given = {"args": trl.GRPOConfig(**base), "reward_funcs": reward, "train_dataset": rows(), "tools": [max]}
+    with pytest.raises(OptionError, match="every rank of cp=2"):
+        GRPOTrainer(model=over_cp, mesh=mesh, **given)
     return failures
 
 

@@ -39,3 +39,19 @@ def use_attention(
         # A model whose attention does not use AttentionInterface builds its masks through AttentionMaskInterface, by
         # the name in its config, but set_attn_implementation leaves that name as it is and only logs a warning.
         text._attn_implementation = name
+
+
+def attend_alone(implementation: Any, *args: Any, **options: Any) -> Any:
+    """Compute attention by an implementation's function, or a module's own one, as without a mesh."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if callable(implementation):
+        return implementation(*args, **{name: value for name, value in options.items() if name != "is_causal"})
+    return ALL_ATTENTION_FUNCTIONS[implementation](*args, **options)
+
+
+def mask_alone(implementation: str, options: dict[str, Any]) -> Any:
+    """Build the mask of an implementation, as without a mesh."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**options)

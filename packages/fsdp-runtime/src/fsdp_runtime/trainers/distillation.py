@@ -3,31 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.steps.context.step import whole_rows
 from fsdp_runtime.trainers._trl_compat import DIVERGENCE, replaced
+from fsdp_runtime.trainers.full_rows import FullRows, part_of_rows
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
-from fsdp_runtime.trainers.trl_trainers import GeneratingMixin, TrlMixin, refuse_cp
+from fsdp_runtime.trainers.trl_trainers import GeneratingMixin, TrlMixin
 from tp_plans.runtime import plain_full_tensor
 
 
 class DistillationMixin(GeneratingMixin):
     """Let TRL's distillation trainer train on a mesh, with the divergence of the full vocabulary as it is sharded."""
 
-    def _get_last_hidden_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden = super()._get_last_hidden_state(*args, **kwargs)
+    _forward_redirection: Any
+    _rows: FullRows | None = None
+
+    def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, mesh=mesh, args=args, **kwargs)
+        if axis_size(mesh, "cp") > 1:
+            self._forward_redirection = partial(_redirected, self._forward_redirection)
+
+    def _get_last_hidden_state(
+        self, unwrapped_model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **media: Any
+    ) -> Tensor:
+        """Return the hidden states ``[batch, completion, features]``; under ``cp`` those of this rank's tokens."""
+        if axis_size(self.mesh, "cp") > 1:
+            trunk = base_model(unwrapped_model).base_model
+            given = {"input_ids": input_ids, "attention_mask": attention_mask, **media}
+            with part_of_rows(unwrapped_model, **given) as (self._rows, own):
+                hidden = trunk(**own).last_hidden_state
+        else:
+            hidden = super()._get_last_hidden_state(unwrapped_model, input_ids, attention_mask, logits_to_keep, **media)
         full: Tensor = plain_full_tensor(hidden, hidden.device_mesh) if isinstance(hidden, DTensor) else hidden
         return full
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced(type(self), {DIVERGENCE: divergence_loss}):
+        with replaced(type(self), {DIVERGENCE: self._divergence}):
             return super()._compute_loss(*args, **kwargs)
+
+    def _divergence(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return divergence_loss(*args, rows=self._rows, **kwargs)
+
+
+def _redirected(redirect: Any, wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a method within a model's forward, whose inputs it cuts itself."""
+    with whole_rows(wrapper):
+        return redirect(wrapper, *args, **kwargs)
 
 
 def divergence_loss(
@@ -40,19 +72,24 @@ def divergence_loss(
     *chunk_size: int,
     num_items_in_batch: Any = None,
     temperature: float = 1.0,
+    rows: FullRows | None = None,
     **heads: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what ``_chunked_divergence_loss`` of TRL does, from heads that may be sharded on the vocabulary.
 
     Hidden states are ``[batch, tokens, features]``, the same on every rank of ``tp``, and weights ``[vocab,
     features]``. ``beta`` is 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.  ``chunk_size`` is of TRL
-    before 1.15 and is not used; ``heads`` are bias, scale and soft cap of both heads, by TRL's names.
+    before 1.15 and is not used; ``heads`` are bias, scale and soft cap of both heads, by TRL's names.  With ``rows``
+    hidden states are those of this rank's tokens, prompts included.
 
     Returns the loss, the sum of the student's entropy without gradient, and the number of tokens that count.
     """
     student = _logits("student", student_hidden_states, student_lm_head_weight, heads)
     teacher = _logits("teacher", teacher_hidden_states, teacher_lm_head_weight, heads)
     valid = completion_mask != 0
+    number = valid.sum()
+    if rows is not None:  # the state before each token of a completion predicts it
+        valid = rows.shard(pad(valid, (rows.length - 1 - valid.shape[1], 1)))
     divergence = rl_logprobs().token_divergence(student, teacher, beta=beta, temperature=temperature, mask=valid)
     with torch.no_grad():
         statistics = rl_logprobs().linear_token_statistics(
@@ -65,9 +102,11 @@ def divergence_loss(
             softcap=student.softcap,
             temperature=temperature,
         )
-    number = valid.sum()
+        entropy = statistics.entropy.masked_fill(~valid, 0)
+    if rows is not None:
+        divergence, entropy = rows.gather(divergence), rows.gather(entropy)
     total = number.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return divergence.sum() / total, statistics.entropy.masked_fill(~valid, 0).sum(), number
+    return divergence.sum() / total, entropy.sum(), number
 
 
 def _logits(model: str, hidden: Tensor, weight: Tensor, heads: Mapping[str, Any]) -> Any:
@@ -105,7 +144,6 @@ class GKDMixin(TrlMixin):
     """
 
     def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
-        refuse_cp(mesh)
         if getattr(args, "teacher_model_init_kwargs", None):
             raise OptionError("teacher_model_init_kwargs: pass teacher_model as a model, sharded or not")
         super().__init__(model, mesh=mesh, args=args, **kwargs)
@@ -113,7 +151,9 @@ class GKDMixin(TrlMixin):
     def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         model, kwargs = super()._shard_models(model, kwargs)
         if isinstance(teacher := kwargs.get("teacher_model"), str):
-            kwargs = {**kwargs, "teacher_model": self._source.load(teacher, dtype="auto")}
+            teacher = self._source.load(teacher, dtype="auto")
+            self._adopt(teacher)
+            kwargs = {**kwargs, "teacher_model": teacher}
         return model, kwargs
 
     def generate_on_policy_outputs(self, model: Any, inputs: Any, generation_config: Any) -> tuple[Tensor, ...]:

@@ -7,7 +7,8 @@ each its own tokens' part of the gradient, which FSDP2 sums over ``cp``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from fsdp_runtime._transformers_compat.models import scores_rows
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.steps.context.sharding import SequenceLayout, padded
-from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
+from fsdp_runtime.steps.context.step import attention_of, inputs_of, under_context_parallelism
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.wrap import effects_of, hook_model
@@ -66,7 +67,24 @@ def take_full_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     hook_model(model, _EFFECT, partial(_before, attention_of(model)), _after, first=True)
 
 
+@contextmanager
+def part_of_rows(model: nn.Module, **inputs: Any) -> Iterator[tuple[FullRows, dict[str, Any]]]:
+    """Yield the rows of full ``inputs`` and what this rank gives to the trunk of a model, inside of its forward."""
+    complete = inputs_of(model)
+    was_whole, complete.attention.whole_rows = complete.attention.whole_rows, False
+    try:
+        _, inputs = _before(complete.attention, model, (), inputs)
+        rows = cast(FullRows, _rows.get())
+        yield rows, complete(model, (), inputs)[1]
+    finally:
+        complete.end()
+        complete.attention.whole_rows = was_whole
+        _rows.set(None)
+
+
 def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if attention.whole_rows:
+        return args, kwargs
     tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     if tokens is None:
         return args, kwargs  # the hook of context parallelism says what is missing

@@ -21,6 +21,7 @@ from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import axis_size, submesh
+from fsdp_runtime.steps.context.step import whole_rows
 from fsdp_runtime.steps.outputs.generation import full_logits
 from fsdp_runtime.trainers._trl_compat import (
     CHUNKED_HEAD,
@@ -134,9 +135,9 @@ class TrlMixin(MeshTrainerMixin):
 
     @contextmanager
     def _sampling(self, model: nn.Module) -> Iterator[None]:
-        """Sample with FSDP2's parameters gathered and plain logits, the same tokens on all ranks of ``tp``."""
+        """Sample full rows with FSDP2's parameters gathered and plain logits; ranks of ``tp`` and ``cp`` alike."""
         self.accelerator.share_random_state()
-        with torch.no_grad(), unsharded(model), full_logits(base_model(model)):
+        with torch.no_grad(), unsharded(model), full_logits(base_model(model)), whole_rows(model):
             yield
 
     def _from_first(self, values: list[Any]) -> list[Any]:
@@ -160,7 +161,8 @@ class GeneratingMixin(TrlMixin):
     """Let a trainer of TRL that samples completions, such as GRPO's, train on a mesh.
 
     Prompts are divided over ``dp``.  The ranks of one ``tp`` group generate the same completions together, with FSDP2's
-    parameters gathered meanwhile, and use the same rewards: those of the group's first rank.
+    parameters gathered meanwhile, and use the same rewards: those of the group's first rank.  So do the ranks of
+    ``cp``, each of which generates full rows, and scores and trains its own tokens.
 
     ``generation_batch_size`` is set to ``per_device_train_batch_size * steps_per_generation`` times the size of ``dp``.
     """
@@ -240,20 +242,11 @@ def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     for name, instead in refused.items():
         if getattr(args, name, False):
             raise OptionError(f"{name}=True cannot be used on a model that parallelize has sharded: {instead}")
-    tp = axis_size(mesh, "tp")
+    ways = {axis: size for axis in ("tp", "cp") if (size := axis_size(mesh, axis)) > 1}
     for name in ("tools", "environment_factory"):
-        if tp > 1 and kwargs.get(name):
-            raise OptionError(f"{name} would act once on every rank of tp={tp}: use a mesh with tp=1")
-    refuse_cp(mesh)
-
-
-def refuse_cp(mesh: DeviceMesh) -> None:
-    """Raise :class:`OptionError` where a trainer would sample on sequences that are divided over ranks."""
-    if (cp := axis_size(mesh, "cp")) > 1:
-        raise OptionError(
-            f"trainers that sample completions are not covered on cp={cp}, with an engine or without: a rank's cache "
-            "holds the keys of its own tokens; use cp=1, and more of tp or dp_shard"
-        )
+        if ways and kwargs.get(name):
+            axis, size = next(iter(ways.items()))
+            raise OptionError(f"{name} would act once on every rank of {axis}={size}: use a mesh with {axis}=1")
 
 
 def _generation_over_dp(args: Any, mesh: DeviceMesh) -> Any:

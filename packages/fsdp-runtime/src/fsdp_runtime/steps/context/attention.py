@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from fsdp_runtime._torch_compat import causal_bias, has_flash_attention
+from fsdp_runtime._transformers_compat.attention import attend_alone, mask_alone
 from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdpa_mask_between
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
@@ -54,6 +55,7 @@ class ContextAttention:
         packed_sequences: rows may hold several documents, so that a mask of padding is refused beside position ids.
         unmasked: a module that attends to later tokens and takes no mask of documents; ``""`` where there is none.
         packing: the documents of the current rows, for modules that run on full sequences.
+        whole_rows: every rank computes full rows alone, with caches; see ``whole_rows`` of ``step``.
 
     Example:
         >>> import torch
@@ -79,6 +81,7 @@ class ContextAttention:
     packed_sequences: bool = False
     unmasked: str = ""
     packing: CurrentDocuments = field(default_factory=CurrentDocuments)
+    whole_rows: bool = False
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _made_masks: bool = False  # in this forward
     #: By the length of a rank's part, in a forward that :meth:`begin` has announced.
@@ -159,6 +162,20 @@ class ContextAttention:
             ModelError: queries and keys differ in length, the module needs scores that torch's function cannot
                 compute, or this way cannot compute it.
         """
+        if self.whole_rows:
+            implementation = "sdpa" if self.eager is None else self.eager(type(module))
+            return attend_alone(
+                implementation,
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                is_causal=is_causal,
+                **options,
+            )
         if key.shape[2] != query.shape[2]:
             raise ModelError(
                 f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]}: only self-attention "
@@ -246,6 +263,9 @@ class ContextAttention:
             ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask; for another way than
             ``"allgather"`` a mask of which any block can be built.
         """
+        if self.whole_rows:
+            own = {"q_length": q_length, "mask_function": mask_function, "attention_mask": attention_mask, **options}
+            return mask_alone("sdpa" if self.eager is None else "eager", own)
         self._made_masks = True
         skip = options.pop("allow_is_causal_skip", True) and self.eager is None
         whole_rows = not self.masked and self.documents is None and self.subtree_end is None

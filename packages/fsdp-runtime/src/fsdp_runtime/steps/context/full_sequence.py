@@ -95,6 +95,8 @@ class _GatheredMixer(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         attention, forward = self.cp_attention, super().forward  # type: ignore[misc]
+        if attention.whole_rows:
+            return forward(*args, **kwargs)
         tokens = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() > 1), None)
         if tokens is None:
             raise LayoutError(f"{type(self).__name__} takes no tensor [batch, seq / cp, ...]")

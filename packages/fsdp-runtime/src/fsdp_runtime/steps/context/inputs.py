@@ -64,6 +64,9 @@ class Inputs:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a rank's inputs with the mask of the full rows and position ids."""
+        if self.attention.whole_rows:
+            self.rows = None
+            return args, kwargs
         if args:
             raise LayoutError("a model under context parallelism takes its inputs by name, such as input_ids=...")
         if attention_in_force(base_model(module).config.get_text_config()) != self.name:
@@ -210,7 +213,7 @@ class Inputs:
     def add_longest(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add the longest position of the full rows to those of a rotary embedding, whose frequencies depend on it."""
         positions = kwargs.get("position_ids") if len(args) < 2 else args[1]
-        if positions is None:
+        if positions is None or self.rows is None:
             return None
         last = torch.as_tensor(self.longest, device=positions.device, dtype=positions.dtype)
         longer = torch.cat([positions, last.expand(*positions.shape[:-1], 1)], dim=-1)
@@ -218,6 +221,8 @@ class Inputs:
 
     def drop_longest(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Leave the longest position out again."""
+        if self.rows is None:
+            return output
         return tuple(each[..., :-1, :] for each in output) if isinstance(output, tuple) else output[..., :-1, :]
 
     def _require_asked(self, model: Any, asked: Mapping[str, Any], tokens: Tensor) -> None:

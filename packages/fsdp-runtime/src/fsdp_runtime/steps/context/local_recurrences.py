@@ -48,7 +48,7 @@ class OwnTokens(ByFunctions):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute this rank's tokens, or on the full sequence where that is not known to be right."""
-        if not self.takes(args, kwargs):
+        if self.cp_attention.whole_rows or not self.takes(args, kwargs):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         tokens = args[0] if args else kwargs["hidden_states"]
         padding = self.cp_attention.padding

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -245,11 +246,32 @@ def replace_attention(
 
 def attention_of(model: nn.Module) -> ContextAttention:
     """Return the attention that :class:`ContextParallel` gave a model."""
+    return inputs_of(model).attention
+
+
+def inputs_of(model: nn.Module) -> Inputs:
+    """Return the hook by which :class:`ContextParallel` completes a model's inputs."""
     hook = next(_hooks(model), None)
     if hook is None:
         name = type(model).__name__
         raise ModelError(f"{name} is not under context parallelism: parallelize it on a mesh with cp > 1")
-    return hook.attention
+    return hook
+
+
+@contextmanager
+def whole_rows(model: nn.Module) -> Iterator[None]:
+    """Let every rank of ``cp`` run a model on full rows inside the ``with``, with caches, as without the axis.
+
+    For ``generate``: ranks of ``cp`` compute the same.  A backward inside would count its gradients on every rank.
+    """
+    attentions = [hook.attention for hook in _hooks(model)]
+    for attention in attentions:
+        attention.whole_rows = True
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            attention.whole_rows = False
 
 
 def under_context_parallelism(model: nn.Module) -> bool:
