@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from trl.generation import vllm_generation
@@ -69,9 +70,12 @@ def _run(folder: Path, output: Path, axes: dict[str, int] | None) -> tuple[Outco
     return Outcome(trainer.state.log_history, {}, ""), {name: list(served) for name, served in _SERVED.items()}
 
 
-def test_a_server_gets_the_prompts_and_weights_of_one_process(four_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}], ids=str)
+def test_a_server_gets_the_prompts_and_weights_of_one_process(
+    four_ranks: RankPool, tmp_path: Path, axes: dict[str, int]
+) -> None:
     folder = write_checkpoint(tmp_path / "in")
-    ranks = four_ranks.run(_run, folder, tmp_path / "mesh", {"dp_shard": 2, "tp": 2}, timeout=400)
+    ranks = four_ranks.run(_run, folder, tmp_path / "mesh", axes, timeout=400)
     expected, served = _run(folder, tmp_path / "alone", None)
     found, got = ranks[0]
     assert differences(found, expected, ("loss", "grad_norm", "reward")) == {}
