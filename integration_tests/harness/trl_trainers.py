@@ -154,6 +154,7 @@ def build(model: Any, mesh: Any, dp: int, *, name: str, output: str, teacher: An
         "model": model,
         "args": config(**given),
         "train_dataset": data(),
+        "eval_dataset": data() if "eval_strategy" in options else None,
         "processing_class": tokenizer(),
         **more,
         **{key: teacher if key == "teacher_model" else value for key, value in others.items()},

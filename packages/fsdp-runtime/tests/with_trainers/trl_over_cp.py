@@ -20,6 +20,7 @@ from harness.trainers import (
     differences,
     dp_size,
     forget_accelerate,
+    model_on,
     write_checkpoint,
 )
 from harness.trl_trainers import build, trainers
@@ -110,6 +111,29 @@ def test_they_are_on_every_mesh(
     four_ranks: RankPool, dense: Path, tmp_path: Path, name: str, axes: dict[str, int]
 ) -> None:
     _compare(four_ranks, name, dense, axes, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["RLOO", "GRPO", "GKD", "Distillation"])
+def test_they_are_with_activation_checkpointing(two_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    folder = write_checkpoint(tmp_path / "model", architecture="Qwen3_5ForCausalLM")
+    _compare(two_ranks, name, folder, {"cp": 2}, tmp_path / "out", gradient_checkpointing=True)
+
+
+def _evaluated(folder: Path, output: Path, axes: dict[str, int] | None) -> dict[str, float]:
+    """Evaluate between two steps, with prompts of its own."""
+    forget_accelerate()
+    model, mesh = model_on(folder, axes)
+    trainer = build(model, mesh, dp_size(axes), name="GRPO", output=str(output), eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    return {f"{entry['step']} {name}": value for entry in trainer.state.log_history for name, value in entry.items()}
+
+
+def test_an_evaluation_between_steps_is_that_of_one_process(two_ranks: RankPool, dense: Path, tmp_path: Path) -> None:
+    found = two_ranks.run(_evaluated, dense, tmp_path / "mesh", {"cp": 2}, timeout=200)[0]
+    expected = _evaluated(dense, tmp_path / "alone", None)
+    for name in ("1 eval_loss", "1 eval_reward", "1 eval_kl", "2 loss", "2 grad_norm"):
+        assert found[name] == pytest.approx(expected[name], abs=2e-5), name
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def attention_in_force(config: Any) -> str | None:
@@ -41,17 +41,21 @@ def use_attention(
         text._attn_implementation = name
 
 
-def attend_alone(implementation: Any, *args: Any, **options: Any) -> Any:
+def attend_alone(implementation: Any, *args: Any, **options: Any) -> tuple[Tensor, None]:
     """Compute attention by an implementation's function, or a module's own one, as without a mesh."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if callable(implementation):
-        return implementation(*args, **{name: value for name, value in options.items() if name != "is_causal"})
-    return ALL_ATTENTION_FUNCTIONS[implementation](*args, **options)
+        options.pop("is_causal")
+    else:
+        implementation = ALL_ATTENTION_FUNCTIONS[implementation]
+    output: Tensor = implementation(*args, **options)[0]
+    return output, None
 
 
-def mask_alone(implementation: str, options: dict[str, Any]) -> Any:
+def mask_alone(implementation: str, options: dict[str, Any]) -> Tensor | None:
     """Build the mask of an implementation, as without a mesh."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**options)
+    mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[implementation](**options)
+    return mask

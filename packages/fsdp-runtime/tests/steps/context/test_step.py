@@ -20,6 +20,7 @@ from fsdp_runtime import (
     parallelize,
     sequence_layout,
 )
+from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps import ContextParallel
 from fsdp_runtime.steps.context.full_sequence import eager_function, gather_for, gathered_mixers
@@ -28,6 +29,7 @@ from fsdp_runtime.steps.context.step import (
     check_context_parallel,
     replace_attention,
     under_context_parallelism,
+    whole_rows,
 )
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
@@ -253,3 +255,35 @@ def test_a_model_of_ones_own_keeps_its_attention_and_is_sharded_over_cp(two_rank
     attention_is_replaced, axes = two_ranks.run(_own_model_on_cp)[0]
     assert axes == {("dp_shard_cp",)}
     assert not attention_is_replaced
+
+
+def _generated(architecture: str, axes: dict[str, int] | None, method: str) -> tuple[Any, ...]:
+    """Greedy tokens of rows with padding on the left, their scores, and logits of a forward before and afterwards."""
+    model: Any = tiny_model(architecture, dtype=torch.float32)
+    tokens = torch.randint(4, 130, (2, 8), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    rows = {"input_ids": tokens, "attention_mask": mask}
+    if axes is not None:
+        mesh = MeshSpec(**axes).build(device_type="cpu")
+        parallelize(model, mesh, context_parallel=method)
+        rows = sequence_layout(mesh, 8).shard_batch(rows)
+    own = {"do_sample": False, "max_new_tokens": 5, "output_scores": True, "return_dict_in_generate": True}
+    before = model(**rows).logits.detach()
+    with torch.no_grad(), unsharded(model), whole_rows(model):
+        found = model.generate(tokens, attention_mask=mask, pad_token_id=0, **own)
+    return found.sequences, torch.stack(found.scores), before, model(**rows).logits.detach()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [("Qwen3ForCausalLM", "ring"), ("GptOssForCausalLM", "allgather"), ("Qwen3_5ForCausalLM", "ulysses")],
+)
+def test_whole_rows_are_generated_with_a_cache_as_by_one_process(
+    two_ranks: RankPool, architecture: str, method: str
+) -> None:
+    expected, scores, _, _ = _generated(architecture, None, method)
+    for tokens, own, before, after in two_ranks.run(_generated, architecture, {"cp": 2}, method):
+        assert torch.equal(tokens, expected)
+        torch.testing.assert_close(own, scores, rtol=1e-5, atol=1e-5)
+        assert torch.equal(before, after)
