@@ -15,9 +15,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from fsdp_runtime.dry_run.build_model import auto_class
 from fsdp_runtime.dry_run.recipe import recipes
 from fsdp_runtime.dry_run.report.format import format_bytes, format_seconds
-from fsdp_runtime.dry_run.report.recipe import parallelize_call
+from fsdp_runtime.dry_run.report.recipe import program
 from fsdp_runtime.dry_run.sweep_types import Candidate, format_mesh
 from fsdp_runtime.dry_run.traffic_totals import bytes_sent_by_axis
 from fsdp_runtime.mesh.spec import MeshSpec
@@ -28,7 +29,7 @@ FOUND = DOCS / "recipes.json"
 PAGES = DOCS / "recipes"
 LENGTHS = (8192, 32768, 131072)
 GPUS = (1, 8, 16, 64)
-#: GiB of a GPU of 80 and of 141 GB.
+#: GiB of an H100 of 80 GB and of an H200 of 141 GB.
 MEMORIES = (79, 139)
 TRAININGS = ("full", "lora")
 #: Bytes of state that no mesh avoids, for each parameter.
@@ -151,23 +152,23 @@ def page(family: str, found: Mapping[str, Any]) -> str:
 
 _INTRODUCTION = (
     "The fewest of 1, 8, 16 and 64 GPUs on which one sequence a data-parallel rank fits, by",
-    "[dry runs](../guides/dry-run.md): the least divided mesh is tried first. *80 GB* counts as 79 GiB, *141 GB* as",
-    "139. *Takes* is what the allocator reserves, with a context and NCCL's buffers. Full training has float32",
-    "shards and moments, LoRA (rank 16) bfloat16 ones; blocks recompute, the loss holds no logits, AdamW is fused.",
+    "[dry runs](../guides/dry-run.md): the least divided mesh is tried first. A GPU of 79 GiB is an H100 of 80 GB,",
+    "a GPU of 139 GiB an H200. *Device memory* is the allocator's reserved memory, a context and NCCL's buffers. Full",
+    "training has float32 shards and moments, LoRA (rank 16) bfloat16 ones; blocks recompute, the loss holds no",
+    "logits, AdamW is fused.",
     "Time is the expected one on H100, without launches. Mixtures are tried with `ep=8` first. Text only: towers",
     "get no images. More GPUs make `dp_shard` larger.",
 )
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "| training | tokens | GPU | GPUs, mesh | takes | time / 1M tokens | sent per step by axis |"
+    yield "| training | tokens | GPU | GPUs, mesh | device memory | time / 1M tokens | sent per step by axis |"
     yield "| --- | ---: | --- | --- | ---: | ---: | --- |"
     devices: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        device = "80" if row["memory"] == MEMORIES[0] else "141"
-        devices.setdefault((f"{row['training']} | {row['tokens']:,}", _cells(row)), []).append(device)
+        devices.setdefault((f"{row['training']} | {row['tokens']:,}", _cells(row)), []).append(str(row["memory"]))
     for (training, cells), names in devices.items():
-        yield f"| {training} | {' and '.join(names)} GB | {cells} |"
+        yield f"| {training} | {' and '.join(names)} GiB | {cells} |"
 
 
 def _cells(row: Mapping[str, Any]) -> str:
@@ -193,10 +194,10 @@ def _call(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     mesh = MeshSpec(**first["mesh"])
     sp = first["sequence_parallel"]
     candidate = Candidate(mesh=mesh, sequence_parallel=sp, activation_checkpointing="block")
-    yield from ("", "The call of the first row, and the command that compares its meshes:", "", "```py")
-    yield from parallelize_call(first["training"], candidate)
+    yield from ("", "The program of the first row, and the command that compares its meshes:", "", "```py")
+    yield from program(first["training"], candidate, auto_class=auto_class(config_of(name)))
     yield from ("```", "", "```bash", f"python docs/generate/recipes.py --config {name} > config.json")
-    yield f"fsdp-runtime recipe config.json --gpus {first['gpus']} --memory {first['memory']}GiB --every"
+    yield f"fsdp-runtime recipe config.json --gpus {first['gpus']} --device-memory {first['memory']}GiB --every"
     yield "```"
 
 

@@ -36,6 +36,8 @@ _ESTIMATE = {*signature(estimate).parameters, *_STEPS} - {"model", "mesh"}
 _SWEEP = {*signature(sweep).parameters} - {"model", "world_size"}
 _RECIPES = {*signature(recipes).parameters}
 
+_DEVICE_MEMORY = "bytes of a GPU: 79GiB for an H100 or A100 of 80 GB; 80GB is 80,000,000,000 bytes, or 74.5 GiB"
+
 #: Candidates of a sweep that are printed.
 _MAX_SHOWN = 40
 
@@ -96,15 +98,13 @@ def parser() -> argparse.ArgumentParser:
 def _add_recipe(commands: Any) -> None:
     command = commands.add_parser(
         "recipe",
-        help="meshes of a number of GPUs that a model fits, with the call of parallelize",
+        help="meshes of a number of GPUs that a model fits, with a program that parallelizes it",
         description="Compare the meshes of some GPUs by dry runs. Exit code: 0, 1 if nothing fits, 2 for errors.",
         argument_default=argparse.SUPPRESS,
     )
     command.add_argument("model", metavar="CONFIG_OR_DIR", help="a config.json, or a checkpoint's directory")
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
-    command.add_argument(
-        "--memory", dest="device_memory", required=True, metavar="SIZE", help="of a GPU, such as 80GiB"
-    )
+    command.add_argument("--device-memory", "--memory", required=True, metavar="SIZE", help=_DEVICE_MEMORY)
     command.add_argument("--lengths", type=_integers, metavar="TOKENS,...", help="(default: 8192,32768,131072)")
     command.add_argument("--trainings", type=_words, metavar="KIND,...", help="full, lora (default: both)")
     command.add_argument("--ep", type=_integers, metavar="N,...", help="sizes of ep (default: 8 and 1 for a mixture)")
@@ -115,7 +115,7 @@ def _add_recipe(commands: Any) -> None:
 
 
 def _recipe(given: Given, progress: ProgressLine) -> int:
-    _require_unit(given["device_memory"], "--memory")
+    _require_unit(given["device_memory"], "--device-memory")
     found = recipes(progress=progress, **{name: value for name, value in given.items() if name in _RECIPES})
     progress.close()
     for line in (markdown_lines if "markdown" in given else text_lines)(recipe_sections(found)):
@@ -198,7 +198,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device-memory",
         metavar="SIZE",
-        help="such as 80GiB: report whether the peak fits, and changes that would help",
+        help=f"{_DEVICE_MEMORY}: report whether the step fits, and changes that would help",
     )
     group.add_argument("--attention-kernels", help="workspaces of: flash2 (default), flash3, none")
     group.add_argument("--allocator", metavar="OPTIONS", help="as PYTORCH_ALLOC_CONF, such as expandable_segments:True")

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Llama4TextConfig, LlamaConfig, Mamba2Config, MixtralConfig
 
+import rl_logprobs
 from fsdp_runtime import MeshSpec, cli
 from fsdp_runtime.dry_run import Estimate, EstimateError, compare, recipe, sweep
 from fsdp_runtime.dry_run.candidates import rank_candidates
 from fsdp_runtime.dry_run.recipe import recipes
-from fsdp_runtime.dry_run.report.recipe import markdown_lines, parallelize_call, recipe_sections
+from fsdp_runtime.dry_run.report.charts import charts_of
+from fsdp_runtime.dry_run.report.html import html_report
+from fsdp_runtime.dry_run.report.recipe import markdown_lines, program, recipe_sections
+from fsdp_runtime.dry_run.report.sections import estimate_sections, sweep_sections, text_lines
 from fsdp_runtime.dry_run.sweep_types import Candidate, Recipe
 from harness.estimates import GIB, made_estimate, made_settings
-from harness.models import tiny_config
+from harness.models import tiny_config, tiny_model
+from harness.ranks import RankPool
 
 
 def test_full_training_and_lora_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config("Qwen3ForCausalLM", num_hidden_layers=1).to_dict()))
-    asked = ["recipe", str(path), "--gpus", "2", "--memory", "80GiB", "--lengths", "64", "--workers", "0"]
+    asked = ["recipe", str(path), "--gpus", "2", "--device-memory", "80GiB", "--lengths", "64", "--workers", "0"]
     assert cli.main([*asked, "--every", "--markdown"]) == 0
     told = capsys.readouterr().out
     assert "## full, 64 tokens: 2 of 2 meshes fit" in told
@@ -148,11 +156,66 @@ def test_what_does_not_fit_and_what_is_refused_is_listed() -> None:
 
 
 @pytest.mark.parametrize("training", ["full", "lora"])
-def test_the_call_is_python(training: str) -> None:
+def test_program_of_a_recipe_is_python(training: str) -> None:
     candidate = Candidate(
         mesh=MeshSpec(dp_shard=2, tp=4, ep=2), sequence_parallel=True, activation_checkpointing="block"
     )
-    call = "\n".join(parallelize_call(training, candidate))
+    call = "\n".join(program(training, candidate))
     ast.parse(call)
     assert "MeshSpec(dp_shard=2, tp=4, ep=2)" in call
     assert ("master_dtype" in call) == (training == "full")
+
+
+def _losses_of_the_programs(printed: list[str], vocabulary: int) -> list[float]:
+    """Run each printed program and two steps of its model."""
+    losses: list[float] = []
+    for text in printed:
+        names: dict[str, Any] = {}
+        exec(text, names)
+        model, tokens = names["model"], torch.arange(3, 35).view(2, 16) % vocabulary
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+        for _ in range(2):
+            loss = -rl_logprobs.token_logprobs(model(tokens, use_cache=False).logits, tokens, shift=True).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def test_programs_of_a_recipe_run_as_printed_and_learn(
+    two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = tiny_model("Qwen3ForCausalLM", num_hidden_layers=1)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    asked = ["recipe", str(tmp_path), "--gpus", "2", "--device-memory", "80GB", "--lengths", "64", "--workers", "0"]
+    assert cli.main([*asked, "--markdown"]) == 0
+    printed = re.findall(r"```python\n(.*?)```", capsys.readouterr().out, re.DOTALL)
+    assert len(printed) == 2
+    for losses in two_ranks.run(_losses_of_the_programs, printed, model.config.vocab_size):
+        assert losses[1] < losses[0]
+        assert losses[3] < losses[2]
+        assert losses[2] == pytest.approx(losses[0], rel=1e-2)  # the adapters' initial values change nothing
+
+
+def test_device_memory_is_the_same_number_in_every_report() -> None:
+    live = made_estimate(peak=50 * GIB, device_memory=71 * GIB)
+    alone = replace(live, memory=replace(live.memory, reserved=70 * GIB, constants={"context": 2 * GIB}))
+    candidate = Candidate(mesh=MeshSpec(dp_shard=8), sequence_parallel=False, activation_checkpointing="block")
+    found = rank_candidates(8, [candidate.with_estimate(alone, device_flops=None)])
+    reports = {
+        "estimate": estimate_sections(alone),
+        "sweep": sweep_sections(found),
+        "recipe": recipe_sections([Recipe(training="full", seq_len=8192, found=found)]),
+    }
+    for name, sections in reports.items():
+        text = "\n".join(text_lines(sections))
+        assert "72.0 GiB" in text, name
+        assert ("device memory" in text) or name == "estimate"
+        assert "50.0 GiB" not in text or name == "estimate", name
+        assert ("no " in text) or ("Does not fit" in text), name
+    assert alone.to_dict()["memory"]["device"] == 72 * GIB
+    assert "72.0 GiB" in html_report(found)
+    (chart, *_) = charts_of(found)
+    assert sum(chart.bars[0][1].values()) == 72 * GIB

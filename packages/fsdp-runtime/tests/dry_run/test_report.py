@@ -74,7 +74,7 @@ def test_the_verdict_has_the_difference_and_the_advice() -> None:
     text = _text(made_estimate(device_memory=30 * GIB))
     assert "Does not fit: 34.0 GiB of 30.0 GiB, 4.00 GiB too much" in text
     assert "  micro_batch=1: up to 2.00 GiB less\n  logprobs='linear'\n" in text
-    assert "Peak: 34.0 GiB\n" in _text(made_estimate())
+    assert "Device memory: 34.0 GiB\n" in _text(made_estimate())
 
 
 def test_traffic_is_added_up_over_phases_by_axis_and_kind() -> None:
@@ -131,7 +131,8 @@ def test_a_ranking_names_axes_without_a_bandwidth() -> None:
 def test_bars_add_up_to_the_numbers_and_empty_parts_are_omitted() -> None:
     memory, traffic = charts_of(made_estimate(device_memory=80 * GIB))
     assert [label for label, _ in memory.bars] == [
-        *("between steps", "after forward", "after backward", "peak in forward", "peak in backward")
+        *("between steps", "after forward", "after backward", "peak in forward", "peak in backward"),
+        "device memory",
     ]
     assert sum(memory.bars[-1][1].values()) == 34 * GIB
     assert "logits" not in memory.parts

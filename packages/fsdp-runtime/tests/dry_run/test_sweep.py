@@ -85,13 +85,13 @@ def test_a_few_bytes_without_a_bandwidth_change_nothing() -> None:
     assert rank_candidates(2, [slow, fast]).candidates == (fast, slow)
 
 
-def test_without_speeds_candidates_are_ordered_by_peak_then_by_bytes_sent() -> None:
+def test_without_speeds_candidates_are_ordered_by_device_memory_then_by_bytes_sent() -> None:
     quiet = _candidate(made_estimate(peak=30 * GIB, traffic=()), dp_shard=2)
     low = _candidate(made_estimate(peak=20 * GIB, seconds=None), dp_shard=2)
     high = _candidate(made_estimate(peak=30 * GIB, seconds=None), dp_shard=2)
     found = rank_candidates(2, [high, quiet, low])
     assert found.candidates == (low, quiet, high)
-    assert "peak memory" in found.ranked_by
+    assert "device memory" in found.ranked_by
 
 
 def test_there_is_no_best_candidate_if_none_fits() -> None:

@@ -45,6 +45,16 @@ def model_builder(source: Any) -> Callable[[], nn.Module]:
     """Return the function that builds the model: the source itself, or one that a config gives."""
     if callable(source):
         return cast("Callable[[], nn.Module]", source)
+    auto, config = _auto_and_config(source)
+    return lambda: cast("nn.Module", auto.from_config(config))
+
+
+def auto_class(source: Any) -> str:
+    """Return the name of the auto class of transformers that builds the model of a config."""
+    return "AutoModelForCausalLM" if callable(source) else str(_auto_and_config(source)[0].__name__)
+
+
+def _auto_and_config(source: Any) -> tuple[Any, Any]:
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError as error:
@@ -61,7 +71,7 @@ def model_builder(source: Any) -> Callable[[], nn.Module]:
         config = _read(file, AutoConfig)
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if has_model_for(auto, config):
-            return lambda: cast("nn.Module", auto.from_config(config))  # type: ignore[no-untyped-call]
+            return auto, config
     if has_model_for(AutoModel, config):
         raise EstimateError(
             f"{type(config).__name__} has no model class with a language-model head, which log-probs need: pass a "

@@ -71,13 +71,13 @@ def rank_candidates(world_size: int, found: Iterable[Candidate]) -> Sweep:
         if estimate is None:
             return (2.0,)
         fits = 1.0 if estimate.fits is False else 0.0
-        peak, work = float(estimate.memory.peak.total), estimate.flops / candidate.tokens
+        memory, work = float(estimate.memory.device), estimate.flops / candidate.tokens
         if timed:
             unknown = float(bool(axes_without_bandwidth(estimate.traffic)))
-            return fits, unknown, candidate.seconds or 0.0, work, peak
-        return fits, peak, candidate.bytes_sent, work
+            return fits, unknown, candidate.seconds or 0.0, work, memory
+        return fits, memory, candidate.bytes_sent, work
 
-    by = "seconds per token (no overlap), then operations" if timed else "peak memory, then bytes sent per token"
+    by = "seconds per token (no overlap), then operations" if timed else "device memory, then bytes sent per token"
     return Sweep(
         world_size=world_size, candidates=tuple(sorted(everything, key=sort_key)), ranked_by=f"fits, then {by}"
     )

@@ -46,7 +46,7 @@ def sweep(
 
     Fitting candidates come first.  With bandwidths, or the speed of a device, candidates are ordered by seconds per
     token: the traffic's lower bound plus the operations (recomputed ones included) at that speed, without overlap.
-    Otherwise they are ordered by peak memory, then by bytes sent per token.  Each dry run uses a process of a pool; a
+    Otherwise they are ordered by device memory, then by bytes sent per token.  Each dry run uses a process of a pool; a
     script that calls this function needs the usual ``if __name__ == "__main__"``.
 
     Args:

@@ -43,7 +43,10 @@ def recipes(
     require_model_source(model)
     if unknown := [name for name in trainings if name not in _TRAININGS]:
         raise EstimateError(f"training {unknown[0]!r}: write one of {', '.join(_TRAININGS)}")
-    sizes_of_ep, without_adapters = _ask(model, gpus)
+    sizes_of_ep, without_adapters, name_of_class = _ask(model, gpus)
+    checkpoint = "CHECKPOINT"
+    if isinstance(model, (str, Path)):
+        checkpoint = str(Path(model).parent if Path(model).is_file() else model)
     options: dict[str, Any] = {
         "device_memory": parse_bytes(device_memory),
         "ep": sizes_of_ep if ep is None else ep,
@@ -70,24 +73,26 @@ def recipes(
                 **options,
             ),
             without_adapters=without_adapters,
+            auto_class=name_of_class,
+            checkpoint=checkpoint,
         )
         for training in trainings
         for length in lengths
     ]
 
 
-def _ask(model: str | Path | Any, gpus: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the sizes of ``ep`` that a model is tried with, and the layers that LoRA leaves as they are."""
+def _ask(model: str | Path | Any, gpus: int) -> tuple[tuple[int, ...], tuple[str, ...], str]:
+    """Return the sizes of ``ep`` for a model, the layers that LoRA leaves as they are, and the auto class."""
     import torch  # with the model, when a recipe is made
 
-    from fsdp_runtime.dry_run.build_model import build_model
+    from fsdp_runtime.dry_run.build_model import auto_class, build_model
     from tp_plans import CapabilityError, with_expert_parallelism
 
     built, ep = build_model(model, torch.bfloat16), 1
     with suppress(CapabilityError):  # no stacked experts
         with_expert_parallelism(None, built)
         ep = math.gcd(8, gpus)
-    return tuple(dict.fromkeys((ep, 1))), not_adapted(built)
+    return tuple(dict.fromkeys((ep, 1))), not_adapted(built), auto_class(model)
 
 
 def _sizes_of_cp(gpus: int, seq_len: int) -> list[int]:

@@ -26,7 +26,6 @@ class Hardware:
     memory_bandwidth: float  # bytes per second of its memory
     node_bandwidth: float  # bytes per second that a rank sends inside a node
     network_bandwidth: float = 50e9  # bytes per second that a rank sends to other nodes
-    memory: float = 80e9  # bytes of its memory
     node: int = 8  # ranks of a node
 
 
@@ -35,8 +34,8 @@ class Hardware:
 HARDWARE: Mapping[str, Hardware] = {
     "A100": Hardware(flops=PEAK_FLOPS["A100"], memory_bandwidth=2.04e12, node_bandwidth=300e9, network_bandwidth=25e9),
     "H100": Hardware(flops=PEAK_FLOPS["H100"], memory_bandwidth=3.35e12, node_bandwidth=450e9),
-    "H200": Hardware(flops=PEAK_FLOPS["H200"], memory_bandwidth=4.8e12, node_bandwidth=450e9, memory=141e9),
-    "B200": Hardware(flops=PEAK_FLOPS["B200"], memory_bandwidth=8e12, node_bandwidth=900e9, memory=192e9),
+    "H200": Hardware(flops=PEAK_FLOPS["H200"], memory_bandwidth=4.8e12, node_bandwidth=450e9),
+    "B200": Hardware(flops=PEAK_FLOPS["B200"], memory_bandwidth=8e12, node_bandwidth=900e9),
 }
 
 #: Parts of the rates that kernels reach: matrix products of the sizes of training; attention by its kernels

@@ -137,6 +137,8 @@ class Recipe:
     seq_len: int  # tokens per sequence
     found: Sweep  # the meshes, best first
     without_adapters: tuple[str, ...] = ()  # names of linear layers that LoRA leaves as they are
+    auto_class: str = "AutoModelForCausalLM"  # of transformers, which builds the model
+    checkpoint: str = "CHECKPOINT"  # the directory of the model
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:

@@ -306,6 +306,7 @@ class Estimate:
         for peak in (*found["memory"]["phases"], found["memory"]["peak"]):
             peak["total"] = sum(peak["nbytes"].values())
         found["memory"]["fragmentation"] = self.memory.fragmentation
+        found["memory"]["device"] = self.memory.device
         found["settings"]["exact"] = self.settings.exact
         return {
             "format": FORMAT,

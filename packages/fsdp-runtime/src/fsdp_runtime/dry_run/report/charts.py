@@ -11,7 +11,7 @@ from fsdp_runtime.dry_run.report.format import binary_scale, format_bytes
 from fsdp_runtime.dry_run.report.sections import sizes_by_name
 from fsdp_runtime.dry_run.sweep_types import Sweep
 from fsdp_runtime.dry_run.traffic_totals import bytes_sent_by_axis, totals_by_axis
-from fsdp_runtime.dry_run.types import Estimate, MemoryBreakdown
+from fsdp_runtime.dry_run.types import Estimate, Memory
 from fsdp_runtime.errors import BackendError
 
 #: Number of candidates of a sweep that are drawn, best first.
@@ -19,6 +19,8 @@ MAX_BARS = 24
 
 #: matplotlib's colours of the categories of memory, and of axes and collectives; they have none in common.
 _MEMORY, _TRAFFIC = "tab10", "Dark2"
+#: The part of a bar that no live tensor fills.
+_BESIDES = "allocator, context, NCCL"
 _INCHES_PER_BAR, _INCHES_MARGIN = 0.3, 1.5
 
 
@@ -76,11 +78,15 @@ def _charts_of_estimate(estimate: Estimate) -> list[Chart]:
         ("after backward", memory.after_backward),
         *((f"peak in {peak.phase}", peak.nbytes) for peak in memory.phases),
     ]
+    bars = [
+        *((label, {**sizes_by_name(nbytes), _BESIDES: 0}) for label, nbytes in points),
+        ("device memory", _taken(memory)),
+    ]
     sent: dict[str, dict[str, int]] = {}
     for total in totals_by_axis(estimate.traffic):
         sent.setdefault(total.axis, {})[total.kind] = total.bytes_sent
     return [
-        _memory_chart("Memory of a rank over a step", points, estimate),
+        _memory_chart("Memory of a rank over a step", bars, estimate),
         *_traffic_chart("Bytes that a rank sends per step, by axis", sent.items()),
     ]
 
@@ -95,20 +101,24 @@ def _charts_of_sweep(sweep: Sweep) -> list[Chart]:
         return []
     every = len(sweep.estimated)
     shown = f" (the best {len(drawn)} of {every} candidates)" if len(drawn) < every else ""
-    peaks = [(label, estimate.memory.peak.nbytes) for label, _, estimate in drawn]
+    taken = [(label, _taken(estimate.memory)) for label, _, estimate in drawn]
     sent = [
         (label, {axis: round(size * 1e6 / each.tokens) for axis, size in bytes_sent_by_axis(estimate.traffic).items()})
         for label, each, estimate in drawn
     ]
     return [
-        _memory_chart(f"Memory of a rank at its peak{shown}", peaks, drawn[0][2]),
+        _memory_chart(f"Device memory of a rank{shown}", taken, drawn[0][2]),
         *_traffic_chart(f"Bytes that a rank sends per million tokens, by axis{shown}", sent),
     ]
 
 
-def _memory_chart(title: str, points: Iterable[tuple[str, MemoryBreakdown]], estimate: Estimate) -> Chart:
-    bars = tuple((label, sizes_by_name(nbytes)) for label, nbytes in points)
-    return Chart(title=title, bars=bars, colours=_MEMORY, limit=estimate.device_memory)
+def _taken(memory: Memory) -> dict[str, int]:
+    """Return the bytes of the peak by category, and the bytes that the process takes besides."""
+    return {**sizes_by_name(memory.peak.nbytes), _BESIDES: memory.device - memory.peak.total}
+
+
+def _memory_chart(title: str, bars: Iterable[tuple[str, Mapping[str, int]]], estimate: Estimate) -> Chart:
+    return Chart(title=title, bars=tuple(bars), colours=_MEMORY, limit=estimate.device_memory)
 
 
 def _traffic_chart(title: str, sent: Iterable[tuple[str, Mapping[str, int]]]) -> list[Chart]:

@@ -14,7 +14,10 @@ _FULL_OPTIONS = (
     "    mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32), master_dtype=torch.float32",
     "),",
 )
-_ADAPTERS = 'model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", {}task_type="CAUSAL_LM"))'
+_ADAPTERS = (
+    'adapters = LoraConfig(r=16, target_modules="all-linear", {}task_type="CAUSAL_LM")',
+    "model = get_peft_model(model, adapters, autocast_adapter_dtype=False)",
+)
 
 
 def recipe_sections(recipes: Iterable[Recipe]) -> list[Section]:
@@ -29,13 +32,20 @@ def recipe_sections(recipes: Iterable[Recipe]) -> list[Section]:
         lines = [f"refused: {line}" for line in candidate_errors(refused)]
         found.append(Section(heading=heading, rows=rows, left=2, lines=lines, status="" if fitting else "bad"))
         if recipe.found.best is not None:
-            call = parallelize_call(recipe.training, recipe.found.best, recipe.without_adapters)
-            found.append(Section(heading=f"Call for {recipe.found.best.label}", lines=call, code=True))
+            options = (recipe.without_adapters, recipe.auto_class, recipe.checkpoint)
+            call = program(recipe.training, recipe.found.best, *options)
+            found.append(Section(heading=f"Program for {recipe.found.best.label}", lines=call, code=True))
     return found
 
 
-def parallelize_call(training: str, candidate: Candidate, without_adapters: Sequence[str] = ()) -> list[str]:
-    """Return the lines that parallelize a model as a candidate of a recipe was estimated."""
+def program(
+    training: str,
+    candidate: Candidate,
+    without_adapters: Sequence[str] = (),
+    auto_class: str = "AutoModelForCausalLM",
+    checkpoint: str = "CHECKPOINT",
+) -> list[str]:
+    """Return the lines that build, parallelize and load a model as a candidate of a recipe was estimated."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in candidate.axes.items() if size != 1)
     options = [
         *(["sequence_parallel=True,"] if candidate.sequence_parallel else []),
@@ -43,12 +53,26 @@ def parallelize_call(training: str, candidate: Candidate, without_adapters: Sequ
         *(_FULL_OPTIONS if training == "full" else ("fsdp=fsdp_runtime.FSDPOptions(),",)),
     ]
     excluded = f"exclude_modules={[*without_adapters]}, " if without_adapters else ""
+    lora = training == "lora"
+    build = f"model = {auto_class}.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.bfloat16)"
     return [
+        "import torch",
+        *(["from peft import LoraConfig, get_peft_model"] if lora else []),
+        *([] if lora else ["from torch.distributed.fsdp import MixedPrecisionPolicy"]),
+        f"from transformers import AutoConfig, {auto_class}",
+        "",
+        "import fsdp_runtime",
+        "",
+        f'checkpoint = "{checkpoint}"  # a directory with config.json and safetensors files',
         f"mesh = fsdp_runtime.MeshSpec({sizes}).build()",
-        *([_ADAPTERS.format(excluded)] if training == "lora" else []),
+        "with fsdp_runtime.meta_device():",
+        f"    {build}",
+        *(f"    {line.format(excluded)}" for line in _ADAPTERS if lora),
         "fsdp_runtime.parallelize(",
         *(f"    {line}" for line in ("model,", "mesh,", *options)),
         ")",
+        *(["fsdp_runtime.init_adapters(model, seed=0)"] if lora else []),
+        "fsdp_runtime.load_weights(model, checkpoint)",
     ]
 
 
@@ -68,7 +92,7 @@ def markdown_lines(sections: Iterable[Section]) -> Iterator[str]:
             yield from (*(f"- {line}" for line in section.lines), "")
 
 
-_HEADER = ["mesh", "fits", "of the device", "live tensors", "time / 1M tokens", "sent per step by axis"]
+_HEADER = ["mesh", "fits", "device memory", "time / 1M tokens", "sent per step by axis"]
 
 
 def _row(candidate: Candidate) -> list[str]:
@@ -80,7 +104,6 @@ def _row(candidate: Candidate) -> list[str]:
         format_mesh(candidate.axes) + (", SP" if candidate.sequence_parallel else ""),
         "yes" if estimate.fits else "no",
         format_bytes(estimate.memory.device),
-        format_bytes(estimate.memory.peak.total),
         "-" if candidate.seconds is None else format_seconds(candidate.seconds),
         ", ".join(f"{axis} {format_bytes(size)}" for axis, size in sent.items() if size) or "-",
     ]

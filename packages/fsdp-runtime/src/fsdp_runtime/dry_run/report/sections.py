@@ -25,6 +25,8 @@ CATEGORY_NAMES = {
 }
 
 _NONE = "-"
+#: Meters count neither (``ModelFlops``).
+_WORK = "with recomputation and the masked half of causal attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ def estimate_sections(estimate: Estimate) -> list[Section]:
         verdict_section(estimate),
         memory_section(estimate),
         traffic_section(estimate),
-        Section(heading=f"Work: {format_count(estimate.flops, 'FLOP')} per step on this rank, recomputation included"),
+        Section(heading=f"Work: {format_count(estimate.flops, 'FLOP')} per step on this rank, {_WORK}"),
         Section(
             heading="Replicated on every rank (all axes): "
             + format_bytes(sum(item.nbytes for item in estimate.replicated)),
@@ -70,7 +72,11 @@ def sweep_sections(sweep: Sweep, *, shown: int | None = None) -> list[Section]:
             heading=f"{len(estimated)} candidates on {sweep.world_size:,} ranks, ranked by: {sweep.ranked_by}",
             rows=_ranking(estimated[:shown]) if estimated else (),
             left=5,
-            lines=[*([f"and {more} more"] if more > 0 else []), *_bandwidth_warning(estimated)],
+            lines=[
+                *([f"and {more} more"] if more > 0 else []),
+                *([f"FLOP / token: {_WORK}"] if estimated else []),
+                *_bandwidth_warning(estimated),
+            ],
         )
     ]
     if failed:
@@ -106,7 +112,7 @@ def verdict_section(estimate: Estimate) -> Section:
         for each in estimate.advice
     ]
     if device is None:
-        return Section(heading=f"Peak: {format_bytes(estimate.memory.peak.total)}", lines=advice)
+        return Section(heading=f"Device memory: {format_bytes(peak)}", lines=advice)
     sizes = f"{format_bytes(peak)} of {format_bytes(device)}"
     if estimate.fits:
         return Section(heading=f"Fits: {sizes}, {format_bytes(device - peak)} to spare", lines=advice, status="good")
@@ -146,7 +152,7 @@ def sizes_by_name(nbytes: MemoryBreakdown) -> dict[str, int]:
 def _device_lines(memory: Memory) -> list[str]:
     """Return what the allocator reserves, and what the process takes besides, in lines."""
     constants = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.constants.items())
-    besides = f"; besides about {constants}: {format_bytes(memory.device)} of the device" if constants else ""
+    besides = f"; besides about {constants}: device memory {format_bytes(memory.device)}" if constants else ""
     if memory.reserved is None or memory.fragmentation is None:
         return [f"reserved by the allocator: unknown{besides}"]
     more = format_bytes(memory.fragmentation)
@@ -174,7 +180,19 @@ def assumption_line(item: Assumption) -> str:
 
 
 def _ranking(found: Sequence[Candidate]) -> list[list[str]]:
-    rows = [["", "mesh", "SP", "checkpointing", "fits", "peak", "sent / 1M tokens", "time / 1M tokens", "FLOP / token"]]
+    rows = [
+        [
+            "",
+            "mesh",
+            "SP",
+            "checkpointing",
+            "fits",
+            "device memory",
+            "sent / 1M tokens",
+            "time / 1M tokens",
+            "FLOP / token",
+        ]
+    ]
     for position, candidate in enumerate(found, start=1):
         estimate = candidate.estimate
         if estimate is None:
@@ -184,7 +202,7 @@ def _ranking(found: Sequence[Candidate]) -> list[list[str]]:
         rows.append(
             [
                 *(str(position), *words, candidate.activation_checkpointing, fits),
-                format_bytes(estimate.memory.peak.total),
+                format_bytes(estimate.memory.device),
                 format_bytes(candidate.bytes_sent),
                 _duration(candidate.seconds),
                 format_count(estimate.flops * candidate.world_size / candidate.tokens),
