@@ -15,6 +15,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
 GROUP, NAME, PLUGIN = "verl.plugins", "fsdp_runtime", "fsdp_runtime.trainers.verl.plugin"
+CPU_PLATFORM = "fsdp_runtime.trainers.verl.cpu_platform"
 #: What this engine was tested with: from, and below.
 TESTED = ("0.9.1", "0.10")
 #: What verl 0.9.1 imports and does not require, by what fails without it.
@@ -43,6 +44,7 @@ class CheckLine(NamedTuple):
 
 def check() -> Iterator[CheckLine]:
     """Yield findings in the order in which they depend on each other; ends where the next cannot be asked."""
+    yield from _platform()
     try:
         installed = version("verl")
     except PackageNotFoundError:
@@ -63,6 +65,17 @@ def check() -> Iterator[CheckLine]:
     if not missing and not (error := _import_error(PLUGIN)):
         yield from _registered()
         yield from _interface()
+
+
+def _platform() -> Iterator[CheckLine]:
+    """Report that the platform of ``VERL_PLATFORM=cpu`` is not registered: ``import verl`` then fails."""
+    modules = [name.strip() for name in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")]
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu" and CPU_PLATFORM not in modules:
+        yield CheckLine(
+            "error",
+            "VERL_PLATFORM=cpu, and no module registers the platform cpu: set "
+            f"VERL_USE_EXTERNAL_MODULES={','.join([*filter(None, modules), CPU_PLATFORM])}",
+        )
 
 
 def _missing() -> Iterator[CheckLine]:
@@ -139,7 +152,7 @@ def _device(device: str) -> CheckLine:
         return CheckLine(
             "warning",
             "verl takes this machine for one with cuda, and there is none: for the CPU set "
-            "VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.cpu_platform",
+            f"VERL_USE_EXTERNAL_MODULES={CPU_PLATFORM}",
         )
     return CheckLine("ok", f"verl runs on {device}")
 
