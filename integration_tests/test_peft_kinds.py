@@ -217,7 +217,7 @@ def test_they_are_refused_by_name_over_tp(two_ranks: RankPool) -> None:
     for sequence_parallel in (False, True):
         for found in two_ranks.run(_refusals, sequence_parallel):
             assert "q_proj carries adapters" in found["DoRA"]
-            assert "DoraLinearVariant" in found["DoRA"]
+            assert "(DoRA, peft's DoraLinearVariant: set use_dora=False)" in found["DoRA"]
             assert "embed_tokens is adapted by peft's TrainableTokensWrapper" in found["tokens of the embedding"]
             assert "k_proj is adapted by peft's ia3.Linear" in found["IA3"]
 

@@ -277,10 +277,16 @@ def _odd(layer: Any, base: Any, parameter: str | None) -> str:
     if layer.merged:
         return "merged"
     if layer.lora_variant:
-        return ", ".join(type(each).__name__ for each in layer.lora_variant.values())
+        return ", ".join(dict.fromkeys(map(_variant, layer.lora_variant.values())))
     if parameter is None and not isinstance(base, nn.Linear):
         return f"on {type(base).__name__}"
     return ""
+
+
+def _variant(variant: Any) -> str:
+    """Return the name of a variant of LoRA, with the option of DoRA."""
+    name = type(variant).__name__
+    return f"DoRA, peft's {name}: set use_dora=False" if name.startswith("Dora") else name
 
 
 def places(model: nn.Module) -> Iterator[Place]:

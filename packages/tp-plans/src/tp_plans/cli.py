@@ -19,7 +19,7 @@ from tp_plans.explanation import explain
 from tp_plans.hugging_face import from_hugging_face
 from tp_plans.infer.experts import with_expert_parallelism
 from tp_plans.infer.suggest import suggest
-from tp_plans.meta_models import meta_model_from_config, meta_model_of_class, model_of
+from tp_plans.meta_models import class_of_model_type, meta_model_from_config, meta_model_of_class, model_of
 from tp_plans.models import Architecture
 from tp_plans.plan import Plan
 from tp_plans.registry import architectures, plan_for
@@ -197,9 +197,19 @@ def _plan(name: str, *, sequence_parallel: bool) -> Plan:
     try:
         return plan_for(name, sequence_parallel=sequence_parallel)
     except UnknownArchitectureError as error:
-        raise UnknownArchitectureError(
-            f"{error} For the plan that transformers ships, write hf:{name} (tp-plans show hf:{name})."
-        ) from None
+        raise UnknownArchitectureError(f"{error} {_other_command(name, sequence_parallel=sequence_parallel)}") from None
+
+
+def _other_command(name: str, *, sequence_parallel: bool) -> str:
+    """Return a sentence with a command that shows a plan of an architecture that has none here."""
+    try:
+        name = class_of_model_type(name)
+        from_hugging_face(meta_model_of_class(name), sequence_parallel=sequence_parallel)
+    except ImportError:
+        return f"With torch and transformers, tp-plans show hf:{name} looks for a plan that transformers ships."
+    except TpPlansError:
+        return "transformers ships none either: tp-plans suggest CONFIG_OR_DIR proposes one."
+    return f"transformers ships one: tp-plans show hf:{name}."
 
 
 def _plan_of(model: object, options: argparse.Namespace) -> Plan:

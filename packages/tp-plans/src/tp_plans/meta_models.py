@@ -36,6 +36,16 @@ def meta_model_from_config(source: str | Path) -> Any:
     return _on_meta(cls, config, source)
 
 
+def class_of_model_type(name: str) -> str:
+    """The class for text generation of a ``model_type``, by its name; any other name as it is."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    try:
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(name))].__name__)
+    except (KeyError, ValueError):  # no model type, or one without text generation
+        return name
+
+
 def meta_model_of_class(name: str) -> Any:
     """A transformers class with its default config, on the meta device."""
     import transformers

@@ -156,9 +156,16 @@ class Plan(Mapping[str, Style]):
         """The plan for ``torch.distributed.tensor.parallel.parallelize_module`` (imports torch).
 
         Tied parameters stay one parameter if the plan shards them in the same way, which ``tp_plans.check`` verifies.
-        """
-        from tp_plans.torch_styles import to_torch
 
+        Raises:
+            ImportError: torch is not installed; the extra ``tp-plans[torch]`` installs it.
+        """
+        try:
+            from tp_plans.torch_styles import to_torch
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "torch":
+                raise
+            raise ImportError("Plan.to_torch needs torch: pip install 'tp-plans[torch]'", name="torch") from error
         return to_torch(self)
 
     @cached_property

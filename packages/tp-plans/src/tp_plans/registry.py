@@ -163,8 +163,8 @@ def _unknown(names: _Names, target: object) -> UnknownArchitectureError:
     return UnknownArchitectureError(
         f"no plan is known for {' / '.join(names) or repr(target)}{hint} "
         f"Known: {', '.join(entry.class_name for entry in architectures())}. "
-        "Give a dict of pattern to style, tp_plans.from_hugging_face(model), or the proposal that "
-        "tp_plans.suggest(model) proposes."
+        "Give a dict of pattern to style, or take tp_plans.resolve_plan('auto', model): "
+        "from_hugging_face(model), if transformers ships a plan, or an inferred and verified one."
     )
 
 

@@ -26,6 +26,15 @@ def test_touching_every_public_name_leaves_torch_out():
     assert "torch" not in loaded
 
 
+def test_to_torch_without_torch_names_the_extra_that_installs_it():
+    script = (
+        "import sys; sys.modules['torch'] = None\nimport tp_plans\nplan = tp_plans.plan_for('llama')\n"
+        "try: plan.to_torch()\nexcept ImportError as error: print(error)"
+    )
+    printed = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert printed == "Plan.to_torch needs torch: pip install 'tp-plans[torch]'\n"
+
+
 def test_importing_the_package_loads_nothing_but_the_standard_library():
     loaded = modules_after("import tp_plans") - modules_after("pass")
     assert loaded - sys.stdlib_module_names == {"tp_plans"}

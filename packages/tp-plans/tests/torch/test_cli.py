@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,14 @@ def test_a_missing_file_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_class_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "hf:NoSuchModel"]) == 2
     assert "has no model class 'NoSuchModel'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cohere", "CohereForCausalLM", "gpt2", "GPT2LMHeadModel", "bert", "NoSuchModel"])
+def test_show_hints_at_a_command_that_works(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", name]) == 2
+    told = capsys.readouterr().err
+    hinted = re.findall(r"tp-plans show (hf:\w+)", told)
+    assert bool(hinted) == name.lower().startswith("cohere")
+    assert bool(hinted) != ("ships none either: tp-plans suggest CONFIG_OR_DIR" in told)
+    for plan in hinted:
+        assert main(["show", plan]) == 0

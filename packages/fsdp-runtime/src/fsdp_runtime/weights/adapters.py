@@ -86,8 +86,8 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
         if layer.odd or layer.biased or weight in tied:
             raise OptionError(
                 f"the adapters of {layer.path} cannot be merged for export: they are merged already, not plain LoRA "
-                "on a linear layer or on stacked experts, or on a tied weight; unmerge them, or leave the layer out of "
-                "target_modules"
+                f"on a linear layer or on stacked experts, or on a tied weight ({layer.odd or 'a bias or a tie'}); "
+                "unmerge them, or leave the layer out of target_modules"
             )
         for adapter, scaling in layer.scaling.items():
             a, b = (f"{layer.path}.{part}.{adapter}.weight" for part in ("lora_A", "lora_B"))

@@ -167,10 +167,10 @@ def _require_unmerged_adapters(model: nn.Module) -> None:
 
 def _require_plain_adapters(model: nn.Module) -> None:
     """Check that the adapters are plain LoRA on linear layers or stacked experts, and not merged."""
-    if odd := next((layer.path for layer in lora_layers(base_model(model)) if layer.odd), None):
+    if layer := next((layer for layer in lora_layers(base_model(model)) if layer.odd), None):
         raise OptionError(
-            f"{odd} has adapters that are merged, or not plain LoRA on a linear layer or on stacked experts: unmerge "
-            "them"
+            f"{layer.path} has adapters that are merged, or not plain LoRA on a linear layer or on stacked experts "
+            f"({layer.odd}): unmerge them"
         )
 
 

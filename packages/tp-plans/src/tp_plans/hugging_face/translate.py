@@ -61,13 +61,13 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     if not words:
         raise PlanError(
             f"{name} ships no tensor-parallel plan (no _tp_plan, no base_model_tp_plan): "
-            "use tp_plans.plan_for or give your own plan"
+            "tp_plans.resolve_plan('auto', model) infers and verifies one; or give your own plan"
         )
     rules = dict(_translated(words, tree))
     if not rules:
         raise PlanError(
             f"{name} ships a plan, but none of its patterns matches a module ({', '.join(words)}): "
-            "use tp_plans.plan_for or give your own plan"
+            "tp_plans.resolve_plan('auto', model) infers and verifies one; or give your own plan"
         )
     head, embedding = tree.declared("get_output_embeddings"), tree.declared("get_input_embeddings")
     if head is not None and (words.get(head) in _HEAD_WORDS or (head not in rules and tree.is_plain_linear(head))):
