@@ -30,19 +30,31 @@ from triton.compiler import ASTSource
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.norms import chunk_table
 from rl_logprobs.norms.triton_kernels import power_kernel, scale_kernel
-from rl_logprobs.softmax import triton_backend
+from rl_logprobs.softmax import triton_backend, triton_divergence
+from rl_logprobs.softmax.triton_divergence_kernels import divergence_gradient_kernel, sums_kernel
 from rl_logprobs.softmax.triton_kernels import coefficient_kernel, finish_kernel, gradient_kernel, reduce_kernel
 
 ROWS, COLUMNS = 4096, 151_936
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
 #: The types of arguments that are not pointers to statistics.
 INT64, FLOAT64 = ("targets", "argmaxes", "ranks_of_target", "table"), ("state", "gathered", "totals", "temperatures")
-LOGITS, POWERS = ("logits", "biases", "out", "weights"), ("powers", "local_max")
+LOGITS, POWERS = ("logits", "biases", "out", "weights", "p_logits", "q_logits"), ("powers", "local_max")
 KERNELS = (reduce_kernel, gradient_kernel, finish_kernel, coefficient_kernel, power_kernel, scale_kernel)
 #: Pointers that a call may leave out, and constants that it may set.
 OPTIONAL = ("biases", "min_logits", "greater_than", "valid", "weights", "expected_rows", "temperatures", "totals")
-OPTIONAL += ("entropies", "argmaxes", "ranks_of_target", "local_max", "d_logsumexps", "d_entropies")
-FLAGS = ("ENTROPY", "ARGMAX", "RANK", "MERGE", "LARGEST")
+OPTIONAL += (
+    "p_biases",
+    "q_biases",
+    "p_temperatures",
+    "q_temperatures",
+    "entropies",
+    "argmaxes",
+    "ranks_of_target",
+    "local_max",
+    "d_logsumexps",
+    "d_entropies",
+)
+FLAGS = ("ENTROPY", "ARGMAX", "RANK", "MERGE", "LARGEST", "MIXTURE")
 
 
 @dataclass(frozen=True)
@@ -112,13 +124,19 @@ class Variant:
         launch = {"BLOCK": triton_backend.TOKENS, "WIDE": wide, "num_warps": 4}
         if self.kernel is reduce_kernel:
             launch = triton_backend.reduce_options(wide, COLUMNS, warp_size)
-        elif self.kernel is gradient_kernel:
+        elif self.kernel is sums_kernel:
+            launch = triton_backend.reduce_options(wide, COLUMNS, warp_size) | {"UNITS": triton_divergence.UNITS}
+        elif self.kernel in (gradient_kernel, divergence_gradient_kernel):
             launch = triton_backend.gradient_options(wide, COLUMNS, warp_size)
         elif self.kernel in (power_kernel, scale_kernel):
             launch |= {"BLOCK": chunk_table.BLOCK, "num_warps": 8}
         softcap = 30.0 if "SOFTCAP" in self.constants else None
         found = {name: name in self.constants for name in FLAGS} | launch
         found |= {"SCALE": None, "SOFTCAP": softcap, "CONTIGUOUS": True, "column_stride": 1, "out_column_stride": 1}
+        kind = next((kind for kind in range(3) if f"KIND={kind}" in self.constants), 0)
+        found |= {"KIND": kind, "LOG2_SHARE": -1.0, "LOG2_OTHER_SHARE": -1.0}
+        found |= {f"{side}_column_stride": 1 for side in "pq"}
+        found |= {f"{side}_{name}": value for side in "PQ" for name, value in (("SCALE", None), ("SOFTCAP", softcap))}
         found |= {"ELEMENT": self.dtype, "ALIGNED": True, "CHUNK": chunk_table.CHUNK, "ORDER": 2.0}
         names = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16, "torch.float32": tl.float32}
         names["torch.float64"] = tl.float64
@@ -133,17 +151,30 @@ class Variant:
             return "*i64"
         if name in FLOAT64 + POWERS:
             return "*fp64"
+        if name == "ignored":
+            return "*i1"
         if name == "valid":
             return "*i32"
         wide = POINTERS[statistics_dtype(self.dtype)]
-        pointers = ("coefficients", "factor", "expected_rows", "min_logits", "greater_than", "logprobs", "logsumexps")
+        pointers = (
+            "coefficients",
+            "factor",
+            "expected_rows",
+            "min_logits",
+            "greater_than",
+            "logprobs",
+            "logsumexps",
+            "numbers",
+        )
         return wide if name in pointers or name.startswith(("d_", "entropies")) else "i32"
 
     def bytes_moved(self) -> int:
         """Return the bytes of the logits that a call of ``ROWS`` rows reads and writes."""
         if self.kernel in (finish_kernel, coefficient_kernel):
             return ROWS * 8 * 6
-        passes = 2 if self.kernel in (gradient_kernel, scale_kernel) else 3 if "weights" in self.given else 1
+        passes = (
+            2 if self.kernel in (gradient_kernel, scale_kernel, sums_kernel) else 3 if "weights" in self.given else 1
+        )
         return passes * ROWS * COLUMNS * self.dtype.itemsize
 
 
@@ -165,6 +196,9 @@ def training_variants(dtype: torch.dtype) -> list[Variant]:
         Variant(coefficient_kernel, dtype, frozenset({"d_entropies", "d_logsumexps", "totals"})),
         Variant(power_kernel, dtype, frozenset()),
         Variant(scale_kernel, dtype, frozenset()),
+        *(Variant(sums_kernel, kind, frozenset()) for kind in (dtype, torch.float32)),
+        Variant(sums_kernel, torch.float32, frozenset(), frozenset({"MIXTURE"})),
+        *(Variant(divergence_gradient_kernel, torch.float32, frozenset(), frozenset({f"KIND={k}"})) for k in range(3)),
     ]
 
 
@@ -235,10 +269,9 @@ def compile_for(variant: Variant, device: Device) -> Resources:
         registers = counts["vgpr_count"]
         spilled = 4 * (counts["vgpr_spill_count"] + counts["sgpr_spill_count"])
     block = source.constants[(variant.kernel.arg_names.index("BLOCK"),)]
-    units = (
-        source.constants.get((variant.kernel.arg_names.index("UNITS"),), 1) if variant.kernel is reduce_kernel else 1
-    )
-    ahead = units * block * variant.dtype.itemsize
+    names = variant.kernel.arg_names
+    units = source.constants[(names.index("UNITS"),)] if "UNITS" in names else 1
+    ahead = units * block * variant.dtype.itemsize * (2 if "q_logits" in names else 1)
     return Resources(device, registers, spilled, compiled.metadata.shared, warps, ahead)
 
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_logprobs
 from rl_logprobs.norms import chunk_table
-from rl_logprobs.softmax import backends, fused_linear, triton_backend, triton_softmax
+from rl_logprobs.softmax import backends, divergence, fused_linear, triton_backend, triton_divergence, triton_softmax
 
 META = torch.device("meta")
 
@@ -36,10 +36,10 @@ def launches(monkeypatch):
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(backends, "import_module", lambda name: None)
-    for module in (triton_backend, triton_softmax, chunk_table):
+    for module in (triton_backend, triton_divergence, triton_softmax, chunk_table):
         monkeypatch.setattr(module, "launch", launch)
-    for module in (rl_logprobs.sources, rl_logprobs.linear_logprobs, rl_logprobs.divergence):
-        monkeypatch.setattr(module, "runs_triton", lambda device: True, raising=False)
+    for module in (rl_logprobs.sources, rl_logprobs.linear_logprobs, divergence):
+        monkeypatch.setattr(module, "runs_triton", lambda device: True)
     return counted
 
 
@@ -91,6 +91,35 @@ def test_a_tile_of_a_head_takes_few_launches(launches, monkeypatch, frozen, bias
     assert counts[2] - counts[0] == (4 if frozen else 2) * tiles
     # A product that torch adds in place is one launch on a GPU, and two where it needs a temporary.
     assert counts[3] - counts[1] <= (0 if frozen else 5 + bias) * tiles
+
+
+@pytest.mark.parametrize(("beta", "passes"), [(0.0, 1), (0.5, 2)])
+def test_a_tile_of_a_divergence_takes_few_launches(launches, monkeypatch, beta, passes):
+    monkeypatch.setattr(fused_linear, "ACCELERATOR_TILE", (32, 256))
+    monkeypatch.setattr(fused_linear, "operand_dtype", lambda hidden, weight: weight.dtype)
+    counts = []
+    for vocab in (2048, 4096):
+        student, teacher = (
+            rl_logprobs.LinearLogits(
+                *(
+                    torch.empty(size, 16, device=META, dtype=torch.bfloat16, requires_grad=trained)
+                    for size in (32, vocab)
+                )
+            )
+            for trained in (True, False)
+        )
+        for backward in (False, True):
+            launches.clear()
+            with Operators() as operators:
+                found = rl_logprobs.token_divergence(student, teacher, beta=beta)
+                if backward:
+                    operators.names.clear(), launches.clear()
+                    found.sum().backward()
+            counts.append(_launched(operators.names) + launches.total())
+    tiles = 2048 // 256
+    assert counts[2] - counts[0] == 3 * passes * tiles  # two products and a kernel
+    # Two products and a kernel, and a product for each gradient, of which one may need a temporary.
+    assert counts[3] - counts[1] <= 6 * tiles
 
 
 def _launched(names):

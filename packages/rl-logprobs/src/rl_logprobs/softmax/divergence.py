@@ -10,7 +10,7 @@ Notation: ``p`` and ``q`` are the two softmaxes, ``y`` and ``v`` their exponents
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ import torch
 
 from rl_logprobs._torch_compat import apply_function, first_derivative
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
+from rl_logprobs.softmax import triton_divergence
+from rl_logprobs.softmax.backends import runs_triton
 from rl_logprobs.softmax.fused_linear import Gradients, HeadTiles, LMHead, TileGradient, tile_size
 from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import PartialSoftmax, merge
@@ -58,6 +60,9 @@ class LogitTiles:
             write(self.tile(span, cols), span, cols, flat[span, cols])
         return (out,)
 
+
+#: Kinds of gradients: of ``KL(p || q)`` by ``p``, of ``KL(q || p)`` by ``p``, and of a divergence from the mixture.
+OF_P, OF_Q, MIXED = range(3)
 
 #: The logits of one side, computed a tile at a time.
 Tiles = LogitTiles | HeadTiles
@@ -120,16 +125,24 @@ class _Pair:
     ignored: torch.Tensor
     shard: VocabColumns
     dtype: torch.dtype
+    p_temperature: float | torch.Tensor
+    q_temperature: float | torch.Tensor
+
+    @property
+    def on_triton(self) -> bool:
+        """Whether Triton's kernels compute the tiles."""
+        return runs_triton(self.ignored.device)
 
     @classmethod
     def of(cls, p: Side, q: Side, ignored: torch.Tensor) -> _Pair:
         tiles = p.tiles(ignored, q), q.tiles(ignored, p)
         dtype = statistics_dtype(torch.promote_types(tiles[0].dtype, tiles[1].dtype))
         p_scale, q_scale = (TemperatureScale.of(side.temperature, dtype) for side in (p, q))
-        return cls(*tiles, p_scale, q_scale, ignored, p.shard, dtype)
+        return cls(*tiles, p_scale, q_scale, ignored, p.shard, dtype, p.temperature, q.temperature)
 
     def swapped(self) -> _Pair:
-        return _Pair(self.q, self.p, self.q_scale, self.p_scale, self.ignored, self.shard, self.dtype)
+        scales, temperatures = (self.q_scale, self.p_scale), (self.q_temperature, self.p_temperature)
+        return _Pair(self.q, self.p, *scales, self.ignored, self.shard, self.dtype, *temperatures)
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
         """Yield tokens and columns of the tiles."""
@@ -187,18 +200,40 @@ class _Divergence(torch.autograd.Function):
         p_needed, q_needed = needed[:split], needed[split:]
         if ctx.beta == 0:
             p_needed, q_needed = q_needed, p_needed
-        p_write, q_write = (_write_mixed, _write_mixed) if 0 < ctx.beta < 1 else (_write_p, _write_q)
+        p_kind, q_kind = (MIXED, MIXED) if 0 < ctx.beta < 1 else (OF_P, OF_Q)
         found = [
-            _side_gradients(pair.p, p_needed, p_write(pair, totals, d_divergence, 1 - ctx.beta)),
-            _side_gradients(pair.q, q_needed, q_write(pair.swapped(), totals.swapped(), d_divergence, ctx.beta)),
+            _side_gradients(pair, p_needed, p_kind, totals, d_divergence, 1 - ctx.beta),
+            _side_gradients(pair.swapped(), q_needed, q_kind, totals.swapped(), d_divergence, ctx.beta),
         ]
         if ctx.beta == 0:
             found.reverse()
         return None, None, None, None, *found[0], *found[1]
 
 
-def _side_gradients(tiles: Tiles, needed: Sequence[bool], write: TileGradient) -> Gradients:
-    return tiles.gradients(needed, write) if any(needed) else (None,) * len(needed)
+def _side_gradients(
+    pair: _Pair, needed: Sequence[bool], kind: int, totals: _Totals, d_divergence: torch.Tensor, share: float
+) -> Gradients:
+    """Return the gradients of the tensors of ``p``."""
+    if not any(needed):
+        return (None,) * len(needed)
+    numbers = _numbers(pair, kind, totals, d_divergence, share)
+    if pair.on_triton:
+        maxima = totals.p_max.to(pair.dtype), totals.q_max.to(pair.dtype)
+        return triton_divergence.gradients(pair, needed, kind, torch.stack([*maxima, *numbers]), share)
+    return pair.p.gradients(needed, _writer(pair, totals, kind, numbers, share))
+
+
+def _numbers(pair: _Pair, kind: int, totals: _Totals, d_divergence: torch.Tensor, share: float) -> list[torch.Tensor]:
+    """Return the coefficients ``[tokens]`` of a kind of gradient, in the dtype of the pair."""
+    d_logits = d_divergence * pair.p_scale.inv_temperature
+    d_bits = d_logits * pair.p_scale.ln_factor
+    if kind == OF_P:
+        numbers = [(totals.q_sum / totals.p_sum).log2() - totals.bits, d_bits / totals.p_sum]
+    elif kind == OF_Q:
+        numbers = [d_logits / totals.p_sum, d_logits / totals.q_sum]
+    else:
+        numbers = [totals.p_sum.log2(), totals.q_sum.log2(), totals.bits, d_bits * share]
+    return [number.to(pair.dtype) for number in numbers]
 
 
 def _pair(
@@ -219,6 +254,9 @@ def _sums(pair: _Pair, *, cross: bool) -> torch.Tensor:
     tokens, device = pair.ignored.shape[0], pair.ignored.device
     running = torch.zeros(5, tokens, dtype=wide_dtype(device), device=device)
     running[0] = running[2] = -math.inf
+    if pair.on_triton:
+        triton_divergence.add_sums(pair, running)
+        return running
     for span, cols in pair.spans():
         local = _tile_sums(pair, span, cols, cross=cross).to(running.dtype)
         scales = pair.p_scale.slice_tokens(span), pair.q_scale.slice_tokens(span)
@@ -270,10 +308,15 @@ def _totals(combined: torch.Tensor) -> _Totals:
 def _mixture_sums(pair: _Pair, totals: _Totals, beta: float) -> torch.Tensor:
     """Return this rank's part of ``[2, tokens]``: the divergences of ``p`` and ``q`` from their mixture in bits."""
     sums = torch.zeros(2, pair.ignored.shape[0], dtype=totals.p_sum.dtype, device=totals.p_sum.device)
+    if pair.on_triton:
+        numbers = totals.p_max, totals.q_max, totals.p_sum.log2(), totals.q_sum.log2()
+        triton_divergence.add_sums(pair, sums, torch.stack(numbers).to(pair.dtype), 1 - beta)
+        return sums
     for span, cols in pair.spans():
         blocks = pair.exponents(pair.p.tile(span, cols), pair.q.tile(span, cols), span, totals)
         for part, y, v in blocks:
-            log2_p, log2_q, log2_mixture = _mixture(y, v, span, part, totals, 1 - beta)
+            p_sum, q_sum = (total[span][part, None].log2().to(y.dtype) for total in (totals.p_sum, totals.q_sum))
+            log2_p, log2_q, log2_mixture = _mixture(y, v, p_sum, q_sum, 1 - beta)
             of_part = sums[:, span][:, part]
             of_part[0] += _weighted(log2_p.exp2(), log2_p - log2_mixture).sum(-1)
             of_part[1] += _weighted(log2_q.exp2(), log2_q - log2_mixture).sum(-1)
@@ -281,60 +324,39 @@ def _mixture_sums(pair: _Pair, totals: _Totals, beta: float) -> torch.Tensor:
 
 
 def _mixture(
-    y: torch.Tensor, v: torch.Tensor, span: slice, part: slice, totals: _Totals, p_share: float
+    y: torch.Tensor, v: torch.Tensor, log2_p_sum: torch.Tensor, log2_q_sum: torch.Tensor, p_share: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the base-2 logarithms of ``p``, ``q`` and ``p_share * p + (1 - p_share) * q``."""
-    log2_p = y.sub_(totals.p_sum[span][part, None].log2().to(y.dtype))
-    log2_q = v.sub_(totals.q_sum[span][part, None].log2().to(y.dtype))
+    log2_p, log2_q = y.sub_(log2_p_sum), v.sub_(log2_q_sum)
     return log2_p, log2_q, torch.logaddexp2(log2_p + math.log2(p_share), log2_q + math.log2(1 - p_share))
 
 
-def _writer(
-    pair: _Pair, totals: _Totals, values: Callable[[slice, slice, torch.Tensor, torch.Tensor], torch.Tensor]
-) -> TileGradient:
+def _writer(pair: _Pair, totals: _Totals, kind: int, numbers: Sequence[torch.Tensor], share: float) -> TileGradient:
     """Return the function that writes the gradient of a tile of ``p``'s logits."""
-    # ``values(span, part, y, v)`` is that of the tokens ``part`` of ``span``.
+    values = {OF_P: _values_of_p, OF_Q: _values_of_q, MIXED: _values_mixed}[kind]
 
     def write(tile: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
         for part, y, v in pair.exponents(tile, pair.q.tile(span, cols), span, totals):
-            out[part].copy_(values(span, part, y, v))
+            out[part].copy_(values(y, v, [number[span][part, None] for number in numbers], share))
         zero_tokens_(out, pair.ignored[span])
 
     return write
 
 
-def _write_p(pair: _Pair, totals: _Totals, d_divergence: torch.Tensor, share: float) -> TileGradient:
-    """Write the gradient of ``KL(p || q)`` by ``p``'s logits: ``p_j (log p_j - log q_j - KL) / T``."""
-    offset = ((totals.q_sum / totals.p_sum).log2() - totals.bits).to(pair.dtype)
-    coef = d_divergence * pair.p_scale.inv_temperature * pair.p_scale.ln_factor / totals.p_sum
-    coef = coef.to(pair.dtype)
-
-    def values(span: slice, part: slice, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        excess = (y - v).add_(offset[span][part, None])
-        return _weighted(y.exp2(), excess).mul_(coef[span][part, None])
-
-    return _writer(pair, totals, values)
+def _values_of_p(y: torch.Tensor, v: torch.Tensor, numbers: Sequence[torch.Tensor], share: float) -> torch.Tensor:
+    """Return ``p_j (log p_j - log q_j - KL(p || q)) / T``."""
+    offset, coefficient = numbers
+    return _weighted(y.exp2(), (y - v).add_(offset)).mul_(coefficient)
 
 
-def _write_q(pair: _Pair, totals: _Totals, d_divergence: torch.Tensor, share: float) -> TileGradient:
-    """Write the gradient of ``KL(q || p)`` by ``p``'s logits: ``(p_j - q_j) / T``."""
-    d_logits = d_divergence * pair.p_scale.inv_temperature
-    p_coef, q_coef = ((d_logits / total).to(pair.dtype) for total in (totals.p_sum, totals.q_sum))
-
-    def values(span: slice, part: slice, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return y.exp2_().mul_(p_coef[span][part, None]).sub_(v.exp2_().mul_(q_coef[span][part, None]))
-
-    return _writer(pair, totals, values)
+def _values_of_q(y: torch.Tensor, v: torch.Tensor, numbers: Sequence[torch.Tensor], share: float) -> torch.Tensor:
+    """Return ``(p_j - q_j) / T``."""
+    p_coefficient, q_coefficient = numbers
+    return y.exp2_().mul_(p_coefficient).sub_(v.exp2_().mul_(q_coefficient))
 
 
-def _write_mixed(pair: _Pair, totals: _Totals, d_divergence: torch.Tensor, share: float) -> TileGradient:
-    """Write the gradient by ``p``'s logits: ``share * p_j (log p_j - log m_j - KL(p || m)) / T``."""
-    coef = (d_divergence * share * pair.p_scale.inv_temperature * pair.p_scale.ln_factor).to(pair.dtype)
-    bits = totals.bits.to(pair.dtype)
-
-    def values(span: slice, part: slice, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        log2_p, _, log2_mixture = _mixture(y, v, span, part, totals, share)
-        excess = (log2_p - log2_mixture).sub_(bits[span][part, None])
-        return _weighted(log2_p.exp2(), excess).mul_(coef[span][part, None])
-
-    return _writer(pair, totals, values)
+def _values_mixed(y: torch.Tensor, v: torch.Tensor, numbers: Sequence[torch.Tensor], share: float) -> torch.Tensor:
+    """Return ``share * p_j (log p_j - log m_j - KL(p || m)) / T``."""
+    log2_p_sum, log2_q_sum, bits, coefficient = numbers
+    log2_p, _, log2_mixture = _mixture(y, v, log2_p_sum, log2_q_sum, share)
+    return _weighted(log2_p.exp2(), (log2_p - log2_mixture).sub_(bits)).mul_(coefficient)

@@ -111,6 +111,11 @@ class HeadTiles:
         """The dtype of the operands of products."""
         return operand_dtype(self.hidden, self.weight)
 
+    @cached_property
+    def operand(self) -> torch.Tensor:
+        """The hidden states as an operand, these of ignored tokens as they are."""
+        return self.hidden.to(self.operand_dtype)
+
     @property
     def size(self) -> tuple[int, int]:
         """Tokens and vocabulary ids of one tile."""

@@ -1,7 +1,7 @@
 """Triton kernels of two softmaxes ``p`` and ``q``: their sums, their divergences from a mixture, and a gradient.
 
-``state``, ``[5, tokens]`` float64, has maximum and sum of weights of ``p``, these of ``q``, and the sum of ``2**y * (y -
-v)`` (see ``divergence``).  ``numbers``, ``[6, tokens]``, has the maxima of both and up to four coefficients.
+``state``, ``[5, tokens]`` float64, has maximum and sum of weights of ``p``, these of ``q``, and the sum of ``2**y``
+times ``y - v`` (see ``divergence``).  ``numbers``, ``[6, tokens]``, has the maxima of both and up to four coefficients.
 """
 
 import triton
@@ -82,7 +82,7 @@ def sums_kernel(
     WIDE: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Add row ``program_id(0)`` of both to ``state``; with ``MIXTURE`` to its first two rows the divergences in bits."""
+    """Add row ``program_id(0)`` of both to ``state``; with ``MIXTURE`` divergences in bits to its first two rows."""
     row = tl.program_id(0)
     token = first_token + row
     stride = tokens.to(tl.int64)

@@ -6,7 +6,7 @@ product again, one kernel that writes the tile's gradient in the dtype of the op
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,13 @@ class _TritonLinear(torch.autograd.Function):
                 "ENTROPY": gradients[2] is not None,
                 **ctx.temperatures,
             }
-            found = _gradients(tiles, ids, ctx.ignore_index, ctx.needs_input_grad[:3], given)
+
+            def write(products: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
+                columns = {"width": products.shape[1], "start": ctx.head.shard.start + cols.start}
+                arguments = {**given, **columns, **head_map(tiles, cols)}
+                write_rows(products, out, ids, tiles.dtype, arguments, span.start)
+
+            found = head_gradients(tiles, ctx.needs_input_grad[:3], ids.view(-1) == ctx.ignore_index, write)
         else:
             d_hidden = _frozen_head_gradient(tiles, ids, ctx.ignore_index, factors, expected_rows, local)
             found = tiles.reduced(d_hidden), None, None
@@ -93,12 +99,12 @@ def _reduce_tiles(
 ) -> torch.Tensor:
     """Return the sums ``[fields, tokens]`` of this rank's columns."""
     # ``expected_rows`` becomes the sum of ``2**y``, times the logits' derivative, times the head's rows.
-    shard, tokens, hidden = tiles.head.shard, ids.numel(), tiles.hidden.to(tiles.operand_dtype)
+    shard, tokens, hidden = tiles.head.shard, ids.numel(), tiles.operand
     state = torch.empty(fields(options), tokens, dtype=torch.float64, device=ids.device)
     valid = valid_ids(ids.device)
     size = wider_tile(*fused_linear.ACCELERATOR_TILE, tokens)
-    for cols, weight in _vocab_tiles(tiles, size[1]):
-        for span in _token_tiles(tokens, size[0]):
+    for cols, weight in vocab_tiles(tiles, size[1]):
+        for span in token_tiles(tokens, size[0]):
             logits = wide_product(hidden[span], weight.t(), tiles.dtype)
             weights = None
             if expected_rows is not None:
@@ -114,7 +120,7 @@ def _reduce_tiles(
                 "initial": int(cols.start == 0),
                 "features": hidden.shape[1],
                 "MERGE": True,
-                **_head_map(tiles, cols),
+                **head_map(tiles, cols),
                 **temperatures,
             }
             reduce_rows(logits, ids, state, options, tiles.dtype, given, span.start)
@@ -125,38 +131,32 @@ def _reduce_tiles(
     return state
 
 
-def _gradients(
-    tiles: HeadTiles, ids: torch.Tensor, ignore_index: int, needed: tuple[bool, ...], given: dict[str, Any]
+def head_gradients(
+    tiles: HeadTiles, needed: Sequence[bool], ignored: torch.Tensor, write: Callable[..., None]
 ) -> Gradients:
-    """Return the gradients of hidden, weight and bias; those of the weight are rounded once."""
-    # Tiles of all tokens where they fit, so that a range of the weight has one product.
-    hidden, weight, bias, tokens = tiles.hidden, tiles.weight, tiles.bias, ids.numel()
+    """Return the gradients of hidden, weight and bias; these of the weight are rounded once."""
+    # ``write(products, span, cols, gradient)`` writes the gradient of some products to a tensor that may be theirs.
+    # Tiles have all tokens where they fit, so that a range of the weight has one product.
+    weight, bias, tokens = tiles.weight, tiles.bias, tiles.hidden.shape[0]
     columns, rows = fused_linear.ACCELERATOR_TILE
     size = wider_tile(rows, columns, tokens)
-    spans = list(_token_tiles(tokens, size[0]))
-    operand = hidden.to(tiles.operand_dtype)
+    spans = list(token_tiles(tokens, size[0]))
     # A token without a target may have hidden states that are not finite, and 0 times these is NaN.
-    scored = operand.masked_fill(ids.view(-1, 1) == ignore_index, 0) if needed[1] else operand
-    d_hidden = hidden.new_zeros(hidden.shape, dtype=tiles.dtype) if needed[0] else None
+    scored = tiles.operand.masked_fill(ignored[:, None], 0) if needed[1] else tiles.operand
+    d_hidden = torch.zeros_like(tiles.hidden, dtype=tiles.dtype) if needed[0] else None
     d_weight = torch.empty_like(weight) if needed[1] else None
     d_bias = None
     if bias is not None and needed[2]:
         d_bias = torch.zeros(len(spans), bias.shape[0], dtype=tiles.dtype, device=bias.device)
     if d_weight is not None:
         d_weight[tiles.head.shard.width :].zero_()
-    for cols, part in _vocab_tiles(tiles, size[1]) if tiles.head.shard.width else ():
+    for cols, part in vocab_tiles(tiles, size[1]) if tiles.head.shard.width else ():
         total = None
         for index, span in enumerate(spans):
-            logits = wide_product(operand[span], part.t(), tiles.dtype)
-            gradient = logits if part.dtype is logits.dtype else torch.empty_like(logits, dtype=part.dtype)
-            arguments = {
-                **given,
-                "width": part.shape[0],
-                "start": tiles.head.shard.start + cols.start,
-                **_head_map(tiles, cols),
-            }
-            write_rows(logits, gradient, ids, tiles.dtype, arguments, span.start)
-            del logits
+            products = wide_product(tiles.operand[span], part.t(), tiles.dtype)
+            gradient = products if part.dtype is products.dtype else torch.empty_like(products, dtype=part.dtype)
+            write(products, span, cols, gradient)
+            del products
             if d_hidden is not None:
                 add_product_(d_hidden[span], gradient, part)
             if d_weight is not None and len(spans) == 1 and d_weight.dtype is gradient.dtype:
@@ -195,7 +195,7 @@ def _frozen_head_gradient(
     return d_hidden.masked_fill_(ignored[:, None], 0)
 
 
-def _vocab_tiles(tiles: HeadTiles, columns: int) -> Iterator[tuple[slice, torch.Tensor]]:
+def vocab_tiles(tiles: HeadTiles, columns: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield ranges of this rank's columns with the head's rows for them; an empty one if it has none."""
     width = tiles.head.shard.width
     for start in range(0, max(1, width), columns):
@@ -203,11 +203,12 @@ def _vocab_tiles(tiles: HeadTiles, columns: int) -> Iterator[tuple[slice, torch.
         yield cols, tiles.weight[cols].to(tiles.operand_dtype)
 
 
-def _token_tiles(tokens: int, rows: int) -> Iterator[slice]:
+def token_tiles(tokens: int, rows: int) -> Iterator[slice]:
+    """Yield ranges of tokens."""
     return (slice(start, min(tokens, start + rows)) for start in range(0, tokens, rows))
 
 
-def _head_map(tiles: HeadTiles, cols: slice) -> dict[str, Any]:
+def head_map(tiles: HeadTiles, cols: slice) -> dict[str, Any]:
     """Return the kernels' arguments of the map from products to logits."""
     scale = tiles.head.logit_scale
     return {
