@@ -323,7 +323,7 @@ def triton(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Check this machine's GPUs: parity, kernels, memory, speed, weight sync; writes gpu-check.md (-- --device cpu)."""
+    """Check this machine's GPUs; writes gpu-check.md (`-- --bench`: time one beside other packages; gpu-bench.md)."""
     install_editable(session, "hugging-face", "kernels")
     session.run("python", "-m", "fsdp_runtime.gpu_check", *session.posargs)
 

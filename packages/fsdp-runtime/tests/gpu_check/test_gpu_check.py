@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
 import torch
 
-from fsdp_runtime.gpu_check import parity, ranks
+from fsdp_runtime.gpu_check import bench, parity, ranks
 from fsdp_runtime.gpu_check.__main__ import main
+from fsdp_runtime.gpu_check.bench_peers import Contender
 from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, within
 from fsdp_runtime.gpu_check.machine import World, accelerator
 from fsdp_runtime.gpu_check.memory import compared
@@ -25,6 +27,35 @@ def test_one_rank_on_the_cpu_passes_and_writes_a_page(tmp_path, capsys, monkeypa
     assert "0 failed" in text
     assert "| LlamaForCausalLM, dp_shard=1, float32 (1 rank on cpu, gloo) |" in text
     assert "| log-probabilities, triton | Triton needs an accelerator |  | not run |" in text
+
+
+def test_a_bench_on_the_cpu_writes_its_figures_as_a_page_and_as_json(tmp_path, capsys):
+    page = tmp_path / "bench.md"
+    assert main(["--device", "cpu", "--bench", "--output", str(page)]) == 0
+    text, data = page.read_text(), json.loads(page.with_suffix(".json").read_text())
+    sections = ["Ceilings", "From logits", "From hidden states", "Norm and clipping"]
+    assert list(dict.fromkeys(row["section"] for row in data["rows"])) == sections
+    assert all(f"## {section}" in text for section in sections)
+    ours = [row for row in data["rows"] if row["what"] == "rl-logprobs"]
+    assert [row["error"] < 1e-5 for row in ours] == [True, True]
+    assert all(row["forward_ms"] > 0 and row["both_rate"] > 0 and not row["note"] for row in ours)
+
+
+def test_a_bench_names_contenders_that_fail_or_come_after_its_time():
+    short = bench.Bench(torch.device("cpu"), bench.SMALL, budget=60.0)
+
+    def fails(*inputs):
+        raise RuntimeError("no kernel\nfor this | device")
+
+    contenders = [Contender("broken", fails), Contender("whole", lambda x: x.sum(-1))]
+    inputs, exact = [torch.ones(3, 4, dtype=torch.float64, requires_grad=True)], torch.full((3,), 4.5)
+    broken, whole = short._contend("From logits", "3 x 4", contenders, inputs, exact)
+    assert broken.note.startswith("RuntimeError: no kernel")
+    assert whole.error == 0.5
+    assert "no kernel for this \\| device" in bench.page([broken, whole], [])
+    late = bench.Bench(torch.device("cpu"), bench.SMALL, budget=-1.0)
+    (row,) = late._contend("From logits", "3 x 4", contenders[1:], inputs, exact)
+    assert row.note.startswith("not run")
 
 
 @pytest.mark.skipif(accelerator() is not None, reason="this machine has an accelerator")

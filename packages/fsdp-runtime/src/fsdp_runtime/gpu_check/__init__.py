@@ -6,6 +6,7 @@
 ``kernels``   log-probabilities by Triton against torch's operators
 ``memory``    the peak of a step against the dry run's
 ``speed``     gradient norm and log-probabilities against a copy of as many bytes
+``bench``     with ``--bench``: log-probabilities, norms and clipping beside torch and other packages
 ``transfer``  weights from shards to shards over the backend
 ``report``    one Markdown page of all findings
 """

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.gpu_check.bench import bench
 from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, verdict
 from fsdp_runtime.gpu_check.kernels import check_kernels
 from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
@@ -32,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device is None:
         print("No CUDA or ROCm device was found: nothing was checked. --device cpu runs what needs none.")
         return 0
+    if options.bench:
+        return _bench(device, options.output or Path("gpu-bench.md"))
     try:
         chosen = worlds(device, options.max_ranks)
     except OptionError as error:
@@ -43,8 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for checks in TOGETHER if world.size > 1 else alone:  # on a CPU no allocator counts, and all share processes
             findings += _run(world, checks)
     page = markdown(findings)
-    options.output.write_text(page, encoding="utf-8")
-    print(f"{page}\nReport: {options.output}")
+    output = options.output or Path("gpu-check.md")
+    output.write_text(page, encoding="utf-8")
+    print(f"{page}\nReport: {output}")
     return 1 if any(finding.state == "failed" for finding in findings) else 0
 
 
@@ -56,8 +62,20 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--device", help="cuda (ROCm too) or another accelerator; cpu runs all that needs none")
     command.add_argument("--max-ranks", type=int, default=8, metavar="N", help="the most ranks (default: 8)")
-    command.add_argument("--output", type=Path, default=Path("gpu-check.md"), help="the report (default: gpu-check.md)")
+    command.add_argument("--bench", action="store_true", help="time one device beside other packages, five minutes")
+    command.add_argument("--output", type=Path, help="the report (default: gpu-check.md, or gpu-bench.md and .json)")
     return command
+
+
+def _bench(device: str, output: Path) -> int:
+    try:
+        worlds(device, 1)
+    except OptionError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
+    bench(torch.device(device, 0) if device != "cpu" else torch.device("cpu"), output)
+    print(f"{output.read_text(encoding='utf-8')}\nReport: {output}, {output.with_suffix('.json')}")
+    return 0
 
 
 def _run(world: World, checks: list[Check]) -> list[CheckResult]:

@@ -1,0 +1,255 @@
+"""``--bench``: log-probabilities, norms and clipping of one device beside torch and what else is installed.
+
+Every call is timed forward, and forward and backward, as milliseconds and as a fraction of a ceiling of the same run:
+the rate of a copy by the bytes that must move, or of a bfloat16 product of 8,192 cubed by its operations.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.gpu_check.bench_peers import Contender, head_contenders, logit_contenders, norm_contenders
+from fsdp_runtime.gpu_check.check_result import CheckResult
+from fsdp_runtime.gpu_check.machine import machine, optional
+from fsdp_runtime.meters.step_meter import synchronize
+
+#: Seconds after which no further contender is timed.
+BUDGET = 300.0
+#: The most seconds of one measurement, and its fewest and most repeats.
+SECONDS, FEWEST, MOST = 0.4, 2, 10
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of ``(tokens, columns)`` of logits, of heads with their names, and of some number of gradients."""
+
+    logits: Sequence[tuple[int, int]] = ((8192, 32_000), (8192, 151_936))
+    heads: Sequence[tuple[str, int, int, int]] = (
+        ("Llama-3-8B", 8192, 4096, 128_256),
+        ("Qwen3-1.7B", 8192, 2048, 151_936),
+        ("Gemma-2-2B", 8192, 2304, 256_000),
+    )
+    gradients: tuple[int, int] = (300, 7_158_278)  # 4 GiB of bfloat16
+    copy: int = 2**32
+    product: int = 8192
+
+
+#: A CPU tries the logic.
+SMALL = Sizes([(64, 500)], [("small", 64, 32, 300)], (20, 1000), 2**16, 64)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender of a section; a time is None where it was not measured, and ``note`` says why."""
+
+    section: str
+    what: str
+    shape: str
+    forward_ms: float | None = None
+    both_ms: float | None = None
+    forward_rate: float | None = None  # of the section's ceiling
+    both_rate: float | None = None
+    host_ms: float | None = None  # of both passes, until the last launch
+    peak_mib: float | None = None  # above the inputs, of both passes
+    error: float | None = None  # the largest difference from float64
+    note: str = ""
+
+
+@dataclass
+class Bench:
+    """The measurements of one device."""
+
+    device: torch.device
+    sizes: Sizes
+    budget: float = BUDGET
+    rows: list[Row] = field(default_factory=list)
+    begin: float = field(default_factory=time.perf_counter)
+
+    def run(self) -> list[Row]:
+        """Measure every section, and return its rows."""
+        copied, multiplied = self._copied(), self._multiplied()
+        self.rows.append(Row("Ceilings", "copy", f"{copied / 1e9:.0f} GB/s read and written"))
+        self.rows.append(Row("Ceilings", "bfloat16 product", f"{multiplied / 1e12:.1f} TFLOP/s"))
+        for section in (self._logits(copied), self._heads(multiplied), self._norms(copied)):
+            for row in section:
+                self.rows.append(row)
+        return self.rows
+
+    def _copied(self) -> float:
+        """Return the bytes that a copy reads and writes in a second."""
+        source = torch.empty(self.sizes.copy, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.milliseconds(lambda: target.copy_(source)) * 1e3
+
+    def _multiplied(self) -> float:
+        """Return the operations of a product in a second."""
+        size = self.sizes.product
+        square = torch.randn(size, size, device=self.device).bfloat16()
+        return 2 * size**3 / self.milliseconds(lambda: square @ square) * 1e3
+
+    def milliseconds(self, call: Callable[[], Any]) -> float:
+        """Return the median milliseconds of a call on the device."""
+        return self._timed(call)[0]
+
+    def _timed(self, call: Callable[[], Any]) -> tuple[float, float]:
+        """Return the median milliseconds until a call is done, and until the host has launched it."""
+        call()
+        synchronize(self.device)
+        done: list[float] = []
+        launched: list[float] = []
+        while len(done) < FEWEST or (len(done) < MOST and sum(done) < SECONDS):
+            begin = time.perf_counter()
+            kept = call()
+            launched.append(time.perf_counter() - begin)
+            synchronize(self.device)
+            done.append(time.perf_counter() - begin)
+            del kept
+        return statistics.median(done) * 1e3, statistics.median(launched) * 1e3
+
+    def _peak(self, call: Callable[[], Any]) -> float | None:
+        if self.device.type != "cuda":
+            return None
+        synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        synchronize(self.device)
+        return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
+
+    def _contend(
+        self, section: str, shape: str, contenders: Sequence[Contender], inputs: Sequence[Tensor], exact: Tensor | None
+    ) -> Iterator[Row]:
+        """Yield the row of each contender, a function of the inputs that returns log-probabilities or a mean."""
+        for contender in contenders:
+            if time.perf_counter() - self.begin > self.budget:
+                yield Row(section, contender.name, shape, note=f"not run: {self.budget:.0f} seconds are over")
+                continue
+            try:
+                yield self._row(section, shape, contender, inputs, exact)
+            except Exception as error:  # noqa: BLE001  # of a peer that does not run here
+                yield Row(section, contender.name, shape, note=f"{type(error).__name__}: {str(error)[:120]}")
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _row(
+        self, section: str, shape: str, contender: Contender, inputs: Sequence[Tensor], exact: Tensor | None
+    ) -> Row:
+        def forward() -> Any:
+            with torch.no_grad():
+                return contender.call(*inputs)
+
+        def both() -> Any:
+            found = contender.call(*inputs)
+            return torch.autograd.grad(found.sum() if found.dim() else found, list(inputs))
+
+        found = forward()
+        error = None
+        if exact is not None and found.shape == exact.shape:
+            error = float((found.double() - exact).abs().max())
+        del found
+        forward_ms, (both_ms, host_ms) = self.milliseconds(forward), self._timed(both)
+        return Row(section, contender.name, shape, forward_ms, both_ms, None, None, host_ms, self._peak(both), error)
+
+    def _logits(self, copied: float) -> Iterator[Row]:
+        for tokens, columns in self.sizes.logits:
+            logits = (3 * torch.randn(tokens, columns, device=self.device)).bfloat16().requires_grad_()
+            targets = torch.randint(0, columns, (tokens,), device=self.device)
+            with torch.no_grad():
+                parts = zip(torch.split(logits, 256), torch.split(targets, 256), strict=True)
+                exact = torch.cat([_exact(*part) for part in parts])
+            read = logits.nbytes / copied * 1e3  # milliseconds to read the logits once
+            contenders = logit_contenders(targets, self.device)
+            for row in self._contend("From logits", f"{tokens} x {columns}", contenders, [logits], exact):
+                yield _rated(row, read, 4 * read)
+
+    def _heads(self, multiplied: float) -> Iterator[Row]:
+        for name, tokens, features, columns in self.sizes.heads:
+            hidden = (torch.randn(tokens, features, device=self.device) / 2).bfloat16().requires_grad_()
+            weight = torch.randn(columns, features, device=self.device).mul_(2 / features**0.5).bfloat16()
+            targets = torch.randint(0, columns, (tokens,), device=self.device)
+            some = slice(0, 256)
+            with torch.no_grad():
+                exact = _exact(hidden[some].float() @ weight.float().t(), targets[some])
+            product = 2 * tokens * features * columns / multiplied * 1e3
+            contenders = head_contenders(targets, self.device)
+            inputs = [hidden, weight.requires_grad_()]
+            for row in self._contend("From hidden states", f"{name}, {tokens} tokens", contenders, inputs, exact):
+                yield _rated(row, product, 3 * product)
+
+    def _norms(self, copied: float) -> Iterator[Row]:
+        number, elements = self.sizes.gradients
+        for dtype in (torch.bfloat16, torch.float32):
+            shape = f"{number} tensors, {str(dtype).removeprefix('torch.')}"
+            size = elements * 2 // dtype.itemsize
+            parameters = [torch.nn.Parameter(torch.empty(size, dtype=dtype, device=self.device)) for _ in range(number)]
+            for parameter in parameters:
+                parameter.grad = torch.randn(size, device=self.device).to(dtype)
+            read = number * size * dtype.itemsize / copied * 1e3
+            for contender in norm_contenders(parameters):
+                if time.perf_counter() - self.begin > self.budget:
+                    yield Row("Norm and clipping", contender.name, shape, note=f"not run: {self.budget:.0f} s are over")
+                    continue
+                done, launched = self._timed(contender.call)
+                yield Row("Norm and clipping", contender.name, shape, done, None, read / done, None, launched)
+            del parameters
+
+
+def _exact(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.log_softmax(logits.double(), -1).gather(-1, targets[:, None])[:, 0]
+
+
+def _rated(row: Row, forward_floor: float, both_floor: float) -> Row:
+    """Return a row with its fractions of a ceiling, given the least milliseconds that it allows."""
+    if row.forward_ms is None or row.both_ms is None:
+        return row
+    rates = {"forward_rate": forward_floor / row.forward_ms, "both_rate": both_floor / row.both_ms}
+    return Row(**{**asdict(row), **rates})
+
+
+def bench(device: torch.device, output: Path, sizes: Sizes | None = None, budget: float = BUDGET) -> list[Row]:
+    """Measure a device, write a Markdown page to ``output`` and the same as JSON beside it, and return the rows."""
+    if optional("rl_logprobs") is None:
+        rows = [Row("From logits", "rl-logprobs", "", note="not installed")]
+    else:
+        rows = Bench(device, sizes or (SMALL if device.type == "cpu" else Sizes()), budget).run()
+    facts = machine(device.type)
+    output.write_text(page(rows, facts), encoding="utf-8")
+    data = {"machine": {fact.what: fact.figure for fact in facts}, "rows": [asdict(row) for row in rows]}
+    output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+def page(rows: Sequence[Row], facts: Sequence[CheckResult]) -> str:
+    """Return the Markdown page of some rows on a machine."""
+    lines = ["# rl-logprobs on this machine", ""]
+    lines += [f"- {fact.what}: {fact.figure}" for fact in facts]
+    for section in dict.fromkeys(row.section for row in rows):
+        lines += [
+            "",
+            f"## {section}",
+            "",
+            "| what | shape | forward ms | both ms | of the ceiling | host ms | MiB | error | |",
+        ]
+        lines.append("|---|---|---|---|---|---|---|---|---|")
+        for row in rows:
+            if row.section == section:
+                rates = " / ".join(f"{rate:.2f}" for rate in (row.forward_rate, row.both_rate) if rate is not None)
+                numbers = [_number(value) for value in (row.forward_ms, row.both_ms)]
+                rest = [_number(row.host_ms), "" if row.peak_mib is None else f"{row.peak_mib:.0f}"]
+                error = "" if row.error is None else f"{row.error:.1e}"
+                note = row.note.replace("|", "\\|").replace("\n", " ")
+                lines.append(f"| {' | '.join([row.what, row.shape, *numbers, rates, *rest, error, note])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

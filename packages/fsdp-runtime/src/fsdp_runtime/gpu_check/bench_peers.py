@@ -1,0 +1,112 @@
+"""The contenders of ``--bench``: rl-logprobs, torch, and packages that are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fsdp_runtime.gpu_check.machine import optional
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name, and a function of inputs that returns a tensor, or changes gradients."""
+
+    name: str
+    call: Callable[..., Any]
+
+
+def logit_contenders(targets: Tensor, device: torch.device) -> list[Contender]:
+    """Return functions of logits ``[tokens, columns]`` that return log-probabilities of the targets."""
+    ours: Any = optional("rl_logprobs")
+
+    def with_entropy(logits: Tensor) -> Tensor:
+        found = ours.token_statistics(logits, targets, entropy=True)
+        return found.logprobs + 0.1 * found.entropy  # type: ignore[no-any-return]
+
+    def wide(logits: Tensor) -> Tensor:
+        return -F.cross_entropy(logits.float(), targets, reduction="none")
+
+    found = [
+        Contender("rl-logprobs", lambda logits: ours.token_logprobs(logits, targets)),
+        Contender("rl-logprobs, torch's operators", lambda x: ours.token_logprobs(x, targets, backend="torch")),
+        Contender("rl-logprobs with entropy", with_entropy),
+        Contender("torch cross_entropy", lambda logits: -F.cross_entropy(logits, targets, reduction="none")),
+    ]
+    if device.type == "cpu":
+        return found
+    found.append(Contender("torch.compile of float32 cross_entropy", torch.compile(wide)))
+    if liger := optional("liger_kernel.ops.cross_entropy"):
+
+        def of_liger(logits: Tensor) -> Tensor:
+            given = (None, -100, 0.0, 0.0, "none", None, False)
+            loss = liger.LigerCrossEntropyFunction.apply(logits, targets, *given)
+            return -(loss[0] if isinstance(loss, tuple) else loss)  # type: ignore[no-any-return]
+
+        found.append(Contender("Liger cross-entropy", of_liger))
+    if quack := optional("quack.cross_entropy"):
+        found.append(Contender("QuACK cross-entropy", lambda x: -quack.cross_entropy(x, targets, reduction="none")))
+    if trl := optional("trl.trainer.utils"):
+        found.append(Contender("TRL selective_log_softmax", lambda x: trl.selective_log_softmax(x, targets)))
+        if hasattr(trl, "selective_log_softmax_and_entropy"):  # since TRL 1.16
+
+            def of_trl(logits: Tensor) -> Tensor:
+                logprobs, entropy = trl.selective_log_softmax_and_entropy(logits, targets)
+                return logprobs + 0.1 * entropy  # type: ignore[no-any-return]
+
+            found.append(Contender("TRL's kernels with entropy", of_trl))
+    return found
+
+
+def head_contenders(targets: Tensor, device: torch.device) -> list[Contender]:
+    """Return functions of hidden states and a head's weight that return log-probabilities or their mean."""
+    ours: Any = optional("rl_logprobs")
+
+    def with_entropy(hidden: Tensor, weight: Tensor) -> Tensor:
+        found = ours.linear_token_statistics(hidden, weight, targets, entropy=True)
+        return found.logprobs + 0.1 * found.entropy  # type: ignore[no-any-return]
+
+    def held(hidden: Tensor, weight: Tensor) -> Tensor:
+        return -F.cross_entropy((hidden @ weight.t()).float(), targets, reduction="none")
+
+    found = [
+        Contender("rl-logprobs", lambda hidden, weight: ours.linear_token_logprobs(hidden, weight, targets)),
+        Contender("rl-logprobs with entropy", with_entropy),
+        Contender("torch, float32 logits held", held),
+    ]
+    if device.type == "cpu":
+        return found
+    found.append(Contender("torch.compile of the same", torch.compile(held)))
+    if cut := optional("cut_cross_entropy"):
+        found.append(
+            Contender("cut-cross-entropy", lambda h, w: -cut.linear_cross_entropy(h, w, targets, reduction="none"))
+        )
+    if liger := optional("liger_kernel.transformers.functional"):
+        found.append(Contender("Liger, mean loss", lambda h, w: -liger.liger_fused_linear_cross_entropy(h, w, targets)))
+    if quack := optional("quack.linear_cross_entropy"):
+        found.append(Contender("QuACK, mean loss", lambda h, w: -quack.chunked_linear_cross_entropy(h, w, targets)))
+    return found
+
+
+def norm_contenders(parameters: Sequence[torch.nn.Parameter]) -> list[Contender]:
+    """Return functions without inputs over the parameters' gradients; a clip that scales runs last."""
+    ours: Any = optional("rl_logprobs")
+    utils = torch.nn.utils
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [
+        Contender("rl-logprobs norm", lambda: ours.grad_norm(parameters)),
+        Contender("torch norm", lambda: utils.get_total_norm(gradients)),
+        Contender("rl-logprobs clip, nothing to do", lambda: ours.clip_grad_norm_(parameters, 1e9)),
+        Contender("torch clip, nothing to do", lambda: utils.clip_grad_norm_(parameters, 1e9)),
+        Contender("rl-logprobs scale by 0.999", lambda: ours.clip_grads_with_norm_(parameters, 0.999, 1.0)),
+        Contender("torch scale by 0.999", lambda: utils.clip_grads_with_norm_(parameters, 0.999, _one(gradients))),
+    ]
+
+
+def _one(gradients: Sequence[Tensor]) -> Tensor:
+    return torch.ones((), device=gradients[0].device)
