@@ -31,7 +31,7 @@ def test_the_trainer_takes_a_step_and_saves_a_checkpoint(tmp_path: Path) -> None
 def test_it_is_short_and_says_first_what_has_not_run() -> None:
     lines = README.read_text().splitlines()
     assert len(lines) <= 110
-    assert "Nothing here has run on a GPU" in "\n".join(lines[:20])
+    assert "never on more than one GPU" in "\n".join(lines[:20])
 
 
 def test_its_two_commands_are_those_of_the_noxfile_and_of_continuous_integration() -> None:

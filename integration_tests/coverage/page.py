@@ -192,7 +192,7 @@ def _summary(results: Mapping[str, Any], kinds: Mapping[str, Kind]) -> Iterator[
     yield from _method(results, [*dict.fromkeys(part for kind in kinds.values() for part in kind.parts)])
     yield "A row is one architecture, or one class of it. It is right where outputs and the gradients of all parameters"
     yield "agree with one process on every rank. Each kind of rows has a page with its method, its table and reasons;"
-    yield "that of expert parallelism has transformers' own, too. Nothing here was measured on a GPU."
+    yield "that of expert parallelism has transformers' own, too. All of it was measured on CPU ranks."
     yield ""
     measured = {name: kind.outcomes(results) for name, kind in kinds.items()}
     yield from table(

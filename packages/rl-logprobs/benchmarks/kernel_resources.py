@@ -123,9 +123,12 @@ class Variant:
         wide, warp_size = statistics_dtype(self.dtype), device.target.warp_size
         launch = {"BLOCK": triton_backend.TOKENS, "WIDE": wide, "num_warps": 4}
         if self.kernel is reduce_kernel:
-            launch = triton_backend.reduce_options(wide, COLUMNS, warp_size)
+            further = self.constants & {"ARGMAX", "RANK"} or "min_logits" in self.given
+            units = triton_backend.UNITS // 2 if further else triton_backend.UNITS
+            launch = triton_backend.reduce_options(wide, COLUMNS, warp_size, most_units=units)
         elif self.kernel is sums_kernel:
-            launch = triton_backend.reduce_options(wide, COLUMNS, warp_size) | {"UNITS": triton_divergence.UNITS}
+            units = triton_divergence.UNITS
+            launch = triton_backend.reduce_options(wide, COLUMNS, warp_size, most_units=units)
         elif self.kernel in (gradient_kernel, divergence_gradient_kernel):
             launch = triton_backend.gradient_options(wide, COLUMNS, warp_size)
         elif self.kernel in (power_kernel, scale_kernel):
@@ -203,21 +206,16 @@ def training_variants(dtype: torch.dtype) -> list[Variant]:
 
 
 def all_variants(dtype: torch.dtype) -> list[Variant]:
-    """Return every variant of the kernels over logits that a call can reach, and the others once."""
-    of_logits = subsets(("min_logits", "greater_than", "weights"))
+    """Return every combination of statistics, with and without a filter, a bias and weights that are kept."""
+    flags = subsets(("ENTROPY", "ARGMAX", "RANK"))
     found = [
-        Variant(reduce_kernel, dtype, given | {"valid"}, constants)
-        for given, constants in itertools.product(of_logits, subsets(("ENTROPY", "ARGMAX", "RANK")))
+        Variant(reduce_kernel, dtype, frozenset({"valid", *given}), constants)
+        for given, constants in itertools.product(((), ("min_logits",), ("greater_than", "weights")), flags)
     ]
-    tiles = itertools.product(subsets(("biases", "weights")), subsets(("ENTROPY", "ARGMAX", "SOFTCAP")))
     found += [
-        Variant(
-            reduce_kernel,
-            torch.float32,
-            given | ({"expected_rows"} if "weights" in given else set()),
-            flags | {"MERGE"},
-        )
-        for given, flags in tiles
+        Variant(reduce_kernel, torch.float32, frozenset(given), constants | {"MERGE"})
+        for given in (("biases",), ("expected_rows", "weights"))
+        for constants in subsets(("ENTROPY", "ARGMAX", "SOFTCAP"))
     ]
     found += [
         Variant(gradient_kernel, dtype, given | {"totals"}, constants)

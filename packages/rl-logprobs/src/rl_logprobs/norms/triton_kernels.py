@@ -30,16 +30,9 @@ def summand(values, ORDER: tl.constexpr):
 
 @triton.jit
 def power_kernel(
-    table,
-    powers,
-    ELEMENT: tl.constexpr,
-    WIDE: tl.constexpr,
-    ORDER: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    table, powers, ELEMENT: tl.constexpr, WIDE: tl.constexpr, ORDER: tl.constexpr, LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the sum of powers of a chunk, or with ``LARGEST`` the largest absolute value, in float64."""
     # Squares are summed in float32, and again in float64 where their sum is near the bounds of float32.
     first, length = chunk(table, ELEMENT, ALIGNED)
@@ -78,14 +71,9 @@ def power_kernel(
 
 @triton.jit
 def scale_kernel(
-    table,
-    factor,
-    ELEMENT: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
+    table, factor, ELEMENT: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply a chunk by a factor below 1, or NaN; touch nothing for others."""
     scale = tl.load(factor)
     if (scale < 1.0) | (scale != scale):

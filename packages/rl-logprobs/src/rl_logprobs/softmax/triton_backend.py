@@ -76,12 +76,14 @@ def rows_of(*tensors: torch.Tensor, first_token: int = 0) -> Iterator[Rows]:
     yield Rows(first_token, outer * inner, inner, pairs, tensors)
 
 
-def reduce_options(dtype: torch.dtype, width: int, warp_size: int = WARP_SIZE) -> dict[str, Any]:
+def reduce_options(
+    dtype: torch.dtype, width: int, warp_size: int = WARP_SIZE, *, most_units: int = UNITS
+) -> dict[str, Any]:
     """Return the tile, the warps and the dtype of a reduction's statistics, for rows of ``width`` columns."""
     lanes = LANES if dtype is torch.float32 else LANES // 2
     tile = 1 << max(0, width - 1).bit_length()
     block = min(lanes, tile)
-    units = min(UNITS if dtype is torch.float32 else UNITS // 2, tile // block)
+    units = min(most_units if dtype is torch.float32 else most_units // 2, tile // block)
     warps = max(1, block // (COLUMNS_PER_THREAD * warp_size))
     return {"UNITS": units, "BLOCK": block, "STAGES": 1, "num_warps": warps, **_statistics(dtype)}
 
@@ -108,7 +110,7 @@ def reduce_rows(
 ) -> None:
     """Reduce logits ``[..., width or more]`` of the tokens from ``first_token`` into ``state``."""
     # ``arguments`` of the kernel replace those of logits that a call was given.
-    width = arguments["width"]
+    chosen = reduce_options(dtype, arguments["width"], most_units=units_of(options))
     for rows in rows_of(logits):
         (part,), ((outer_stride, row_stride),) = rows.tensors, rows.strides
         given: dict[str, Any] = {
@@ -136,9 +138,7 @@ def reduce_rows(
             "MERGE": False,
             "CONTIGUOUS": part.stride(-1) == 1,
         }
-        launch(
-            KERNELS, "reduce_kernel", (rows.number,), ids.device, **(given | arguments | reduce_options(dtype, width))
-        )
+        launch(KERNELS, "reduce_kernel", (rows.number,), ids.device, **(given | arguments | chosen))
 
 
 def write_rows(
@@ -175,6 +175,12 @@ def write_rows(
         }
         grid = rows.number, blocks(columns, options["BLOCK"])
         launch(KERNELS, "gradient_kernel", grid, ids.device, **(given | arguments | options))
+
+
+def units_of(options: SoftmaxOptions) -> int:
+    """Return the most columns of a lane: half as many for statistics that need further registers."""
+    further = options.argmax or options.target_rank or options.min_logit is not None
+    return UNITS // 2 if further else UNITS
 
 
 def blocks(total: int, block: int) -> int:

@@ -39,9 +39,8 @@ def add_sums(pair: _Pair, state: torch.Tensor, numbers: torch.Tensor | None = No
             "state": state,
             "width": width,
             "MIXTURE": numbers is not None,
-            **reduce_options(pair.dtype, width),
+            **reduce_options(pair.dtype, width, most_units=UNITS),
         }
-        given["UNITS"] = min(given["UNITS"], UNITS)
         for rows in rows_of(p, q, first_token=first_token):
             launch(KERNELS, "sums_kernel", (rows.number,), state.device, **given, **_strides(rows))
 

@@ -94,42 +94,12 @@ def row_offset(row, inner, outer_stride, row_stride):
 
 @triton.jit(do_not_specialize=SIZES)
 def reduce_kernel(
-    logits,
-    biases,
-    targets,
-    temperatures,
-    min_logits,
-    greater_than,
-    valid,
-    state,
-    weights,
-    expected_rows,
-    width,
-    inner,
-    outer_stride,
-    row_stride,
-    column_stride,
-    temperature_stride,
-    first_token,
-    tokens,
-    start,
-    vocab_size,
-    ignore_index,
-    initial,
-    features,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    ARGMAX: tl.constexpr,
-    RANK: tl.constexpr,
-    MERGE: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
-    UNITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    WIDE: tl.constexpr,
-    LEAST: tl.constexpr,
-):
+    logits, biases, targets, temperatures, min_logits, greater_than, valid, state, weights, expected_rows, width,
+    inner, outer_stride, row_stride, column_stride, temperature_stride, first_token, tokens, start, vocab_size,
+    ignore_index, initial, features, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
+    ARGMAX: tl.constexpr, RANK: tl.constexpr, MERGE: tl.constexpr, CONTIGUOUS: tl.constexpr, UNITS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     """Reduce row ``program_id(0)`` into the token's ``state``; ``MERGE`` adds to the sums of earlier columns."""
     # ``weights`` receives the weights of the row's logits relative to the maximum so far, times their derivative;
     # ``expected_rows`` are sums of such weights times rows of a head, and follow the maximum. A token that is not
@@ -242,25 +212,10 @@ def reduce_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def finish_kernel(
-    gathered,
-    targets,
-    temperatures,
-    logprobs,
-    logsumexps,
-    entropies,
-    argmaxes,
-    ranks_of_target,
-    totals,
-    temperature_stride,
-    tokens,
-    ignore_index,
-    ranks,
-    ENTROPY: tl.constexpr,
-    ARGMAX: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    gathered, targets, temperatures, logprobs, logsumexps, entropies, argmaxes, ranks_of_target, totals,
+    temperature_stride, tokens, ignore_index, ranks, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, RANK: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Combine the ``state`` of all ranks to the statistics of ``BLOCK`` tokens, and the totals of the gradient."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
@@ -315,23 +270,10 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def coefficient_kernel(
-    totals,
-    targets,
-    temperatures,
-    local_max,
-    d_logprobs,
-    d_logsumexps,
-    d_entropies,
-    coefficients,
-    logprob_stride,
-    logsumexp_stride,
-    entropy_stride,
-    temperature_stride,
-    tokens,
-    ignore_index,
-    BLOCK: tl.constexpr,
+    totals, targets, temperatures, local_max, d_logprobs, d_logsumexps, d_entropies, coefficients, logprob_stride,
+    logsumexp_stride, entropy_stride, temperature_stride, tokens, ignore_index, BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
-):
+):  # fmt: skip
     """Write ``[3, tokens]``: the factors of ``2**y``, ``2**y * y`` and the target in the gradient of the logits."""
     # ``local_max`` is the reference of weights that replaced the logits, or None.
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -366,36 +308,11 @@ def coefficient_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def gradient_kernel(
-    logits,
-    biases,
-    out,
-    targets,
-    temperatures,
-    min_logits,
-    totals,
-    coefficients,
-    width,
-    out_width,
-    inner,
-    outer_stride,
-    row_stride,
-    column_stride,
-    out_outer_stride,
-    out_row_stride,
-    out_column_stride,
-    temperature_stride,
-    first_token,
-    tokens,
-    start,
-    ignore_index,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-    LEAST: tl.constexpr,
-):
+    logits, biases, out, targets, temperatures, min_logits, totals, coefficients, width, out_width, inner,
+    outer_stride, row_stride, column_stride, out_outer_stride, out_row_stride, out_column_stride, temperature_stride,
+    first_token, tokens, start, ignore_index, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
     """Write block ``program_id(1)`` of the gradient of row ``program_id(0)``; 0 in columns beyond ``width``."""
     # ``totals`` is None where weights have replaced the logits. A token that is not scored reads no logit.
     row = tl.program_id(0)
