@@ -207,6 +207,14 @@ def _merged_wrongly(kind: str, dtype: torch.dtype, axes: dict[str, int]) -> list
     return wrong + list(expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4, "ep": 4}], ids=str
+)
+def test_adapters_are_merged_exactly_on_four_ranks(four_ranks: RankPool, axes: dict[str, int]) -> None:
+    assert four_ranks.run(_merged_wrongly, "experts", torch.bfloat16, axes) == [[]] * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", _choice([*ADAPTERS], ["two", "experts"]))
 def test_adapters_are_merged_exactly_and_rounded_once(two_ranks: RankPool, kind: str, dtype: torch.dtype) -> None:

@@ -42,13 +42,14 @@ FACTS: dict[str, dict[str, str]] = {
         f"{_TRANSFER}base.py:ParamMeta": "name, dtype, shape, owners, mesh_shape, placements",
     },
 }
-#: The routes that a client calls, by method: most of the server's development mode; the last four for TRL's
-#: asynchronous trainer and its rollout worker.
+#: The routes that a client calls, by method: most of the server's development mode; then four for TRL's
+#: asynchronous trainer and its rollout worker, and two for adapters.
 ROUTES = {
     *("GET /weight_info", "GET /is_paused", "GET /get_world_size", "POST /pause", "POST /resume"),
     *("POST /init_weight_transfer_engine", "POST /shutdown_weight_transfer_engine", "POST /start_weight_update"),
     *("POST /update_weights", "POST /finish_weight_update", "POST /update_weight_version"),
     *("GET /health", "GET /v1/models", "GET /server_info", "POST /v1/completions"),
+    *("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"),
 }
 
 

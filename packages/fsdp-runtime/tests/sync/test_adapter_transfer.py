@@ -30,6 +30,7 @@ class LoraServer(EngineServer):
 
     def __init__(self, refuses: str = "none") -> None:
         super().__init__()
+        self.refuses_to_unload = False
         self.refuses, self.adapters, self.bodies = refuses, dict[str, Path](), list[dict[str, Any]]()
 
     def answer(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +40,8 @@ class LoraServer(EngineServer):
                 raise RuntimeError("The lora adapter has too large a rank")
             self.adapters[body["lora_name"]] = Path(body["lora_path"])
         elif route == "/v1/unload_lora_adapter":
+            if self.refuses_to_unload:
+                raise RuntimeError("The lora adapter cannot be found")
             self.adapters.pop(body["lora_name"], None)
         else:
             return super().answer(route, body)
@@ -128,6 +131,17 @@ def test_an_engine_with_the_adapter_alone_generates_as_one_with_merged_weights(
     assert two_ranks.run(_sent, axes, architecture, settings, tmp_path) == [[]] * 2
 
 
+def test_a_server_that_restarted_gets_the_next_version(tmp_path: Path) -> None:
+    model = _model()
+    with LoraServer() as server:
+        transfer = AdapterTransfer(server.url, tmp_path)
+        transfer.send(model)
+        server.adapters.clear()
+        server.refuses_to_unload = True
+        assert transfer.send(model).names == {"default": "policy-v2"}
+        assert [*server.adapters] == ["policy-v2"]
+
+
 def test_several_adapters_have_names_and_versions_of_their_own(tmp_path: Path) -> None:
     model, names = _model(names=("left", "right")), ("left", "right")
     with LoraServer() as server:
@@ -159,6 +173,7 @@ def _refused_by_the_server(path: Path) -> tuple[str, list[str]]:
 def test_an_adapter_that_the_server_refuses_is_raised_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     for said, adapters in two_ranks.run(_refused_by_the_server, tmp_path):
         assert "/v1/load_lora_adapter answered 500: The lora adapter has too large a rank" in said
+        assert "the server needs --enable-lora" in said
         assert adapters == []
 
 

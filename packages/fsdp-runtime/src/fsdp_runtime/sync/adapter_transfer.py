@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -22,6 +23,8 @@ from fsdp_runtime.steps.tensor.lora import save_adapter
 from fsdp_runtime.sync.engine_client import EngineClient
 from fsdp_runtime.sync.weight_transfer import on_every_rank
 from fsdp_runtime.weights.adapters import saved_tensors
+
+_log = logging.getLogger(__name__)
 
 #: Settings of a ``LoraConfig`` that add to a model more than two factors a layer.
 _BEYOND_FACTORS = ("modules_to_save", "use_dora", "lora_bias", "trainable_token_indices", "layer_replication")
@@ -134,17 +137,27 @@ class AdapterTransfer:
             for adapter, name in names.items():
                 self.client.load_adapter(name, str(self._directory / name), stacked=stacked[adapter])
                 loaded.append(name)
-        except WeightSyncError:
+        except WeightSyncError as error:
             for name in loaded:
-                self.client.unload_adapter(name)
-            raise
+                self._unload(name)
+            raise WeightSyncError(
+                f"{error}; the server needs --enable-lora, --max-lora-rank and --max-loras that are large enough, "
+                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and {self._directory} on its file system"
+            ) from error
+
+    def _unload(self, name: str) -> None:
+        """Forget an adapter; a server that restarted has none, and its answer changes nothing."""
+        try:
+            self.client.unload_adapter(name)
+        except WeightSyncError as error:
+            _log.warning("%s was not unloaded: %s", name, error)
 
     def _withdraw(self) -> None:
         """Unload the versions beyond ``keep``, and remove the files of those before."""
         # vLLM reads the files of an adapter late: they outlive its unloading by one version.
         for version in self._versions[: -self._keep]:
             for adapter in self._adapters:
-                self.client.unload_adapter(self.served(adapter, version))
+                self._unload(self.served(adapter, version))
                 shutil.rmtree(self._directory / self.served(adapter, version - 1), ignore_errors=True)
 
 
