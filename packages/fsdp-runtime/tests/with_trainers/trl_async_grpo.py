@@ -7,6 +7,7 @@ import queue
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import peft
@@ -278,11 +279,24 @@ def test_an_adapter_is_published_alone_where_the_server_takes_it(
     assert left == {path.name for path in (tmp_path / "alone" / ".vllm_lora").iterdir()}
 
 
+def _manifest(folder: Path, output: Path, axes: dict[str, int], adapter: dict[str, Any]) -> tuple[bool, Any]:
+    """What TRL's client of vLLM is told of the weights, for an adapter that vLLM would scale otherwise."""
+    module: Any = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
+    told: list[Any] = []
+    with mock.patch.object(module, "WeightTransferClient", lambda **given: told.append(given["weight_update_info"])):
+        alone = _published(folder, output, axes, lora=adapter)[0]
+    return alone, told
+
+
 def test_an_adapter_that_vllm_scales_otherwise_is_sent_merged(
     two_ranks: RankPool, folder: Path, tmp_path: Path
 ) -> None:
-    scaled = {"alpha_pattern": {"q_proj": 3}}
-    assert [alone for alone, *_ in two_ranks.run(_published, folder, tmp_path, {"tp": 2}, lora=scaled)] == [False] * 2
+    (alone, told), other = two_ranks.run(_manifest, folder, tmp_path, {"tp": 2}, {"alpha_pattern": {"q_proj": 3}})
+    assert (alone, other) == (False, (False, []))
+    stored = load_file(folder / "model.safetensors")
+    assert set(told[0]["names"]) == stored.keys()
+    assert [stored[name].shape for name in told[0]["names"]] == [torch.Size(shape) for shape in told[0]["shapes"]]
+    assert set(told[0]["dtype_names"]) == {"float32"}
 
 
 def test_all_ranks_end_with_the_epoch(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:

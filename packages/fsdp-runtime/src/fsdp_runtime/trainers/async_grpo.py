@@ -44,7 +44,9 @@ class AsyncGRPOMixin(TrlMixin):
         _check(model, args, kwargs, mesh)
         self._transfer, self._begun = kwargs.get("weight_transfer"), False
         kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), _OnEveryRank(self)]
-        functions: dict[str, Any] = {MANIFEST: WeightExport().describe}
+        functions: dict[str, Any] = {
+            MANIFEST: lambda model: [(each.name, each) for each in WeightExport().describe(model)]
+        }
         if mesh.device_type == "cpu":
             functions[PEAK_FLOPS] = lambda accelerator, dtype: None  # TRL's asks CUDA for its name
         with replaced(type(self), functions):
