@@ -94,8 +94,8 @@ def load_weights(
     converted to the parameter's dtype.  Collective over the model's mesh: a rank that cannot read, or has opened
     another checkpoint than the first rank, makes all ranks raise.
 
-    A model that generates takes the checkpoint's generation config; settings of the user stay.  The folder is recorded, so
-    that :func:`save_weights` copies its tokenizer's files.
+    A model that generates takes the checkpoint's generation config; settings of the user stay.  :func:`save_weights`
+    copies the tokenizer's files of the folder.
 
     A model of ``from_config`` is in training mode, with dropout active, and a load does not change that;
     ``from_pretrained`` returns its model in evaluation mode.  Pass ``training=False`` for the latter.
@@ -122,7 +122,7 @@ def load_weights(
         lacks.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupt, a config too, the index names one outside its directory, or another
+        CheckpointError: a file is missing, truncated or corrupt, the index names one outside its directory, or another
             process replaced the checkpoint while ranks opened it, or wrote to its files while they were read.
         OptionError: the path is empty, ``readers`` unknown, ``bucket_bytes`` not positive, ``prefix`` or a path of
             ``new_modules`` not of a module, or one of these options or ``training`` not the same on every rank.
