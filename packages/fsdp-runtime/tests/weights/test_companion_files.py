@@ -120,6 +120,21 @@ def test_companion_files_that_the_user_has_saved_stay(tmp_path: Path, asynchrono
     assert not any("chat_template" in name for name in _files(target))
 
 
+def test_companion_files_of_an_older_release_leave_a_saved_tokenizer_and_processor_alone(tmp_path: Path) -> None:
+    source, target = _checkpoint(tmp_path / "in"), tmp_path / "out"
+    for name in ("tokenizer_config.json", "processor_config.json"):  # files that older releases did not write
+        (source / name).unlink()
+    target.mkdir()
+    (target / "processor_config.json").write_text("{}")
+    own = _tokenizer()
+    own.chat_template = None
+    own.save_pretrained(target)
+    model = _on_meta(source)
+    load_weights(model, source)
+    save_weights(model, target)
+    assert _files(target) == _WEIGHTS | {"tokenizer.json", "tokenizer_config.json", "processor_config.json"}
+
+
 def test_legacy_files_that_would_contradict_a_later_tokenizer_are_left_out(tmp_path: Path) -> None:
     source, target = _checkpoint(tmp_path / "in"), tmp_path / "out"
     config = json.loads((source / "tokenizer_config.json").read_text())

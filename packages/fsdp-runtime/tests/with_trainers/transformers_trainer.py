@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -137,15 +138,21 @@ def test_evaluation_gives_the_loss_and_the_metrics_of_one_process(
 
 
 def test_a_saved_model_is_one_that_from_pretrained_reads(four_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(folder, tmp_path / "in")
+    for name in ("chat_template.jinja", "special_tokens_map.json", "processor_config.json"):
+        (source / name).write_text("{}")
     set_up = partial(build, output=str(tmp_path / "out"))
     axes = {"dp_shard": 2, "tp": 2}
-    outcome = four_ranks.run(train, set_up, folder, axes, save_to=tmp_path / "saved", timeout=400)[0]
+    outcome = four_ranks.run(train, set_up, source, axes, save_to=tmp_path / "saved", timeout=400)[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     for name, weight in model.state_dict().items():
         if name in outcome.weights:
             assert torch.equal(weight, outcome.weights[name]), name
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("t5 t6")["input_ids"] == [5, 6]
     assert (tmp_path / "saved" / "training_args.bin").exists()
+    assert (tmp_path / "saved" / "processor_config.json").exists()
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == tokenizer().chat_template
+    assert not (tmp_path / "saved" / "special_tokens_map.json").exists()  # of the checkpoint's tokenizer
 
 
 def _resumed(folder: Path, output: Path, first: Mapping[str, int], then: Mapping[str, int]) -> Any:

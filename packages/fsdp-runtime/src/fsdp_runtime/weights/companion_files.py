@@ -95,7 +95,7 @@ def leave_out_present(work: Path, target: Path) -> None:
     """Remove a tokenizer's or processor's copied files if the target has files that were saved there."""
     for group in _GROUPS:
         copied = _members(work, group)
-        if copied and (target / copied[-1].relative_to(work)).exists():
+        if copied and any((target / name).exists() for name in (copied[-1].relative_to(work), group[-1])):
             for file in copied:
                 file.unlink()
 
