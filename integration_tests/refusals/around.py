@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime import FSDPOptions, forward_with_lm_head, parallelize, unsharded
 from fsdp_runtime.model import inspect_model
-from fsdp_runtime.steps import FSDP2
+from fsdp_runtime.steps import FSDP2, CheckInputs
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.trainers import training_arguments as trainers
@@ -227,6 +227,9 @@ CASES: Provocations = {
         "needs a CUDA device": lambda: _megatron(cuda=False),
         "no module is of class": lambda: _megatron(unit_modules=["Block"]),
         "takes no {unknown}": lambda: _megatron(options={"grad_reduce_in_fp32": True}),
+    },
+    "fsdp_runtime/steps/guards/check_inputs.py": {
+        "give a number of forwards": lambda: CheckInputs("always"),  # type: ignore[arg-type]
     },
     "fsdp_runtime/steps/fsdp/options.py": {
         "give a number of blocks": lambda: FSDPOptions(prefetch_forward=-1),

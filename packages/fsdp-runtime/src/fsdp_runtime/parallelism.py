@@ -170,8 +170,11 @@ def resolve_steps(
     if not any(isinstance(step, PackedSequences) for step in given):
         given.append(PackedSequences(apart=False))  # warns
     given.append(RandomStates(meshes.tp))
+    shares_batches = meshes.tp is not None or meshes.cp is not None
+    if shares_batches and not any(isinstance(step, CheckInputs) for step in given):
+        given.append(CheckInputs("first"))
     in_order = tuple(sorted(given, key=_place))
-    setup = Setup(facts=ModelFacts.of(model), meshes=meshes, steps=in_order)
+    setup = Setup(facts=ModelFacts.of(model), meshes=meshes, steps=in_order, given_tp=meshes.tp)
     for step in in_order:
         setup = step.resolve(setup)
     return Parallelism(setup, tuple((step, step.check(setup)) for step in in_order), groups)

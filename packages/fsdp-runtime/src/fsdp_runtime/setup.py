@@ -166,6 +166,7 @@ class Setup:
     facts: ModelFacts
     meshes: Meshes
     steps: tuple[object, ...]  # every step of the call, in order
+    given_tp: DeviceMesh | None = None  # also where a step leaves the axis out of ``meshes``
     plan: Plan | Mapping[str, ParallelStyle] | None = None  # of ``tp``; torch's styles through ``nemo`` only
     expert_plan: Plan | None = None  # rules of ``ep``, ``None`` where experts are not dispatched
     tp_plan: Plan | None = None  # before the rules of the axis ``ep`` were added

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_runtime import LayoutError, MeshSpec, parallelize
+from fsdp_runtime import LayoutError, MeshSpec, OptionError, parallelize
 from fsdp_runtime.steps import CheckInputs
+from fsdp_runtime.steps.guards.check_inputs import InputCheck
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
@@ -78,7 +79,7 @@ def _bytes_of_the_check() -> tuple[int, int]:
     for checked in (False, True):
         model = tiny_model("LlamaForCausalLM", dtype=torch.float32)
         inputs = tiny_inputs(model, batch=2, length=7)
-        parallelize(model, MeshSpec(tp=2).build(device_type="cpu"), steps=(CheckInputs(),) if checked else ())
+        parallelize(model, MeshSpec(tp=2).build(device_type="cpu"), steps=(CheckInputs(1 if checked else "never"),))
         with RecordCollectives() as communication, torch.no_grad():
             model(**inputs, use_cache=False)
         sent.append(sum(communication.counts().values()))
@@ -88,6 +89,70 @@ def _bytes_of_the_check() -> tuple[int, int]:
 def test_the_check_costs_one_collective(two_ranks: RankPool) -> None:
     for without, checked in two_ranks.run(_bytes_of_the_check):
         assert checked == without + 1
+
+
+def _outcomes(every: Any, plan: str | None) -> list[str]:
+    """Outcomes of forwards with inputs of each rank's own: three in training, two in evaluation, one in both modes."""
+    model = tiny_model("LlamaForCausalLM", dtype=torch.float32)
+    tokens = tiny_inputs(model, batch=2, length=7)["input_ids"]
+    steps = () if every is None else (CheckInputs(every),)
+    parallelize(model, MeshSpec(tp=2).build(device_type="cpu"), plan=plan, steps=steps)
+    other, last = tokens + dist.get_rank(), dist.get_rank() == 1
+    found = []
+    for training, given in ((True, tokens), *((True, other),) * 2, *((False, other),) * 2):
+        try:
+            model.train(training)(given, use_cache=False)
+            found.append("ran")
+        except LayoutError as error:
+            found.append("refused" if "first at [0, 0]: " in str(error) else str(error))
+    fresh = tiny_model("LlamaForCausalLM", dtype=torch.float32)
+    parallelize(fresh, MeshSpec(tp=2).build(device_type="cpu"), plan=plan, steps=steps)
+    try:
+        fresh.train(last)(tokens, use_cache=False)
+    except LayoutError as error:
+        found.append("modes" if "training: False on rank 0, True on rank 1" in str(error) else str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("every", "plan", "expected"),
+    [
+        (None, "auto", ["ran", "refused", "ran", "refused", "ran", "modes"]),
+        (None, None, ["ran", "refused", "ran", "refused", "ran", "modes"]),
+        (1, "auto", ["ran", "refused", "refused", "refused", "refused", "modes"]),
+        (2, "auto", ["ran", "refused", "refused", "refused", "ran", "modes"]),
+        ("never", "auto", ["ran"] * 5),
+    ],
+)
+def test_first_forwards_are_compared_by_default(
+    two_ranks: RankPool, every: Any, plan: str | None, expected: list[str]
+) -> None:
+    assert two_ranks.run(_outcomes, every, plan) == [expected, expected]
+
+
+def _over_cp(images: float) -> str:
+    """Give each rank of ``cp`` images of its own beside its part of the rows."""
+    check = InputCheck(None, dist.GroupMember.WORLD, 1)
+    tokens = torch.arange(4)[None] + dist.get_rank()
+    pixels = torch.full((1, 3, 8, 8), images * dist.get_rank())
+    try:
+        check(torch.nn.Linear(1, 1), (), {"input_ids": tokens, "pixel_values": pixels})
+    except LayoutError as error:
+        return str(error)
+    return "ran"
+
+
+def test_media_are_compared_over_cp(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_over_cp, 0.0) == ["ran", "ran"]
+    for outcome in two_ranks.run(_over_cp, 1.0):
+        assert "of one cp group were given different inputs (pixel_values: [1, 3, 8, 8]" in outcome
+        assert "first at [0, 0, 0, 0]: 0.0 on rank 0, 1.0 on rank 1" in outcome
+
+
+@pytest.mark.parametrize("every", [0, True, "always", 1.0])
+def test_a_frequency_that_means_nothing_is_refused(every: Any) -> None:
+    with pytest.raises(OptionError, match=f"every={every!r}: give a number of forwards, 1 or more, or 'first' or"):
+        CheckInputs(every)
 
 
 def _copied_outcome() -> list[str]:

@@ -1,4 +1,4 @@
-"""An opt-in check that ranks which share a batch were given the same inputs.
+"""A check that ranks which share a batch were given the same inputs.
 
 Ranks of one ``tp`` group compute parts of the same activations.  Where their inputs differ, as when a data loader deals
 samples by global rank, the sums over ``tp`` mix samples and every log-probability is wrong without an error.
@@ -6,9 +6,9 @@ samples by global rank, the sums over ``tp`` mix samples and every log-probabili
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from zlib import crc32
 
 import torch
@@ -18,15 +18,23 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.errors import LayoutError, OptionError
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.setup import Setup
+from fsdp_runtime.sharded.collectives import required_device
 from fsdp_runtime.sharded.hashing import hash_words
 from fsdp_runtime.step import Step
 from fsdp_runtime.wrap import hook_model
+from tp_plans.runtime import computes
 
+#: A number of forwards, or the first ones only, or none.
+Frequency = int | Literal["first", "never"]
+#: The forwards that ``"first"`` compares, in training and in evaluation.
+_FIRST = {True: 2, False: 1}
 #: Odd multiplier of a digest, so that equal digests of two inputs do not cancel in a sum.
 _MIX = -7046029254386353131
+#: Inputs in a message, and elements of a tensor that are sent for one.
+_SHOWN, _SENT = 4, 2**24
 
 
 def assert_inputs_equal(mesh: DeviceMesh, inputs: Mapping[str, Any], *, axis: str = "tp") -> None:
@@ -57,12 +65,14 @@ def assert_inputs_equal(mesh: DeviceMesh, inputs: Mapping[str, Any], *, axis: st
 class InputCheck:
     """A forward pre-hook that compares digests of all inputs over process groups."""
 
-    # One all-gather of two int64 a rank and a group, and one wait for its result, a forward. A rank that was given
-    # other inputs makes every rank of the group raise. Ranks of ``cp`` must get the same names, shapes and
-    # ``attention_mask``.
+    # One all-gather of two int64 a rank and a group, and one wait for its result, a compared forward. A rank that was
+    # given other inputs makes every rank of the group raise. Ranks of ``cp`` must get the same names and shapes, and
+    # equal tensors that are not cut into tokens. Ranks count their forwards by mode: the first one of all ranks is
+    # compared in either mode, and so finds ranks in different modes.
 
-    def __init__(self, tp: ProcessGroup | None, cp: ProcessGroup | None) -> None:
-        self.tp, self.cp = tp, cp
+    def __init__(self, tp: ProcessGroup | None, cp: ProcessGroup | None, every: Frequency) -> None:
+        self.tp, self.cp, self.every = tp, cp, every
+        self.seen = {True: 0, False: 0}  # forwards in training and in evaluation
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InputCheck:
         """Return itself: a copied model has the same ranks, and a process group cannot be copied."""
@@ -70,19 +80,41 @@ class InputCheck:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise ``LayoutError`` where ranks were given different inputs."""
-        inputs = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+        if torch.compiler.is_compiling() or not self._is_due(training=module.training):
+            return
+        inputs = {**{str(index): value for index, value in enumerate(args)}, **kwargs, "training": module.training}
+        if any(isinstance(value, Tensor) and value.is_meta for _, value in _leaves((), inputs)):
+            return
         if self.tp is not None:
             _compare(inputs, self.tp, "tp")
         if self.cp is not None:
             _compare(dict(_shared_over_cp(inputs)), self.cp, "cp")
 
+    def _is_due(self, *, training: bool) -> bool:
+        forward = self.seen[training]
+        self.seen[training] += 1
+        return forward < _FIRST[training] or (isinstance(self.every, int) and forward % self.every == 0)
+
 
 @dataclass(frozen=True)
 class CheckInputs(Step):
-    """Compare the inputs of every forward over the ranks of ``tp``, which must be equal, and their shapes over ``cp``.
+    """Compare the inputs of forwards over the ranks of ``tp``, which must be equal, and their shapes over ``cp``.
 
-    One all-gather of 16 bytes and one host synchronisation a forward.
+    One all-gather of 16 bytes and one host synchronisation per compared forward and axis.  A call of ``parallelize``
+    without this step compares the first two forwards in training and the first in evaluation.
+
+    Args:
+        every: compare each forward (1), the first ones and every N-th, ``"first"`` only, or ``"never"``.
+
+    Raises:
+        OptionError: ``every`` is neither a positive integer nor one of the words.
     """
+
+    every: Frequency = 1
+
+    def __post_init__(self) -> None:
+        if self.every not in ("first", "never") and (type(self.every) is not int or self.every < 1):
+            raise OptionError(f"every={self.every!r}: give a number of forwards, 1 or more, or 'first' or 'never'")
 
     @classmethod
     def examples(cls) -> tuple[Step, ...]:
@@ -91,14 +123,18 @@ class CheckInputs(Step):
 
     def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
         """Register the check in front of all other hooks of the model."""
-        groups = [None if mesh is None else mesh.get_group() for mesh in (setup.meshes.tp, setup.meshes.cp)]
-        hook_model(model, "compares inputs over ranks", InputCheck(*groups), first=True)
+        # Ranks of ``tp`` without a plan compute the same, and have replicas whose gradients nothing sums.
+        tp, cp = (None if mesh is None or not computes(mesh) else mesh for mesh in (setup.given_tp, setup.meshes.cp))
+        if self.every != "never" and (tp is not None or cp is not None):
+            over_tp, over_cp = (None if mesh is None else mesh.get_group() for mesh in (tp, cp))
+            hook_model(model, "compares inputs over ranks", InputCheck(over_tp, over_cp, self.every), first=True)
 
 
 def _compare(inputs: Mapping[str, Any], group: ProcessGroup, axis: str) -> None:
     values = dict(_leaves((), inputs))
     digests = {name: _digest(name, value) for name, value in values.items()}
-    device = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
+    devices = [value.device for value in values.values() if isinstance(value, Tensor)]
+    device = required_device([group]) or next(iter(devices), torch.device("cpu"))
     names = torch.tensor(crc32(repr(sorted(values)).encode()), device=device, dtype=torch.int64)
     content = sum((value.to(device) * _MIX for value in digests.values()), torch.zeros_like(names))
     own = torch.stack([names, content])
@@ -117,9 +153,10 @@ def _message(values: Mapping[str, Any], digests: Mapping[str, Tensor], group: Pr
     names = dict.fromkeys(name for one in gathered for name in one)
     differing = [name for name in names if len({one.get(name) for one in gathered}) > 1]
     by_name = []
-    for name in differing[:4]:
+    for name in differing[:_SHOWN]:
         described = [one.get(name, ("missing", 0))[0] for one in gathered]
-        by_name.append(f"{name}: " + ", ".join(f"{d} on rank {r}" for d, r in zip(described, ranks, strict=True)))
+        on_ranks = ", ".join(f"{text} on rank {rank}" for text, rank in zip(described, ranks, strict=True))
+        by_name.append(f"{name}: {on_ranks}{_first_place(values.get(name), ranks, group)}")
     return (
         f"ranks {ranks} of one {axis} group were given different inputs ({'; '.join(by_name)}): deal batches by "
         f"data-parallel rank, submesh(mesh, 'dp').get_local_rank(), so that the ranks of a {axis} group load the same "
@@ -127,12 +164,30 @@ def _message(values: Mapping[str, Any], digests: Mapping[str, Tensor], group: Pr
     )
 
 
+def _first_place(value: Any, ranks: Sequence[int], group: ProcessGroup) -> str:
+    """Return the first place at which tensors of one shape differ, else nothing.  Collective over the group."""
+    own = _local(value).detach().cpu() if isinstance(value, Tensor) and value.numel() <= _SENT else None
+    tensors: list[Tensor | None] = [None] * len(ranks)
+    dist.all_gather_object(tensors, own, group=group)
+    alike = [each for each in tensors if each is not None and own is not None and each.shape == own.shape]
+    if len(alike) < len(ranks) or not own.dim():  # type: ignore[union-attr]  # mypy: not None where all are alike
+        return ""
+    differs = torch.stack([each != alike[0] for each in alike]).any(0)
+    if not (places := differs.nonzero()).numel():
+        return ""
+    place = tuple(places[0].tolist())
+    at_place = ", ".join(f"{each[place].item()} on rank {rank}" for each, rank in zip(alike, ranks, strict=True))
+    return f", first at {list(place)}: {at_place}"
+
+
 def _shared_over_cp(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what ranks with shards of one batch have in common: shapes, and the full-length mask."""
+    """Yield what ranks with shards of one batch have in common: shapes, the full-length mask, and media."""
     tokens = next((inputs[n] for n in ("input_ids", "inputs_embeds") if isinstance(inputs.get(n), Tensor)), None)
     for name, value in _leaves((), inputs):
-        is_full_mask = name == "attention_mask" and tokens is not None and value.shape[-1] != tokens.shape[1]
-        yield name, f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) and not is_full_mask else value
+        length = None if tokens is None else tokens.shape[1]
+        is_full = isinstance(value, Tensor) and length is not None and length not in value.shape
+        is_equal = is_full and (name == "attention_mask" or value.is_floating_point())
+        yield name, value if is_equal or not isinstance(value, Tensor) else f"{value.dtype} {list(value.shape)}"
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, Any]]:
@@ -151,12 +206,18 @@ def _digest(name: str, value: Any) -> Tensor:
     """Return an int64 that depends on the name, dtype, shape, and every element with its position."""
     if not isinstance(value, Tensor):
         return torch.tensor(crc32(f"{name} {value!r}".encode()), dtype=torch.int64)
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return hash_words(local) + crc32(f"{name} {local.dtype} {tuple(local.shape)}".encode())
+    shape = crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+    if isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements):
+        return torch.tensor(shape, dtype=torch.int64)  # each rank has a shard
+    return hash_words(_local(value)) + shape
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _description(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)[:40]
-    first = value.detach().flatten()[:3].tolist()
+    first = _local(value).detach().flatten()[:3].tolist()
     return f"{list(value.shape)} beginning {first}"
