@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp_runtime.errors import ModelError
@@ -76,6 +77,9 @@ class RandomStates(Step):
                 others[names].append(mixer.module)
         for names, modules in others.items():
             wrap(modules, _OwnWeights, states=states, offset=offset, amounts=names)
+        if isinstance(plan, Plan) and plan.sequence_parallel:
+            dropouts = [module for module in model.modules() if isinstance(module, _DROPOUT)]
+            wrap(dropouts, _OwnTokens, states=states, offset=offset)
 
 
 #: A module, it or its config, and an attribute that says how much the module draws.
@@ -194,6 +198,23 @@ class _OwnWeights(Wrapper):
             return forward(*args, **kwargs)
         with _DrawsForHeads(self.states, self.offset):
             return forward(*args, **kwargs)
+
+
+class _OwnTokens(Wrapper):
+    """Lets a dropout draw apart for activations that are sharded on the sequence; ranks may have unequal parts."""
+
+    effect = "draws for own tokens"
+    states: ClassVar[Generators]
+    offset: ClassVar[int]
+
+    def forward(self, activations: Tensor) -> Tensor:
+        forward = super().forward  # type: ignore[misc]
+        if torch.compiler.is_compiling() or not (self.training and self.p and isinstance(activations, DTensor)):  # type: ignore[attr-defined]
+            return forward(activations)  # type: ignore[no-any-return]
+        if not any(placement.is_shard() for placement in activations.placements):
+            return forward(activations)  # type: ignore[no-any-return]
+        with self.states.seeded(_draw() + self.offset):
+            return forward(activations)  # type: ignore[no-any-return]
 
 
 class _DrawsForHeads(TorchFunctionMode):
