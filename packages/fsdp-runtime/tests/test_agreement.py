@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -211,6 +212,24 @@ def test_descriptions_are_equal_in_processes_that_order_sets_by_other_hashes() -
         "CohereCompassTextModel",
     ]
     assert first == second
+
+
+def _warnings() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_runtime").addHandler(handler)
+    try:
+        parallelize(_llama(), mesh_for({"tp": 2}), plan=None)
+    finally:
+        logging.getLogger("fsdp_runtime").removeHandler(handler)
+    return [*said, str(logging.getLogger("fsdp_runtime.steps.tensor.step").isEnabledFor(logging.WARNING))]
+
+
+def test_one_rank_logs_a_warning_of_all_ranks(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_warnings)
+    assert first == ["plan=None on a mesh with tp=2: every rank of tp computes the same", "True"]
+    assert second == ["True"]
 
 
 def _own_steps() -> bool:

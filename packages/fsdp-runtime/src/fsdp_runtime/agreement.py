@@ -6,8 +6,10 @@ Ranks that differ would wait for collectives that others never call, or compute 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -31,6 +33,8 @@ from fsdp_runtime.sharded.initial_values import has_values
 from fsdp_runtime.step import Step
 
 _PACKAGES = ("torch", "transformers", "peft", "tp-plans", "fsdp-runtime")
+#: Packages whose loggers say the same on all ranks.
+_PACKAGES_HERE = ("fsdp_runtime", "tp_plans")
 #: Objects of these packages are described by their attributes, others by their classes.
 _KNOWN = ("fsdp_runtime.", "tp_plans.")
 #: Entries of configs that no forward reads: places of files, names for people, and what ``save_pretrained`` of
@@ -52,28 +56,44 @@ _SHOWN, _LENGTH, _LEAD = 4, 80, 40
 Description = dict[str, dict[str, str]]
 
 
-def require_same_setup(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> tuple[ProcessGroup, ...]:
+@contextmanager
+def first_rank_speaks(groups: Sequence[ProcessGroup]) -> Iterator[None]:
+    """Let the first rank of all groups log the warnings and lines that every rank would log inside the ``with``."""
+    loggers = [] if all(dist.get_rank(group) == 0 for group in groups) else [*map(logging.getLogger, _PACKAGES_HERE)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def require_same_setup(
+    model: nn.Module, meshes: Meshes, steps: Iterable[Step]
+) -> tuple[tuple[ProcessGroup, ...], bool]:
     """Raise on every rank of the meshes unless all were given the same model and options.
 
-    Return the groups over which values are to be compared: none where every tensor of every rank is on the meta device.
+    Return a group for each axis, which together connect all ranks, and whether a parameter of a rank has values.
     """
     # One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
     groups = list(_groups(meshes.fsdp, meshes.cp, meshes.tp, meshes.ep, meshes.expert_fsdp))
     if not groups:
-        return ()
+        return (), False
     ranks = ModelRanks(groups)
     own = _describe(model, meshes, steps)
     digests = {part: blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest() for part, lines in own.items()}
     by_rank = all_gather_objects(ranks, {**digests, _VALUES: has_values(model)})
     # Ranks of ``cp`` are part of FSDP2's, and ``ep`` divides the same ranks.
     disjoint = _groups(meshes.cp if meshes.fsdp is None else meshes.fsdp, meshes.tp)
-    of_values = tuple(disjoint) if any(each[_VALUES] for each in by_rank.values()) else ()
+    connected = tuple(disjoint), any(each[_VALUES] for each in by_rank.values())
     differing = [part for part in own if len({each[part] for each in by_rank.values()}) > 1]
     if not differing:
-        return of_values
+        return connected
     found = _differences(all_gather_objects(ranks, {part: own[part] for part in differing}), differing)
     if not found:
-        return of_values
+        return connected
     of_model = any(each.startswith(("model", "module", "parameter", "buffer", "config")) for each in found)
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise (ModelError if of_model else OptionError)(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fsdp_runtime._torch_compat import root_mesh
-from fsdp_runtime.agreement import require_same_setup
+from fsdp_runtime.agreement import first_rank_speaks, require_same_setup
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options, steps_of
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
@@ -63,12 +63,14 @@ class Parallelism:
     Args:
         setup: the model's structure, the meshes and the checked plan.
         steps: the steps in order, each with what its check found.
-        groups: this rank's group on each axis, over which the values of tensors are compared.
+        groups: this rank's group on each axis.
+        has_values: whether a parameter of a rank is not on the meta device, so that ranks compare the values.
     """
 
     setup: Setup
     steps: tuple[tuple[Step, Any], ...]
     groups: tuple[ProcessGroup, ...] = ()
+    has_values: bool = False
 
     @property
     def structure(self) -> ModelStructure:
@@ -104,8 +106,9 @@ class Parallelism:
         Args:
             model: the model that was resolved.
         """
-        take_first_values(model, self.groups)
-        with carry_over_parameters(model):
+        if self.has_values:
+            take_first_values(model, self.groups)
+        with first_rank_speaks(self.groups), carry_over_parameters(model):
             for step, found in self.steps:
                 step.prepare(model, self.setup, found)
             for step, found in self.steps:
@@ -161,7 +164,7 @@ def resolve_steps(
     """Resolve and check steps, in any order, against a model on one mesh per axis; change nothing."""
     # ``allow_dtensors`` accepts parameters that are DTensors already, unless a plan is to be applied.
     given = list(steps)
-    groups = require_same_setup(model, meshes, given)
+    groups, has_values = require_same_setup(model, meshes, given)
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_fresh(model, plain=not allow_dtensors or meshes.tp is not None)
@@ -175,9 +178,10 @@ def resolve_steps(
         given.append(CheckInputs("first"))
     in_order = tuple(sorted(given, key=_place))
     setup = Setup(facts=ModelFacts.of(model), meshes=meshes, steps=in_order, given_tp=meshes.tp)
-    for step in in_order:
-        setup = step.resolve(setup)
-    return Parallelism(setup, tuple((step, step.check(setup)) for step in in_order), groups)
+    with first_rank_speaks(groups):
+        for step in in_order:
+            setup = step.resolve(setup)
+        return Parallelism(setup, tuple((step, step.check(setup)) for step in in_order), groups, has_values)
 
 
 def _place(step: Step) -> int:
