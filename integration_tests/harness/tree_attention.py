@@ -25,6 +25,7 @@ def attention(
     key_starts: Tensor,
     *_: Any,
     softmax_scale: float,
+    window_size: tuple[int, int] = (-1, -1),
     **__: Any,
 ) -> Tensor:
     """Attend of each segment to its path, causal; the arguments are those of the kernel."""
@@ -33,7 +34,8 @@ def attention(
     for (a, b), (c, d) in zip(_pairs(starts), _pairs(key_starts), strict=True):
         keys, values = (each[c:d].repeat_interleave(ways, dim=1) for each in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[a:b], keys) * softmax_scale
-        later = torch.arange(d - c)[None, :] > torch.arange(b - a)[:, None] + (d - c) - (b - a)
+        distance = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)[None, :]
+        later = (distance < 0) | ((distance > window_size[0]) if window_size[0] >= 0 else False)
         found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), values))
     return torch.cat(found)
 

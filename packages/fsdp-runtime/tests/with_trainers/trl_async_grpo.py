@@ -166,7 +166,7 @@ def _run(folder: Path, output: Path, axes: dict[str, int] | None, **given: Any) 
     return Outcome(trainer.state.log_history, weights, ""), sent, trainer.state.global_step
 
 
-MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2})
+MESHES: tuple[dict[str, int], ...] = ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2})
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
@@ -189,6 +189,20 @@ def test_they_are_with_experts_divided_over_ranks(two_ranks: RankPool, mixture: 
     given = {"router_aux_loss_coef": 0.0}
     found = two_ranks.run(_run, mixture, tmp_path / "mesh", {"tp": 2, "ep": 2}, timeout=400, **given)[0][0]
     assert differences(found, _run(mixture, tmp_path / "alone", None, **given)[0], FIGURES) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])
+def test_trees_of_sliding_windows_are_divided_over_ranks_by_every_method(
+    four_ranks: RankPool, tmp_path: Path, architecture: str, method: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", architecture=architecture)
+    given = {"gradient_checkpointing": True}
+    options = {"parallelize_kwargs": {"context_parallel": method}}
+    axes = {"cp": 2, "tp": 2}
+    found = four_ranks.run(_run, folder, tmp_path / "mesh", axes, timeout=400, **given, **options)[0][0]
+    assert differences(found, _run(folder, tmp_path / "alone", None, **given)[0], FIGURES) == {}
 
 
 def _lora(**options: Any) -> peft.LoraConfig:
@@ -370,7 +384,6 @@ def _refused(folder: Path, output: Path) -> list[str]:
     said = []
     cases: list[tuple[dict[str, int], dict[str, Any]]] = [
         ({"tp": 2}, {"peft_config": _lora(use_dora=True)}),
-        ({"cp": 2}, {}),
         ({"tp": 2}, {"parallelize_kwargs": {"packed_sequences": True}}),
         ({"tp": 2}, {"model": torch.nn.Linear(2, 2)}),
     ]
@@ -385,8 +398,7 @@ def _refused(folder: Path, output: Path) -> list[str]:
 
 
 def test_what_cannot_be_right_is_refused_with_the_fix(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
-    for adapter, context, packed, module in two_ranks.run(_refused, folder, tmp_path):
+    for adapter, packed, module in two_ranks.run(_refused, folder, tmp_path):
         assert "leave it out of target_modules" in adapter
-        assert "cp=1" in context
         assert "leave it out" in packed
         assert "pass its path" in module

@@ -66,8 +66,9 @@ _NEAREST = {
     ("A2PO",): "RLOOTrainer",
 }
 #: What lists the weights that are sent, by the names of the checkpoint; the callback that begins training; and the
-#: function that looks up the device's operations a second.
+#: function that looks up the device's operations a second.  How the names of a packed row's paths begin.
 MANIFEST, BEGINS, PEAK_FLOPS = "_iter_vllm_named_params", "_TrainBeginCallback", "get_peak_flops_per_device"
+TREE = "tree_"
 
 
 def is_async_grpo(trainer_class: type) -> bool:

@@ -9,19 +9,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.tensor.lora import save_adapter
 from fsdp_runtime.sync.adapter_transfer import require_servable
 from fsdp_runtime.sync.weight_transfer import WeightTransfer, on_every_rank
-from fsdp_runtime.trainers._trl_compat import BEGINS, MANIFEST, PEAK_FLOPS, global_of, replaced
+from fsdp_runtime.trainers._trl_compat import BEGINS, MANIFEST, PEAK_FLOPS, TREE, global_of, replaced
 from fsdp_runtime.trainers.training_arguments import check_tokens
 from fsdp_runtime.trainers.trl_trainers import TrlMixin
 from fsdp_runtime.weights.stream import WeightExport, stream_weights
+from fsdp_runtime.wrap import effects_of, hook_model
+
+_TAKES_TREES = "takes trees of prefixes"
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +46,11 @@ class AsyncGRPOMixin(TrlMixin):
     _trained_groups: set[int]
 
     def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
-        _check(model, args, kwargs, mesh)
+        _check(model, args, kwargs)
+        if axis_size(mesh, "cp") > 1:
+            options = kwargs.get("parallelize_kwargs") or {}
+            steps = (*options.get("steps", ()), SharedPrefixes())
+            kwargs["parallelize_kwargs"] = {**options, "steps": steps}
         self._transfer, self._begun = kwargs.get("weight_transfer"), False
         kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), _OnEveryRank(self)]
         functions: dict[str, Any] = {
@@ -61,7 +70,14 @@ class AsyncGRPOMixin(TrlMixin):
         config: Any = transformers.AutoConfig.from_pretrained(path)
         if config.get_text_config() is not config:
             raise OptionError(f"{path} is a vision-language model: use GRPOTrainer, or AsyncGRPOTrainer without a mesh")
+        if axis_size(self.mesh, "cp") > 1:  # TRL's kernel for trees reads the keys of one rank
+            settings["attn_implementation"] = "sdpa"
         return super()._create_model(path, architecture, **settings)
+
+    def _adopt(self, model: nn.Module) -> None:
+        super()._adopt(model)
+        if axis_size(self.mesh, "cp") > 1 and _TAKES_TREES not in effects_of(model):
+            hook_model(model, _TAKES_TREES, _with_subtree_ends, first=True)  # in front of that of full rows
 
     def get_train_dataloader(self) -> Any:
         """Return the rows that rank 0 packs, one for each rank of ``dp``."""
@@ -175,18 +191,25 @@ class _OnEveryRank(transformers.TrainerCallback):
         self._trainer.share_progress()
 
 
-def _check(model: Any, args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
+def _with_subtree_ends(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Describe a packed row by ``subtree_end`` of each token, in place of the paths of TRL's kernel."""
+    paths = {name: kwargs[name] for name in kwargs if name.startswith(TREE)}
+    kwargs = {name: value for name, value in kwargs.items() if name not in paths}
+    if paths:  # of segments in pre-order: a token's subtree ends with the last segment that has it on its path
+        seen, ends, path_ends = (paths[TREE + name] for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k"))
+        last = ends[1:].long().repeat_interleave(path_ends.diff())
+        subtree_end = torch.zeros_like(kwargs["position_ids"][0]).scatter_reduce(0, seen, last, "amax")
+        kwargs["subtree_end"] = subtree_end[None]
+    return args, kwargs
+
+
+def _check(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise :class:`OptionError` for what the trainer cannot do on a mesh."""
     if args is None:
         raise OptionError("pass args=, such as AsyncGRPOConfig(...)")
     if not isinstance(model, str):
         raise OptionError(
             f"model={type(model).__name__}: AsyncGRPOTrainer names its model to the server: pass its path"
-        )
-    if (cp := axis_size(mesh, "cp")) > 1:
-        raise OptionError(
-            f"AsyncGRPOTrainer packs samples as a tree of prefixes, of which ranks of cp={cp} would hold parts: use "
-            "cp=1, and more of tp or dp_shard"
         )
     options = kwargs.get("parallelize_kwargs") or {}
     if options.get("packed_sequences"):

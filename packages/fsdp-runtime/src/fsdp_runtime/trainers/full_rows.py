@@ -95,6 +95,7 @@ def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: di
     scores = scores_rows(model)  # which context parallelism gathers, with a loss of their own
     taken = () if scores else ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
     fills = {"input_ids": _padding_id(model, kwargs)} if scores and layout.length > length else {}
+    fills["subtree_end"] = layout.length
     rows = FullRows(
         layout, length, attention.group, {name: kwargs[name] for name in taken if kwargs.get(name) is not None}
     )
