@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
@@ -134,6 +135,42 @@ def test_batches_of_a_stream_are_those_of_one_process(two_ranks: RankPool, strea
     _check_read(two_ranks, stream, "plain", {"dp_shard": 2})
 
 
+#: What may be done to a stream, by a number that is drawn.
+CHANGES: tuple[Callable[[Stream, int], Stream], ...] = (
+    lambda stream, seed: stream.map(lambda row: {"number": row["number"] * 2 + seed}),
+    lambda stream, seed: stream.map(
+        lambda rows: {"number": [n + 1 for n in rows["number"]]}, batched=True, batch_size=3
+    ),
+    lambda stream, seed: stream.filter(lambda row: row["number"] % 3 != seed % 3),
+    lambda stream, seed: stream.shuffle(seed=seed, buffer_size=1 + seed % 7),
+    lambda stream, seed: stream.take(5 + seed % 9),
+    lambda stream, seed: stream.skip(seed % 4),
+    lambda stream, seed: stream.repeat(2),
+    lambda stream, seed: datasets.concatenate_datasets([stream, files(1 + seed % 3)]),
+    lambda stream, seed: datasets.interleave_datasets([stream, files(2)], probabilities=[0.6, 0.4], seed=seed),
+    lambda stream, seed: stream.with_format("torch"),
+)
+
+
+def drawn(seed: int) -> Stream:
+    """A stream of some files with three changes."""
+    draw = random.Random(seed)
+    stream = files(draw.randint(1, 5))
+    for change in draw.choices(CHANGES, k=3):
+        stream = change(stream, draw.randrange(100))
+    return stream
+
+
+STREAMS |= {f"drawn {seed}": partial(drawn, seed) for seed in range(24)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_batches_of_drawn_streams_are_those_of_one_process(two_ranks: RankPool, seed: int) -> None:
+    loader = ("plain", "split", "whole batches")[seed % 3]
+    _check_read(two_ranks, f"drawn {seed}", loader, ({"dp_shard": 2}, {"tp": 2})[seed % 2], skip=seed % 4)
+
+
 def test_workers_of_every_rank_read_the_same_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams.dist, "get_rank", lambda: 1)
     for worker in range(2):  # ranks of tests may have no worker processes
@@ -150,7 +187,7 @@ def test_workers_of_every_rank_read_the_same_files(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp_replicate": 2}, AXES], ids=str)
 @pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("stream", [name for name in STREAMS if not name.startswith("drawn")])
 def test_batches_of_every_stream_are_those_of_one_process(
     two_ranks: RankPool, four_ranks: RankPool, stream: str, loader: str, axes: dict[str, int]
 ) -> None:

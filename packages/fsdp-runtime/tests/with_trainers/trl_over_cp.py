@@ -26,7 +26,14 @@ from harness.trainers import (
 from harness.trl_trainers import build, trainers
 
 #: Hybrids with delta nets and with convolutions, and attention with sinks and sliding windows.
-FAMILIES = ("Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM", "Qwen3NextForCausalLM")
+FAMILIES = (
+    "Qwen3_5ForCausalLM",
+    "Lfm2ForCausalLM",
+    "GptOssForCausalLM",
+    "Gemma3ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 CHANGES: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"router_aux_loss_coef": 0.0, "sliding_window": 4},
     "Qwen3NextForCausalLM": {"router_aux_loss_coef": 0.0, "output_router_logits": False},
