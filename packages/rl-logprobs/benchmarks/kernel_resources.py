@@ -31,6 +31,7 @@ from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.norms import chunk_table
 from rl_logprobs.norms.triton_kernels import power_kernel, scale_kernel
 from rl_logprobs.softmax import triton_backend, triton_divergence
+from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.triton_divergence_kernels import divergence_gradient_kernel, sums_kernel
 from rl_logprobs.softmax.triton_kernels import coefficient_kernel, finish_kernel, gradient_kernel, reduce_kernel
 
@@ -123,12 +124,12 @@ class Variant:
         wide, warp_size = statistics_dtype(self.dtype), device.target.warp_size
         launch = {"BLOCK": triton_backend.TOKENS, "WIDE": wide, "num_warps": 4}
         if self.kernel is reduce_kernel:
-            further = self.constants & {"ARGMAX", "RANK"} or "min_logits" in self.given
-            units = triton_backend.UNITS // 2 if further else triton_backend.UNITS
-            launch = triton_backend.reduce_options(wide, COLUMNS, warp_size, most_units=units)
+            further = bool(self.constants & {"ARGMAX", "RANK"} or "min_logits" in self.given)
+            units = triton_backend.most_units(SoftmaxOptions(argmax=further), warp_size)
+            launch = triton_backend.reduce_options(wide, COLUMNS, warp_size, units=units)
         elif self.kernel is sums_kernel:
             units = triton_divergence.UNITS
-            launch = triton_backend.reduce_options(wide, COLUMNS, warp_size, most_units=units)
+            launch = triton_backend.reduce_options(wide, COLUMNS, warp_size, units=units)
         elif self.kernel in (gradient_kernel, divergence_gradient_kernel):
             launch = triton_backend.gradient_options(wide, COLUMNS, warp_size)
         elif self.kernel in (power_kernel, scale_kernel):

@@ -15,10 +15,10 @@ from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
 from rl_logprobs.softmax.backends import Backend, runs_triton
-from rl_logprobs.softmax.divergence import Side
 from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
 from rl_logprobs.softmax.head_rows import head_rows, sharded_alike
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
+from rl_logprobs.softmax.tile_pair import Side
 from rl_logprobs.softmax.triton_linear import triton_linear_statistics
 from rl_logprobs.softmax.triton_softmax import triton_statistics
 from rl_logprobs.softmax.vocab_parallel import TokenStatistics, softmax_statistics

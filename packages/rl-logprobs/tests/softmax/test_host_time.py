@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_logprobs
 from rl_logprobs.norms import chunk_table
-from rl_logprobs.softmax import backends, divergence, fused_linear, triton_backend, triton_divergence, triton_softmax
+from rl_logprobs.softmax import backends, fused_linear, tile_pair, triton_backend, triton_divergence, triton_softmax
 
 META = torch.device("meta")
 
@@ -38,7 +38,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(backends, "import_module", lambda name: None)
     for module in (triton_backend, triton_divergence, triton_softmax, chunk_table):
         monkeypatch.setattr(module, "launch", launch)
-    for module in (rl_logprobs.sources, rl_logprobs.linear_logprobs, divergence):
+    for module in (rl_logprobs.sources, rl_logprobs.linear_logprobs, tile_pair):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
     return counted
 

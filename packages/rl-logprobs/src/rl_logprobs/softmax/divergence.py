@@ -10,82 +10,25 @@ Notation: ``p`` and ``q`` are the two softmaxes, ``y`` and ``v`` their exponents
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from rl_logprobs._torch_compat import apply_function, first_derivative
-from rl_logprobs.dtypes import statistics_dtype, wide_dtype
+from rl_logprobs.dtypes import wide_dtype
 from rl_logprobs.softmax import triton_divergence
-from rl_logprobs.softmax.backends import runs_triton
-from rl_logprobs.softmax.fused_linear import Gradients, HeadTiles, LMHead, TileGradient, tile_size
+from rl_logprobs.softmax.fused_linear import Gradients, TileGradient
 from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import PartialSoftmax, merge
-from rl_logprobs.softmax.row_blocks import leading_dims_merge, row_blocks, rows_per_workspace, tile_spans
+from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
+from rl_logprobs.softmax.tile_pair import Side, TilePair
 from rl_logprobs.softmax.torch_kernels import zero_tokens_
 from rl_logprobs.softmax.vocab_parallel import all_gather
-from rl_logprobs.softmax.vocab_shard import VocabColumns
-
-
-@dataclass(frozen=True)
-class LogitTiles:
-    """The first ``width`` columns of logits ``[..., columns]``, of any strides, in tiles of ``size``."""
-
-    values: torch.Tensor
-    width: int
-    size: tuple[int, int]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
-        return self.values.dtype
-
-    def tile(self, span: slice, cols: slice) -> torch.Tensor:
-        """Return the logits of some tokens and columns: a view, or a copy where the leading dims do not merge."""
-        leading, columns = self.values.shape[:-1], self.values.shape[-1]
-        if leading_dims_merge(self.values):
-            return self.values.view(leading.numel(), columns)[span, cols]
-        rows = torch.arange(span.start, span.stop, device=self.values.device)
-        return self.values[..., cols][torch.unravel_index(rows, leading)]
-
-    def gradients(self, needed: Sequence[bool], write: TileGradient) -> Gradients:
-        """Return the gradient of the logits; 0 in the columns beyond ``width``."""
-        if not needed[0]:
-            return (None,)
-        out = torch.zeros_like(self.values, memory_format=torch.contiguous_format)
-        flat = out.view(out.shape[:-1].numel(), out.shape[-1])
-        for span, cols in tile_spans(flat.shape[0], self.width, self.size):
-            write(self.tile(span, cols), span, cols, flat[span, cols])
-        return (out,)
-
 
 #: Kinds of gradients: of ``KL(p || q)`` by ``p``, of ``KL(q || p)`` by ``p``, and of a divergence from the mixture.
 OF_P, OF_Q, MIXED = range(3)
-
-#: The logits of one side, computed a tile at a time.
-Tiles = LogitTiles | HeadTiles
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two distributions."""
-
-    tensors: tuple[Any, ...]  # ``(logits,)``, or ``(hidden, weight, bias or None)`` with ``head``
-    shard: VocabColumns  # the columns of both sides
-    temperature: float | torch.Tensor = 1.0  # a number, or one number per token
-    head: LMHead | None = None
-
-    def tiles(self, ignored: torch.Tensor, other: Side) -> Tiles:
-        """Return the tiles of the logits, of the size that suits the other side too."""
-        if self.head is None:
-            (logits,) = self.tensors
-            width, device = self.shard.width, logits.device
-            whole_rows = rows_per_workspace(width, device), max(1, width)
-            return LogitTiles(logits, width, whole_rows if other.head is None else tile_size(device, ignored.shape[0]))
-        hidden, weight, bias = self.tensors
-        return HeadTiles(hidden, weight, bias, ignored, self.head)
 
 
 def softmax_divergence(student: Side, teacher: Side, ignored: torch.Tensor, beta: float) -> torch.Tensor:
@@ -112,53 +55,6 @@ class _Totals(NamedTuple):
 
     def swapped(self) -> _Totals:
         return _Totals(self.q_max, self.q_sum, self.p_max, self.p_sum, self.other_bits, self.bits)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """Tiles and temperatures of ``p`` and ``q``, in the dtype of the wider."""
-
-    p: Tiles
-    q: Tiles
-    p_scale: TemperatureScale
-    q_scale: TemperatureScale
-    ignored: torch.Tensor
-    shard: VocabColumns
-    dtype: torch.dtype
-    p_temperature: float | torch.Tensor
-    q_temperature: float | torch.Tensor
-
-    @property
-    def on_triton(self) -> bool:
-        """Whether Triton's kernels compute the tiles."""
-        return runs_triton(self.ignored.device)
-
-    @classmethod
-    def of(cls, p: Side, q: Side, ignored: torch.Tensor) -> _Pair:
-        tiles = p.tiles(ignored, q), q.tiles(ignored, p)
-        dtype = statistics_dtype(torch.promote_types(tiles[0].dtype, tiles[1].dtype))
-        p_scale, q_scale = (TemperatureScale.of(side.temperature, dtype) for side in (p, q))
-        return cls(*tiles, p_scale, q_scale, ignored, p.shard, dtype, p.temperature, q.temperature)
-
-    def swapped(self) -> _Pair:
-        scales, temperatures = (self.q_scale, self.p_scale), (self.q_temperature, self.p_temperature)
-        return _Pair(self.q, self.p, *scales, self.ignored, self.shard, self.dtype, *temperatures)
-
-    def spans(self) -> Iterator[tuple[slice, slice]]:
-        """Yield tokens and columns of the tiles."""
-        return tile_spans(self.ignored.shape[0], self.shard.width, self.p.size)
-
-    def exponents(
-        self, p_tile: torch.Tensor, q_tile: torch.Tensor, span: slice, totals: _Totals
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield ``y`` and ``v`` of a few tokens of a tile at a time, with the slice of those tokens within the tile."""
-        p_max, q_max = (value[span].to(self.dtype) for value in (totals.p_max, totals.q_max))
-        p_scale, q_scale = self.p_scale.slice_tokens(span), self.q_scale.slice_tokens(span)
-        rows = rows_per_workspace(p_tile.shape[1], p_tile.device)
-        for part, (p_block, q_block) in row_blocks(rows, p_tile, q_tile):
-            y = log2_weights(p_block.to(self.dtype), p_max[part], p_scale.slice_tokens(part))
-            v = log2_weights(q_block.to(self.dtype), q_max[part], q_scale.slice_tokens(part))
-            yield part, y, v
 
 
 class _Divergence(torch.autograd.Function):
@@ -211,7 +107,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _side_gradients(
-    pair: _Pair, needed: Sequence[bool], kind: int, totals: _Totals, d_divergence: torch.Tensor, share: float
+    pair: TilePair, needed: Sequence[bool], kind: int, totals: _Totals, d_divergence: torch.Tensor, share: float
 ) -> Gradients:
     """Return the gradients of the tensors of ``p``."""
     if not any(needed):
@@ -223,7 +119,9 @@ def _side_gradients(
     return pair.p.gradients(needed, _writer(pair, totals, kind, numbers, share))
 
 
-def _numbers(pair: _Pair, kind: int, totals: _Totals, d_divergence: torch.Tensor, share: float) -> list[torch.Tensor]:
+def _numbers(
+    pair: TilePair, kind: int, totals: _Totals, d_divergence: torch.Tensor, share: float
+) -> list[torch.Tensor]:
     """Return the coefficients ``[tokens]`` of a kind of gradient, in the dtype of the pair."""
     d_logits = d_divergence * pair.p_scale.inv_temperature
     d_bits = d_logits * pair.p_scale.ln_factor
@@ -242,14 +140,14 @@ def _pair(
     tensors: Sequence[torch.Tensor | None],
     ignored: torch.Tensor,
     beta: float,
-) -> _Pair:
+) -> TilePair:
     student, teacher = sides
     student = replace(student, tensors=tuple(tensors[:split]))
     teacher = replace(teacher, tensors=tuple(tensors[split:]))
-    return _Pair.of(teacher, student, ignored) if beta == 0 else _Pair.of(student, teacher, ignored)
+    return TilePair.of(teacher, student, ignored) if beta == 0 else TilePair.of(student, teacher, ignored)
 
 
-def _sums(pair: _Pair, *, cross: bool) -> torch.Tensor:
+def _sums(pair: TilePair, *, cross: bool) -> torch.Tensor:
     """Return this rank's ``[5, tokens]``: maximum and sum of weights of both, and the sum of ``2**y * (y - v)``."""
     tokens, device = pair.ignored.shape[0], pair.ignored.device
     running = torch.zeros(5, tokens, dtype=wide_dtype(device), device=device)
@@ -264,7 +162,7 @@ def _sums(pair: _Pair, *, cross: bool) -> torch.Tensor:
     return running
 
 
-def _tile_sums(pair: _Pair, span: slice, cols: slice, *, cross: bool) -> torch.Tensor:
+def _tile_sums(pair: TilePair, span: slice, cols: slice, *, cross: bool) -> torch.Tensor:
     p_tile, q_tile = pair.p.tile(span, cols), pair.q.tile(span, cols)
     sums = torch.zeros(5, p_tile.shape[0], dtype=pair.dtype, device=p_tile.device)
     p_scale, q_scale = pair.p_scale.slice_tokens(span), pair.q_scale.slice_tokens(span)
@@ -305,7 +203,7 @@ def _totals(combined: torch.Tensor) -> _Totals:
     return _Totals(p_max, p_sum, q_max, q_sum, bits, bits)
 
 
-def _mixture_sums(pair: _Pair, totals: _Totals, beta: float) -> torch.Tensor:
+def _mixture_sums(pair: TilePair, totals: _Totals, beta: float) -> torch.Tensor:
     """Return this rank's part of ``[2, tokens]``: the divergences of ``p`` and ``q`` from their mixture in bits."""
     sums = torch.zeros(2, pair.ignored.shape[0], dtype=totals.p_sum.dtype, device=totals.p_sum.device)
     if pair.on_triton:
@@ -313,7 +211,7 @@ def _mixture_sums(pair: _Pair, totals: _Totals, beta: float) -> torch.Tensor:
         triton_divergence.add_sums(pair, sums, torch.stack(numbers).to(pair.dtype), 1 - beta)
         return sums
     for span, cols in pair.spans():
-        blocks = pair.exponents(pair.p.tile(span, cols), pair.q.tile(span, cols), span, totals)
+        blocks = pair.exponents(pair.p.tile(span, cols), pair.q.tile(span, cols), span, totals.p_max, totals.q_max)
         for part, y, v in blocks:
             p_sum, q_sum = (total[span][part, None].log2().to(y.dtype) for total in (totals.p_sum, totals.q_sum))
             log2_p, log2_q, log2_mixture = _mixture(y, v, p_sum, q_sum, 1 - beta)
@@ -331,12 +229,12 @@ def _mixture(
     return log2_p, log2_q, torch.logaddexp2(log2_p + math.log2(p_share), log2_q + math.log2(1 - p_share))
 
 
-def _writer(pair: _Pair, totals: _Totals, kind: int, numbers: Sequence[torch.Tensor], share: float) -> TileGradient:
+def _writer(pair: TilePair, totals: _Totals, kind: int, numbers: Sequence[torch.Tensor], share: float) -> TileGradient:
     """Return the function that writes the gradient of a tile of ``p``'s logits."""
     values = {OF_P: _values_of_p, OF_Q: _values_of_q, MIXED: _values_mixed}[kind]
 
     def write(tile: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
-        for part, y, v in pair.exponents(tile, pair.q.tile(span, cols), span, totals):
+        for part, y, v in pair.exponents(tile, pair.q.tile(span, cols), span, totals.p_max, totals.q_max):
             out[part].copy_(values(y, v, [number[span][part, None] for number in numbers], share))
         zero_tokens_(out, pair.ignored[span])
 

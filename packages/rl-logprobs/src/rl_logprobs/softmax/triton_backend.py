@@ -45,8 +45,8 @@ def launch(module: str, kernel: str, grid: Grid, device: torch.device, **argumen
         compiled[grid](**given)
 
 
-class Rows(NamedTuple):
-    """Rows of tensors ``[..., width]`` that one launch reaches: at most two leading dims."""
+class LaunchRows(NamedTuple):
+    """LaunchRows of tensors ``[..., width]`` that one launch reaches: at most two leading dims."""
 
     first_token: int
     number: int
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
-def rows_of(*tensors: torch.Tensor, first_token: int = 0) -> Iterator[Rows]:
+def rows_of(*tensors: torch.Tensor, first_token: int = 0) -> Iterator[LaunchRows]:
     """Yield all rows of tensors of one leading shape, in the fewest parts; one unless three dims do not merge."""
     dims: list[tuple[int, list[int]]] = []
     for dim, size in enumerate(tensors[0].shape[:-1]):
@@ -73,17 +73,15 @@ def rows_of(*tensors: torch.Tensor, first_token: int = 0) -> Iterator[Rows]:
         return
     (outer, outer_strides), (inner, inner_strides) = ([(1, [0] * len(tensors))] * 2 + dims)[-2:]
     pairs = list(zip(outer_strides, inner_strides, strict=True))
-    yield Rows(first_token, outer * inner, inner, pairs, tensors)
+    yield LaunchRows(first_token, outer * inner, inner, pairs, tensors)
 
 
-def reduce_options(
-    dtype: torch.dtype, width: int, warp_size: int = WARP_SIZE, *, most_units: int = UNITS
-) -> dict[str, Any]:
+def reduce_options(dtype: torch.dtype, width: int, warp_size: int = WARP_SIZE, *, units: int = UNITS) -> dict[str, Any]:
     """Return the tile, the warps and the dtype of a reduction's statistics, for rows of ``width`` columns."""
     lanes = LANES if dtype is torch.float32 else LANES // 2
     tile = 1 << max(0, width - 1).bit_length()
     block = min(lanes, tile)
-    units = min(most_units if dtype is torch.float32 else most_units // 2, tile // block)
+    units = max(1, min(units if dtype is torch.float32 else units // 2, tile // block))
     warps = max(1, block // (COLUMNS_PER_THREAD * warp_size))
     return {"UNITS": units, "BLOCK": block, "STAGES": 1, "num_warps": warps, **_statistics(dtype)}
 
@@ -110,7 +108,7 @@ def reduce_rows(
 ) -> None:
     """Reduce logits ``[..., width or more]`` of the tokens from ``first_token`` into ``state``."""
     # ``arguments`` of the kernel replace those of logits that a call was given.
-    chosen = reduce_options(dtype, arguments["width"], most_units=units_of(options))
+    chosen = reduce_options(dtype, arguments["width"], units=most_units(options))
     for rows in rows_of(logits):
         (part,), ((outer_stride, row_stride),) = rows.tensors, rows.strides
         given: dict[str, Any] = {
@@ -177,10 +175,10 @@ def write_rows(
         launch(KERNELS, "gradient_kernel", grid, ids.device, **(given | arguments | options))
 
 
-def units_of(options: SoftmaxOptions) -> int:
-    """Return the most columns of a lane: half as many for statistics that need further registers."""
+def most_units(options: SoftmaxOptions, warp_size: int = WARP_SIZE) -> int:
+    """Return the most columns of a lane: fewer for statistics that need further registers."""
     further = options.argmax or options.target_rank or options.min_logit is not None
-    return UNITS // 2 if further else UNITS
+    return UNITS // (2 if warp_size == 32 else 4) if further else UNITS
 
 
 def blocks(total: int, block: int) -> int:

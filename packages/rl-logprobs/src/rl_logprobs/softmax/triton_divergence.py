@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rl_logprobs._torch_compat import wide_product
 from rl_logprobs.softmax.fused_linear import Gradients, HeadTiles
+from rl_logprobs.softmax.tile_pair import TilePair, Tiles
 from rl_logprobs.softmax.triton_backend import (
+    LaunchRows,
     blocks,
     gradient_options,
     kernel_output,
@@ -21,15 +23,12 @@ from rl_logprobs.softmax.triton_backend import (
 )
 from rl_logprobs.softmax.triton_linear import head_gradients, head_map
 
-if TYPE_CHECKING:
-    from rl_logprobs.softmax.divergence import Tiles, _Pair
-
 KERNELS = "softmax.triton_divergence_kernels"
 #: Columns of a lane, of two rows: four of each keep every variant in the registers.
 UNITS = 4
 
 
-def add_sums(pair: _Pair, state: torch.Tensor, numbers: torch.Tensor | None = None, share: float = 1.0) -> None:
+def add_sums(pair: TilePair, state: torch.Tensor, numbers: torch.Tensor | None = None, share: float = 1.0) -> None:
     """Add this rank's columns to ``state``: sums, or with the ``numbers`` of a mixture its divergences in bits."""
     for first_token, cols, p, q in _tiles(pair):
         width = p.shape[-1]
@@ -39,13 +38,13 @@ def add_sums(pair: _Pair, state: torch.Tensor, numbers: torch.Tensor | None = No
             "state": state,
             "width": width,
             "MIXTURE": numbers is not None,
-            **reduce_options(pair.dtype, width, most_units=UNITS),
+            **reduce_options(pair.dtype, width, units=UNITS),
         }
         for rows in rows_of(p, q, first_token=first_token):
             launch(KERNELS, "sums_kernel", (rows.number,), state.device, **given, **_strides(rows))
 
 
-def gradients(pair: _Pair, needed: Sequence[bool], kind: int, numbers: torch.Tensor, share: float) -> Gradients:
+def gradients(pair: TilePair, needed: Sequence[bool], kind: int, numbers: torch.Tensor, share: float) -> Gradients:
     """Return the gradients of the tensors of ``p``."""
 
     def write(p: torch.Tensor, q: torch.Tensor, first_token: int, cols: slice, out: torch.Tensor) -> None:
@@ -71,7 +70,7 @@ def gradients(pair: _Pair, needed: Sequence[bool], kind: int, numbers: torch.Ten
     return (found if out is found else found.copy_(out),)
 
 
-def _tiles(pair: _Pair) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
+def _tiles(pair: TilePair) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
     """Yield the first token, the columns, and logits or products of both; logits of both at once."""
     width = pair.shard.width
     if isinstance(pair.p, HeadTiles) or isinstance(pair.q, HeadTiles):
@@ -88,7 +87,7 @@ def _tile(tiles: Tiles, span: slice, cols: slice) -> torch.Tensor:
     return tiles.tile(span, cols)
 
 
-def _arguments(pair: _Pair, cols: slice, share: float) -> dict[str, Any]:
+def _arguments(pair: TilePair, cols: slice, share: float) -> dict[str, Any]:
     """Return the kernels' arguments of both sides that all rows share."""
     found: dict[str, Any] = {
         "ignored": pair.ignored,
@@ -105,7 +104,7 @@ def _arguments(pair: _Pair, cols: slice, share: float) -> dict[str, Any]:
     return found
 
 
-def _strides(rows: Any) -> dict[str, Any]:
+def _strides(rows: LaunchRows) -> dict[str, Any]:
     found: dict[str, Any] = {"inner": rows.inner, "first_token": rows.first_token}
     for name, tensor, (outer, row) in zip(("p", "q", "out"), rows.tensors, rows.strides, strict=False):
         found[name if name == "out" else f"{name}_logits"] = tensor
