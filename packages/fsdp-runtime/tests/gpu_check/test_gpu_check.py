@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 
 import pytest
 import torch
 
-from fsdp_runtime.gpu_check import bench, parity, ranks
+import rl_logprobs
+from fsdp_runtime.gpu_check import bench, kernels, parity, ranks
 from fsdp_runtime.gpu_check.__main__ import main
 from fsdp_runtime.gpu_check.bench_peers import Contender
 from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, within
@@ -56,6 +58,13 @@ def test_a_bench_names_contenders_that_fail_or_come_after_its_time():
     late = bench.Bench(torch.device("cpu"), bench.SMALL, budget=-1.0)
     (row,) = late._contend("From logits", "3 x 4", contenders[1:], inputs, exact)
     assert row.note.startswith("not run")
+
+
+def test_calls_of_the_kernel_check_give_the_same_twice_on_the_cpu(monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, "torch")
+    for what, call in kernels.calls(rl_logprobs, torch.device("cpu")).items():
+        assert kernels.largest_difference(call, ("torch", "torch")) == 0.0, what
+    assert os.environ[kernels.VARIABLE] == "torch"
 
 
 @pytest.mark.skipif(accelerator() is not None, reason="this machine has an accelerator")

@@ -1,8 +1,11 @@
-"""Log-probabilities by Triton against torch's operators: values and gradients."""
+"""Triton's kernels against torch's operators: log-probabilities, heads, divergences, norms, and their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,6 +15,8 @@ from fsdp_runtime.gpu_check.machine import World, optional
 #: The rounding of a dtype's results.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 WIDTHS = (130, 32_000, 151_936)
+#: The variable of rl-logprobs that chooses the backend of calls that name none.
+VARIABLE = "RL_LOGPROBS_BACKEND"
 
 
 def check_kernels(world: World, device: torch.device) -> Iterator[CheckResult]:
@@ -39,3 +44,57 @@ def check_kernels(world: World, device: torch.device) -> Iterator[CheckResult]:
             )
             name = str(dtype).removeprefix("torch.")
             yield within("Kernels", f"log-probs, entropy and gradients, {width} columns, {name}", worst, bound)
+    for what, call in calls(rl_logprobs, device).items():
+        yield within("Kernels", what, largest_difference(call), BOUNDS[torch.bfloat16])
+
+
+def calls(rl_logprobs: Any, device: torch.device) -> dict[str, Callable[[], list[Any]]]:
+    """Return calls in bfloat16 without a ``backend=``, each of which returns values and gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def head(features: int) -> list[Any]:
+        shapes = (700, features), (9000, features)
+        leaves = [torch.randn(shape, generator=generator).div(features**0.25) for shape in shapes]
+        return [leaf.to(device, torch.bfloat16).requires_grad_() for leaf in leaves]
+
+    targets = torch.randint(0, 9000, (700,), generator=generator).to(device)
+    student, teacher = head(256), head(128)
+
+    def from_hidden(frozen: bool) -> list[Any]:
+        hidden, weight = student[0], student[1].detach() if frozen else student[1]
+        found = rl_logprobs.linear_token_statistics(hidden, weight, targets, entropy=not frozen, softcap=30.0)
+        loss = found.logprobs.sum() + (0.0 if frozen else 0.1 * found.entropy.sum())
+        return [found.logprobs, *torch.autograd.grad(loss, [hidden] if frozen else student)]
+
+    def divergence(beta: float) -> list[Any]:
+        sides = [rl_logprobs.LinearLogits(*side) for side in (student, [part.detach() for part in teacher])]
+        found = rl_logprobs.token_divergence(*sides, beta=beta)
+        return [found, *torch.autograd.grad(found.sum(), student)]
+
+    def clipped() -> list[Any]:
+        parameters = [torch.nn.Parameter(part.detach().clone()) for part in (*student, *teacher)]
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        norm = rl_logprobs.clip_grad_norm_(parameters, 1.0)
+        return [norm, *(parameter.grad for parameter in parameters)]
+
+    return {
+        "from hidden states, entropy and gradients": lambda: from_hidden(False),
+        "from hidden states, a frozen head": lambda: from_hidden(True),
+        **{f"divergence of beta {beta}": partial(divergence, beta) for beta in (0.0, 0.5, 1.0)},
+        "norm and clipping": clipped,
+    }
+
+
+def largest_difference(call: Callable[[], list[Any]], backends: tuple[str, str] = ("torch", "triton")) -> float:
+    """Return the largest difference between two backends, relative to the largest element of a result."""
+    results, before = [], os.environ.get(VARIABLE)
+    try:
+        for backend in backends:
+            os.environ[VARIABLE] = backend
+            results.append([value.detach().float() for value in call()])
+    finally:
+        os.environ.pop(VARIABLE)
+        if before is not None:
+            os.environ[VARIABLE] = before
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True))

@@ -246,7 +246,7 @@ def _weighted_power(
     return norm_power([parts[key] for key in keys], [weights[key] for key in keys], norm_type, device)
 
 
-def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:
+def _scale(parts: Collection[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:
     given = total_norm if isinstance(total_norm, torch.Tensor) else torch.tensor(float(total_norm))
     norm = given.full_tensor() if isinstance(given, DTensor) else given
     if norm.dim() or norm.is_complex():
@@ -255,8 +255,9 @@ def _scale(parts: Iterable[torch.Tensor], max_norm: float, total_norm: float | t
     if has_cpu_costs(factor.device) and factor == 1:  # reading the value costs nothing on a CPU
         return
     together: dict[tuple[torch.device, torch.dtype, bool], list[torch.Tensor]] = {}
+    on_triton = {device: runs_triton(device) for device in {part.device for part in parts}}
     for part in parts:
-        in_table = runs_triton(part.device) and part.numel() > 0 and fits_table(part)
+        in_table = on_triton[part.device] and part.numel() > 0 and fits_table(part)
         together.setdefault((part.device, part.dtype, in_table), []).append(part)
     for (device, _, in_table), gradients in together.items():
         if factor.is_meta and device.type != "meta":

@@ -35,8 +35,9 @@ def norm_power(
     # float64).
     tables: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, float]]] = {}
     others: dict[tuple[torch.device, float], list[torch.Tensor]] = {}
+    on_triton = {device: runs_triton(device) for device in {tensor.device for tensor in tensors}}
     for tensor, weight in zip(tensors, weights, strict=True):
-        if tensor.numel() and runs_triton(tensor.device) and fits_table(tensor):
+        if tensor.numel() and on_triton[tensor.device] and fits_table(tensor):
             tables.setdefault((tensor.device, tensor.dtype), []).append((tensor, weight))
         elif tensor.numel():
             others.setdefault((tensor.device, weight), []).append(tensor)

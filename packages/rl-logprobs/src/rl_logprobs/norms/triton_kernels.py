@@ -75,9 +75,9 @@ def scale_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Multiply a chunk by a factor below 1, or NaN; touch nothing for others."""
-    scale = tl.load(factor)
-    if (scale < 1.0) | (scale != scale):
-        scale = scale.to(WIDE)
+    given = tl.load(factor)
+    if (given < 1.0) | (given != given):
+        scale = given.to(WIDE)
         first, length = chunk(table, ELEMENT, ALIGNED)
         lanes = tl.arange(0, BLOCK)
         if length == CHUNK:
