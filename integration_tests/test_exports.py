@@ -220,3 +220,12 @@ def test_adapters_are_merged_exactly_on_four_ranks(four_ranks: RankPool, axes: d
 def test_adapters_are_merged_exactly_and_rounded_once(two_ranks: RankPool, kind: str, dtype: torch.dtype) -> None:
     axes = {"dp_shard": 2} if kind == "saved" else {"tp": 2}
     assert two_ranks.run(_merged_wrongly, kind, dtype, axes) == [[]] * 2
+
+
+def test_modules_that_an_adapter_trains_in_full_keep_the_dtype_of_their_class() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_a_proj"], modules_to_save=["gate"])
+    model: Any = peft.get_peft_model(_model("deepseek_v3"), config)
+    shards = ModelShards(model, export=WeightExport(dtype=torch.bfloat16), adapter="default")
+    dtypes = {name: tensor.dtype for name, tensor in shards.layout.tensors.items()}
+    assert {dtypes[name] for name in dtypes if name.endswith("mlp.gate.weight")} == {"float32"}
+    assert {dtypes[name] for name in dtypes if ".lora_" in name} == {"bfloat16"}

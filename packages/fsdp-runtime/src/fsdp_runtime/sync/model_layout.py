@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime._peft_compat import BASE, base_model
 from fsdp_runtime._torch_compat import local_tensor
+from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
@@ -65,7 +67,7 @@ class ModelShards:
             groups, quantize = prepared.groups, prepared.quantize
         else:
             tensors_of_adapter = saved_tensors(model, entries, adapter, embeddings=False)
-            groups = _adapter_groups(tensors_of_adapter, export.exported_dtype)
+            groups = _adapter_groups(base_model(model), tensors_of_adapter, export.exported_dtype)
         self._held = HeldTensors(model, entries)
         mesh = model_mesh(entries)
         own = own_rank()
@@ -150,12 +152,14 @@ def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[
     return side or {}
 
 
-def _adapter_groups(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[ExportGroup]:
+def _adapter_groups(base: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[ExportGroup]:
     """Each tensor of an adapter as an export of its own, under its own name."""
-    groups = []
+    groups, copies = [], {name: name.removeprefix(f"{BASE}.") for name in tensors if ".lora_" not in name}
+    kept = {} if dtype is None else kept_dtypes(base, copies.values(), dtype)
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        exported = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        rounded = kept.get(copies.get(name, ""), dtype)
+        exported = rounded if rounded and tensor.is_floating_point() else tensor.dtype
         item = ExportedTensor(name, exported, shape, [identity_chunk(name, shape)])
         groups.append(ExportGroup({name: tensor}, [item], None, {}, {name: exported}))
     return groups
