@@ -110,6 +110,24 @@ def test_prefix_and_heads_of_a_wrapper_are_named(tmp_path: Path) -> None:
     assert not model.value_head[1].bias.any()
 
 
+class _TwoModels(nn.Module):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.actor = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        self.critic = Critic(folder).policy
+
+
+def test_several_models_in_a_wrapper_are_loaded_each_by_itself(tmp_path: Path) -> None:
+    folder = _checkpoint(tmp_path)
+    with meta_device():
+        model = _TwoModels(folder)
+    message = _error(model, folder)
+    assert "load_weights(model.actor, checkpoint), load_weights(model.critic, checkpoint)" in message
+    load_weights(model.actor, folder)
+    load_weights(model.critic, folder)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
 def test_prefix_and_new_modules_that_are_no_modules_are_refused(tmp_path: Path) -> None:
     folder = _checkpoint(tmp_path)
     with meta_device():

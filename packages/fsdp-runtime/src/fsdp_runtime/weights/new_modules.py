@@ -87,7 +87,11 @@ def how_to_load(
 ) -> str:
     """Return the call that would load a checkpoint which lacks tensors, as the end of an error, or nothing."""
     names = [entry.names[0] for entry in entries]
-    prefix = next((path for path in _inner_models(model) if _fills(model, path, entries, missing, stored)), "")
+    inner = _inner_models(model)
+    prefix = next((path for path in inner if _fills(model, path, entries, missing, stored)), "")
+    if prefix and len(inner) > 1:
+        calls = ", ".join(f"load_weights(model.{path}, checkpoint)" for path in inner)
+        return f"\nthe checkpoint is of the module {prefix!r} of this model: load each model alone, {calls}"
     if prefix:
         missing = [name for name in names if not name.startswith(f"{prefix}.")]
     elif 2 * len(missing) > len(names):
