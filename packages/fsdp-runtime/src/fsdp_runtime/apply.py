@@ -58,7 +58,8 @@ def parallelize(
         packed_sequences: rows hold several documents, each of which is computed as it is alone: ``position_ids``
             restart, or ``seq_idx`` or ``cu_seq_lens_q`` tells where documents begin.
         logits: ``"sharded"`` on the vocabulary (a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a plain tensor
-            on every rank.  A forward that gets ``labels`` gathers them for the model's own loss.
+            on every rank.  A forward that gets ``labels`` gathers them for the model's own loss.  ``F.cross_entropy``
+            of sharded logits raises "got mixed torch.Tensor and DTensor": use ``rl_logprobs.token_logprobs``.
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in
             backward; or a ``SelectiveCheckpoint`` with the operators whose results are kept.
         compile: compile every block in place: ``True``, or keywords of ``torch.compile``.
