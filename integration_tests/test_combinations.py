@@ -24,9 +24,13 @@ RIGHT_CASES = [
     Case(
         "sliding window",
         (("dp_shard", 2),),
-        (("event", "forward without backward@before clipping"), ("event", "stream@before backward")),
+        (
+            ("event", "forward without backward@before clipping"),
+            ("event", "stream@before backward"),
+            ("apart", "seeds of ranks"),
+        ),
     ),
-    Case("delta net", (("tp", 2),), (("rows", "packed"), ("loop", "accumulation"))),
+    Case("delta net", (("tp", 2),), (("rows", "packed"), ("loop", "accumulation"), ("apart", "a rank that saved"))),
     Case("tied", (("tp", 2),), (SEQUENCE_PARALLEL, ("change", "LoRA"), ("event", "evaluation@before clipping"))),
     Case("dense", (("cp", 2),), (("rows", "left padding"), ("event", "resume@before the step"))),
 ]

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from combinations.batches import KINDS
-from combinations.changes import CHANGES
+from combinations.changes import APART, CHANGES
 from combinations.events import EVENTS, OF_ADAPTERS, OF_DECODERS, OF_MIXTURES, SLOTS
 from combinations.families import DECODERS, FAMILIES, MIXTURES
 from combinations.optimizers import OPTIMIZERS
@@ -59,6 +59,7 @@ def atoms() -> tuple[tuple[str, str], ...]:
         "step": step_options(),
         "rows": KINDS[1:],
         "change": CHANGES,
+        "apart": APART,
         "event": CALLS,
         "loop": (ACCUMULATE,),
         "optimizer": [*OPTIMIZERS][1:],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import peft
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.adapters import filled
@@ -44,6 +46,24 @@ def _doubled(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * 2
 
 
+def _drawn_by_rank(model: nn.Module) -> None:
+    """Leave the first rank's values as they are, and draw others on all other ranks."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters() if rank else ():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+
+
+def _saved_by_first(model: Any) -> None:
+    """Save the model on the first rank alone, as before a run, which sets entries of its config."""
+    if dist.get_rank() == 0:
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+
+
+#: What the ranks do apart before ``parallelize``, and one process does not.
+APART: Mapping[str, Callable[[Any], None]] = {"seeds of ranks": _drawn_by_rank, "a rank that saved": _saved_by_first}
 CHANGES: Mapping[str, Change] = {
     "LoRA": _lora(),
     "DoRA": _lora(use_dora=True),

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from combinations.batches import BATCH, Batch, Share, full, make_batch, outputs_of
 from combinations.cases import ACCUMULATE, CALLS, Case
-from combinations.changes import CHANGES
+from combinations.changes import APART, CHANGES
 from combinations.events import EVENTS, GENERATIONS, SLOTS, Training, Wrong, compare, generated
 from combinations.families import FAMILIES
 from combinations.optimizers import OPTIMIZERS
@@ -108,10 +108,13 @@ def _run(case: Case, reference: nn.Module, batches: list[Batch]) -> Result:
     mesh, options = mesh_for(dict(case.mesh)), case.options
     share = Share(mesh, options)
     model = _model(case)
+    for name in case.names("apart"):
+        APART[name](model)
     try:
         model = parallelize(model, mesh, **options)
     except TYPED as error:
-        _unchanged(model, reference, batches[0])
+        if not case.names("apart"):
+            _unchanged(model, reference, batches[0])
         return Result(REFUSED, f"{type(error).__name__}: {error}")
     at = Training(model, reference, share, batches[0])
     refused: list[str] = []
