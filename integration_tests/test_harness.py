@@ -126,6 +126,21 @@ def test_ranks_start_with_their_imports_done(own_ranks: RankPool) -> None:
     assert own_ranks.run(_is_preloaded) == [True, True]
 
 
+def _prints_a_traceback() -> None:
+    sys.stdout.write("said by a rank\n")
+    os.write(2, b"Traceback of an expected failure\n")
+
+
+def test_output_of_ranks_is_that_of_the_test_and_not_of_the_terminal(
+    own_ranks: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_ranks.run(_prints_a_traceback)
+    told = capsys.readouterr().err
+    assert told.count("Traceback of an expected failure") == told.count("said by a rank") == 2
+    own_ranks.run(os.getpid)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_dead_rank_is_reported(own_ranks: RankPool) -> None:
     with pytest.raises(RanksFailed) as caught:
         own_ranks.run(_die_on_rank_one)

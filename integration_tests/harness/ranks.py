@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from harness.processes import preloaded_context
 
@@ -46,7 +48,16 @@ class RanksFailed(RuntimeError):
         super().__init__("\n".join([*lines, f"--- rank {min(errors)} ---", first.traceback]))
 
 
+def _output_of(store: str) -> str:
+    """Return the file of the ranks' standard output and error."""
+    return os.path.join(os.path.dirname(store), "output")
+
+
 def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+    # The fork server started before pytest captures output, so that a rank would write to the terminal.
+    with open(_output_of(store), "ab") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
     os.environ.update(
         OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), USE_LIBUV="0"
     )
@@ -64,7 +75,9 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
     while (task := connection.recv()) is not None:
         function, args, kwargs = task
         try:
-            connection.send((True, function(*args, **kwargs)))
+            result = function(*args, **kwargs)
+            sys.stdout.flush()  # before the answer: the output belongs to its test
+            connection.send((True, result))
         except BaseException as error:  # everything a rank raises must reach the test
             report = RankError(type(error).__name__, str(error), traceback.format_exc())
             connection.send((False, report))
@@ -78,6 +91,7 @@ class RankPool:
         self.world_size = world_size
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
+        self._output: BinaryIO | None = None  # what the ranks print, read up to the last run
 
     def run(self, function: Callable[..., Any], /, *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
         """Run ``function(*args, **kwargs)`` on every rank and return the results in rank order.
@@ -92,6 +106,8 @@ class RankPool:
         for connection in self._connections:
             connection.send((function, args, kwargs))
         results, errors = self._collect(timeout)
+        if self._output is not None:
+            sys.stderr.write(self._output.read().decode(errors="replace"))  # pytest shows it if the test fails
         if errors:
             if len(errors) < self.world_size or any(e.type_name in ("Died", "Stranded") for e in errors.values()):
                 self.close(force=True)  # collectives may be out of step: begin again with a fresh world
@@ -112,12 +128,17 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+        if self._output is not None:
+            self._output.close()
+            self._output = None
 
     def _start(self) -> None:
         if self._processes:
             return
         context = preloaded_context()
         store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
+        Path(_output_of(store)).touch()
+        self._output = open(_output_of(store), "rb")  # noqa: SIM115  # for as long as the ranks live
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
