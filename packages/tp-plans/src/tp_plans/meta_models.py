@@ -41,7 +41,8 @@ def class_of_model_type(name: str) -> str:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
-        return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(name))].__name__)
+        listed: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(name))]
+        return str((listed[0] if isinstance(listed, tuple) else listed).__name__)
     except (KeyError, ValueError):  # no model type, or one without text generation
         return name
 
