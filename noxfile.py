@@ -313,7 +313,8 @@ def triton(session: nox.Session) -> None:
     """Run the log-probability tests on the Triton kernels in Triton's interpreter; compile every variant for GPUs."""
     install_editable(session, "test", "kernels")
     compile_kernels(session, "--all", "--dtypes", "bfloat16", "float32")
-    session.run("pytest", "packages/rl-logprobs/tests/with_triton/kernel_resources.py")
+    folder = "packages/rl-logprobs/tests/with_triton"
+    session.run("pytest", f"{folder}/kernel_resources.py", f"{folder}/compiled_calls.py")
     kernels = ("backend", "linear", "divergence", "norms")
     files = (*(f"with_triton/triton_{name}" for name in kernels), "test_logprobs", "softmax/test_vocab_parallel")
     paths = [f"packages/rl-logprobs/tests/{name}.py" for name in files]
