@@ -20,7 +20,6 @@ from fsdp_runtime.parallelism import resolve_parallelism
 from fsdp_runtime.steps.context.step import under_context_parallelism
 from fsdp_runtime.weights import init_adapters, load_weights
 
-
 #: Arguments of ``from_pretrained`` that concern one process alone, or are its defaults here.
 _DROPPED = ("device_map", "low_cpu_mem_usage", "use_cache")
 #: How the attention functions begin that ``parallelize`` registers with transformers.
