@@ -199,12 +199,19 @@ class MeshTrainerMixin(LogStepValues):
         weight: Tensor | float = 1
         if self.args.average_tokens_across_devices and isinstance(inputs.get("labels"), Tensor):
             if num_items_in_batch is None:  # classes that say ``accepts_loss_kwargs = False``: most with images
-                if not count.is_of_model(found[0] if return_outputs else found):
+                if self._has_own_loss and not count.is_of_model(found[0] if return_outputs else found):
                     return found  # a subclass's own loss, which is a rank's as under DDP
                 weight = self._share_of_labels(inputs) * ranks
             elif count.is_ignored:  # the trainer has multiplied a mean by the ranks
                 weight = self._share_of_labels(inputs)
         return (found[0] * weight, *found[1:]) if return_outputs else found * weight
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """True if a class of neither transformers nor TRL computes the loss."""
+        others = (cls for cls in type(self).__mro__ if not issubclass(cls, MeshTrainerMixin))
+        owner = next(cls for cls in others if "compute_loss" in vars(cls))
+        return owner.__module__.partition(".")[0] not in ("transformers", "trl")
 
     def _share_of_labels(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return this rank's share of the labels of all ranks."""
