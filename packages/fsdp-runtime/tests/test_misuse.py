@@ -205,6 +205,9 @@ CALLS = {
     "WeightExport": Call(fsdp_runtime.sync.WeightExport, dict),
     "WeightSource": Call(fsdp_runtime.sync.WeightSource, lambda: {"model": Model()}),
     "WeightSync": Call(fsdp_runtime.sync.WeightSync, sides),
+    "AdapterTransfer": Call(
+        fsdp_runtime.sync.AdapterTransfer, lambda: {"server": "http://127.0.0.1:9", "directory": "x"}
+    ),
     "WeightTransfer": Call(
         fsdp_runtime.sync.WeightTransfer,
         lambda: {"server": "http://127.0.0.1:9", "connect": lambda source, client: None},

@@ -10,6 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, in a private module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def wraps_tensors(tensor: Tensor) -> bool:
+    """Return whether a tensor subclass consists of inner tensors, as quantized weights do."""
+    return is_traceable_wrapper_subclass(tensor)  # no public name in torch 2.10 to 2.15
 
 
 def tree_leaves(tree: Any) -> list[Any]:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdp_runtime._torch_compat import wraps_tensors
 from fsdp_runtime.sharded.collectives import all_reduce_over, required_device
 from fsdp_runtime.sharded.hashing import hash_words
 
@@ -66,7 +66,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
-    if not is_traceable_wrapper_subclass(tensor):
+    if not wraps_tensors(tensor):
         yield name, tensor
         return
     for part in tensor.__tensor_flatten__()[0]:
