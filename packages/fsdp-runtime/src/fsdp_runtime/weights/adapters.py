@@ -40,8 +40,8 @@ def base_state_entries(
     model: nn.Module, entries: Sequence[StateEntry] | None = None, *, exported: bool = False
 ) -> list[StateEntry]:
     """Return the state entries of a model without its adapters, under the names of the base model."""
-    # Of a module that an adapter trains in full there are two copies. The base model's is returned, and the adapter's
-    # without data; with ``exported`` the copy of the adapter in force alone.
+    # A module that an adapter trains in full has two copies. The base model's copy is returned, and the adapter's copy
+    # without data; with ``exported`` only the active adapter's copy.
     if not is_peft_model(model):
         return state_entries(model) if entries is None else list(entries)
     base = base_model(model)
@@ -62,7 +62,7 @@ def _of_base(entries: Sequence[StateEntry], owners: Mapping[str, Place], *, expo
 
 
 def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, list[LoraFactors]]:
-    """Return the active adapters, by the name of the weight that each belongs to, of :func:`base_state_entries`."""
+    """Return the active adapters' factors by the name of their weight in :func:`base_state_entries`."""
     if not is_peft_model(model):
         return {}
     base = base_model(model)
@@ -100,9 +100,9 @@ def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, l
 def merge_lora(
     weight: Tensor, factors: Sequence[LoraFactors], full: Mapping[str, Tensor], box: Sequence[slice] | None = None
 ) -> Tensor:
-    """Return a weight or a part of it plus its adapters, in the weight's dtype or float32 if that is wider."""
-    # The outer products of the ranks are added one by one: the order in which a matrix product adds depends on the
-    # shape of the part, and so would the last bit. ``box`` has the rows and columns of a part, the experts first.
+    """Return a weight, or a part of a weight, plus its adapters, in the weight's dtype or float32 if that is wider."""
+    # The adapter's rank-1 products are added in turn: a matrix product adds in an order that depends on the shape of
+    # the part, and so would the last bit. ``box`` has the rows and columns of a part, the experts first.
     exact = exact_dtype(weight)
     merged = weight.to(exact, copy=True)
     product, term = torch.empty_like(merged), torch.empty_like(merged)
@@ -122,7 +122,7 @@ def merge_lora(
 
 
 def exact_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype in which adapters are merged into a weight: its own, or float32 if that is wider."""
+    """Return the dtype in which adapters are merged into a weight: the weight's dtype, or float32 if that is wider."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
@@ -141,7 +141,7 @@ def require_materialized_adapters(model: nn.Module) -> None:
 def saved_tensors(
     model: Any, entries: Sequence[StateEntry], adapter: str, *, embeddings: bool | Literal["auto"]
 ) -> dict[str, Tensor]:
-    """Return all that peft saves of an adapter, by the names in its file."""
+    """Return the tensors that peft saves for an adapter, by the names in the adapter's file."""
     _require_adapter(model, adapter)
     tensors = {name: entry.tensor for entry in entries for name in entry.names}
     found = adapter_file(model, adapter, tensors, embeddings=embeddings)

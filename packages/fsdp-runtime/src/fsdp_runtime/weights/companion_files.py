@@ -1,4 +1,4 @@
-"""Files of a checkpoint beside weights and configs: of its tokenizer, its processor, and its remote code."""
+"""Files of a checkpoint beside weights and configs: tokenizer, processor and remote code."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _PROCESSOR = (
 _GROUPS = (_TOKENIZER, _PROCESSOR)
 #: Files that every later version of transformers reads only if the tokenizer's config lacks the added tokens.
 _LEGACY = ("added_tokens.json", "special_tokens_map.json")
-#: Patterns of all files that a load from the hub takes along.
+#: Patterns of all files that a load from the hub downloads beside the weights.
 COMPANIONS = ("config.json", "generation_config.json", *_TOKENIZER, *_PROCESSOR, "*.py")
 
 
@@ -92,7 +92,7 @@ def copy_companions(model: nn.Module, work: Path, target: Path) -> None:
 
 
 def leave_out_present(work: Path, target: Path) -> None:
-    """Remove a tokenizer's or processor's copied files if the target has files that were saved there."""
+    """Remove the copied files of a tokenizer or processor if one was saved to the target."""
     for group in _GROUPS:
         copied = _members(work, group)
         if copied and any((target / name).exists() for name in (copied[-1].relative_to(work), group[-1])):
@@ -113,7 +113,7 @@ def _members(folder: Path, group: Sequence[str]) -> list[Path]:
     files = dict.fromkeys(file for pattern in group for file in sorted(folder.glob(pattern)) if file.is_file())
     config = folder / "tokenizer_config.json"
     if config in files and "added_tokens_decoder" in _content(config):
-        # A tokenizer that is saved here later does not rewrite these files, and they would contradict it.
+        # A tokenizer that is saved here later does not rewrite these files: they would contradict the tokenizer.
         return [file for file in files if file.name not in _LEGACY]
     return list(files)
 

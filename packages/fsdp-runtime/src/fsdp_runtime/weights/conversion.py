@@ -2,7 +2,7 @@
 
 The conversion operations of transformers are ordinary tensor code.  Run on tensors without data that record where their
 elements come from, stacking, concatenating, splitting and transposing become arithmetic on chunks.  A rank then reads
-only the slices that it needs of a merged tensor, and no conversion is known by name.
+only its own slices of a merged tensor, and no conversion is known by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Sequence[Chunk] | None = None  # of an output, unless the conversion has to run on full inputs
+    chunks: Sequence[Chunk] | None = None  # an output's chunks; ``None`` if the conversion has to run on full inputs
 
 
 def trace_conversion(conversion: Conversion, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

@@ -1,4 +1,4 @@
-"""Plan an export of weights: names, shapes, dtypes, the model tensors each one is built from, adapters merged."""
+"""Plan an export of weights: names, shapes, dtypes, source tensors in the model, and adapters to merge."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdp_runtime.weights.naming import Names, canonical_names, export_mapping
 
 @dataclass(frozen=True)
 class ExportedTensor(WeightInfo):
-    """A tensor as it is exported."""
+    """Name, dtype, shape and chunks of an exported tensor."""
 
     chunks: Sequence[Chunk] | None  # of the model's tensors; ``None`` if only the conversion makes it
 
@@ -38,7 +38,7 @@ class ExportGroup:
     tensors: Sequence[ExportedTensor]
     conversion: Conversion | None  # makes the tensors without chunks
     adapters: Mapping[str, Sequence[LoraFactors]]  # to merge, by their source's name; the factors are sources too
-    dtypes: Mapping[str, torch.dtype]  # in which the sources are exported where nothing is computed from them
+    dtypes: Mapping[str, torch.dtype]  # export dtypes of sources that enter no computation
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +106,7 @@ def export_groups(
 
 
 def class_keeps(model: nn.Module, groups: Sequence[ExportGroup]) -> list[ExportedTensor]:
-    """Return the exported tensors that the model's class keeps in another dtype where the model is in bfloat16."""
+    """Return the exported tensors that the model's class keeps in another dtype while the model is in bfloat16."""
     kept = kept_dtypes(base_model(model), [name for group in groups for name in group.dtypes], torch.bfloat16)
     return [item for group in groups if kept.keys() & group.dtypes.keys() for item in group.tensors]
 
@@ -137,10 +137,10 @@ def _assemble(item: ExportedTensor, full: Mapping[str, Tensor]) -> Tensor:
 
 
 class MergedShards:
-    """The merged shards of the weights that have active adapters; factors are gathered, a weight's at a time."""
+    """Merged shards of the weights with active adapters; factors are gathered for one weight at a time."""
 
-    # The bits are those of ``stream_weights``, as the products of the factors are added one by one. With ``exact`` the
-    # merged shards are not rounded, for computations that follow.
+    # The bits equal ``stream_weights``, as the products of the factors are added in turn. With ``exact`` the merged
+    # shards are not rounded, for further computations.
 
     def __init__(self, groups: Sequence[ExportGroup], *, exact: bool = False) -> None:
         self._adapted = [
@@ -159,7 +159,7 @@ class MergedShards:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge the present adapters into the present weights.  Collective over the model's ranks."""
+        """Merge the current adapters into the current weights.  Collective over the model's ranks."""
         for name, weight, factors in self._adapted:
             named = {key: tensor for f in factors for key, tensor in ((f.a_name, f.a), (f.b_name, f.b))}
             full = dict(zip(named, full_tensors(list(named.values())), strict=True))

@@ -1,8 +1,8 @@
-"""Plan which rank writes or reads which part of a checkpoint's files, and what it exchanges with others for that.
+"""Assign the parts of a checkpoint's files to ranks that write or read them, and plan the exchanges between ranks.
 
-A block whose bytes are contiguous in the file, or lie there in long runs, is written by a rank that has it, without
-network.  Blocks that interleave in the file, such as the columns of ``tp``, are exchanged by the ranks that have one
-set of them: each takes rows of the tensor, and each element is sent at most once.  Replicas share the rows out.
+A rank writes its own blocks without network if their bytes in the file are contiguous or in long runs.  Blocks that
+interleave in the file, such as the columns of ``tp``, are exchanged by the ranks that together hold the tensor: each
+rank takes rows of the tensor, and each element is sent at most once.  Replicas divide the rows.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from fsdp_runtime.sharded.safetensors_io import run_length
 from fsdp_runtime.weights.export import ExportedTensor
 from tp_plans.transfer import Box, StoredBlock, full_box, intersection, split_box, volume
 
-#: Runs of at least this many bytes are written where they belong, without an exchange.
+#: Runs of at least this many bytes are written to their places in the file without an exchange.
 _LONG_RUN = 2**16
-#: Bytes between runs that a reader skips; it reads through fewer, for another read takes 0.2 to 0.4 ms of a disk that
-#: reads 0.8 GB in a second, and more of a network file system.
+#: A reader skips gaps of at least this many bytes and reads through smaller ones: another read takes 0.2 to 0.4 ms of
+#: a disk that reads 0.8 GB in a second, and more of a network file system.
 _SKIPPED = 2**18
 #: Replicas share a part of at least this many bytes each.
 _SHARED = 4 * 2**20
-#: Ranks write rows of interleaved parts only as far as messages of this many bytes are left; else fewer ranks write.
+#: The least bytes of a message for interleaved parts: with smaller messages, fewer ranks write rows.
 _LEAST_MESSAGE = 2**14
-#: Orders ranks so that those of one host are far from one another (Knuth's multiplicative hash).
+#: Orders ranks so that two ranks of one host are far from each other (Knuth's multiplicative hash).
 _SCATTER = 2654435761
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of an exported tensor, and the ranks that have it."""
+    """A block of an exported tensor, and the ranks that hold the block."""
 
     chunk: int  # the number of the exported tensor's chunk that the block is a part of
-    block: StoredBlock  # where it lies in a rank's local tensor of the chunk's source; its rank is the first owner
+    block: StoredBlock  # its place in a rank's local tensor of the chunk's source; its rank is the first owner
     owners: tuple[int, ...]  # in order
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of an area, and the rank that has it."""
+    """A box of an area, and the rank that holds the box."""
 
     box: Box
     rank: int
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A box of a stored tensor that one rank writes or reads, and the parts that it is made of."""
+    """A box of a stored tensor that one rank writes or reads, and the parts that fill the box."""
 
     file_rank: int
     box: Box
@@ -63,12 +63,12 @@ class Area:
 
     @property
     def is_local(self) -> bool:
-        """Whether the writer has all of it."""
+        """Whether the writer holds the full area."""
         return all(part.rank == self.file_rank for part in self.parts)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the area is a part of one block, so that nothing has to be put together."""
+        """Whether the area is a part of one block and needs no assembly."""
         return len(self.parts) == 1
 
 
@@ -77,14 +77,14 @@ class WriteStep:
     """Areas that are exchanged together."""
 
     areas: tuple[Area, ...]  # of one exported tensor
-    held: int  # the most bytes that a rank holds for them besides its tensors; 0 if each writer has its areas already
+    held: int  # the most bytes that a rank holds for them besides its tensors; 0 if each writer holds its areas already
 
 
 class FilePlanner:
-    """Plans tensors one after another; what several tensors have in common is planned once."""
+    """Plans tensors one after another; tensors with equal layouts are planned once."""
 
-    # ``everyone`` are the ranks that write or read, in order; ``limit`` is the most bytes of an area that is put
-    # together from parts. With ``partial`` what pieces have of a tensor is planned; else they have every element once.
+    # ``everyone`` are the ranks that write or read, in order; ``limit`` is the most bytes of an area that is assembled
+    # from parts. With ``partial`` the pieces may cover a part of a tensor; else they hold every element once.
 
     def __init__(self, everyone: Sequence[int], limit: int, *, partial: bool = False) -> None:
         self._limit, self._partial = max(limit, 16), partial
@@ -110,13 +110,13 @@ class FilePlanner:
         return [self._moved(step, item.dtype.itemsize) for step in steps]
 
     def _least_loaded(self, pieces: Sequence[Piece]) -> int:
-        """The number of the replica that has written or read least, of all or of about 64 of them."""
+        """The number of the replica that has written or read least, among all replicas or about 64 of them."""
         owners = max((piece.owners for piece in pieces), key=len, default=())
         tried = range(0, len(owners), max(len(owners) // 64, 1))
         return min(tried, key=lambda copy: (self._load[owners[copy]], copy), default=0)
 
     def _moved(self, step: WriteStep, itemsize: int) -> WriteStep:
-        """Give each area that moves to the rank with a part that has written or read least."""
+        """Give each movable area to the rank that has written or read least among the ranks with a part."""
         if not any(area.moves for area in step.areas):
             return step
         areas, taken = [], dict[int, int]()
@@ -133,7 +133,7 @@ class FilePlanner:
 
 
 class ExportedPieces:
-    """The pieces of exported tensors in the shards of a model on some ranks, in order."""
+    """The pieces of exported tensors in the shards of a model on the given ranks, in order."""
 
     def __init__(self, everyone: Sequence[int]) -> None:
         self._owners = {gathered: BoxOwners(everyone if gathered else everyone[:1]) for gathered in (False, True)}
@@ -142,9 +142,9 @@ class ExportedPieces:
     def __call__(
         self, item: ExportedTensor, sources: Mapping[str, Tensor], *, gathered: bool = False
     ) -> tuple[Hashable, tuple[Piece, ...]]:
-        """Return the pieces of a tensor with chunks of ``sources``, and a key that equal ones share."""
-        # ``gathered``: every rank has the plain tensors of ``sources`` with the same values; else the first rank's copy
-        # of a plain tensor counts.
+        """Return the pieces of a tensor with chunks of ``sources``, and a key that is the same for equal pieces."""
+        # ``gathered``: every rank holds the plain tensors of ``sources`` with the same values; else the first rank's
+        # copy of a plain tensor counts.
         chunks = tuple(item.chunks or ())
         layouts = tuple((chunk_key(chunk), layout_key(sources[chunk.source])) for chunk in chunks)
         key = item.shape, item.dtype, gathered, layouts
@@ -159,7 +159,7 @@ class ExportedPieces:
 
 
 def chunk_key(chunk: Chunk) -> Hashable:
-    """Equal for chunks that lie alike in their source and their target."""
+    """Key of a chunk: equal if the places in source and target are equal."""
     return chunk.target, chunk.start, chunk.dims
 
 
@@ -173,7 +173,7 @@ class _Tensor:
         self._limit = max(limit // self._itemsize, 1)
 
     def steps(self, pieces: Sequence[Piece], *, partial: bool) -> Iterator[WriteStep]:
-        """Yield the steps; what needs no exchange comes first."""
+        """Yield the steps; areas without an exchange come first."""
         full = full_box(self._item.shape)
         found = sum(volume(piece.block.box) for piece in pieces)
         if found != volume(full) and not partial:
@@ -195,7 +195,7 @@ class _Tensor:
             yield WriteStep(tuple(areas), _most_held(areas, self._itemsize))
 
     def _areas(self, box: Box, parts: Sequence[Part]) -> Iterator[list[Area]]:
-        """Yield lists of areas that together fill a box; those of one list are of one writer, one after another."""
+        """Yield lists of areas that together fill a box; one rank writes the areas of a list, one after another."""
         if not parts:
             return
         if self._writer is not None:
@@ -219,7 +219,7 @@ class _Tensor:
             yield from self._interleaved(box, parts)
 
     def _without_gaps(self, box: Box, parts: Sequence[Part]) -> list[Box]:
-        """Cut from a box, along the first dim that parts do not fill alone, what none of them needs and is long."""
+        """Cut long gaps between the parts from a box, along the first dim that no single part fills."""
         dim = next((dim for dim, side in enumerate(box) if any(part.box[dim] != side for part in parts)), None)
         if dim is None:
             return [box]
@@ -240,14 +240,14 @@ class _Tensor:
         return all(run_length(part.box, self._item.shape) * self._itemsize >= _LONG_RUN for part in parts)
 
     def _shared_out(self, part: Part) -> Iterator[list[Area]]:
-        """A box that lies in long runs in the file: the ranks that have it share it out."""
+        """Divide a box in long runs among the ranks that hold the box."""
         owners = part.piece.owners
         for box in self._equal_rows(part.box, min(len(owners), self._bytes(part.box) // _SHARED)):
             rank = owners[self._next_turn() % len(owners)]
             yield [Area(rank, box, (Part(box, rank, part.piece),))]
 
     def _interleaved(self, box: Box, parts: Sequence[Part]) -> Iterator[list[Area]]:
-        """A box whose parts interleave in the file: each rank that has one writes some rows of all of them."""
+        """Divide a box of interleaved parts: each rank with a part writes some rows of all parts."""
         copies = max(len(part.piece.owners) for part in parts)
         used = max(min(copies, self._bytes(box) // _SHARED), 1)
         slots = []
@@ -256,7 +256,7 @@ class _Tensor:
             slots += [(rank, senders) for rank in dict.fromkeys(senders)]
         most = sum(self._bytes(part.box) for part in parts) // (len(parts) * _LEAST_MESSAGE)
         rows = self._equal_rows(box, max(min(len(slots), most), 1))
-        moves, rest = len(rows) < len(slots), _first_long(box) + 1  # every part has all of earlier dims
+        moves, rest = len(rows) < len(slots), _first_long(box) + 1  # every part spans all earlier dims
         for (writer, senders), own in zip(slots, rows, strict=False):
             areas = []
             for small in split_box(own, self._limit):
@@ -269,7 +269,7 @@ class _Tensor:
             yield areas
 
     def _of_one_writer(self, box: Box, parts: Sequence[Part]) -> list[Area]:
-        """A box that one rank writes, whoever has its parts."""
+        """Give a box to one writer, whichever ranks hold its parts."""
         writer, turn = self._writer or 0, self._next_turn()
         areas = []
         for small in split_box(box, self._limit):
@@ -299,12 +299,12 @@ class _Tensor:
 
 
 def _first_long(box: Box) -> int:
-    """The first dim of a box that is longer than 1; the last dim if none is."""
+    """The first dim of a box that is longer than 1; the last dim if no dim is longer."""
     return next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), len(box) - 1)
 
 
 def _cut(parts: Sequence[Part], dim: int, cuts: Sequence[int]) -> list[list[Part]]:
-    """The parts between each two of ``cuts``, which are all borders of the parts in a dim."""
+    """The parts between each two neighbours in ``cuts``, the borders of all parts in a dim."""
     number = {cut: number for number, cut in enumerate(cuts)}
     found: list[list[Part]] = [[] for _ in cuts[1:]]
     for part in parts:
@@ -325,7 +325,7 @@ def _clipped(parts: Sequence[Part], box: Box) -> Iterator[Part]:
 
 
 def _taken_by(area: Area, rank: int) -> Area:
-    """An area that another rank writes or reads, which has each part that it can have itself."""
+    """The area with ``rank`` as its writer or reader; the rank supplies each part that it owns."""
     parts = [Part(part.box, rank, part.piece) if rank in part.piece.owners else part for part in area.parts]
     return replace(area, file_rank=rank, parts=tuple(parts))
 

@@ -1,4 +1,4 @@
-"""Notice that a model has other tensors or adapters than those that an export of it was prepared from."""
+"""Detect that a model's tensors or adapters were replaced since an export was prepared."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fsdp_runtime.model.state import StateEntry, state_entries
 
 
 class HeldTensors:
-    """The tensors and adapters that a model had; it keeps the memory of the tensors."""
+    """A model's tensors and adapters at one moment; the object keeps the tensors' memory alive."""
 
-    # Tensors are told apart by their memory: ``.to()`` keeps parameters and gives them other memory, and offloading
+    # Tensors are compared by their memory: ``.to()`` keeps parameters and gives them other memory, and offloading
     # keeps the storage, emptied.
 
     def __init__(self, model: nn.Module, entries: Sequence[StateEntry] | None = None) -> None:
@@ -24,7 +24,7 @@ class HeldTensors:
         self._tensors = [local_tensor(entry.tensor).detach() for entry in entries]
 
     def difference(self) -> str | None:
-        """Return in words what the model has others of; ``None`` if its tensors and adapters are the same."""
+        """Return a message if tensors or adapters were replaced since then, else ``None``."""
         pairs = itertools.zip_longest(state_entries(self._model), self._tensors)
         replaced = [entry for entry, held in pairs if entry is None or held is None or not _is_same(entry, held)]
         if replaced:

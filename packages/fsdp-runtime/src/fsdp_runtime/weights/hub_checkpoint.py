@@ -36,7 +36,7 @@ class HubTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """The tensor's dtype as a torch dtype."""
         if self.dtype not in STORED_DTYPES:
             raise CheckpointError(
                 f"{self.file} has tensors of {self.dtype}, which torch lacks: save it in another dtype"
@@ -53,7 +53,7 @@ class HubCheckpoint(SafetensorsReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__("download or save it again")
         self.bytes_read = 0
-        self.folder: Path | None = None  # of a checkpoint; ``None`` for a file of another name
+        self.folder: Path | None = None  # the checkpoint's folder; ``None`` for a file of another name
         try:
             self.tensors: Mapping[str, HubTensor] = self._read_headers(path)
         except BaseException:
@@ -61,7 +61,7 @@ class HubCheckpoint(SafetensorsReader):
             raise
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Return a box of a tensor, on the CPU, in the checkpoint's dtype; no other bytes are read."""
+        """Return a box of a tensor, on the CPU, in the checkpoint's dtype; other bytes are not read."""
         tensor = self.read_box(self.tensors[name].file, name, box)
         self.bytes_read += tensor.nbytes
         return tensor
@@ -71,7 +71,7 @@ class HubCheckpoint(SafetensorsReader):
         self.read_bytes(stored.file, stored.start + first * values.itemsize, values)
 
     def _read_headers(self, path: str | os.PathLike[str]) -> dict[str, HubTensor]:
-        """Return every header, all of one checkpoint: from here on its files are open, and may be replaced."""
+        """Return every header of one checkpoint: from here on its files are open, and may be replaced."""
         while True:
             location = _resolve(path)
             version = file_version(location)
@@ -103,12 +103,12 @@ class HubCheckpoint(SafetensorsReader):
         return {name: HubTensor(file, *header) for name, header in self.headers(file).items()}
 
 
-#: How often ranks open a checkpoint that another process replaces meanwhile.
+#: Attempts of ranks to open a checkpoint that another process replaces meanwhile.
 _ATTEMPTS = 5
 
 
 def open_on_all(path: str | os.PathLike[str], ranks: ModelRanks) -> tuple[HubCheckpoint, dict[int, FilePlace]]:
-    """Open one checkpoint on all ranks, again if another process replaces it meanwhile; return where ranks see it."""
+    """Open one checkpoint on all ranks, and return its place on each; retry if another process replaces the files."""
     for _ in range(_ATTEMPTS):
         with ExitStack() as opened:
             with raise_on_all(ranks) as step:
@@ -125,7 +125,7 @@ def open_on_all(path: str | os.PathLike[str], ranks: ModelRanks) -> tuple[HubChe
 
 
 def _are_one(identities: Sequence[Any], places: Sequence[FilePlace]) -> bool:
-    """Whether ranks have opened the same files; hosts may have copies of their own on their own disks."""
+    """Whether ranks have opened the same files; each host may have a copy on its disk."""
     if len({tuple(file[:3] for file in files) for files in identities}) > 1:
         return False
     seen: dict[str, set[Any]] = {}
@@ -157,8 +157,8 @@ def _from_hub(repository: str) -> Path:
     except ImportError as error:
         raise CheckpointError(f"{problem}, and a hub id needs huggingface_hub: pip install huggingface_hub") from error
     weights = ["*.safetensors", INDEX_FILE]
-    # The cache may hold a config or a tokenizer alone, and a folder of the cache is returned whatever it lacks. Without
-    # a network the weights of the cache suffice.
+    # The cache may hold only a config or a tokenizer, and the hub returns a folder of the cache even if files are
+    # missing. Without a network the weights of the cache suffice.
     failure: Exception | None = None
     for patterns, local in (([*weights, *COMPANIONS], True), ([*weights, *COMPANIONS], False), (weights, True)):
         try:
@@ -187,7 +187,7 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 def _require_inside(index: Path, names: set[str]) -> None:
-    """Refuse symbolic links that leave the directory of an index, except those of the hub's cache to its blobs."""
+    """Refuse symbolic links that leave the directory of an index, except links of the hub's cache to its blobs."""
     directory = index.parent.resolve()
     allowed = [directory]
     if directory.parent.name == "snapshots":  # models--<owner>--<name>/snapshots/<commit>/<link to ../../blobs/...>

@@ -57,12 +57,12 @@ class LoadReport:
     """Result of :func:`load_weights` on one rank.
 
     Args:
-        tensors: number of the model's tensors that were loaded, tied ones counted once.
-        bytes_read: bytes of tensors that this rank read from the files; those that several ranks of a host read, which
-            the page cache serves all but one of, count for one.
+        tensors: number of the model's tensors that were loaded, tied tensors counted once.
+        bytes_read: bytes of tensors that this rank read from the files; bytes that several ranks of a host read count
+            for one rank, as the page cache serves the others.
         unexpected: names in the checkpoint that the model lacks.
-        bytes_sent: bytes of tensors that this rank gave to others.
-        bytes_received: bytes of tensors that others gave to this rank.
+        bytes_sent: bytes of tensors that this rank sent to other ranks.
+        bytes_received: bytes of tensors that this rank received from other ranks.
     """
 
     tensors: int
@@ -86,12 +86,12 @@ def load_weights(
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
-    Every rank opens the files; each byte that shards need comes from the disk once for each host, in large sequential
-    reads and ahead of what is being sent.  Ranks of a host that need the same bytes, as replicas do, all read them, and
-    the page cache serves all but one; blocks that interleave in the file are read by one rank, which sends them to the
-    others, also for tensors that the model fuses or merges (such as experts).  For a conversion that does more than
-    rearrange slices every rank reads full tensors.  A model on the meta device is materialized first.  Values are
-    converted to the parameter's dtype.  Collective over the model's mesh: a rank that cannot read, or has opened
+    Every rank opens the files.  Each byte that shards need comes from the disk once per host, in large sequential reads
+    ahead of the exchanges.  Ranks of a host that need the same bytes, such as replicas, all read the bytes, and the
+    page cache serves all ranks but one.  Blocks that interleave in the file are read by one rank, which sends them to
+    the others, also for tensors that the model fuses or merges (such as experts).  For a conversion that does more
+    than rearrange slices every rank reads full tensors.  A model on the meta device is materialized first.  Values
+    are converted to the parameter's dtype.  Collective over the model's mesh: a rank that cannot read, or has opened
     another checkpoint than the first rank, makes all ranks raise.
 
     A model that generates takes the checkpoint's generation config; settings of the user stay.  :func:`save_weights`
@@ -106,29 +106,29 @@ def load_weights(
             hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
         device: the device to materialize on, by default the current device of the mesh's type; see
             :func:`materialize`.
-        strict: raise if the checkpoint has tensors that the model lacks; otherwise they are listed in a warning.
+        strict: raise if the checkpoint has tensors that the model lacks; otherwise a warning lists the tensors.
         training: call ``model.train(training)`` after the load; ``None`` leaves the mode.
         readers: ``"host"`` reads each byte once on every host that needs it, ``"job"`` once in all, for a file system
             that is slower than the network between hosts.
-        bucket_bytes: the most bytes that a rank holds for others, and reads ahead for them.
+        bucket_bytes: the most bytes that a rank holds for other ranks, and reads ahead for them.
         new_modules: modules that the checkpoint may lack, such as the head of a critic that starts from a language
-            model: by path the standard deviation with which their weights are drawn; weights of norms are one, and
-            other vectors zero.  The values follow from the names, so that they are the same on any mesh.
-        prefix: path of the module that the checkpoint is of, such as ``"policy"`` for a module of yours that holds a
-            language model under this name; the modules beside it belong into ``new_modules``.
+            model: by path the standard deviation of their random weights; weights of norms are one, and other vectors
+            zero.  The values depend on the names only, so they are the same on any mesh.
+        prefix: path of the module that the checkpoint belongs to, such as ``"policy"`` for your module that holds a
+            language model under this name; list the modules beside it in ``new_modules``.
 
     Returns:
         The number of tensors loaded, the bytes that this rank read, sent and received, and the names that the model
         lacks.
 
     Raises:
-        CheckpointError: a file is missing, truncated or corrupt, the index names one outside its directory, or another
-            process replaced the checkpoint while ranks opened it, or wrote to its files while they were read.
+        CheckpointError: a file is missing, truncated, corrupt, or outside the directory of the index that names it, or
+            another process replaced the checkpoint while ranks opened it, or wrote to its files while they were read.
         OptionError: the path is empty, ``readers`` unknown, ``bucket_bytes`` not positive, ``prefix`` or a path of
             ``new_modules`` not of a module, or one of these options or ``training`` not the same on every rank.
         MismatchError: tensors are missing or of another shape, all listed, with the ``new_modules`` or ``prefix`` that
-            would load the others; or the checkpoint has several tensors for
-            one tied tensor of the model, and their values differ.
+            would load the other tensors; or the checkpoint has several tensors for one tied tensor of the model, and
+            their values differ.
         ConversionError: tensors to be fused, merged or split for the model do not fit together, or the model's weights
             are quantized.
         MetaBufferError: a buffer is on the meta device and no module computes it.
@@ -200,7 +200,7 @@ def load_weights(
 
 
 def _readers(places: Mapping[int, FilePlace], readers: Literal["host", "job"]) -> list[int]:
-    """The ranks that read for this one: those of its host, or all."""
+    """The ranks that read for this rank: the ranks of its host, or all ranks."""
     own = own_rank()
     host = places[own].host
     if readers == "job":
@@ -234,7 +234,7 @@ def _fill(
 def filled_in_blocks(
     entries: Sequence[StateEntry], weights: WeightMap
 ) -> tuple[list[tuple[Tensor, Sequence[Chunk]]], list[tuple[Tensor, str]]]:
-    """The tensors that consist of blocks of stored ones, with their chunks; and those of conversions, with names."""
+    """The tensors that consist of blocks of stored tensors, with their chunks; and conversion outputs, with names."""
     in_blocks: list[tuple[Tensor, Sequence[Chunk]]] = []
     others: list[tuple[Tensor, str]] = []
     for entry in entries:
@@ -270,7 +270,7 @@ def _require_match(
 
 
 def _report_others(entries: Sequence[StateEntry], weights: WeightMap, *, strict: bool, warn: bool) -> None:
-    """Warn of tensors that are drawn or left over; refuse the latter if the load is strict."""
+    """Warn of tensors with random values and of unexpected tensors; a strict load refuses unexpected tensors."""
     drawn = [entry.names[0] for entry in entries if weights.name_of(entry) is None]
     if drawn and warn:
         logger.warning("the checkpoint lacks %s: initial values are drawn", ", ".join(drawn))
@@ -314,7 +314,7 @@ _COMPARED = 2**24
 
 
 def _differing_ties(entries: Sequence[StateEntry], sources: _ValueSources) -> Iterator[tuple[str, str, str]]:
-    """Yield pairs of names of a tied tensor whose stored values differ in this rank's slices, and why."""
+    """Yield two names of a tied tensor if their stored values differ in this rank's slices, and the difference."""
     for entry in entries:
         origins = sources.weights.by_model_name
         first, *others = [name for name in entry.names if name in origins] or [""]
@@ -345,15 +345,15 @@ def _require_equal_ties(differing: Sequence[tuple[str, str, str]]) -> None:
 
 
 class _ValueSources:
-    """Where the values of the model's tensors come from; conversions run on full tensors."""
+    """Sources of the values of the model's tensors; conversions run on full tensors."""
 
     def __init__(self, weights: WeightMap, checkpoint: HubCheckpoint) -> None:
         self.weights, self.checkpoint = weights, checkpoint
         self._last: Conversion | None = None
-        self._outputs: dict[str, Tensor] = {}  # of the last one, because neighbouring tensors share them
+        self._outputs: dict[str, Tensor] = {}  # of the last conversion, because neighbouring tensors share them
 
     def __call__(self, name: str) -> tuple[Sequence[Chunk], ReadBox]:
-        """Return the chunks that a tensor of the model is filled from, and the function that reads them."""
+        """Return the source chunks of a tensor of the model, and the function that reads the chunks."""
         origin = self.weights.by_model_name[name]
         if origin.chunks is not None:
             return origin.chunks, self.checkpoint.read

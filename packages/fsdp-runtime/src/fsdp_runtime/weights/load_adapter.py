@@ -1,4 +1,4 @@
-"""Adapters of a model that fits on no host: initialised, or read from peft's folder, shard by shard."""
+"""Initialise adapters, or read them from peft's folder, shard by shard, for models that fit on no host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdp_runtime.weights.adapters import adapter_tensors, saved_tensors
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-#: Settings of LoRA that change what an adapter computes and that its tensors do not show.
+#: Settings of LoRA that change an adapter's output and that its tensors do not show.
 _SCALING = (
     "peft_type",
     "lora_alpha",
@@ -36,7 +36,7 @@ _SCALING = (
     "fan_in_fan_out",
     "trainable_token_indices",
 )
-#: Settings of all other kinds that change nothing of it, or that the names of the tensors show.
+#: All other settings: they leave the adapter's output unchanged, or the names of the tensors show them.
 _NOT_COMPARED = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -56,7 +56,7 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
     """Give a low-rank adapter the initial values that peft draws, on this rank's shards.
 
     For a ``PeftModel`` built under ``meta_device``: call it after ``parallelize`` and before ``load_weights``, whose
-    checkpoint has the base model only.  Each tensor has a random generator of its own, seeded by ``seed`` and the
+    checkpoint has the base model only.  Each tensor has a separate random generator, seeded by ``seed`` and the
     tensor's name, so the values do not depend on the mesh.
 
     Args:
@@ -105,23 +105,23 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
     """Load an adapter that ``save_adapter`` or peft's ``save_pretrained`` wrote into a sharded model, in place.
 
-    Every rank reads its own slices.  Collective over the ranks of the model's mesh; for a model of plain tensors over
+    Every rank reads its slices.  Collective over the ranks of the model's mesh; for a model of plain tensors over
     the world.  An adapter on the meta device is materialised first; its base model may still be on meta.
 
     Args:
         model: the ``PeftModel``, plain, split over ``tp``, sharded by FSDP2, or both.
         directory: holds ``adapter_model.safetensors`` and ``adapter_config.json``.
-        adapter: the name of the model's adapter that takes the weights.
+        adapter: the name of the model's adapter for the weights.
 
     Raises:
         OptionError: the model has no such adapter, it is merged, or the adapter is not the same on every rank.
         CheckpointError: a file is missing, truncated or corrupt, written to while it was read, or not the same on every
             rank.
-        MismatchError: tensors are missing, left over or of another shape, or the config scales the adapter otherwise;
-            all are listed.
+        MismatchError: tensors are missing, unexpected or of another shape, or the config scales the adapter otherwise;
+            the error lists all of them.
         OtherRankError: another rank raised one of these.
 
-    All are raised on every rank before anything changes, but for a file that fails or changes while it is read.
+    All errors are raised on every rank before a tensor changes, except for a file that fails or changes during reading.
 
     Example:
         >>> import tempfile, peft
@@ -185,7 +185,7 @@ def _initial(name: str, shape: Sequence[int], how: bool | str, seed: int, expert
     """The full initial value of a tensor, float32, as peft's ``LoraLayer.reset_lora_parameters`` draws it."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
-    value = torch.zeros(*shape)  # as the bias of lora_B stays
+    value = torch.zeros(*shape)  # the bias of lora_B stays zero
     is_a = ".lora_A." in name
     if how == "gaussian":
         return value.normal_(std=experts / shape[0], generator=generator) if is_a else value
@@ -219,7 +219,7 @@ def _scaling_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[
 
 
 def _comparable(setting: Any) -> Any:
-    """Return a setting as JSON has it; absent ones, empty ones and zeros are equal."""
+    """Return a setting in its JSON form; absent settings, empty settings and zeros are equal."""
     return (sorted(setting) if isinstance(setting, set) else setting) or None
 
 

@@ -1,4 +1,4 @@
-"""Parts of stored tensors in messages between ranks: their places, their views, and the tensors that they are of."""
+"""Parts of stored tensors in messages between ranks: their places, their views, and their local tensors."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tp_plans.transfer import Box, box_shape, volume
 #: Alignment of a part in a message, a multiple of every dtype's size.
 _ALIGNMENT = 16
 
-#: The most bytes that a rank holds for one exchange, however large its bucket is: enough for the network, and memory of
-#: this size stays in place and in the caches from one exchange to the next.
+#: The most bytes that a rank holds for one exchange, however large its bucket is: enough for the network, and small
+#: enough to stay allocated and cached from one exchange to the next.
 EXCHANGED_BYTES = 2**26
 
 
 class ReusedMemory:
-    """Memory that is allocated once, as the largest use needs it, for tensors that live one after another."""
+    """Memory for tensors that live one after another; it grows to the largest use and is then reused."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def bytes_of(self, nbytes: int) -> Tensor:
-        """Return so many bytes, ``[nbytes]`` uint8; what was returned before is invalid."""
+        """Return ``[nbytes]`` uint8; earlier results become invalid."""
         if len(self._memory) < nbytes:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._memory.device)
         return self._memory[:nbytes]
 
     def messages(self, sizes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Return a message of so many bytes for each rank; what was returned before is invalid."""
+        """Return a message of the given bytes for each rank; earlier results become invalid."""
         parts = torch.split(self.bytes_of(sum(sizes.values())), list(sizes.values()))
         return dict(zip(sizes, parts, strict=True))
 
@@ -44,7 +44,7 @@ def message_bytes(item: ExportedTensor, box: Box) -> int:
 
 
 def in_message(message: Tensor, offset: int, item: ExportedTensor, box: Box) -> Tensor:
-    """Return the box that lies in a message, ``[bytes]`` uint8, from ``offset`` on, as a view of the box's shape."""
+    """Return the box at ``offset`` of a message, ``[bytes]`` uint8, as a view of the box's shape."""
     return message[offset : offset + _bytes(item, box)].view(item.dtype).view(box_shape(box))
 
 

@@ -28,29 +28,29 @@ Names = Literal["checkpoint", "model"]
 
 @dataclass(frozen=True)
 class TensorOrigin:
-    """The stored tensors that a tensor of the model is built from."""
+    """The stored tensors that become one tensor of the model."""
 
     shape: tuple[int, ...]  # as in the checkpoint
     stored: tuple[str, ...]
-    chunks: Sequence[Chunk] | None  # of the stored tensors; ``None`` if only the conversion makes it
+    chunks: Sequence[Chunk] | None  # of the stored tensors; ``None`` if only the conversion makes the tensor
     conversion: Conversion | None = None  # ``None`` for a tensor that is stored as is
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """A checkpoint's tensors matched with a model's."""
+    """A checkpoint's tensors, matched with a model's tensors."""
 
     by_model_name: Mapping[str, TensorOrigin]
     unexpected: Sequence[str]  # names in the checkpoint that the model lacks
     rules: list[Any]  # renamings and conversions that applied, in transformers' form
 
     def name_of(self, entry: StateEntry) -> str | None:
-        """Return the model's name of a tensor that the checkpoint has, ``None`` if it lacks the tensor."""
+        """Return the model's name of a tensor in the checkpoint, or ``None`` if the checkpoint lacks the tensor."""
         return next((name for name in entry.names if name in self.by_model_name), None)
 
 
 def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]) -> WeightMap:
-    """Match a checkpoint's tensors with the model's."""
+    """Match a checkpoint's tensors with the model's tensors."""
     known = {name for entry in entries for name in entry.names}
     mapping = checkpoint_to_model(model, stored, known)
     origins = {
@@ -74,8 +74,8 @@ def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping
 
 def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[tuple[str, ...]]:
     """Return the names under which each entry is saved, none for entries that are not saved."""
-    # A tied tensor is saved once. transformers ties again only what a model's class declares: a tensor that is shared
-    # without a declaration is saved under each of its names.
+    # A tied tensor is saved once. transformers ties again only the tensors that a model's class declares: a tensor that
+    # is shared without a declaration is saved under each of its names.
     aliases, ignored = declared_aliases(model), ignored_on_save(model)
     several = is_transformers_model(model)
     saved = []

@@ -1,4 +1,4 @@
-"""Modules that a checkpoint lacks: a module around the model that it is of, and heads with initial values."""
+"""Modules that a checkpoint lacks: a module around the checkpoint's model, and heads with initial values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def submodule(model: nn.Module, option: str, path: str) -> nn.Module:
 def map_into(
     model: nn.Module, prefix: str, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]
 ) -> WeightMap:
-    """Match a checkpoint's tensors with those of the module at ``prefix``, under their names in the model."""
+    """Match a checkpoint's tensors with the tensors of the module at ``prefix``, under their names in the model."""
     if not prefix:
         return map_weights(model, entries, stored)
     start = f"{prefix}."
@@ -49,7 +49,7 @@ def map_into(
         def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {f"{start}{name}": tensor for name, tensor in conversion.run(tensors).items()}
 
-        return conversions.setdefault(id(conversion), replace(conversion, run=run))  # one for all of its outputs
+        return conversions.setdefault(id(conversion), replace(conversion, run=run))  # shared by all of its outputs
 
     origins = {
         f"{start}{name}": replace(origin, conversion=origin.conversion and renamed(origin.conversion))
@@ -59,13 +59,13 @@ def map_into(
 
 
 def deviation(entry: StateEntry, new: Mapping[str, float]) -> float | None:
-    """Return the standard deviation of a tensor of a new module, ``None`` for one of any other."""
+    """Return the standard deviation of a tensor of a new module, ``None`` for a tensor of any other module."""
     inside = (std for path, std in new.items() for name in entry.names if name.startswith(f"{path}."))
     return next(inside, None)
 
 
 def initial_value(model: nn.Module, entry: StateEntry, new: Mapping[str, float]) -> Tensor:
-    """Return initial values that follow from the tensor's name, in full."""
+    """Return the full initial values of a tensor; they depend on its name only."""
     name = entry.names[0]
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
@@ -85,7 +85,7 @@ def how_to_load(
     stored: Mapping[str, HubTensor],
     new: Mapping[str, float],
 ) -> str:
-    """Return the call that would load a checkpoint which lacks tensors, as the end of an error, or nothing."""
+    """Return the end of an error: a call that would load a checkpoint with missing tensors, or an empty text."""
     names = [entry.names[0] for entry in entries]
     inner = _inner_models(model)
     prefix = next((path for path in inner if _fills(model, path, entries, missing, stored)), "")
@@ -109,7 +109,7 @@ def how_to_load(
 
 
 def _inner_models(model: nn.Module) -> list[str]:
-    """Return the paths of models of transformers inside of a module, the outermost alone."""
+    """Return the paths of transformers models inside a module, without models inside these."""
     paths: list[str] = []
     for path, module in model.named_modules():
         if path and is_transformers_model(module) and not any(path.startswith(f"{outer}.") for outer in paths):
@@ -124,7 +124,7 @@ def _fills(
     missing: Sequence[str],
     stored: Mapping[str, HubTensor],
 ) -> bool:
-    """Return whether the checkpoint fills all of the module at ``prefix``, and nothing of it without the prefix."""
+    """Return whether the checkpoint fills the full module at ``prefix``, and none of its tensors without the prefix."""
     inside = [entry for entry in entries if any(name.startswith(f"{prefix}.") for name in entry.names)]
     if not inside or not {entry.names[0] for entry in inside} <= {*missing}:
         return False
@@ -133,7 +133,7 @@ def _fills(
 
 
 def _missing_module(name: str, names: Sequence[str], missing: Sequence[str]) -> str:
-    """Return the outermost module of a tensor that the checkpoint lacks in full, at least the tensor's own."""
+    """Return the outermost module around a tensor that the checkpoint lacks in full, at least the tensor's module."""
     path = name.rpartition(".")[0]
     lacking = {*missing}
     while (outer := path.rpartition(".")[0]) and all(each in lacking for each in names if each.startswith(f"{outer}.")):
@@ -142,7 +142,7 @@ def _missing_module(name: str, names: Sequence[str], missing: Sequence[str]) -> 
 
 
 def _around_checkpoint(missing: Sequence[str], stored: Mapping[str, HubTensor]) -> str:
-    """Return the prefix under which a checkpoint has the model's tensors, as the end of an error, or nothing."""
+    """Return the end of an error: the prefix of the model's tensors in a checkpoint, or an empty text."""
     ends = (name.removesuffix(missing[0]) for name in stored if name.endswith(f".{missing[0]}"))
     prefix = next((start for start in ends if all(f"{start}{name}" in stored for name in missing)), "")
     if not prefix:

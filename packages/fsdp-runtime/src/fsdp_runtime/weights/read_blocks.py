@@ -1,4 +1,4 @@
-"""Read a rank's areas of a checkpoint's files ahead, in a thread, and exchange them with the ranks that need them."""
+"""Read a rank's areas of a checkpoint's files ahead, in a thread, and exchange areas between ranks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _SAID_EVERY = 10.0
 
 
 def read_ahead(bucket_bytes: int) -> int:
-    """The most bytes that a rank reads for others before it sends them."""
+    """The most bytes that a rank reads ahead for other ranks."""
     return min(bucket_bytes, 2 * EXCHANGED_BYTES)
 
 
 class BlockReader:
-    """This rank's side of a load: what it reads, and what it gives to other ranks and takes from them."""
+    """This rank's side of a load: its reads, and the parts that it sends to other ranks and receives."""
 
-    # A read error is kept, and the exchanges go on, so that no other rank waits for this one. ``bucket_bytes`` bounds
-    # what is read ahead for others.
+    # A read error is kept, and the exchanges go on, so that no other rank waits for this rank. ``bucket_bytes`` bounds
+    # the bytes that are read ahead for other ranks.
 
     def __init__(
         self, rank: int, ranks: ModelRanks, bucket_bytes: int, device: torch.device, checkpoint: HubCheckpoint
@@ -66,12 +66,12 @@ class BlockReader:
                 raise
 
     def raise_error(self) -> None:
-        """Raise the read error that was kept."""
+        """Raise the kept read error, if any."""
         if self.error is not None:
             raise self.error
 
     def _read_area(self, each: Read) -> Tensor | None:
-        """Read an area and fill what this rank needs of it; return what other ranks need."""
+        """Read an area and fill this rank's parts; return the values if other ranks need parts."""
         if self._stopped:
             return None
         sent = each.is_sent
@@ -88,7 +88,7 @@ class BlockReader:
         return values if sent else None
 
     def _fill_from_file(self, each: Read) -> None:
-        """Read an area into the local tensor that it is for, or by way of a buffer, where it has to be converted."""
+        """Read an area into its local tensor, through a buffer if the values have to be converted."""
         (part,) = each.area.parts
         full = _view(each, part)
         if full.device.type == "cpu" and full.dtype == each.item.dtype and full.is_contiguous():
@@ -104,7 +104,7 @@ class BlockReader:
         for start, inner, length in file_runs(each.item.shape, box):
             self._checkpoint.read_into(each.stored, start, flat[inner : inner + length])
         self._read += values.nbytes
-        if each.area.file_rank == self._rank:  # of several ranks that read it, for which the page cache serves the rest
+        if each.area.file_rank == self._rank:  # one of several readers: the page cache serves the others
             self._checkpoint.bytes_read += values.nbytes
         self._say()
 
@@ -116,7 +116,7 @@ class BlockReader:
             logger.info("read %.1f of %.1f GiB, %.2f GiB/s on this rank", self._read / gib, self._total / gib, rate)
 
     def _exchange(self, batch: Sequence[Read], futures: dict[int, Future[Tensor | None]]) -> None:
-        """Send what this rank has read of a batch, and fill what others have."""
+        """Send this rank's reads of a batch, and fill parts from other ranks' reads."""
         own = [each for each in batch if id(each) in futures]
         sizes_out: dict[int, int] = {}
         sizes_in: dict[int, int] = {}
@@ -160,7 +160,7 @@ class BlockReader:
 
 
 class _Budget:
-    """Bytes that a thread may hold; it waits while there are too many, unless there are none."""
+    """Bytes that a thread may hold; the thread waits while the sum is too large, unless it holds no bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._held, self._changed = limit, 0, threading.Condition()
@@ -182,7 +182,7 @@ class _Budget:
 
 
 def _sent(reads: Sequence[Read]) -> Iterator[tuple[Read, Part, int]]:
-    """The parts that leave the reader and the ranks that they go to, in an order that all of them know."""
+    """The parts that leave the reader, with the receiving ranks, in the same order on all of these ranks."""
     return ((each, part, rank) for each in reads for part in each.area.parts for rank in each.receivers(part))
 
 

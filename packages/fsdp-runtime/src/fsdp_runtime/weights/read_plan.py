@@ -1,4 +1,4 @@
-"""Plan which rank reads which part of a checkpoint's files, and which ranks it gives it to."""
+"""Assign the parts of a checkpoint's files to ranks that read them, with the ranks that receive the parts."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from tp_plans.transfer import Box, StoredBlock, split_box, volume
 
 @dataclass(frozen=True)
 class Read:
-    """An area of a stored tensor, and this rank's local tensors that its parts go to."""
+    """An area of a stored tensor, and this rank's local tensors that take its parts."""
 
     item: ExportedTensor
     stored: HubTensor
     area: Area
-    local: Mapping[int, Tensor]  # this rank's, by the number of the part's piece
-    readers: tuple[int, ...]  # the area's own, or all on one host, whose page cache serves all but the first
+    local: Mapping[int, Tensor]  # this rank's tensors, by the number of the part's piece
+    readers: tuple[int, ...]  # the area's reader, or all on one host: its page cache serves all but the first
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read."""
+        """Bytes of the area in the file."""
         return volume(self.area.box) * self.item.dtype.itemsize
 
     def receivers(self, part: Part) -> Iterator[int]:
-        """The ranks that a part is sent to."""
+        """The ranks that receive a part."""
         return (rank for rank in part.piece.owners if rank not in self.readers)
 
     @property
     def is_sent(self) -> bool:
-        """Whether another rank needs some of it."""
+        """Whether a rank that does not read the area needs a part."""
         return any(True for part in self.area.parts for _ in self.receivers(part))
 
     def held(self) -> dict[int, int]:
-        """The bytes that each rank holds for it until the exchange is done."""
+        """The bytes that each rank holds for the area until the exchange is done."""
         if not self.is_sent:
             return {}
         held = {self.area.file_rank: self.nbytes}
@@ -53,7 +53,7 @@ class Read:
 
 @dataclass
 class _Stored:
-    """A stored tensor, and the chunks of the model's tensors that are filled from it."""
+    """A stored tensor, and the chunks of the model's tensors that it fills."""
 
     item: ExportedTensor
     stored: HubTensor
@@ -61,14 +61,14 @@ class _Stored:
 
 
 class _FilledPieces:
-    """The pieces of stored tensors that go into the model's tensors on some ranks."""
+    """The pieces of stored tensors that fill the model's tensors on the reading ranks."""
 
     def __init__(self, readers: Sequence[int]) -> None:
         self._owners, self._readers = BoxOwners(readers), set(readers)
         self._found: dict[Hashable, list[Piece]] = {}
 
     def __call__(self, key: Hashable, fills: Sequence[tuple[Chunk, Tensor]]) -> list[Piece]:
-        """Return the pieces of a stored tensor, by the numbers of ``fills``; equal ones share a key."""
+        """Return the pieces of a stored tensor, by the numbers of ``fills``; equal pieces share a key."""
         if key not in self._found:
             self._found[key] = [
                 Piece(number, block, near)
@@ -88,10 +88,10 @@ def plan_reads(
     *,
     one_host: bool,
 ) -> list[list[Read]]:
-    """Return batches of reads in the order of the files; those of a batch are exchanged together."""
-    # Equal on all of ``readers``, without communication. Each byte is read by one of them, if any of them needs it. On
-    # one host, ranks that need the same long run of bytes all read it, at about the same time: a copy from the page
-    # cache is several times faster than a message.
+    """Return batches of reads in the order of the files; the reads of a batch are exchanged together."""
+    # Equal on all of ``readers``, without communication. Each byte is read by one rank, if any rank needs the byte. On
+    # one host, ranks that need the same long run of bytes all read the run, at about the same time: a copy from the
+    # page cache is several times faster than a message.
     planner, pieces_of = FilePlanner(readers, bucket_bytes // 4, partial=True), _FilledPieces(readers)
     own = {id(tensor): local_part(tensor)[0].detach() for tensor, _ in filled}
     batches: list[list[Read]] = [[]]
@@ -112,7 +112,7 @@ def plan_reads(
 
 
 def _by_place(filled: Sequence[tuple[Tensor, Sequence[Chunk]]], stored: Mapping[str, HubTensor]) -> list[_Stored]:
-    """The stored tensors that are needed, in the order of the files."""
+    """The stored tensors that the model needs, in the order of the files."""
     found: dict[str, _Stored] = {}
     for tensor, chunks in filled:
         for chunk in chunks:
@@ -123,7 +123,7 @@ def _by_place(filled: Sequence[tuple[Tensor, Sequence[Chunk]]], stored: Mapping[
 
 
 def _filled_block(chunk: Chunk, rank: int, held: Box) -> StoredBlock | None:
-    """The box of the stored tensor that goes into the part ``held`` of a model's tensor, and where it goes there."""
+    """The box of the stored tensor that fills the part ``held`` of a model's tensor, and its place in the part."""
     inside = chunk.intersect(held)
     if inside is None:
         return None
@@ -136,7 +136,7 @@ def _filled_block(chunk: Chunk, rank: int, held: Box) -> StoredBlock | None:
 def _bounded(
     areas: Iterator[Area], each: _Stored, local: Mapping[int, Tensor], limit: int, one_host: bool
 ) -> Iterator[Read]:
-    """The reads of areas; those that are sent to others are cut into areas of at most ``limit`` bytes."""
+    """The reads of areas; areas for other ranks are cut to at most ``limit`` bytes."""
     for area in areas:
         (part, *more) = area.parts
         readers = part.piece.owners if one_host and not more else (area.file_rank,)

@@ -58,12 +58,12 @@ from fsdp_runtime.weights.write_plan import PlannedFile, plan_files, plan_writes
 
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
-#: Bytes that each rank writes before the ranks tell one another of errors.
+#: Bytes that each rank writes between two exchanges of errors.
 _CHECKED_AFTER = 2**28
 
 
 class _WeightOptions(TypedDict, total=False):
-    """Keywords of :func:`save_weights` that do not decide what it returns."""
+    """Keywords of :func:`save_weights` that leave its return type unchanged."""
 
     max_shard_bytes: int
     bucket_bytes: int
@@ -109,36 +109,37 @@ def save_weights(
 ) -> SaveReport | SaveFuture[SaveReport]:
     """Save a model as safetensors, with its configs and the files of the checkpoint that it was loaded from.
 
-    These are ``config.json``, ``generation_config.json``, the files of the tokenizer and of the processor, and the code
-    of a class that was loaded with ``trust_remote_code``.  The checkpoint's folder is the one that :func:`load_weights`
-    or ``from_pretrained`` has read.  A tokenizer is not copied if the vocabulary was resized; a warning says so.
+    The files are ``config.json``, ``generation_config.json``, the files of the tokenizer and of the processor, and the
+    code of a class that was loaded with ``trust_remote_code``.  The checkpoint's folder is the folder that
+    :func:`load_weights` or ``from_pretrained`` read.  A tokenizer is not copied if the vocabulary was resized; a
+    warning says so.
 
     Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  Every rank writes its
-    own blocks to their places in the files; blocks that interleave there, such as the columns of ``tp``, are exchanged
-    first, each element once at most, and replicas write a part each.  Of a plain tensor the first rank's copy is
-    written.  Only what a conversion computes, and quantized weights, are gathered, a bucket at a time.  Files are
-    written to a temporary directory, which all ranks have to see, and then renamed.
+    blocks to their places in the files.  Blocks that interleave there, such as the columns of ``tp``, are exchanged
+    first, each element once at most, and replicas write a part each.  The first rank writes plain tensors.  Only
+    quantized weights and computed outputs of conversions are gathered, a bucket at a time.  Files are written to a
+    temporary directory, which all ranks have to see, and then renamed.
     One last rename makes the new weights take effect, so a process killed at any time leaves either the old or the new
-    weights complete; the config is renamed just before.  Of jobs that save to one directory at the same time, the last
-    rename is in effect.  Old files are removed after that, as the disk may have no room for both: :func:`load_weights`
-    opens the new ones instead, and a reader of another library that meets it finds a file missing and has to try again.
+    weights complete; the config is renamed just before.  If jobs save to one directory at the same time, the last
+    rename takes effect.  Old files are removed after the rename, as the disk may have no room for both:
+    :func:`load_weights` then opens the new files; a reader of another library finds a file missing and has to retry.
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         directory: the same on every rank; created if it does not exist; other files in it are kept, and so is a
             tokenizer or a processor that was saved there.
-        max_shard_bytes: bytes of a file, as transformers' ``max_shard_size``; a larger tensor has a file of its own.
-        bucket_bytes: the most bytes that a rank holds for exchanges; also of full tensors that are gathered together.
+        max_shard_bytes: bytes of a file, as transformers' ``max_shard_size``; a larger tensor has a separate file.
+        bucket_bytes: the most bytes that a rank holds for exchanges; also the bytes of full tensors in one gather.
         dtype: round floating-point tensors to this dtype, after adapters were merged, and write it to the config.
             Tensors that ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32,
-            have that one; ``None`` keeps each one's.
+            keep that dtype; ``None`` keeps the dtype of each tensor.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
-        quantize: store linear layers in low precision, with their scales, and say so in the config, except layers
+        quantize: store linear layers in low precision, with their scales, and record this in the config, except layers
             that the model's class keeps in float32; other weights then default to bfloat16.
-        writers: ``"all"`` lets every rank write its blocks into every file, ``"one"`` gives each file to one rank, to
-            which the others send their blocks, for file systems where several hosts may not write to one file.
-            ``None`` takes ``"all"`` if all ranks are on one host, or the file system is known to keep their writes
-            apart (Lustre, GPFS, BeeGFS, Ceph, WekaFS), and ``"one"`` otherwise, as on NFS.
+        writers: with ``"all"`` every rank writes its blocks into every file; with ``"one"`` each file has one writing
+            rank, which receives the others' blocks, for file systems where several hosts may not write to one file.
+            ``None`` takes ``"all"`` if all ranks are on one host, or the file system is known to keep concurrent writes
+            separate (Lustre, GPFS, BeeGFS, Ceph, WekaFS), and ``"one"`` otherwise, as on NFS.
         asynchronous: return once this rank's blocks are exchanged and copied to host memory, as many bytes as it
             writes; a thread writes them while training goes on and changes the weights.
         if_saving: while an asynchronous save of this process is being written, ``"wait"`` until it has ended, or
@@ -146,11 +147,11 @@ def save_weights(
 
     Returns:
         The bytes that this rank wrote, sent, received and held; with ``asynchronous`` a
-        :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`, whose ``wait()`` returns them and raises what the thread
-        has met.
+        :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`: its ``wait()`` returns the bytes and raises the thread's
+        errors.
 
     Raises:
-        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        ConversionError: the model's tensors differ from its class's (``names="model"`` works), or are quantized.
         OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``quantize`` no ``Quantization``,
             ``names``, ``writers`` or ``if_saving`` unknown, the directory empty or not seen by one rank, an option
             other than ``if_saving`` not the same on every rank, or an earlier save still being written with
@@ -223,7 +224,7 @@ def save_weights(
 
 
 def _save_companions(model: nn.Module, work: Path, target: Path, dtype: torch.dtype) -> None:
-    """Write the model's configs, and copy the files beside the weights that it was loaded from."""
+    """Write the model's configs, and copy the other files of the checkpoint that the model was loaded from."""
     copy_companions(model, work, target)
     with naming_write_errors(work / "config.json"):
         save_config(model, work, dtype, generation_config_of(model, settings_at_source(model)))
@@ -237,7 +238,7 @@ def _finish(
     shards: Sequence[Sequence[ExportedTensor]],
     ranks: ModelRanks,
 ) -> SaveReport:
-    """Wait until every rank's files are on the disk, and let them take effect.  Collective."""
+    """Wait until every rank's files are on the disk, and put them into effect.  Collective."""
     with raise_on_all(ranks):
         for wait in on_disk:
             wait()
@@ -258,7 +259,7 @@ def _write_files(
     staging: HostStaging | None,
     resources: ExitStack,
 ) -> tuple[BlockWriter, list[Callable[[], None]]]:
-    """Write this rank's parts of every file, or stage them; return calls that return once they are on the disk."""
+    """Write or stage this rank's parts of every file; return calls that return once the parts are on the disk."""
     rank, first = everyone[ranks.index], everyone[0]
     with raise_on_all(ranks):
         require_seen(work, ranks)
@@ -302,7 +303,7 @@ def _planned(
                 _, tensor = next(gathered)
                 yield item, steps, {item.name: tensor}
                 del tensor
-            next(gathered, None)  # it has to be exhausted
+            next(gathered, None)  # the iterator has to be exhausted
             continue
         (group,) = planned.groups
         local = {name: local_tensor(tensor).detach() for name, tensor in group.sources.items()}
@@ -322,9 +323,9 @@ def _fsync_and_close(file: SafetensorsWriter | StagedWriter) -> None:
 
 
 def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> None:
-    """Move the files of a complete checkpoint into the directory; the file that readers look for first comes last."""
-    # Of several jobs that save to the directory, the last one to move that file is in effect. An index stays where one
-    # is: if it could be removed for one file, and that file for an index, two jobs could leave neither.
+    """Move the files of a complete checkpoint into the directory; the file that readers open first is moved last."""
+    # If several jobs save to the directory, the last job to move that file wins. An existing index stays: if one job
+    # could replace it by one file, and another job that file by an index, the two could leave neither.
     indexed = len(shards) > 1 or (target / INDEX_FILE).exists()
     decisive = INDEX_FILE if indexed else SINGLE_FILE
     if indexed:
@@ -335,7 +336,7 @@ def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]
         (work / shard_name(1, 1)).rename(work / SINGLE_FILE)
     leave_out_present(work, target)
     others = [file for file in files_in_order(work) if file.name != decisive]
-    for file in (*others, work / decisive):  # a disk that is full says so before the first of them is moved
+    for file in (*others, work / decisive):  # a full disk raises before the first file is moved
         fsync_path(file)
     for file in others:
         moved = target / file.relative_to(work)
@@ -353,7 +354,7 @@ def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]
 
 
 def _remove_old_shards(work: Path, target: Path) -> None:
-    """Remove the shards that the index lacks, unless another job is at work, whose index may not be in place yet."""
+    """Remove the shards that the index lacks, unless another job is saving: its index may not be in place yet."""
     shards = [file for file in target.iterdir() if _SHARD_FILE.fullmatch(file.name)]
     if not shards or others_at_work(work):
         return
@@ -368,8 +369,8 @@ def _remove_old_shards(work: Path, target: Path) -> None:
 
 
 def _name_shards(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> dict[str, str]:
-    """Give shards names that no file of the target had before; return the weight map."""
-    # The usual names are for the first checkpoint of a directory: another job could remove files of names used again.
+    """Give shards names that no file of the target has had; return the weight map."""
+    # The usual names are for the first checkpoint of a directory: another job could remove files with reused names.
     usual = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     stem = "model" if _claims_usual_names(target, usual[0]) else f"model-{uuid.uuid4().hex[:8]}"
     weight_map = {}
@@ -381,7 +382,7 @@ def _name_shards(work: Path, target: Path, shards: Sequence[Sequence[ExportedTen
 
 
 def _claims_usual_names(target: Path, first: str) -> bool:
-    """Return whether the directory has no checkpoint or part of one, and no other job creates its first file now."""
+    """Return whether the directory has no file of a checkpoint, and no other job is creating its first file."""
     if any(file.name in (SINGLE_FILE, INDEX_FILE) or _SHARD_FILE.fullmatch(file.name) for file in target.iterdir()):
         return False
     try:

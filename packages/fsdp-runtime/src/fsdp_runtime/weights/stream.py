@@ -30,15 +30,15 @@ _T = TypeVar("_T", ExportGroup, ExportedTensor, WeightInfo)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightExport:
-    """How weights leave a model: their dtype, names and precision, and how much of them is gathered at once.
+    """Options of an export: dtype, names and precision of the weights, and the bytes of one gather.
 
-    Every way out takes one: :func:`~fsdp_runtime.sync.send_weights`, :class:`~fsdp_runtime.sync.ModelShards`,
-    :class:`~fsdp_runtime.sync.WeightSource` and :func:`~fsdp_runtime.sync.digest`, and its own methods.
+    Every export takes these options: :func:`~fsdp_runtime.sync.send_weights`, :class:`~fsdp_runtime.sync.ModelShards`,
+    :class:`~fsdp_runtime.sync.WeightSource`, :func:`~fsdp_runtime.sync.digest`, and the methods of this class.
 
     Args:
         dtype: round floating-point tensors to this dtype, after adapters were merged.  Tensors that
-            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, have that one;
-            ``None`` keeps each one's.
+            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, keep it;
+            ``None`` keeps the dtype of each tensor.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: export linear layers in low precision, with their scales, except layers that the model's class keeps
             in float32; other weights then default to bfloat16.
@@ -77,7 +77,7 @@ class WeightExport:
 
     @property
     def exported_dtype(self) -> torch.dtype | None:
-        """The dtype of floating-point tensors that are not quantized; ``None`` for each one's."""
+        """The dtype of floating-point tensors that are not quantized; ``None`` keeps the dtype of each tensor."""
         return torch.bfloat16 if self.dtype is None and self.quantize is not None else self.dtype
 
     def describe(self, model: nn.Module) -> list[WeightInfo]:
@@ -100,7 +100,7 @@ class WeightExport:
         """Yield the weights of :meth:`stream` in lists, each of one dtype and up to ``bucket_bytes``.
 
         For receivers in this process, such as vLLM's ``load_weights``.  Collective: every rank has to exhaust the
-        iterator.  A larger weight has a list of its own.  Drop a bucket before requesting the next.
+        iterator.  A larger weight is alone in its list.  Drop a bucket before requesting the next.
 
         Raises:
             ConversionError, OptionError: as :meth:`prepare`.
@@ -112,10 +112,10 @@ class WeightExport:
 
         Args:
             model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-            entries: the model's state, where it is known.
+            entries: the model's state, if it is known.
 
         Raises:
-            ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are
+            ConversionError: the model's tensors differ from its class's tensors (``names="model"`` works), or are
                 quantized.
             OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
         """
@@ -128,19 +128,19 @@ class WeightExport:
 
 
 class ExportedModel:
-    """A model's weights with names and conversions resolved: metadata, a stream, buckets, each as often as wanted."""
+    """A model's weights with names and conversions resolved; metadata, stream and buckets may be used repeatedly."""
 
-    # It refers to the model's tensors: prepare a new one after these were replaced (values may change, as in training).
+    # It refers to the model's tensors: prepare a new export after tensors are replaced (values may change in training).
 
     def __init__(self, options: WeightExport, groups: list[ExportGroup]) -> None:
         self._options, self.groups, self.quantize = options, groups, options.quantize
 
     def is_rearranged(self, group: ExportGroup) -> bool:
-        """Whether every tensor of a group consists of blocks of the model's tensors, as they are or with adapters."""
+        """Whether every tensor of a group consists of blocks of the model's tensors, with or without adapters."""
         return all(item.chunks is not None and self._parts(item) == [item] for item in group.tensors)
 
     def gathered_dtypes(self, group: ExportGroup) -> list[torch.dtype]:
-        """The dtypes in which a group's sources are communicated: rounded only if nothing is computed from them."""
+        """The dtypes of a group's sources in a gather: rounded only if the sources enter no computation."""
         rounds = not group.adapters and self.is_rearranged(group)
         exported = {item.dtype for item in group.tensors}
         dtypes = []
@@ -151,16 +151,16 @@ class ExportedModel:
 
     @property
     def tensors(self) -> list[ExportedTensor]:
-        """Every exported tensor in order, with the chunks that it is built from."""
+        """Every exported tensor in order, with its chunks."""
         return self.parts(self.groups)
 
     def parts(self, groups: Sequence[ExportGroup]) -> list[ExportedTensor]:
-        """The exported tensors of some of the groups, in order."""
+        """The exported tensors of ``groups``, in order."""
         return [part for group in groups for item in group.tensors for part in self._parts(item)]
 
     @property
     def kept_modules(self) -> list[str]:
-        """The modules of weights of two dims that are not quantized, for a quantized checkpoint's config."""
+        """The modules with two-dimensional weights that are not quantized, for a quantized checkpoint's config."""
         weights = [item.name for group in self.groups for item in group.tensors if len(item.shape) == 2]
         stored = {item.name for item in self.tensors if not item.dtype.is_floating_point or item.dtype.itemsize < 2}
         return [name.removesuffix(".weight") for name in weights if name not in stored]
@@ -184,7 +184,7 @@ class ExportedModel:
                 del tensor
 
     def _ahead(self, to: int | None) -> Iterator[Iterator[tuple[ExportedTensor, Tensor]]]:
-        """Yield the weights of one run of groups after another, while the next ones are being gathered."""
+        """Yield the weights of one run of groups after another, while the next runs are being gathered."""
         started: deque[Iterator[tuple[ExportedTensor, Tensor]]] = deque()
         for groups in split_by_bytes(self.groups, self._options.bucket_bytes):
             started.append(self.gather(groups, to))
@@ -210,7 +210,7 @@ class ExportedModel:
                 yield open_buckets.pop(next(iter(open_buckets)))
 
     def gather(self, groups: Sequence[ExportGroup], to: int | None = None) -> Iterator[tuple[ExportedTensor, Tensor]]:
-        """Return an iterator, to be exhausted, over the weights of groups whose gathers have started.  Collective."""
+        """Start the gathers of groups; return an iterator over their weights, to be exhausted.  Collective."""
         sources = [tensor for group in groups for tensor in group.sources.values()]
         dtypes = [dtype for group in groups for dtype in self.gathered_dtypes(group)]
         full = full_tensors(sources, dtypes=dtypes, to=to)
@@ -233,7 +233,7 @@ class ExportedModel:
                 yield from zip(parts, self.quantize.quantize(tensor), strict=True)
 
     def _parts(self, item: ExportedTensor) -> list[ExportedTensor]:
-        """The tensors that a weight is exported as: itself, or its quantized values and scales."""
+        """The exported tensors of a weight: the weight, or its quantized values and scales."""
         if self.quantize is None or not self.quantize.applies(item.name, item.shape):
             return [item]
         parts = self.quantize.parts(item.name, item.shape)
@@ -251,10 +251,10 @@ def stream_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a model as a full plain tensor, on every rank, in model order.
 
-    Collective: every rank has to exhaust the iterator.  A tied weight is yielded once, under the name that
-    ``save_pretrained`` gives it; a weight that modules of a transformers model share without a declaration in its
-    class, under each of its names.  The values are the optimizer's parameters, also while ``unsharded`` holds copies in
-    another dtype.
+    Collective: every rank has to exhaust the iterator.  A tied weight is yielded once, under its name in
+    ``save_pretrained``.  A weight that modules of a transformers model share without a declaration in the model's
+    class is yielded under each of its names.  The values are the optimizer's parameters, also while ``unsharded`` holds
+    copies in another dtype.
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
@@ -262,20 +262,20 @@ def stream_weights(
             peak is about this, once more for each bucket ahead, plus the largest parameter, plus the buffers of one
             more axis under TP and FSDP2.
         dtype: round floating-point tensors to this dtype, after adapters were merged.  Tensors that
-            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, have that one;
-            ``None`` keeps each one's.
+            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, keep it;
+            ``None`` keeps the dtype of each tensor.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: export linear layers in low precision, with their scales, except layers that the model's class keeps
             in float32; other weights then default to bfloat16.
         buckets_ahead: gather up to this many further buckets while one is consumed; 0 for the least memory.
 
     Yields:
-        Name and tensor, on the device that the model computes on.  A tensor that is not sharded is the model's own
+        Name and tensor, on the model's compute device.  A tensor that is not sharded is the model's own
         storage, and weights that the checkpoint stores separately may share storage, so do not write to them.  To
         bound memory, drop each tensor before requesting the next.
 
     Raises:
-        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        ConversionError: the model's tensors differ from its class's (``names="model"`` works), or are quantized.
         OptionError: ``bucket_bytes`` is not positive, ``buckets_ahead`` negative, ``dtype`` not a floating-point
             dtype, ``names`` unknown, or ``quantize`` is no ``Quantization``.
 
@@ -295,7 +295,7 @@ def stream_weights(
 
 
 def split_by_bytes(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:
-    """Yield runs of items of up to ``limit`` bytes, or one item that is larger."""
+    """Yield runs of items of up to ``limit`` bytes; a larger item is a run alone."""
     batch: list[_T] = []
     size = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""Bytes that a save, a load or a stream of weights moves on each rank, counted from their plans before they run."""
+"""Bytes that a save, a load or a stream of weights moves per rank, counted from their plans in advance."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from tp_plans.transfer import volume
 
 @dataclass
 class RankTraffic:
-    """Bytes, and messages, of one rank.
+    """Bytes and messages of one rank.
 
     Args:
-        read: from files.
-        written: to files, without their headers.
-        sent: to other ranks.
-        received: from other ranks.
-        gathered: of full tensors that every rank gets by all-gathers, beyond its own shards.
-        held: at most, besides the model's own tensors.
-        unneeded: of ``read``, what none of the ranks needs that read for one another.  Columns are read with what lies
-            between them, up to 256 KiB, as one more read takes longer.
-        messages: that it sends and receives; all that an exchange brings from one rank to another is one.
+        read: bytes read from files.
+        written: bytes written to files, without their headers.
+        sent: bytes sent to other ranks.
+        received: bytes received from other ranks.
+        gathered: bytes of full tensors that all-gathers bring to the rank, beyond its own shards.
+        held: the most bytes held at once, besides the model's own tensors.
+        unneeded: bytes of ``read`` that no rank of the readers needs.  Gaps of up to 256 KiB between columns are read
+            too, as one more read takes longer.
+        messages: messages sent and received; an exchange sends one message from one rank to another.
     """
 
     read: int = 0
@@ -58,12 +58,12 @@ class RankTraffic:
     messages: int = 0
 
 
-#: Of each rank, by its global number.
+#: Traffic by global rank.
 ByRank = dict[int, RankTraffic]
 
 
 def model_ranks(model: nn.Module) -> list[int]:
-    """The ranks of a model's mesh, in order; rank 0 for a model of plain tensors."""
+    """The ranks of a model's mesh, in order; only rank 0 for a model of plain tensors."""
     mesh = model_mesh(state_entries(model, allow_offloaded=True))
     return [0] if mesh is None else sorted(mesh.mesh.flatten().tolist())
 
@@ -71,7 +71,7 @@ def model_ranks(model: nn.Module) -> list[int]:
 def save_traffic(
     export: ExportedModel, files: Sequence[PlannedFile], everyone: Sequence[int], bucket_bytes: int
 ) -> ByRank:
-    """Count what :func:`~fsdp_runtime.save_weights` moves of weights, also on the meta device."""
+    """Count the bytes of weights that :func:`~fsdp_runtime.save_weights` moves, also on the meta device."""
     limit = min(bucket_bytes, EXCHANGED_BYTES)
     counts = _Exchanges(everyone, limit)
     steps: dict[int, _StepBytes] = {}
@@ -96,7 +96,7 @@ def save_traffic(
 def load_traffic(
     model: nn.Module, stored: Mapping[str, HubTensor], readers: Sequence[int], bucket_bytes: int, *, one_host: bool
 ) -> ByRank:
-    """Count what :func:`~fsdp_runtime.load_weights` moves on ranks, such as a host's, that read for one another."""
+    """Count the bytes that :func:`~fsdp_runtime.load_weights` moves on ranks (of a host) that read for one another."""
     entries = base_state_entries(model, state_entries(model, allow_offloaded=True))
     weights = map_weights(base_model(model), entries, stored)
     in_blocks, others = filled_in_blocks(entries, weights)
@@ -124,7 +124,7 @@ def load_traffic(
 
 
 def stream_traffic(export: ExportedModel, options: WeightExport, ranks: Sequence[int]) -> ByRank:
-    """Count what a stream gathers: every rank gets every tensor."""
+    """Count the bytes that a stream gathers: every rank gets every tensor."""
     counts = _Exchanges(ranks, options.bucket_bytes)
     counts.gather(export.groups, export)
     sizes = [sum(group.nbytes for group in run) for run in split_by_bytes(export.groups, options.bucket_bytes)]
@@ -144,7 +144,7 @@ def saved_tensors(files: Iterable[PlannedFile]) -> dict[str, HubTensor]:
 
 
 class _StepBytes:
-    """What each rank does in a step, in bytes; ``positions`` are those of the ranks in the counts."""
+    """Bytes of each rank in a step; ``positions`` maps ranks to their places in the counts."""
 
     def __init__(
         self, item: ExportedTensor, step: WriteStep, positions: Mapping[int, int], limit: int, *, is_staged: bool
@@ -166,12 +166,12 @@ class _StepBytes:
         self.positions = _integers([positions[rank] for rank in found])
         counts = _integers(list(found.values())).T
         self.moved, self.exchanged, self.assembled = counts[:3], counts[1] + counts[2], counts[3]
-        self.pairs = _integers(list(pairs))  # of ranks that send and receive, as one number
+        self.pairs = _integers(list(pairs))  # sender and receiver as one number
         self.is_held = bool(counts[1:].any())
 
 
 class _Exchanges:
-    """Adds up steps, exchange by exchange, as :class:`~fsdp_runtime.weights.write_blocks.BlockWriter` does them."""
+    """Sums of steps, exchange by exchange, as :class:`~fsdp_runtime.weights.write_blocks.BlockWriter` runs them."""
 
     def __init__(self, ranks: Sequence[int], limit: int) -> None:
         self.positions = {rank: position for position, rank in enumerate(ranks)}
@@ -182,7 +182,7 @@ class _Exchanges:
         self._gathered = self._gathered_at_once = 0
 
     def add(self, each: _StepBytes) -> None:
-        """Take a step into the next exchange, or count what is written at once."""
+        """Add a step to the next exchange, or count its direct writes."""
         if each.step.held and self._held + each.step.held > self._limit:
             self.flush()
         self._held += each.step.held
@@ -194,7 +194,7 @@ class _Exchanges:
             self._assembled[each.positions] = assembled
 
     def flush(self) -> None:
-        """Count what ranks hold in an exchange, and its messages."""
+        """Count the bytes that ranks hold in an exchange, and its messages."""
         self._held = 0
         torch.maximum(self._most, self._exchanged + self._assembled, out=self._most)
         self._exchanged.zero_()
@@ -206,7 +206,7 @@ class _Exchanges:
             self._pairs = []
 
     def gather(self, groups: Iterable[ExportGroup], export: ExportedModel) -> None:
-        """Count full tensors that every rank gets."""
+        """Count the full tensors that every rank gets."""
         whole = 0
         for group in groups:
             for tensor, dtype in zip(group.sources.values(), export.gathered_dtypes(group), strict=True):
@@ -215,7 +215,7 @@ class _Exchanges:
         self._gathered_at_once = max(self._gathered_at_once, whole)
 
     def found(self) -> ByRank:
-        """What each rank moves, and holds at most."""
+        """The bytes that each rank moves, and the most that it holds."""
         most = self._most.clamp(min=self._gathered_at_once).tolist()
         return {
             rank: RankTraffic(0, written, sent, received, self._gathered, held, 0, messages)
@@ -248,7 +248,7 @@ def _count_read(
 
 
 def _is_staged(item: ExportedTensor, groups: Sequence[ExportGroup]) -> bool:
-    """Whether values are converted, copied from a device, or put in order before they are written."""
+    """Whether values are converted, copied from a device, or made contiguous before they are written."""
     for chunk in item.chunks or ():
         source: Tensor | None = next((g.sources[chunk.source] for g in groups if chunk.source in g.sources), None)
         if source is None or source.dtype != item.dtype or source.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Write a rank's areas of exported tensors into files that all ranks write to, and exchange what areas need."""
+"""Write a rank's areas of exported tensors into files that all ranks write to, and exchange parts of areas."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tp_plans.transfer import Box, box_shape, split_box, volume
 #: Bytes that are converted, or copied from a device, before they are written.
 STAGED_BYTES = 2**24
 
-#: What blocks are written with: at once, or from host memory later.
+#: A writer of blocks: at once, or from host memory later.
 Writer = SafetensorsWriter | StagedWriter
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one rank did in :func:`save_weights`, in bytes."""
+    """Bytes that one rank wrote, sent, received and held in :func:`save_weights`."""
 
     bytes_written: int = 0  # without the files' headers
     bytes_sent: int = 0
@@ -43,9 +43,9 @@ class _Pending:
 
 
 class BlockWriter:
-    """This rank's side of a save: what it writes at once, and what it exchanges first."""
+    """This rank's side of a save: direct writes of its own areas, and exchanges for all others."""
 
-    # A write error is kept, and the exchanges go on, so that no other rank waits for this one.
+    # A write error is kept, and the exchanges go on, so that no other rank waits for this rank.
 
     def __init__(self, rank: int, ranks: ModelRanks, bucket_bytes: int, device: torch.device) -> None:
         self._ranks, self._rank, self._bucket_bytes = ranks, rank, min(bucket_bytes, EXCHANGED_BYTES)
@@ -57,18 +57,18 @@ class BlockWriter:
 
     @property
     def report(self) -> SaveReport:
-        """What this rank did."""
+        """The bytes of this rank so far."""
         return SaveReport(self._written, self._sent, self._received, self._peak)
 
     def raise_error(self) -> None:
-        """Raise the write error that was kept."""
+        """Raise the kept write error, if any."""
         if self.error is not None:
             raise self.error
 
     def add(
         self, item: ExportedTensor, steps: Sequence[WriteStep], sources: Mapping[str, Tensor], file: Writer | None
     ) -> None:
-        """Write what this rank has of a tensor, and take the rest into the next exchange.  Collective."""
+        """Write a tensor's local areas, and add its other areas to the next exchange.  Collective."""
         local = {str(number): sources[chunk.source] for number, chunk in enumerate(item.chunks or ())}
         for step in steps:
             if step.held and self._held + step.held > self._bucket_bytes:
@@ -82,7 +82,7 @@ class BlockWriter:
                     self._pending.append(_Pending(item, area, local, file))
 
     def flush(self) -> None:
-        """Exchange and write what waits.  Collective."""
+        """Exchange and write the pending areas.  Collective."""
         pending, self._pending, self._held = self._pending, [], 0
         sizes_out: dict[int, int] = {}
         sizes_in: dict[int, int] = {}
@@ -116,7 +116,7 @@ class BlockWriter:
             self._write_assembled(each, received)
 
     def _write_local(self, item: ExportedTensor, area: Area, local: Mapping[str, Tensor], file: Writer | None) -> None:
-        """Write a part of one of this rank's own tensors, staged only where it has to be converted or copied."""
+        """Write a part of a local tensor, staged only if the values have to be converted or copied."""
         (part,) = area.parts
         full = _view(local, part)
         as_it_is = full.device.type == "cpu" and full.dtype == item.dtype and full.is_contiguous()
@@ -128,7 +128,7 @@ class BlockWriter:
             self._write(item, box, values, file)
 
     def _write_assembled(self, each: _Pending, received: Sequence[Tensor]) -> None:
-        """Put an area together and write it; ``received`` are the parts of other ranks, in order."""
+        """Assemble an area and write it; ``received`` are the parts of other ranks, in order."""
         if self.error is not None:
             return
         box, given = each.area.box, iter(received)
@@ -151,7 +151,7 @@ class BlockWriter:
 
 
 def _sent(pending: Sequence[_Pending]) -> Iterator[tuple[_Pending, Part]]:
-    """The parts that go from one rank to another, in an order that both know."""
+    """The parts that go from one rank to another, in the same order on both ranks."""
     return ((each, part) for each in pending for part in each.area.parts if part.rank != each.area.file_rank)
 
 

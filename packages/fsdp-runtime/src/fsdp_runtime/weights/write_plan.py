@@ -1,4 +1,4 @@
-"""Plan the files of a save and which rank writes which part of each, as the save itself and its description do."""
+"""Plan the files of a save and the ranks that write their parts, for the save and for its description."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_runtime.weights.stream import ExportedModel, split_by_bytes
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file of the checkpoint, its tensors, and the one rank that writes to it; ``None`` if all do."""
+    """A file of the checkpoint, its tensors, and its only writing rank; ``None`` if all ranks write to the file."""
 
     name: str
     items: Sequence[ExportedTensor]
@@ -27,7 +27,7 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class PlannedGroups:
-    """Groups of a model's tensors that are gathered together, or one whose blocks are written where they are."""
+    """Groups of a model's tensors for one gather, or one group that is written block by block without a gather."""
 
     groups: Sequence[ExportGroup]
     gathered: bool  # every rank gets their full tensors
@@ -37,7 +37,7 @@ class PlannedGroups:
 def plan_files(
     export: ExportedModel, max_shard_bytes: int, places: Mapping[int, FilePlace], *, shared: bool
 ) -> list[PlannedFile]:
-    """Return the files, in order; ``shared`` where all ranks may write to one."""
+    """Return the files, in order; ``shared`` if all ranks may write to one file."""
     shards = list(split_by_bytes(export.tensors, max_shard_bytes))
     return [
         PlannedFile(shard_name(number, len(shards)), items, None if shared else writer)
@@ -48,7 +48,7 @@ def plan_files(
 def plan_writes(
     export: ExportedModel, everyone: Sequence[int], bucket_bytes: int, files: Sequence[PlannedFile]
 ) -> Iterator[PlannedGroups]:
-    """Yield the groups, equal on every rank; only what a conversion computes, and what is quantized, is gathered."""
+    """Yield the groups, equal on every rank; only a conversion's computed outputs and quantized tensors are gathered."""
     planner = FilePlanner(everyone, min(bucket_bytes, EXCHANGED_BYTES) // 4)
     pieces_of, writers = ExportedPieces(everyone), (each.writer for each in files for _ in each.items)
     for gathered, run in groupby(export.groups, lambda group: not export.is_rearranged(group)):
