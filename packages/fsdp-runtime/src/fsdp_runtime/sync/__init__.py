@@ -1,6 +1,6 @@
-"""Weights of a training model on their way to an engine.
+"""Send the weights of a training model to an engine.
 
-How they leave, once for every way:
+Options of every export:
 
 ``WeightExport``      dtype, names, precision and bucket size; ``describe``, ``stream`` and ``buckets`` of a model
 ``Quantization``      FP8, MXFP8 or NVFP4 with scales, as checkpoints store them
@@ -10,21 +10,21 @@ Full tensors, gathered on the trainer:
 
 ``send_weights``      broadcast, a bucket at a time; ``flatten_bucket`` and ``unflatten_bucket``: its bytes
 ``WeightSource``      the same weights as vLLM's trainer engines ask for them
-``WeightTransfer``    updates of a vLLM server by either way, as TRL's AsyncGRPOTrainer asks for them
-``AdapterTransfer``   adapters alone, as versions that a vLLM server reads
+``WeightTransfer``    updates of a vLLM server by either method, as TRL's AsyncGRPOTrainer asks for them
+``AdapterTransfer``   adapters only, as versions that a vLLM server reads
 
 Shards to shards, without a full tensor:
 
-``ModelShards``       which rank stores which block, and this rank's tensors
+``ModelShards``       the layout of blocks on ranks, and this rank's tensors
 ``execute_transfer``  one transfer by a plan of ``tp_plans.transfer.plan_transfer``
-``WeightSync``        repeated updates: what changed, along a chain of versions; ``SyncReport`` says what was sent
+``WeightSync``        repeated updates: changed elements, along a chain of versions; ``SyncReport`` counts the bytes
 ``transfer_group``    a process group of trainer and engines that are separate jobs
 
-Whether they arrived:
+Check the received weights:
 
 ``verify_transfer``   every block of the destination against its source
-``digest``            one number per weight of a model; ``digest_layout`` of the tensors of a layout
-``WeightSyncError``   what an update that failed raises
+``digest``            one number per weight of a model; ``digest_layout``: per tensor of a layout
+``WeightSyncError``   the error of a failed update
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every public name of this room; ``fsdp_runtime.sync`` imports this at the first use of one."""
+"""Public names of ``fsdp_runtime.sync``, which imports this module at the first use of a name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of a ``PeftModel`` on a running vLLM server, whose base model stays as it is."""
+"""Send the adapters of a ``PeftModel`` to a running vLLM server; the server's base model does not change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdp_runtime.weights.adapters import saved_tensors
 
 _log = logging.getLogger(__name__)
 
-#: Settings of a ``LoraConfig`` that add to a model more than two factors a layer.
+#: Settings of a ``LoraConfig`` that add more than two factors per layer to a model.
 _BEYOND_FACTORS = ("modules_to_save", "use_dora", "lora_bias", "trainable_token_indices", "layer_replication")
 
 
@@ -36,8 +36,8 @@ class AdapterReport:
 
     Args:
         version: the version that the server now serves.
-        names: the server's name of each adapter, which requests give as ``model``.
-        nbytes: bytes of the adapters' tensors, all that the server reads.
+        names: the server's name of each adapter; requests give it as ``model``.
+        nbytes: bytes of the adapters' tensors; the server reads no others.
     """
 
     version: int
@@ -48,21 +48,21 @@ class AdapterReport:
 class AdapterTransfer:
     """Adapters on a vLLM server that was started with ``--enable-lora``; only their tensors are sent.
 
-    Every version of an adapter has a name of its own on the server, ``NAME-vVERSION``: vLLM keeps cached keys and
-    values by that name, and running requests finish with the version that they began with.  A version is a directory
+    Every version of an adapter has a separate name on the server, ``NAME-vVERSION``: vLLM keeps cached keys and
+    values by that name, and running requests finish with the version of their start.  A version is a directory
     in peft's format, which the server reads, so trainer and server share a file system.
 
     Args:
         server: the URL of a server started with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``, or a client with the methods
             of :class:`~fsdp_runtime.sync.engine_client.EngineClient`.
-        directory: where the versions are written; the same on every rank, and visible to the server.
+        directory: the folder of the versions; the same on every rank, and visible to the server.
         adapters: the names of the adapters in the ``PeftModel``.
-        name: the first part of the names on the server; of several adapters their own name follows.
-        keep: versions that the server holds at once; it needs ``--max-loras`` of one more per adapter.
+        name: the first part of the names on the server; with several adapters the adapter's name follows.
+        keep: versions that the server holds at once; ``--max-loras`` has to allow one more per adapter.
         timeout_s: seconds after which a call to the server fails.
 
     Raises:
-        OptionError: the URL is none, ``adapters`` are none, or ``keep`` or ``timeout_s`` is not positive.
+        OptionError: the URL is invalid, ``adapters`` is empty, or ``keep`` or ``timeout_s`` is not positive.
 
     Example:
         >>> from fsdp_runtime.sync import AdapterTransfer
@@ -88,7 +88,7 @@ class AdapterTransfer:
         if keep < 1 or timeout_s <= 0:
             raise OptionError(f"keep={keep}, timeout_s={timeout_s}: give positive numbers")
         self.client = EngineClient(server, timeout_s=timeout_s) if isinstance(server, str) else server
-        # The path is resolved by the server's process, which has a working directory of its own.
+        # The server's process resolves the path, and its working directory may differ.
         self._directory = Path(os.path.abspath(require_path("directory", directory)))
         self._adapters, self._name, self._keep = tuple(adapters), name, keep
         self._versions: list[int] = []  # on the server, the newest last
@@ -98,16 +98,16 @@ class AdapterTransfer:
         return f"{self._name}-v{version}" if len(self._adapters) == 1 else f"{self._name}-{adapter}-v{version}"
 
     def send(self, model: nn.Module, version: int | None = None, *, group: ProcessGroup | None = None) -> AdapterReport:
-        """Publish the present adapters; collective over the world, whose rank 0 talks to the server.
+        """Publish the current adapters; collective over the world: rank 0 talks to the server.
 
         Args:
             model: the ``PeftModel``, plain or parallelized.
-            version: larger than the last; by default the one after, from 1 on.
-            group: of all ranks, for messages between hosts; ``None`` for the default group.
+            version: larger than the last version; by default the next number, from 1 on.
+            group: a group of all ranks, for messages between hosts; ``None`` for the default group.
 
         Raises:
-            OptionError: vLLM would read an adapter otherwise than peft, the model has no such adapter, or the version
-                is not larger than the last.
+            OptionError: vLLM would compute an adapter otherwise than peft, the model has no such adapter, or the
+                version is not larger than the last.
             WeightSyncError: the server did not take an adapter, on every rank; it serves the earlier versions.
         """
         last = self._versions[-1] if self._versions else 0
@@ -131,7 +131,7 @@ class AdapterTransfer:
         return AdapterReport(version, names, nbytes)
 
     def _publish(self, names: Mapping[str, str], stacked: Mapping[str, bool]) -> None:
-        """Load all adapters of a version, or none."""
+        """Load all adapters of a version on the server; after a failure none of them stays."""
         loaded: list[str] = []
         try:
             for adapter, name in names.items():
@@ -146,14 +146,14 @@ class AdapterTransfer:
             ) from error
 
     def _unload(self, name: str) -> None:
-        """Forget an adapter; a server that restarted has none, and its answer changes nothing."""
+        """Unload an adapter; ignore the answer, as a restarted server has no adapters."""
         try:
             self.client.unload_adapter(name)
         except WeightSyncError as error:
             _log.warning("%s was not unloaded: %s", name, error)
 
     def _withdraw(self) -> None:
-        """Unload the versions beyond ``keep``, and remove the files of those before."""
+        """Unload the versions beyond ``keep``, and remove the files of earlier versions."""
         # vLLM reads the files of an adapter late: they outlive its unloading by one version.
         for version in self._versions[: -self._keep]:
             for adapter in self._adapters:
@@ -162,9 +162,9 @@ class AdapterTransfer:
 
 
 def require_servable(model: Any, adapter: str) -> None:
-    """Raise :class:`OptionError` unless vLLM computes with an adapter what peft does.
+    """Raise :class:`OptionError` unless vLLM and peft compute the same output with an adapter.
 
-    vLLM reads two factors a layer and one scaling of all layers, ``lora_alpha / r``; the two stacked parameters of
+    vLLM reads two factors per layer and one scaling for all layers, ``lora_alpha / r``; the two stacked parameters of
     experts are ``experts.base_layer`` (gate and up) and ``experts`` (down).
     """
     if not is_peft_model(model) or adapter not in model.peft_config:

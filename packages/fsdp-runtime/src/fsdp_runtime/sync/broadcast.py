@@ -1,6 +1,6 @@
 """Send weights to processes outside the model's mesh: metadata over the caller's channel, bytes by broadcast.
 
-Receivers get names, dtypes and shapes by their own channel, allocate, and join a broadcast: of one tensor after
+Receivers get names, dtypes and shapes over their own channel, allocate, and join a broadcast of one tensor after
 another, or of a bucket as one flat byte tensor (SGLang's ``flattened_bucket``).
 """
 
@@ -31,19 +31,19 @@ def send_weights(
 ) -> None:
     """Broadcast every weight to receivers in other processes, a bucket at a time.
 
-    Collective over the model's ranks; one of them sends, and the others take part in the gathers that it needs: not
-    replicas, for one.  The next bucket is gathered while one is sent.
+    Collective over the model's ranks: one rank sends, and the other ranks take part in the gathers of their shards (not
+    replicas, for example).  The next bucket is gathered while the current bucket is sent.
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         group: on the sending rank, a group of this rank and the receivers; ``None`` on the model's other ranks.
         on_bucket: called on the sending rank before each bucket is broadcast, so that the receivers can allocate and
-            join; must not wait until they have received.
-        export: how the weights are exported; with ``flat`` the peak is about its ``bucket_bytes`` once more.
+            join; must not wait for the end of the broadcast.
+        export: options of the export; ``flat`` adds about one ``bucket_bytes`` to the peak.
         flat: broadcast a bucket as one flat byte tensor, which :func:`unflatten_bucket` splits; else each tensor.
 
     Raises:
-        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        ConversionError: the model's tensors differ from its class's (``names="model"`` works), or are quantized.
         OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
 
     Example:

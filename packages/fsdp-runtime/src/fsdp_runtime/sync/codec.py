@@ -1,7 +1,7 @@
-"""Encode the elements of a block that changed, bit for bit: all values, or the changed ones and the gaps between them.
+"""Encode a block's changed elements, bit for bit: all values, or the changed values and the gaps between them.
 
 A record begins with two 8-byte integers: the bytes of a gap plus 8 times the bytes of all gaps, and the number of
-values.  Gaps of 0 bytes mean that all values follow.  The largest gap means: so many further, no change.
+values.  Gaps of 0 bytes mean that all values follow.  The largest gap moves on by its size without a change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HEADER_BYTES = 16
 
 
 def encode_changes(old: Tensor | None, new: Tensor) -> Tensor:
-    """Return the record ``[bytes]``, uint8, that turns ``old`` into ``new``: at most 16 bytes more than the values."""
+    """Return the record ``[bytes]``, uint8, from ``old`` to ``new``: at most 16 bytes more than the values."""
     values = _bits(new)
     if old is None:
         return _record(0, values.new_empty(0, dtype=torch.uint8), values)
@@ -30,7 +30,7 @@ def encode_changes(old: Tensor | None, new: Tensor) -> Tensor:
 
 
 def apply_changes(records: Tensor, offset: int, target: Tensor) -> int:
-    """Apply the record that begins at an offset to the old values, contiguous, in place; return the offset after it."""
+    """Apply the record at an offset to the old values, contiguous, in place; return the offset after the record."""
     flat = _bits(target)
     width, start, gap_bytes, count, end = _parsed(records, offset, flat.itemsize)
     if not 0 <= count <= len(flat) or (width == 0 and count != len(flat)):
@@ -50,12 +50,12 @@ def apply_changes(records: Tensor, offset: int, target: Tensor) -> int:
 
 
 def end_of_record(records: Tensor, offset: int, itemsize: int) -> int:
-    """Return the offset after the record that begins at an offset, whose values have ``itemsize`` bytes."""
+    """Return the offset after the record at ``offset``; its values have ``itemsize`` bytes."""
     return _parsed(records, offset, itemsize)[-1]
 
 
 def _parsed(records: Tensor, offset: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """The bytes of a gap, where gaps begin, their bytes, the number of values, and the offset after the record."""
+    """The bytes of a gap, the offset of the gaps, their bytes, the number of values, and the end of the record."""
     header = records[offset : offset + HEADER_BYTES].clone()
     if len(header) != HEADER_BYTES:
         raise WeightSyncError(f"an update ends at byte {len(records)}, in the middle of a record: ask for a full one")
@@ -71,7 +71,7 @@ def _parsed(records: Tensor, offset: int, itemsize: int) -> tuple[int, int, int,
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The elements as integers of their size, flat."""
+    """The elements as integers of the same size, flat."""
     return tensor.contiguous().view(-1).view(WORDS[tensor.element_size()])
 
 

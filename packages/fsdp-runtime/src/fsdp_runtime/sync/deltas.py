@@ -1,4 +1,4 @@
-"""What changed since the last version: encoded once by the rank that has it, sent, passed on and applied."""
+"""Changes since the last version: encoded once by the rank that stores a box, sent, relayed and applied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Records = Mapping[tuple[str, Box], Tensor]
 
 
 class ArrivedChanges(NamedTuple):
-    """The records that a rank received, and the bytes that it moved for them."""
+    """The records that a rank received, with the bytes sent and received."""
 
     records: Records
     bytes_sent: int
@@ -29,14 +29,14 @@ class ArrivedChanges(NamedTuple):
 
 
 class Changes:
-    """One rank's part in updates by differences."""
+    """This rank's side of updates by differences."""
 
     def __init__(self, plan: TransferPlan, sides: Sides, peers: PointToPoint) -> None:
         self._plan, self._sides, self._peers = plan, sides, peers
         self._sent: dict[tuple[str, Box], Tensor] = {}
 
     def own(self) -> list[BlockTransfer]:
-        """The transfers in which this rank sends to others what it has itself."""
+        """Outgoing transfers of this rank's own blocks (no relays)."""
         rank = self._sides.rank
         return [each for each in self._sides.transfers if each.source == rank and not (each.is_local or each.is_relay)]
 
@@ -52,7 +52,7 @@ class Changes:
         return records
 
     def remember(self, records: Records) -> None:
-        """Keep the values that the destinations have now."""
+        """Keep a copy of the destinations' new values."""
         for each in self.own():
             key = (each.tensor, each.box)
             if key in records and key in self._sent:
@@ -62,10 +62,10 @@ class Changes:
                 self._sides.read(each, self._sent[key])
 
     def exchange(self, records: Records, transfers: Sequence[BlockTransfer]) -> ArrivedChanges:
-        """Send this rank's records and pass on those of others, one step of all chains at a time."""
+        """Send this rank's records and relay received records, one step of all chains at a time."""
         rank, sent, received = self._sides.rank, 0, 0
         known, arrived = dict(records), dict[tuple[str, Box], Tensor]()
-        hops = attrgetter("hop")  # how many ranks passed a box on before
+        hops = attrgetter("hop")  # the number of earlier relays of a box
         for _, step in groupby(sorted(transfers, key=hops), hops):
             outgoing: dict[int, list[Tensor]] = {}
             incoming: dict[int, list[BlockTransfer]] = {}
@@ -83,7 +83,7 @@ class Changes:
         return ArrivedChanges(arrived, sent, received)
 
     def apply(self, records: Records) -> None:
-        """Write what arrived to this rank's destination."""
+        """Apply the received records to this rank's destination."""
         for each in self._sides.transfers:
             key = (each.tensor, each.box)
             if each.destination == self._sides.rank and key in records and not each.is_local:
@@ -95,7 +95,7 @@ class Changes:
     def _exchange(
         self, messages: Mapping[int, Tensor], incoming: Mapping[int, Sequence[BlockTransfer]]
     ) -> dict[int, Tensor]:
-        """Send a message to each of some ranks, and return that of each of some, whose length it says first."""
+        """Exchange messages with peers, after their lengths; return the received messages by rank."""
         device = self._sides.device
         sizes = {peer: torch.tensor([len(message)], device=device) for peer, message in messages.items()}
         announced = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in incoming}

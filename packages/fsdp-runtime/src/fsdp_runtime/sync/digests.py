@@ -1,4 +1,4 @@
-"""Digests of weights: one number per tensor, whatever the sharding, to compare what was sent with what arrived."""
+"""Digests of weights: one number per tensor, independent of the sharding, to compare sent and received weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tp_plans.transfer import Box, TransferLayout, TransferPlan, box_shape, plan
 
 
 def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[str, int]:
-    """Return one number per exported weight, the same however the model is sharded.
+    """Return one number per exported weight, independent of the model's sharding.
 
     A 64-bit hash of every element's bits and position in the full tensor; each element is hashed by one rank that
     stores it, and the partial sums are added.  Not cryptographic.  Collective over the model's ranks: one all-reduce
@@ -31,7 +31,7 @@ def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[s
 
     Args:
         model: plain or parallelized.
-        export: the names, dtype and precision in which the weights are hashed, as :class:`ModelShards` sends them.
+        export: names, dtype and precision of the hashed weights, as in :class:`ModelShards`.
 
     Returns:
         Digests by exported name, in model order, on every rank.
@@ -56,7 +56,7 @@ def digest_layout(
 ) -> dict[str, int]:
     """Return the digests of the tensors that a layout's ranks store, as :func:`digest` does for a model.
 
-    For an engine's side of a transfer.  Of replicas one rank's values count; :func:`verify_transfer` compares all.
+    For an engine's side of a transfer.  One rank's values count for all replicas; :func:`verify_transfer` compares all.
     Collective over the group.
 
     Args:
@@ -88,18 +88,18 @@ def verify_transfer(
     destination: Mapping[str, Tensor] | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Raise unless every block of a plan's destination holds what its source holds, copies and replicas included.
+    """Raise unless every block of a plan's destination equals its source, copies and replicas included.
 
     Collective over the ranks of the group: one all-reduce of sixteen bytes per tensor.
 
     Args:
         plan: the plan of the transfer.
-        source: this rank's local tensors, if it sends, or the :class:`ModelShards` that has them.
+        source: this rank's local tensors, if it sends, or their :class:`ModelShards`.
         destination: this rank's local tensors, if it receives.
         group: the process group; ``None`` for the world.
 
     Raises:
-        WeightSyncError: tensors differ; each is named, with the ranks that hold other values, on every rank.
+        WeightSyncError: tensors differ; every rank lists the tensors, with the ranks that hold other values.
 
     Example:
         >>> import torch, tp_plans
@@ -118,7 +118,7 @@ def verify_transfer(
     for each in plan.for_rank(rank, direct=True):
         if each.source != rank:
             continue
-        # A copy that the destination stores in several places counts once for each of its elements there.
+        # A copy that the destination stores in several places counts once for each element in each place.
         for part, _ in plan.destination.within(each.destination, each.tensor, each.box):
             value = _hash(plan.source, rank, values, each.tensor, part)
             key = (each.destination, each.tensor)
@@ -169,7 +169,7 @@ def _describe(
 def _digests(
     layout: TransferLayout, local: Mapping[str, Tensor], rank: int, groups: Sequence[ProcessGroup]
 ) -> dict[str, int]:
-    """Return each tensor's digest: the sum of what one rank for each element adds."""
+    """Return each tensor's digest: a sum in which one rank adds each element."""
     partial_sums = torch.zeros(len(layout.tensors), dtype=torch.int64)
     position = {name: index for index, name in enumerate(layout.tensors)}
     for each in plan_cover(layout, rank=rank):
@@ -178,7 +178,7 @@ def _digests(
 
 
 def _hash(layout: TransferLayout, rank: int, local: Mapping[str, Tensor], name: str, box: Box) -> int:
-    """Return the hash of a box that a rank stores, in one block or in several."""
+    """Return the hash of a box that a rank stores in one or several blocks."""
     values = None
     for part, view in box_views(layout, rank, local, name, box):
         if part == box:

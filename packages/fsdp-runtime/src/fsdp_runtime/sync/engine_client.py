@@ -1,4 +1,4 @@
-"""vLLM's HTTP server, as far as weights are concerned: the routes of its development mode, with bounded waits."""
+"""Client of the weight routes of vLLM's HTTP server in development mode, with bounded waits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LONGEST_ANSWER = 600
 
 
 class EngineClient:
-    """A vLLM server started with ``VLLM_SERVER_DEV_MODE=1``, from which the routes for weights come.
+    """Client of a vLLM server started with ``VLLM_SERVER_DEV_MODE=1``, which adds the routes for weights.
 
-    It has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines take it too, and reads
-    back the version and whether the server is paused.  ``version`` names the next update where the caller names none,
-    as vLLM's trainer engines.
+    The client has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines accept it.  It
+    also reads the version and the paused state.  ``version`` names the next update if the caller gives no version, as
+    vLLM's trainer engines do.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
@@ -39,7 +39,7 @@ class EngineClient:
     def request(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None, is_json: bool = True
     ) -> Any:
-        """POST a JSON body to a route, or GET it where there is none, and return the JSON, or the bytes, it answers."""
+        """POST a JSON body to a route, or GET the route without a body; return the answer as JSON or bytes."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
         try:
@@ -53,7 +53,7 @@ class EngineClient:
             raise WeightSyncError(f"{self._url}{path} gave no answer: {str(error) or type(error).__name__}") from error
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let every worker join the trainer's group."""
+        """Make every worker join the trainer's group."""
         self.request("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
@@ -61,36 +61,36 @@ class EngineClient:
         self.request("/start_weight_update", {})
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Take a part of an update; returns when every worker has it."""
+        """Receive a part of an update; return when every worker has the part."""
         self.request("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End an update, and name the version that the engine has now."""
+        """End an update, and name the engine's new version."""
         name = self.version if weight_version is None else weight_version
         self.request("/finish_weight_update", {} if name is None else {"weight_version": name})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Let every worker leave the trainer's group."""
+        """Make every worker leave the trainer's group."""
         self.request("/shutdown_weight_transfer_engine", {})
 
     def weight_version(self, *, timeout_s: float | None = None) -> str:
-        """Return the version of the weights that the engine names."""
+        """Return the engine's version of the weights."""
         return str(self.request("/weight_info", timeout_s=timeout_s)["weight_version"])
 
     def name_version(self, version: str) -> None:
-        """Name the weights that the engine has, of which a transfer of shards has not told the server."""
+        """Name the engine's version after a transfer of shards, which bypasses the server."""
         self.request("/update_weight_version", {"new_version": version})
 
     def load_adapter(self, name: str, path: str, *, stacked: bool = False) -> None:
-        """Let requests give ``name`` as their model: the adapter in a directory that the server reads.
+        """Load an adapter from a directory that the server reads; requests then give ``name`` as their model.
 
-        ``stacked`` says that it adapts stacked experts, for which the server needs ``--enable-mixed-moe-lora-format``.
+        ``stacked``: the adapter adapts stacked experts; the server needs ``--enable-mixed-moe-lora-format`` for them.
         """
         body = {"lora_name": name, "lora_path": path, **({"is_3d_lora_weight": True} if stacked else {})}
         self.request("/v1/load_lora_adapter", body, is_json=False)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter."""
+        """Unload an adapter."""
         self.request("/v1/unload_lora_adapter", {"lora_name": name}, is_json=False)
 
     def world_size(self) -> int:
@@ -98,11 +98,11 @@ class EngineClient:
         return int(self.request("/get_world_size")["world_size"])
 
     def pause(self, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
-        """Stop scheduling, and clear the caches of keys and values; the mode says what becomes of running requests."""
+        """Stop scheduling, and clear the caches of keys and values; ``mode`` decides over running requests."""
         self.request(f"/pause?mode={mode}", {})
 
     def resume(self) -> None:
-        """Schedule again."""
+        """Resume scheduling."""
         self.request("/resume", {})
 
     def is_paused(self) -> bool:

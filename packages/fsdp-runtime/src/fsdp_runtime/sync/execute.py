@@ -1,4 +1,4 @@
-"""Execute a transfer plan over a process group, a bucket at a time: pack what a rank sends, exchange, unpack."""
+"""Execute a transfer plan over a process group, a bucket at a time: pack, exchange, unpack."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ def execute_transfer(
     shared_memory: bool = False,
     on_round: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Send blocks of weights from their ranks to where a plan says, shard to shard.
+    """Send blocks of weights from source to destination ranks by a plan, shard to shard.
 
-    Collective over the ranks of the plan; others need not call.  Each round sends and receives point to point
+    Collective over the ranks of the plan; other ranks need not call.  Each round sends and receives point to point
     (``batch_isend_irecv``, with gloo and NCCL), from and into one buffer of at most ``bucket_bytes``.  Values are
-    converted to the plan's dtypes as they are packed and to the destination's as they are unpacked.
+    converted to the plan's dtypes at packing, and to the destination's dtypes at unpacking.
 
     Args:
-        plan: the same on every rank; its ranks are those of ``group``.
-        source: this rank's local tensors, if it sends, or the :class:`ModelShards` that has them.
+        plan: the same on every rank; its ranks are ranks of ``group``.
+        source: this rank's local tensors, if it sends, or their :class:`ModelShards`.
         destination: this rank's local tensors to fill, if it receives.
         group: the process group; ``None`` for the world.
         bucket_bytes: the most bytes that this rank holds besides its tensors.
-        timeout: how long a round may take.  With NCCL the group's own timeout applies.
-        device: where the buffer is; ``None`` for the device of the first local tensor.  Shards that are offloaded to
+        timeout: the longest time of a round.  With NCCL the group's own timeout applies.
+        device: device of the buffer; ``None`` for the device of the first local tensor.  Shards that are offloaded to
             the host need the group's device here.
-        shared_memory: let ranks of one host hand messages over in memory that they share, in one bucket a rank; the
-            group then carries eight bytes for each and eight when it was taken.  On every rank, or on none.
-        on_round: called after each of this rank's rounds with the number of those that are complete and of all of them.
+        shared_memory: ranks of one host exchange messages in shared memory, in one bucket per rank; the group then
+            carries eight bytes per message and eight after it was read.  Set it on every rank, or on none.
+        on_round: called after each of this rank's rounds with the numbers of completed rounds and of all rounds.
 
     Raises:
         OptionError: a bucket is smaller than an element, or the machine has no ``/dev/shm`` for ``shared_memory``.
-        OSError: it has not enough room there.
+        OSError: ``/dev/shm`` is too small.
         WeightSyncError: a local tensor is missing or too small (before anything is sent), or another rank did not
             take part in a round within ``timeout``; the destination then holds parts of old and of new weights.
 
@@ -85,7 +85,7 @@ def execute_transfer(
     for each in own:
         if each.is_local:
             sides.copy(each)
-    windows = 1  # where all ranks know without a word that one will do; else the same on every rank
+    windows = 1  # if all ranks know without communication that one window suffices; else the ranks agree on a number
     if not fits_in_one_round(plan, bucket_bytes):
         handshake = Handshake(plan.ranks or (rank,), peers, where, WINDOWS)
         windows = max(number for (number,) in handshake.gather([windows_of(plan, own, bucket_bytes)]).values())
@@ -102,7 +102,7 @@ def run_rounds(
     shared_memory: bool,
     on_round: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Do this rank's rounds of a plan, and those of all of its ranks if memory is shared."""
+    """Run this rank's rounds of a plan; collective over the plan's ranks if memory is shared."""
     with ExitStack() as stack:
         shared = None
         if shared_memory:
@@ -116,7 +116,7 @@ def run_rounds(
 
 
 class RankRounds:
-    """This rank's exchanges and its buffer, as large as the rounds need; ``shared`` for messages on this host."""
+    """This rank's exchanges, and a buffer for its largest round; ``shared`` carries messages on this host."""
 
     def __init__(
         self,
@@ -131,11 +131,11 @@ class RankRounds:
         self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def run(self, messages: Round) -> None:
-        """Do a round; a rank that does not send or take its message in time is an error."""
+        """Run a round; raise if a rank does not send or receive its message in time."""
         rank, shared = self._sides.rank, self._shared
         sent = [each for each in messages if each.source == rank]
         received = [each for each in messages if each.destination == rank]
-        carried: dict[int, Tensor] = {}  # what the group carries, by message
+        carried: dict[int, Tensor] = {}  # tensors that the group carries, by message
         runs: dict[int, Tensor] = {}  # the bytes of messages
         offset = 0
         for message in self._over_group(messages):
@@ -159,7 +159,7 @@ class RankRounds:
                 runs[id(message)] = shared.run(message, int(carried[id(message)]))
             for each, values in message_values(self._sides.plan, message, runs[id(message)]):
                 self._sides.write(each, values)
-        # A bucket is written again only when what it held has been taken.
+        # A bucket is reused only after its messages have been read.
         taken = {each.source: self._number(0) for each in local if each.destination == rank}
         freed = {each.destination: self._number(0) for each in local if each.source == rank}
         self._peers.exchange(taken, freed, TAKEN)

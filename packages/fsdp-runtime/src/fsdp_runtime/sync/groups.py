@@ -1,4 +1,4 @@
-"""Process groups of transfers: between ranks of separate jobs, and formed again after a rank has died."""
+"""Process groups of transfers between ranks of separate jobs; a new group replaces a group with a dead rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_runtime._torch_compat import separate_group
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sharded.collectives import own_rank
 
-#: How long an exchange of a transfer may take before its ranks give up.
+#: The longest time of an exchange in a transfer.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
@@ -28,25 +28,25 @@ def transfer_group(
 ) -> ProcessGroup:
     """Form a process group of ranks that belong to separate jobs, such as a trainer's and an engine's.
 
-    It is no part of a job's world: processes have ranks of their own in it, need no ``init_process_group``, and keep
-    the groups that they have.  After a rank has died, the others form a new one under another name with its
+    The group is separate from a job's world: it numbers its own ranks, needs no ``init_process_group``, and leaves
+    other groups unchanged.  After a rank has died, the other ranks form a new group under another name with the
     replacement, and the trainer goes on.  Leave it with ``torch.distributed.destroy_process_group(group)``.
 
     Args:
-        store: where the ranks find each other, such as a ``torch.distributed.TCPStore`` that the trainer's first rank
+        store: the meeting point of the ranks, such as a ``torch.distributed.TCPStore`` that the trainer's first rank
             opens.
         rank: this process's rank in the group, as in the plan.
         world_size: processes of the group.
-        name: the same on every rank, and another for each group of a store.
-        backend: ``"gloo"``, ``"nccl"`` or another of torch's.
-        timeout: how long to wait for the others, and torch's timeout of the group's operations.
+        name: the same on every rank, and different for each group of a store.
+        backend: ``"gloo"``, ``"nccl"`` or another backend of torch.
+        timeout: the longest wait for the other ranks, and torch's timeout of the group's operations.
 
     Returns:
         The group; pass it to :func:`execute_transfer`, :class:`WeightSync` or :func:`verify_transfer`.
 
     Raises:
-        OptionError: the rank is not one of ``world_size``, torch has no such backend, or the name is in use.
-        WeightSyncError: not all ranks came in time.
+        OptionError: the rank is not below ``world_size``, torch has no such backend, or the name is in use.
+        WeightSyncError: not all ranks joined in time.
 
     Example:
         >>> import torch.distributed as dist
@@ -75,6 +75,6 @@ def transfer_group(
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """Return this process's rank in a group; for ``None`` in the world, or 0 where there is none."""
-    # ``torch.distributed.get_rank`` takes ranks of a group for ranks of the world, which a separate group has not.
+    """Return this process's rank in a group; for ``None`` the rank in the world, or 0 without a world."""
+    # ``torch.distributed.get_rank`` maps a group's ranks to ranks of the world, and a separate group has no such ranks.
     return own_rank() if group is None else group.rank()

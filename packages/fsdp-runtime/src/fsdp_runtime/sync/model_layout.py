@@ -1,4 +1,4 @@
-"""The layout of a model's shards under its checkpoint's names, and the local tensors that hold them."""
+"""The layout of a model's shards under its checkpoint's names, and the shards' local tensors."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
 class ModelShards:
     """A model's shards as one side of a transfer: the layout of all ranks, and this rank's local tensors.
 
-    Equal layouts come out on every rank of the model's mesh, without communication.  The local tensors are the model's
-    own storage: training changes what they hold, and a transfer into them changes the model.
+    The layout is equal on every rank of the model's mesh, without communication.  The local tensors are the model's own
+    storage: training changes their values, and a transfer into them changes the model.
 
-    With ``quantize``, and for weights with active adapters, they are copies of this rank's shards, in low precision or
-    with the adapters merged, which :meth:`refresh` brings up to date.  Give the object itself to
-    :func:`execute_transfer`, :class:`WeightSync` or :func:`verify_transfer` as ``source``: they refresh it.
+    With ``quantize``, and for weights with active adapters, the local tensors are copies of this rank's shards, in low
+    precision or with the adapters merged.  :meth:`refresh` updates the copies.  Pass the object as ``source`` to
+    :func:`execute_transfer`, :class:`WeightSync` or :func:`verify_transfer`: they refresh it.
 
     Args:
         model: plain, sharded over ``tp`` or ``ep``, sharded by FSDP2, or several of these.
         export: names, dtype and precision of the weights; with ``quantize``, the bits of the full weights, cut.
             ``bucket_bytes`` has no effect, as nothing is gathered.
-        adapter: send this adapter of a ``PeftModel`` alone: all that peft saves of it, under the names in
+        adapter: send only this adapter of a ``PeftModel``: the tensors that peft saves, under the names in
             ``adapter_model.safetensors``; ``names`` then has no effect.  Without it, active adapters are merged.
 
     Raises:
@@ -100,7 +100,7 @@ class ModelShards:
 
     @property
     def layout(self) -> TransferLayout:
-        """Which rank of the world stores which block of which checkpoint tensor."""
+        """The blocks of checkpoint tensors that each rank of the world stores."""
         return self._layout
 
     @property
@@ -108,8 +108,8 @@ class ModelShards:
         """This rank's local tensors; the layout's blocks name them.
 
         Raises:
-            OptionError: there are merged or quantized copies, and :meth:`refresh` was not called; or the model has
-                other tensors or adapters than it had.
+            OptionError: some tensors are merged or quantized copies, and :meth:`refresh` was not called; or the model's
+                tensors or adapters were replaced.
         """
         self._require_same_tensors()
         if not self._is_fresh:
@@ -121,14 +121,14 @@ class ModelShards:
 
     @property
     def storage(self) -> dict[str, Tensor]:
-        """The tensors of :attr:`local`, whatever they hold."""
+        """The tensors of :attr:`local`, without a check of their values."""
         return self._local
 
     def refresh(self) -> None:
-        """Merge and quantize the model's present weights, where asked for.  Collective over the model's ranks.
+        """Merge and quantize the model's current weights, as the options ask.  Collective over the model's ranks.
 
         Raises:
-            OptionError: the model has other tensors or adapters than it had.
+            OptionError: the model's tensors or adapters were replaced.
         """
         self._require_same_tensors()
         for each in self._derived:
@@ -145,7 +145,7 @@ class ModelShards:
 
 
 def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[str, Tensor]:
-    """Return the local tensors of one side of a transfer, those of a model with its present values."""
+    """Return the local tensors of one side of a transfer, with a model's current values."""
     if isinstance(side, ModelShards):
         side.refresh()
         return side.local
@@ -153,7 +153,7 @@ def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[
 
 
 def _adapter_groups(base: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[ExportGroup]:
-    """Each tensor of an adapter as an export of its own, under its own name."""
+    """One export group for each tensor of an adapter, under the tensor's name."""
     groups, copies = [], {name: name.removeprefix(f"{BASE}.") for name in tensors if ".lora_" not in name}
     kept = {} if dtype is None else kept_dtypes(base, copies.values(), dtype)
     for name, tensor in tensors.items():

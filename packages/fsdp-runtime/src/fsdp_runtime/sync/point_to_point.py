@@ -1,4 +1,4 @@
-"""Exchanges with other ranks that are bounded in time: of tensors, and of the numbers on which all ranks agree."""
+"""Exchanges with other ranks within a timeout: tensors, and numbers for an agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
 
-#: Tags keep messages of different kinds apart: after a failure some ranks are still in a round while others report it,
+#: Tags separate messages of different kinds: after a failure some ranks are still in a round while others report it,
 #: and gloo ends a process that receives more bytes than it waits for.  NCCL has no tags.
 ROUND, TAKEN, SIZES, CHANGES, HANDSHAKE, SHARED_BUCKETS, WINDOWS = 1, 2, 3, 4, 1000, 2000, 2500
 
 
 @dataclass(frozen=True)
 class PointToPoint:
-    """Exchanges of one rank with others of a process group, each within a time."""
+    """Exchanges of this rank with other ranks of a process group, each within a timeout."""
 
     rank: int
     group: ProcessGroup | None
     timeout: timedelta
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> None:
-        """Send one tensor to each of some ranks of the group and fill one from each of some, all at once."""
+        """Send the outgoing tensors and fill the incoming tensors, by rank of the group, all at once."""
         lost = self.unfinished(outgoing, incoming, tag)
         for peer, error in lost.items():
             raise WeightSyncError(
@@ -41,7 +41,7 @@ class PointToPoint:
     def unfinished(
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int
     ) -> dict[int, RuntimeError]:
-        """Do as :meth:`exchange`, and return the ranks that did not send or take their tensor in time."""
+        """As :meth:`exchange`, but return the ranks that did not send or receive their tensor in time."""
         ways = [(dist.isend, *each) for each in outgoing.items()] + [(dist.irecv, *each) for each in incoming.items()]
         parts = [dist.P2POp(way, run, group=self.group, group_peer=peer, tag=tag) for way, peer, run in ways]
         peers = [*outgoing, *incoming]
@@ -50,7 +50,7 @@ class PointToPoint:
         deadline = time.monotonic() + self.timeout.total_seconds()
         try:
             works = dist.batch_isend_irecv(parts)
-        except RuntimeError as error:  # gloo notices here that the other end of a connection is gone
+        except RuntimeError as error:  # gloo detects a closed connection here
             return dict.fromkeys(peers, error)
         lost: dict[int, RuntimeError] = {}
         for peer, work in zip(peers, works, strict=False):  # NCCL returns one work for all
@@ -63,18 +63,18 @@ class PointToPoint:
 
 
 class Handshake:
-    """Exchanges of the ranks of a plan, through the first of them; ``tag`` is the kind of the messages."""
+    """Exchanges between the ranks of a plan, through the first rank; ``tag`` is the kind of the messages."""
 
-    # The others wait twice as long for the first rank's answer as it waits for them.
+    # The other ranks wait for the first rank's answer twice as long as the first rank waits for their numbers.
 
     def __init__(self, ranks: Sequence[int], peers: PointToPoint, device: torch.device, tag: int = HANDSHAKE) -> None:
         self._first, self._others = ranks[0], list(ranks[1:])
         self._peers, self._device, self._tag = peers, device, tag
 
     def gather(self, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """Return the numbers of every rank, as many as this one's, on every rank."""
-        # The first rank's error names a rank that took no part in time. With gloo, whose connections all close at a
-        # timeout, those of other ranks refer to it.
+        """Return the numbers of every rank, the same count from each, on every rank."""
+        # The first rank's error names a rank that took no part in time. The errors of other ranks refer to the first
+        # rank's error, as gloo closes all connections at a timeout.
         own, tag = torch.tensor(numbers, device=self._device), self._tag + len(numbers)
         ranks = [self._first, *self._others]
         if self._peers.rank == self._first:
@@ -94,7 +94,7 @@ class Handshake:
         return dict(zip(ranks, table.tolist(), strict=True))
 
     def _collected(self, own: Tensor, tag: int) -> Tensor:
-        """The numbers of every rank, on the first rank, sent to all others."""
+        """Collect the numbers of every rank on the first rank, and send the table to all others."""
         incoming = {rank: torch.zeros_like(own) for rank in self._others}
         missing = self._peers.unfinished({}, incoming, tag)
         if missing:
@@ -109,7 +109,7 @@ class Handshake:
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """Run a step on every rank, and raise on all if it raised on one."""
+        """Run a step on every rank, and raise on all ranks if it raised on one."""
         try:
             yield
         except Exception:

@@ -1,4 +1,4 @@
-"""A model's shards in low precision: each rank quantizes its own, with the scales of the full weights."""
+"""A model's shards in low precision: each rank quantizes its shards, with the scales of the full weights."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class _OwnBlock:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What several ranks have to know of a weight's magnitudes: where it lies in the numbers that are exchanged."""
+    """Places of a weight's shared magnitudes among the exchanged numbers."""
 
-    amax: int | None  # place of the largest magnitude, where it is needed
+    amax: int | None  # place of the largest magnitude, if the format needs it
     first: int  # place of the first cell
-    rows: tuple[int, ...]  # of cells that the borders of blocks cut; all are exchanged
-    columns: tuple[int, ...]  # of cells that borders cut
+    rows: tuple[int, ...]  # rows of cells that the borders of blocks cut; all are exchanged
+    columns: tuple[int, ...]  # columns of cells that borders cut
     grid: tuple[int, int]  # rows and columns of cells
 
     @property
@@ -54,9 +54,9 @@ class _Shared:
 class QuantizedShards:
     """The quantized parts of a model's shards: their layout on all ranks, and this rank's local tensors."""
 
-    # A block whose borders cut no cell with one scale is quantized without communication. The largest magnitudes of cut
-    # cells, and of full weights where the format needs them, are combined over the model's ranks. The bits are those of
-    # :meth:`Quantization.quantize` on the full weight.
+    # A cell is a region with one scale. A block is quantized without communication if its borders cut no cell. The
+    # largest magnitudes of cut cells, and of full weights if the format needs them, are combined over the model's
+    # ranks. The bits equal :meth:`Quantization.quantize` on the full weight.
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class QuantizedShards:
         blocks: dict[str, list[StoredBlock]],
         rank: int,
     ) -> None:
-        """Add the blocks of a weight's parts, and note what this rank quantizes and what ranks share."""
+        """Add the blocks of a weight's parts, and record this rank's blocks and the shared magnitudes."""
         parts = self._quantization.parts(name, shape)
         blocks.update({part.name: [] for part in parts})
         count: dict[int, int] = {}
@@ -125,7 +125,7 @@ class QuantizedShards:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Quantize the present weights.  Collective over the model's ranks."""
+        """Quantize the current weights.  Collective over the model's ranks."""
         kept, numbers = self._magnitudes()
         for own in self._own:
             view = self._view(own)
@@ -146,9 +146,9 @@ class QuantizedShards:
         return block_view(self._source, own.weight, own.block, own.block.box)
 
     def _magnitudes(self) -> tuple[dict[int, Tensor], Tensor]:
-        """The magnitudes of this rank's blocks that others need too, and those of all ranks."""
-        # They are exchanged as the bits of float32 numbers, whose order for numbers from zero is that of integers, with
-        # NaN the largest: a maximum of floats may lose a NaN.
+        """The shared magnitudes of this rank's blocks, and the combined magnitudes of all ranks."""
+        # Magnitudes are exchanged as the bits of float32 numbers: from zero on, integers of these bits have the same
+        # order, with NaN the largest. A maximum of floats may lose a NaN.
         device = next((self._view(own).device for own in self._own), torch.device("cpu"))
         numbers = torch.zeros(self._count, dtype=torch.int32, device=device)
         kept = {}
@@ -168,7 +168,7 @@ class QuantizedShards:
         return kept, all_reduce_over(self._groups, numbers, dist.ReduceOp.MAX)
 
     def _strips(self, own: _OwnBlock, shared: _Shared, numbers: Tensor, cells: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of views of the same cells: among the numbers of all ranks, and among those of a block."""
+        """Pairs of views of the same cells: in the exchanged numbers, and in the cells of a block."""
         (top, bottom), (left, right) = _cell_box(self._quantization, own.block.box)
         rows, columns = shared.strips(numbers)
         found = [(rows[i, left:right], cells[row - top]) for i, row in enumerate(shared.rows) if top <= row < bottom]
@@ -180,20 +180,20 @@ class QuantizedShards:
 
 
 def _cell_box(quantization: Quantization, box: Box) -> Box:
-    """The cells that a box of a weight touches; the one number of a format without cells stands for itself."""
+    """The cells that a box of a weight touches; a format without cells has one number in their place."""
     if quantization.cell == (1, 1):
         return ((0, 1), (0, 1))
     return tuple((start // each, -(-stop // each)) for (start, stop), each in zip(box, quantization.cell, strict=True))
 
 
 def _cut_cells(stored: Sequence[StoredBlock], dim: int, size: int, cell: int) -> tuple[int, ...]:
-    """The cells of a dim that the border of a block cuts."""
+    """The cells of a dim that borders of blocks cut."""
     borders = {border for block in stored for border in block.box[dim]}
     return tuple(sorted({border // cell for border in borders if border % cell and border != size}))
 
 
 def _part_box(quantization: Quantization, name: str, place: int, block: StoredBlock) -> Box:
-    """The box of a weight's part (values, scales, scale over all) that belongs to a block of the weight."""
+    """The box of a weight's part (values, scales, scale over all) for a block of the weight."""
     kind: QuantizationFormat = quantization.format
     if place == 2 or (place == 1 and kind == "fp8"):
         return ()

@@ -12,7 +12,7 @@ from tp_plans.transfer import BlockTransfer, TransferPlan, split_box, volume
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends to another in one round as one run of bytes, wider elements first to align all."""
+    """A run of bytes from one rank to another in one round; wider elements come first, which aligns all elements."""
 
     source: int
     destination: int
@@ -32,8 +32,8 @@ ALIGNMENT = 8
 
 
 def windows_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], bucket_bytes: int) -> int:
-    """Return into how many equal windows a plan has to be cut for a rank to have at most a bucket in each."""
-    # A power of two: a rank that needs fewer can do with more, so that ranks need to agree on the largest.
+    """Return the number of equal windows that a rank needs: at most a bucket of its messages falls into each."""
+    # A power of two: a rank that needs fewer windows can use more, so the ranks agree on the largest number.
     limit, windows = bucket_bytes // ALIGNMENT * ALIGNMENT, 1
     while any(sum(aligned(e.nbytes) for e in each) > limit for each in _by_round(plan, transfers, windows).values()):
         windows *= 2
@@ -41,17 +41,16 @@ def windows_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], bucket_by
 
 
 def fits_in_one_round(plan: TransferPlan, bucket_bytes: int) -> bool:
-    """Return whether no rank sends and receives more than a bucket in all: every process knows without a word."""
+    """Return whether each rank sends and receives at most a bucket in all; equal on every rank, no communication."""
     spare = bucket_bytes - 2 * ALIGNMENT * len(plan.ranks) - ALIGNMENT
     return all(plan.bytes_sent(rank) + plan.bytes_received(rank) <= spare for rank in plan.ranks)
 
 
 def rounds_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], windows: int) -> list[Round]:
-    """Return the rounds in which a rank has part, in order; each has one message for another rank at most."""
-    # The plan's transfers follow one another on a line, which is cut into windows; a round is what ranks send
-    # themselves in a window, or what they pass on once, twice and so on. All ranks have the same windows, and a rank
-    # the rounds of its own transfers, so that both ranks of a message make the same one, in the same order as their
-    # others.
+    """Return a rank's rounds, in order; a round has at most one message from one rank to another."""
+    # The plan's transfers have positions on a line that is cut into equal windows. A round holds the transfers of one
+    # window with the same number of relays before them. All ranks have the same windows, so the two ranks of a message
+    # build the same message, and they order their messages equally.
     tensors = plan.destination.tensors
     return [
         _messages(sorted(found, key=lambda each: (-tensors[each.tensor].itemsize, each.position)))
@@ -62,7 +61,7 @@ def rounds_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], windows: i
 def _by_round(
     plan: TransferPlan, transfers: Iterable[BlockTransfer], windows: int
 ) -> dict[tuple[int, int], list[BlockTransfer]]:
-    """The transfers between ranks by their rounds: the window, and how often what they send was passed on."""
+    """The transfers between ranks by their rounds: the window, and the number of earlier relays."""
     found: dict[tuple[int, int], list[BlockTransfer]] = defaultdict(list)
     for each in transfers:
         if not each.is_local:
@@ -78,7 +77,7 @@ def _messages(transfers: Iterable[BlockTransfer]) -> list[Message]:
 
 
 def split_transfers(plan: TransferPlan, transfers: Iterable[BlockTransfer], bucket_bytes: int) -> list[BlockTransfer]:
-    """Return transfers of a plan, those larger than a bucket, of :data:`ALIGNMENT` bytes or more, in parts."""
+    """Return a plan's transfers; split larger ones to fit a bucket, which has at least :data:`ALIGNMENT` bytes."""
     if bucket_bytes < ALIGNMENT:
         raise OptionError(f"bucket_bytes={bucket_bytes}: give {ALIGNMENT} or more, the bytes of the widest element")
     limit = bucket_bytes // ALIGNMENT * ALIGNMENT

@@ -1,7 +1,7 @@
-"""Buckets in memory that the ranks of a host share: their messages there do not cross the process group.
+"""Buckets in shared memory of a host's ranks: messages on the host do not cross the process group.
 
 Each rank owns one bucket, a file of a memory file system without a name: the name is removed once the ranks of the host
-have opened it, so that the memory is free as soon as the last of them closes it or dies.
+have opened the file, so that the memory is free as soon as the last rank closes it or dies.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sync.point_to_point import Handshake
 from fsdp_runtime.sync.schedule import Message, Round, aligned
 
-#: A file system in memory, as Linux has it.
+#: Linux's file system in memory.
 _FOLDER = Path("/dev/shm")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SharedBuckets:
-    """This rank's bucket and those of the other ranks of its host; a context manager."""
+    """The buckets of this rank and of the other ranks of its host; a context manager."""
 
-    # What the group carries for a message is the place of its bytes in the bucket of the sender.
+    # The group carries only the place of a message's bytes in the sender's bucket.
 
     def __init__(self, rounds: Sequence[Round], rank: int, handshake: Handshake) -> None:
         self._rank, self._maps = rank, dict[int, mmap.mmap]()
@@ -60,7 +60,7 @@ class SharedBuckets:
         return message.source in self._tokens and message.destination in self._tokens
 
     def places(self, messages: Round) -> dict[int, int]:
-        """Where this rank's messages of a round begin in its bucket, by the rank that they are for."""
+        """Places of this rank's messages of a round in its bucket, by receiving rank."""
         found, offset = dict[int, int](), 0
         for each in messages:
             if each.source == self._rank and self.shares(each):
@@ -69,14 +69,14 @@ class SharedBuckets:
         return found
 
     def run(self, message: Message, place: int) -> Tensor:
-        """The bytes of a message that :meth:`shares` names, from their place on in the bucket of its sender."""
+        """The bytes of a shared message (see :meth:`shares`) at their place in the sender's bucket."""
         return self._buckets[message.source][place : place + message.nbytes]
 
     def close(self) -> None:
-        """Give the memory back, once all ranks of the host have."""
+        """Close the buckets of this host; the memory is free once all ranks of the host have closed them."""
         self._buckets = {}
         for each in self._maps.values():
-            with suppress(BufferError):  # a view is left somewhere: it is closed with that
+            with suppress(BufferError):  # a view still exists: the memory is closed with the view
                 each.close()
 
     def __enter__(self) -> SharedBuckets:
@@ -87,7 +87,7 @@ class SharedBuckets:
 
 
 def _host() -> int:
-    """A number that two processes have in common where they see one file system in memory."""
+    """A number that is equal for processes with the same file system in memory."""
     if not _FOLDER.is_dir():
         raise OptionError(f"shared_memory=True: this machine has no {_FOLDER}; leave it out")
     boot = _BOOT.read_text() if _BOOT.exists() else os.uname().nodename
@@ -99,10 +99,10 @@ def _path(token: int) -> Path:
 
 
 def _mapped(path: Path, created: int = 0) -> mmap.mmap:
-    """Map a file, which is created with so many bytes, if any."""
+    """Map a file; create it first if ``created`` bytes are given."""
     file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if created else 0), 0o600)
     try:
-        if created:  # all of it now: a write beyond the room of the file system would end the process
+        if created:  # allocate all bytes now: a later write to a full file system would end the process
             os.posix_fallocate(file, 0, created)
         return mmap.mmap(file, created)
     finally:

@@ -23,7 +23,7 @@ def box_views(
 
 
 def torch_dtype(layout: TransferLayout, tensor: str) -> torch.dtype:
-    """Return the dtype in which a tensor is sent."""
+    """Return the dtype of a tensor in messages."""
     dtype: torch.dtype = getattr(torch, layout.tensors[tensor].dtype)
     return dtype
 
@@ -44,7 +44,7 @@ class Sides:
         return tensors[0].device if tensors else torch.device("cpu")
 
     def require_tensors(self) -> None:
-        """Look every local tensor up, so that what is missing is known before anything is sent."""
+        """Look up every local tensor: a missing tensor raises before a message is sent."""
         for each in self.transfers:
             if each.source == self.rank and not each.is_relay:
                 list(box_views(self.plan.source, self.rank, self.source, each.tensor, each.box))
@@ -56,18 +56,18 @@ class Sides:
                         _require_exact(each.tensor, view.dtype, sent, self.rank)
 
     def empty(self, each: BlockTransfer) -> Tensor:
-        """A tensor of a box's shape, in the dtype in which it is sent."""
+        """A tensor of a box's shape, in its dtype in messages."""
         dtype = torch_dtype(self.plan.destination, each.tensor)
         return torch.empty(box_shape(each.box), dtype=dtype, device=self.device)
 
     def copy(self, each: BlockTransfer) -> None:
-        """Copy a box that stays on this rank, in the dtype in which it would be sent."""
+        """Copy a box that stays on this rank, through its dtype in messages."""
         values = self.empty(each)
         self.read(each, values)
         self.write(each, values)
 
     def read(self, each: BlockTransfer, values: Tensor) -> None:
-        """Fill a tensor of a box's shape from the source, or from what this rank has received and passes on."""
+        """Fill a tensor of a box's shape from the source, or from received values for a relay."""
         if each.is_relay:
             self.read_back(each, values)
             return
@@ -75,18 +75,18 @@ class Sides:
             values[inside(each.box, part)].copy_(view)
 
     def read_back(self, each: BlockTransfer, values: Tensor) -> None:
-        """Fill a tensor of a box's shape with what the destination holds."""
+        """Fill a tensor of a box's shape with the destination's values."""
         for part, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
             values[inside(each.box, part)].copy_(view)
 
     def write(self, each: BlockTransfer, values: Tensor) -> None:
-        """Store a tensor of a box's shape at the destination, wherever the rank stores a part of it."""
+        """Store a tensor of a box's shape in each of the rank's destination tensors that holds a part of the box."""
         for part, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
             view.copy_(values[inside(each.box, part)])
 
 
 def _require_dtype(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: int) -> None:
-    """Refuse a destination whose dtype would change the meaning of what is sent, as of elements without their scale."""
+    """Refuse a destination dtype that would change the meaning of sent values, such as elements without a scale."""
     wide = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (stored, sent))
     if stored != sent and not wide:
         raise WeightSyncError(
@@ -96,7 +96,7 @@ def _require_dtype(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: in
 
 
 def _require_exact(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: int) -> None:
-    """Refuse a rank that would pass on fewer bits than it is sent."""
+    """Refuse a rank that would relay fewer bits than it receives."""
     if torch.promote_types(stored, sent) != stored:
         raise WeightSyncError(
             f"rank {rank} stores {tensor} in {stored} and passes it on in {sent}, with fewer bits than it was sent: "

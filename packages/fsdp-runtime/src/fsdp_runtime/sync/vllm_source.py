@@ -1,7 +1,7 @@
-"""A sharded model's weights as vLLM's trainer engines ask for them: full tensors, or local shards with placements.
+"""A sharded model's weights for vLLM's trainer engines: full tensors, or local shards with placements.
 
 vLLM 0.32 calls ``metadata()`` and iterates over the source; 0.33 reads ``metadata`` and calls ``iter_full()`` or
-``iter_local()``.  One class serves both.  Where vLLM is not installed, or is older, it has no base class, which only
+``iter_local()``.  One class serves both.  Without vLLM, or with an older vLLM, the class has no base class, which only
 vLLM needs.
 """
 
@@ -42,7 +42,7 @@ _Base: Any = object if _base is None else _base.WeightSource
 
 @dataclass(frozen=True)
 class _ParamMeta:
-    """The fields of vLLM's ``ParamMeta``, where vLLM is not installed."""
+    """The fields of vLLM's ``ParamMeta``, for use without vLLM."""
 
     name: str
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class _ParamMeta:
 
 
 class _Metadata(list[Any]):
-    """A list that returns itself when it is called: an attribute for vLLM 0.33, and a method for 0.32."""
+    """A list that returns itself when called: an attribute for vLLM 0.33, and a method for 0.32."""
 
     def __call__(self) -> _Metadata:
         return self
@@ -62,21 +62,21 @@ class _Metadata(list[Any]):
 class WeightSource(_Base):
     """A model's weights under its checkpoint's names, for vLLM's ``WeightTransferTrainerFactory.trainer_init``.
 
-    vLLM's own ``ModuleSource`` sends ``named_parameters()``.  This source also renames, divides and merges as the
-    checkpoint has it (experts one by one, fused matrices apart), sends a tied weight once, casts before it gathers, and
-    gathers a bucket at a time.  Every rank of the model creates one and iterates alike; rank numbers are those of the
-    default process group.  Each pass reads the model's present tensors and adapters.
+    vLLM's own ``ModuleSource`` sends ``named_parameters()``.  This source also renames, divides and merges tensors to
+    the checkpoint's form (experts one by one, fused matrices split), sends a tied weight once, casts before it gathers,
+    and gathers a bucket at a time.  Every rank of the model creates a source and iterates in the same order; rank
+    numbers refer to the default process group.  Each pass reads the model's current tensors and adapters.
 
-    Shards (``iter_local``) are declared where a tensor's parts on the ranks, in their order, are those of one or two
-    mesh axes; any other tensor is gathered and declared replicated.
+    A tensor is declared as shards (``iter_local``) if its parts on the ranks, in their order, match one or two mesh
+    axes; any other tensor is gathered and declared replicated.
 
     Args:
         model: plain, or sharded by ``parallelize``.
-        export: how the weights are exported; vLLM expects the names of the checkpoint.  Full tensors only with
+        export: options of the export; vLLM expects the names of the checkpoint.  Full tensors only with
             ``quantize``.
 
     Raises:
-        ConversionError: the model's tensors differ from those of its class, or are quantized.
+        ConversionError: the model's tensors differ from its class's tensors, or are quantized.
         OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
 
     Example:
@@ -89,7 +89,7 @@ class WeightSource(_Base):
         ['weight', 'bias']
     """
 
-    #: Whether the model's ranks iterate alike, or this one alone has all weights.
+    #: Whether all ranks of the model iterate together; else this rank alone holds all weights.
     is_collective = True
 
     def __init__(self, model: nn.Module, *, export: WeightExport = WeightExport()) -> None:
@@ -103,7 +103,7 @@ class WeightSource(_Base):
         return self._declared
 
     def _prepare(self) -> None:
-        """Prepare anew where the model has other tensors or adapters than at the last pass."""
+        """Prepare again if the model's tensors or adapters were replaced since the last pass."""
         if self._held.difference() is None:
             return
         held = HeldTensors(self._model)
@@ -130,16 +130,16 @@ class WeightSource(_Base):
         return self._export.stream()
 
     def iter_local(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of every weight, as ``metadata`` declares it; collective where one is gathered."""
+        """Yield this rank's part of every weight, as ``metadata`` declares it; collective if a weight is gathered."""
         self._prepare()
         return without_inference_mode(self._iter_local())
 
     def implements_iter_full(self) -> bool:
-        """Whether full tensors can be had."""
+        """Whether full tensors are available."""
         return True
 
     def implements_iter_local(self) -> bool:
-        """Whether shards can be had: not of quantized weights, nor of those that a conversion computes."""
+        """Whether shards are available: not for quantized weights, nor for computed outputs of a conversion."""
         return self._shards is not None
 
     def _iter_local(self) -> Iterator[tuple[str, Tensor]]:
@@ -161,7 +161,7 @@ class WeightSource(_Base):
 
     @cached_property
     def _placed(self) -> dict[str, MeshPlacement]:
-        """The weights of which ranks have parts that placements can say, by name."""
+        """The placements of weights by name, without weights that placements cannot express."""
         if self._shards is None:
             return {}
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -186,7 +186,7 @@ class WeightSource(_Base):
 
 
 def _shards(model: nn.Module, export: WeightExport) -> ModelShards | None:
-    """The shards of the weights, ``None`` where they are computed from full tensors."""
+    """The shards of the weights; ``None`` if weights are computed from full tensors."""
     if export.quantize is not None:
         return None
     try:
@@ -208,7 +208,7 @@ class MeshPlacement:
     """One placement per axis of a row-major mesh over ranks 0 to ``world_size - 1``."""
 
     mesh_shape: tuple[int, ...]
-    dims: tuple[int | None, ...]  # that each axis shards in equal parts, ``None`` where it replicates
+    dims: tuple[int | None, ...]  # the dim that each axis shards in equal parts, ``None`` for a replicating axis
 
     @property
     def world_size(self) -> int:
@@ -217,7 +217,7 @@ class MeshPlacement:
 
 
 def mesh_placement(layout: TransferLayout, tensor: str, world_size: int) -> MeshPlacement | None:
-    """Return the placement of a tensor of which every rank has one part; ``None`` if no mesh of two axes says it."""
+    """Return the placement of a tensor's parts on all ranks; ``None`` if no mesh of two axes expresses them."""
     blocks = {block.rank: block.box for block in layout.blocks(tensor)}
     if world_size < 2 or len(layout.blocks(tensor)) != world_size or sorted(blocks) != list(range(world_size)):
         return None
@@ -234,7 +234,7 @@ def mesh_placement(layout: TransferLayout, tensor: str, world_size: int) -> Mesh
 
 
 def _candidates(rank: int, world_size: int) -> Iterator[MeshPlacement]:
-    """Every placement over one or two axes: what vLLM's transports of shards can read."""
+    """Every placement over one or two axes; vLLM's transports of shards read no others."""
     for outer in range(1, world_size + 1):
         if world_size % outer:
             continue

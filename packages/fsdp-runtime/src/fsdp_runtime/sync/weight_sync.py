@@ -1,4 +1,4 @@
-"""Repeated transfers: all weights at first, then what changed, along a chain of versions."""
+"""Repeated transfers along a chain of versions: all weights at first, then changed elements."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fsdp_runtime.sync.tensor_views import Sides, box_views
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
 from tp_plans.transfer import Box, TransferPlan
 
-#: The version of a rank that has none: it takes a full update only.
+#: The version of a rank without one: the rank takes a full update only.
 NO_VERSION = -1
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one update did, on this rank.
+    """Result of one update on this rank.
 
     Args:
         version: the version that the destination ranks now hold.
-        full_ranks: the destination ranks that were sent all of their weights.
+        full_ranks: the destination ranks that received all of their weights.
         bytes_sent: bytes that this rank sent.
         bytes_received: bytes that this rank received.
         bytes_full: bytes that this rank would have sent and received in a full update.
@@ -47,7 +47,7 @@ class SyncReport:
 
 
 class _State(NamedTuple):
-    """What a rank says of itself before an update, in numbers."""
+    """A rank's state before an update, in numbers."""
 
     plan: int
     chain: int
@@ -60,33 +60,32 @@ class _State(NamedTuple):
 
 
 class WeightSync:
-    """The updates of a destination's weights from a source's, one per training step.
+    """Updates of a destination's weights from a source, one per training step.
 
-    The first update sends everything.  Later ones send the elements whose bits changed in the dtype that is sent, as a
-    difference to the last version, to each destination rank that holds that version; any other, a restarted or a newly
-    built one, is sent all of its weights.  Where the differences of an update are not smaller than full weights, all
-    ranks are sent full weights.
+    The first update sends all weights.  Later updates send a difference to the last version: the elements with changed
+    bits, in the dtype of the messages.  Each destination rank that holds the last version receives the difference; any
+    other rank, restarted or new, receives all of its weights.  If the differences of an update are not smaller than
+    full weights, all ranks receive full weights.
 
-    An update is applied once every rank has all of its own: until then destinations hold their last version, and after
-    a failure they keep it and the next update is full.  Full weights wait on the host meanwhile; with ``staged=False``
-    they are written as they arrive, and a failure leaves a destination without a version.  Build the object on every
-    rank of the plan; each source rank keeps a copy of the values that it sent, in the dtype that is sent.
+    An update is applied once every rank has received its weights.  Until then destinations hold their last version;
+    after a failure they keep it, and the next update is full.  Full weights wait on the host meanwhile; with
+    ``staged=False`` they are written on arrival, and a failure leaves a destination without a version.  Build the
+    object on every rank of the plan; each source rank keeps a copy of its sent values, in the dtype of the messages.
 
     Args:
         plan: the same on every rank.
-        source: this rank's local tensors, if it sends, or the :class:`ModelShards` that has them, which is refreshed by
-            each update.
+        source: this rank's local tensors, if it sends, or their :class:`ModelShards`; each update refreshes these.
         destination: this rank's local tensors, if it receives.
-        group: the process group whose ranks the plan names; ``None`` for the world.
+        group: the process group of the plan's ranks; ``None`` for the world.
         bucket_bytes: the bucket of full updates; see :func:`execute_transfer`.
         timeout: see :func:`execute_transfer`.
         delta: send differences; ``False`` sends full weights always and keeps no copy.
-        staged: keep full weights on the host until all have arrived, which takes as much memory there as a destination
+        staged: keep full weights on the host until all have arrived, which takes as much host memory as a destination
             rank stores; ``False`` takes one bucket, and the engine must not serve during a full update.
-        shared_memory: hand full weights over in memory that ranks of one host share; see :func:`execute_transfer`.
+        shared_memory: exchange full weights on one host in shared memory; see :func:`execute_transfer`.
 
     Raises:
-        WeightSyncError: a local tensor is missing, too small, or of a dtype that cannot hold what is sent.
+        WeightSyncError: a local tensor is missing, too small, or of a dtype that cannot hold the sent values.
 
     Example:
         >>> import torch, tp_plans
@@ -131,15 +130,15 @@ class WeightSync:
 
     @property
     def version(self) -> int:
-        """The version that this rank holds in full, -1 for none: the last that it completed, also after a failure."""
+        """The last version that this rank completed, also after a failure; -1 for none."""
         return self._version
 
     def versions(self) -> dict[int, int]:
-        """Read back the version that each destination rank holds.  Collective over the plan's ranks.
+        """Read back the version of each destination rank.  Collective over the plan's ranks.
 
         Returns:
-            Versions by rank, equal on every rank; -1 for a rank that has none of this source's versions, such as a
-            restarted one.
+            Versions by rank, equal on every rank; -1 for a rank without a version of this source, such as a restarted
+            rank.
 
         Raises:
             WeightSyncError: a rank did not take part in time.
@@ -151,19 +150,19 @@ class WeightSync:
 
     @torch.no_grad()
     def update(self, version: int) -> SyncReport:
-        """Bring the destination to the source's present weights.  Collective over the plan's ranks.
+        """Update the destination to the source's current weights.  Collective over the plan's ranks.
 
         Args:
             version: the number of the new version, larger than the last; the same on every rank.
 
         Returns:
-            What this rank sent and received.
+            The versions, and the bytes that this rank sent and received.
 
         Raises:
-            OptionError: ranks give different versions, or one that is not larger than the last, so that an update would
-                be repeated or out of order; the same error on every rank, and nothing has changed.
-            WeightSyncError: ranks were built for different plans, such as for engines of different sizes; another rank
-                did not take part in time; or an update does not fit.
+            OptionError: ranks give different versions, or a version that is not larger than the last, so that an update
+                would be repeated or out of order; the same error on every rank, and no weight has changed.
+            WeightSyncError: ranks have different plans, such as for engines of different sizes; another rank did not
+                take part in time; or an update does not fit.
         """
         if self._shards is not None:
             self._shards.refresh()
@@ -176,7 +175,7 @@ class WeightSync:
         chain = max((s.chain for s in states.values() if s.is_source), default=0) or states[first].proposal
         self._is_broken = True  # unless it completes: the next update is full
         full, changes = self._parts(full_ranks)
-        with self._handshake.agreement():  # a rank that cannot says so before anything is sent
+        with self._handshake.agreement():  # a rank that cannot stage raises before a message is sent
             target = self._stage(full) if self._staged else self._sides.destination
         if not self._staged and self._rank in full_ranks:
             self._version = NO_VERSION  # until the update is complete
@@ -197,9 +196,9 @@ class WeightSync:
         )
 
     def _parts(self, full_ranks: Sequence[int]) -> tuple[TransferPlan, TransferPlan]:
-        """This rank's transfers from and to others: those of full weights, and those of differences."""
-        # Ranks pass on what they receive themselves: where some receive full weights and others differences, all have
-        # theirs from the ranks of the source.
+        """This rank's transfers with other ranks: transfers of full weights, and transfers of differences."""
+        # Ranks relay their received data: if some ranks receive full weights and others differences, all ranks receive
+        # directly from the ranks of the source.
         are_mixed = 0 < len(full_ranks) < len(self._remote_receivers())
         own = self._plan.for_rank(self._rank, direct=True) if are_mixed else self._sides.transfers
         chosen = {*full_ranks}
@@ -210,14 +209,14 @@ class WeightSync:
         return full, changes
 
     def _stage(self, full: TransferPlan) -> dict[str, Tensor]:
-        """Tensors on the host for what this rank receives in full."""
+        """Host tensors for the full weights that this rank receives."""
         own = [each for each in full.transfers if each.destination == self._rank]
         blocks = (block for each in own for _, block in full.destination.within(self._rank, each.tensor, each.box))
         names = {block.local for block in blocks}
         return {name: torch.empty_like(self._sides.destination[name], device="cpu") for name in names}
 
     def _windows_needed(self) -> int:
-        """The windows of this rank's transfers, whichever ranks receive full weights."""
+        """The windows of this rank's transfers, for any set of ranks that receive full weights."""
         direct = [self._plan.for_rank(self._rank, direct=True)] if self._plan.relay else []
         return max(
             windows_of(self._plan, split_transfers(self._plan, own, self._bucket_bytes), self._bucket_bytes)
@@ -231,7 +230,7 @@ class WeightSync:
         run_rounds(sides, rounds, self._peers, self._sides.device, shared_memory=self._shared_memory and any_full)
 
     def _apply(self, full: TransferPlan, arrived: Mapping[str, Tensor], differences: ArrivedChanges) -> None:
-        """Write what has arrived, and what this rank keeps from itself, to the destination."""
+        """Write received weights, and this rank's local copies, to the destination."""
         for each in split_transfers(self._plan, self._sides.transfers, self._bucket_bytes):
             if each.is_local:
                 self._sides.copy(each)
@@ -244,7 +243,7 @@ class WeightSync:
         self._changes.apply(differences.records)
 
     def _states(self, version: int, records: Mapping[tuple[str, Box], Tensor], chain: int) -> dict[int, _State]:
-        """What every rank says of itself, after a check that all have the same plan."""
+        """Gather the states of all ranks, and check that all have the same plan."""
         nbytes = sum(len(records[each.tensor, each.box]) for each in self._changes.own()) if records else 0
         is_source = any(each.source == self._rank and not each.is_relay for each in self._sides.transfers)
         proposal = secrets.randbits(62) + 1
@@ -260,11 +259,11 @@ class WeightSync:
         return states
 
     def _remote_receivers(self) -> list[int]:
-        """The destination ranks that do not have all of their weights themselves."""
+        """The destination ranks that receive weights from other ranks."""
         return [rank for rank in self._plan.receivers if self._plan.bytes_received(rank)]
 
     def _full_ranks(self, states: Mapping[int, _State]) -> tuple[int, ...]:
-        """The destination ranks that need all of their weights: those that do not hold the sources' last version."""
+        """The destination ranks that need full weights, as they do not hold the sources' last version."""
         destinations = self._remote_receivers()
         sources = [state for state in states.values() if state.is_source]
         known = {(state.chain, state.version) for state in sources}

@@ -1,4 +1,4 @@
-"""Updates of a vLLM server by a trainer that asks for them in steps, as TRL's ``WeightTransferProtocol``."""
+"""Updates of a vLLM server in separate steps, as in TRL's ``WeightTransferProtocol``."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from fsdp_runtime.sync.engine_client import EngineClient
 from fsdp_runtime.sync.vllm_source import WeightSource
 from fsdp_runtime.weights.stream import WeightExport
 
-#: The longest that one rank waits for the others to say what became of an update, beyond the update's own time.
+#: The longest wait of a rank for the other ranks' outcomes of an update, beyond the update's timeout.
 GRACE_S = 10.0
 
 
 class WeightTransfer:
-    """A vLLM server's weights, for ``AsyncGRPOTrainer(weight_transfer=...)`` of TRL.
+    """Updates of a vLLM server, for ``AsyncGRPOTrainer(weight_transfer=...)`` of TRL.
 
-    It has that protocol's five methods.  Pass one on every rank to ``on_mesh(AsyncGRPOTrainer)``: each update is then
-    sent by all ranks (:meth:`send`), and an error raised on all.  TRL's own trainer calls :meth:`send_weights` on rank
-    0, which first takes everything to host memory, so that no gather waits for a transfer.
+    The class has that protocol's five methods.  Pass an object on every rank to ``on_mesh(AsyncGRPOTrainer)``: all
+    ranks then send each update (:meth:`send`), and an error is raised on all ranks.  TRL's own trainer calls
+    :meth:`send_weights` on rank 0; it first copies all weights to host memory, so that no gather waits for a transfer.
 
-    An update is over when the server names its version.  Every wait is bounded by ``timeout_s``; a server of which it
-    is not known that it has all weights of one version is left paused, so that it generates nothing from them.
+    An update is over when the server names its version.  Every wait is bounded by ``timeout_s``.  A server stays paused
+    unless it is known to have all weights of one version, so that it does not generate from mixed weights.
 
     Args:
         server: the URL of a server started with ``VLLM_SERVER_DEV_MODE=1``, or a client with the methods of
             :class:`~fsdp_runtime.sync.engine_client.EngineClient`.
         connect: called with a source and the client, on every rank that sends, before the first update and after a
-            failed one.  Returns one of vLLM's trainer engines (``send_weights()``, ``shutdown()``) or an object with
-            ``update(version)`` that returns when the engine's ranks have that version, as ``WeightSync`` has, and
-            perhaps ``close()``; the server is then told the version.
+            failed update.  Returns a vLLM trainer engine (``send_weights()``, ``shutdown()``) or an object such as
+            ``WeightSync``: its ``update(version)`` returns when the engine's ranks have that version, and it may have
+            ``close()``; the server then receives the version.
         timeout_s: seconds after which a call to the server, and an update, fail.
-        pause: what the server does with running requests meanwhile.
-        export: how the weights are exported.
+        pause: the server's treatment of running requests meanwhile.
+        export: options of the export.
 
     Raises:
-        OptionError: the URL is none, or the time is not positive.
+        OptionError: the URL is invalid, or the time is not positive.
 
     Example:
         >>> from fsdp_runtime.sync import WeightTransfer
@@ -80,7 +80,7 @@ class WeightTransfer:
         """Wait until the server answers.
 
         Raises:
-            WeightSyncError: it does not within ``timeout_s``.
+            WeightSyncError: the server does not answer within ``timeout_s``.
         """
         end = time.monotonic() + self._timeout_s
         while True:
@@ -99,17 +99,17 @@ class WeightTransfer:
         """Pause the server.
 
         Raises:
-            WeightSyncError: it does not answer in time, or is not paused then.
+            WeightSyncError: the server does not answer in time, or is not paused afterwards.
         """
         self.client.pause(self._mode)
         if not self.client.is_paused():
             raise WeightSyncError("the server answered to a pause, and is not paused: its weights were left alone")
 
     def resume(self) -> None:
-        """Let the server go on.
+        """Resume the server.
 
         Raises:
-            WeightSyncError: it does not answer in time, is still paused, or has other weights than were sent to it.
+            WeightSyncError: the server does not answer in time, is still paused, or lacks the last sent weights.
         """
         self._require_version()
         self.client.resume()
@@ -120,10 +120,10 @@ class WeightTransfer:
             )
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Send pairs of names and tensors, which are taken to host memory first; for a trainer that calls rank 0 alone.
+        """Send pairs of names and tensors, after a copy to host memory; for a trainer that calls only rank 0.
 
         Raises:
-            WeightSyncError: the server did not take them.
+            WeightSyncError: the server did not take the weights.
         """
         pairs = [(name, tensor.detach().cpu(), tensor.device) for name, tensor in iterator]
         if isinstance(self._source, _HostWeights):
@@ -135,14 +135,14 @@ class WeightTransfer:
         self._send(self._next_version(None), sender=True)
 
     def send(self, model: nn.Module, version: int | None = None) -> None:
-        """Send a sharded model's weights; collective over the world, whose rank 0 talks to the server.
+        """Send a sharded model's weights; collective over the world: rank 0 talks to the server.
 
         Args:
             model: the model, the same in every call.
-            version: of the weights, larger than the last; by default the one after.
+            version: version of the weights, larger than the last; by default the next number.
 
         Raises:
-            WeightSyncError: the server did not take them, on every rank.
+            WeightSyncError: the server did not take the weights; raised on every rank.
         """
         if self._group is None and dist.is_initialized():
             limit = timedelta(seconds=2 * self._timeout_s + GRACE_S)
@@ -170,7 +170,7 @@ class WeightTransfer:
             self._bounded(lambda: self._transfer(version), f"update to version {version}")
             self._version = version
             if sender and hasattr(self._engine, "update") and self.client.weight_version() != version:
-                self.client.name_version(version)  # shards went past the server
+                self.client.name_version(version)  # a transfer of shards bypasses the server
             if sender:
                 self._require_version()
         except BaseException:
@@ -187,7 +187,7 @@ class WeightTransfer:
             else:
                 self._engine.send_weights()
         except Exception:
-            if not hasattr(self._engine, "update"):  # which ends on all ranks alike; vLLM's engines iterate on each
+            if not hasattr(self._engine, "update"):  # ``update`` ends on all ranks; vLLM's engines iterate per rank
                 self._source.drain()
             raise
 
@@ -195,7 +195,7 @@ class WeightTransfer:
         return self._version is not None and self.client.weight_version() != self._version
 
     def _require_version(self) -> None:
-        """Raise unless the server names the version that was sent last."""
+        """Raise unless the server names the last sent version."""
         if self._version is not None and (named := self.client.weight_version()) != self._version:
             raise WeightSyncError(
                 f"the server names version {named!r} where {self._version!r} was sent: it restarted, or another "
@@ -203,9 +203,8 @@ class WeightTransfer:
             )
 
     def _bounded(self, part: Callable[[], Any], what: str) -> None:
-        """Run a part of an update in a thread, and wait for it no longer than ``timeout_s``."""
-        # A collective that a lost peer does not answer cannot be interrupted; the thread that waits in it is left
-        # behind.
+        """Run a part of an update in a thread, and wait at most ``timeout_s``."""
+        # A collective with a lost peer cannot be interrupted: its waiting thread stays behind.
         if self._thread is not None and self._thread.is_alive():
             raise WeightSyncError("an earlier update still waits for the server or another rank: restart the trainer")
         outcome: list[BaseException] = []
@@ -213,7 +212,7 @@ class WeightTransfer:
 
         def run() -> None:
             try:
-                if device is not None:  # of this thread alone
+                if device is not None:  # the current device is per thread
                     torch.accelerator.set_device_index(device)
                 part()
             except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
@@ -235,7 +234,7 @@ class WeightTransfer:
 
 
 def on_every_rank(part: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
-    """Run a part without collectives on every rank of a group; return all results, or raise on all."""
+    """Run a part without collectives on every rank of a group; return all results, or raise on all ranks."""
     outcome, error = None, None
     try:
         outcome = part()
@@ -258,7 +257,7 @@ def on_every_rank(part: Callable[[], Any], group: ProcessGroup | None) -> list[A
 
 
 class _Source(WeightSource):
-    """Weights of which every rank gathers all once in an update, whatever fails, so that none waits for another."""
+    """A source that every rank exhausts once per update, also after a failure, so that no rank waits for another."""
 
     under_way: Iterator[tuple[str, Tensor]] | None = None
 
@@ -271,13 +270,13 @@ class _Source(WeightSource):
         return self.under_way
 
     def drain(self) -> None:
-        """Take what an update that failed did not."""
+        """Exhaust the weights that a failed update left."""
         for _ in self.under_way or self.iter_full():
             pass
 
 
 class _HostWeights(_Source):
-    """Weights in host memory as vLLM's trainer engines ask for them, each on the device that it came from."""
+    """Weights in host memory for vLLM's trainer engines, yielded on their original devices."""
 
     is_collective = False
 

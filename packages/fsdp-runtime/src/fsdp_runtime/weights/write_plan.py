@@ -48,7 +48,7 @@ def plan_files(
 def plan_writes(
     export: ExportedModel, everyone: Sequence[int], bucket_bytes: int, files: Sequence[PlannedFile]
 ) -> Iterator[PlannedGroups]:
-    """Yield the groups, equal on every rank; only a conversion's computed outputs and quantized tensors are gathered."""
+    """Yield the groups, equal on every rank; only quantized weights and computed conversion outputs are gathered."""
     planner = FilePlanner(everyone, min(bucket_bytes, EXCHANGED_BYTES) // 4)
     pieces_of, writers = ExportedPieces(everyone), (each.writer for each in files for _ in each.items)
     for gathered, run in groupby(export.groups, lambda group: not export.is_rearranged(group)):

@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint are quantized, how, and under which names their parts are stored."""
+"""Formats of quantized checkpoints: the quantized weights, their parts, and the parts' names."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Quantization:
     ``nvfp4``       ``weight`` uint8, ``weight_scale``, ``weight_scale_2``  16 elements of a row; ModelOpt
     ==============  ======================================================  =========================================
 
-    A value is its element times its scale, in ``nvfp4`` times both.  Weights of two dims named ``*.weight`` are
+    A value is its element times its scale, in ``nvfp4`` times both scales.  Weights of two dims named ``*.weight`` are
     quantized, except embeddings, LM head, routers, norms and vision towers.
 
     Args:
-        format: one of the four.
+        format: one of the four formats.
         keep: more patterns of names to leave in bfloat16.
 
     Raises:
@@ -80,7 +80,7 @@ class Quantization:
         return len(shape) == 2 and name.endswith("weight") and not kept
 
     def parts(self, name: str, shape: Sequence[int]) -> list[WeightInfo]:
-        """Return the parts that a quantized weight is stored as, in the order of :meth:`quantize`.
+        """Return the stored parts of a quantized weight, in the order of :meth:`quantize`.
 
         Raises:
             OptionError: the rows of the weight cannot be cut into groups.
@@ -114,19 +114,19 @@ class Quantization:
 
     @property
     def cell(self) -> tuple[int, int]:
-        """Rows and columns that share a scale; (1, 1) where a scale is for the full weight only."""
+        """Rows and columns that share a scale; (1, 1) if the full weight has one scale."""
         return {"fp8_block": (BLOCK, BLOCK), "mxfp8": (1, MX_GROUP), "nvfp4": (1, NV_GROUP)}.get(self.format, (1, 1))
 
     def cell_amax(self, weight: Tensor, start: tuple[int, int]) -> Tensor:
         """Return the largest magnitude of each cell that a box of a weight touches; see ``kernels``."""
-        # A single number where a scale is for the full weight only.
+        # A single number if the full weight has one scale.
         if self.cell == (1, 1):
             return weight.abs().amax().float().view(1, 1) if weight.numel() else weight.new_zeros(1, 1).float()
         return cell_amax(weight, start, self.cell)
 
     def quantize_box(self, weight: Tensor, start: tuple[int, int], cells: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of a box of a weight, equal to the box of the full weight's parts."""
-        # The arguments are those of ``kernels``; ``amax`` counts only where :attr:`needs_amax`.
+        # Arguments as in ``kernels``; ``amax`` counts only if :attr:`needs_amax`.
         match self.format:
             case "fp8":
                 return fp8(weight, amax)
@@ -145,7 +145,7 @@ class Quantization:
         """Return the ``quantization_config`` of a checkpoint's ``config.json``.
 
         Args:
-            kept: the modules whose weights are not quantized.
+            kept: the modules with weights that are not quantized.
         """
         if self.format == "fp8_block":
             return {

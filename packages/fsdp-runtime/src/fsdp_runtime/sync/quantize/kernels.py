@@ -1,12 +1,12 @@
-"""Quantize matrices to FP8 e4m3, MXFP8 and NVFP4; the bits are those of torchao 0.18.
+"""Quantize matrices to FP8 e4m3, MXFP8 and NVFP4; the bits equal torchao 0.18.
 
 The formulas: per tensor and per block, ``amax / 448`` (DeepSeek-V3, arXiv:2412.19437, section 3.3); MXFP8, the OCP
 Microscaling Formats (MX) Specification 1.0, section 6.3; NVFP4, "Pretraining Large Language Models with NVFP4"
 (arXiv:2509.25149), section 2.  A block of zeros has scale 1, where torchao's division by zero gives NaN.
 
 Each function takes a box of a matrix: ``weight`` its values ``[rows, columns]``, ``start`` its first row and column.
-``cells`` are the largest magnitudes of the cells (what has one scale) that the box touches, over all of each cell, and
-``amax`` is that of the full matrix, 0-d; both float32.
+A cell is a region with one scale.  ``cells`` are the largest magnitudes of the full cells that the box touches, and
+``amax`` is the largest magnitude of the full matrix, 0-d; both float32.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LEAST_GROUP_SCALE = 2.0**-6
 
 
 def cell_amax(weight: Tensor, start: tuple[int, int], cell: tuple[int, int]) -> Tensor:
-    """Return the largest magnitude of each cell of ``cell`` rows and columns, over the box's elements alone."""
+    """Return the largest magnitude of each cell of ``cell`` rows and columns, over the box's elements only."""
     by_column = _amax_of_runs(weight.abs(), start[1], cell[1])
     return _amax_of_runs(by_column.T, start[0], cell[0]).T.float()
 
 
 def _amax_of_runs(values: Tensor, start: int, length: int) -> Tensor:
-    """The largest of each run of ``length`` columns, where the first column has the number ``start``."""
+    """The largest of each run of ``length`` columns; the first column has the number ``start``."""
     if length == 1:
         return values
     before = start % length
@@ -71,7 +71,7 @@ def nvfp4(weight: Tensor, cells: Tensor, start: tuple[int, int], amax: Tensor) -
 
 
 def _per_element(cells: Tensor, start: tuple[int, int], cell: tuple[int, int], box: Tensor) -> Tensor:
-    """The number of its cell for each element of a box."""
+    """Expand ``cells`` to the shape of a box: each element gets its cell's number."""
     for dim in range(2):
         if cell[dim] > 1:
             cells = cells.repeat_interleave(cell[dim], dim).narrow(dim, start[dim] % cell[dim], box.shape[dim])
