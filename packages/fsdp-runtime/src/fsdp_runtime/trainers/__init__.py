@@ -6,7 +6,7 @@ name does, and raises ``BackendError`` where one is not installed.
 
 A loop of yours:   ``MeshAccelerator``, the Accelerator of accelerate on a mesh
 Any trainer:       ``on_mesh``, as in ``on_mesh(trl.DPOTrainer)``; ``MeshTrainerMixin``, the part that all share
-For short:         ``Trainer``, ``SFTTrainer``, ``GRPOTrainer``: those of transformers and TRL
+For short:         ``Trainer``, ``SFTTrainer``, ``GRPOTrainer``: the classes of transformers and TRL
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
 - ``get_model_parallelizer(model)`` takes ``type(model).parallelizer``, an object with ``parallelize(model,
   mesh_context)``; classes without the attribute get Automodel's default.  The attribute is Automodel's contract for
-  classes of its own; here ``PreTrainedModel`` gets it, and a class that has one keeps it.
+  Automodel's classes; here ``PreTrainedModel`` gets it, and a class that has one keeps it.
 - ``MeshContext`` has ``device_mesh`` over ``pp, dp_replicate, dp_shard, cp, tp``, ``moe_mesh`` over ``pp, ep_shard,
   ep``, ``strategy_config`` (an ``FSDP2Config``), ``moe_parallel_config``, ``activation_checkpointing`` and
   ``reapply_trainability``.
 - Recipes back-propagate the loss of a rank times ``dp * cp``: gradients are means over both axes.
 - ``ContextParallelSharder(model, device_mesh, batch)`` calls ``model.prepare_model_inputs_for_cp(batch, num_chunks=1)``
-  for a sharder, whose ``shard_batch(cp_mesh, tp_mesh, batch, loss_mask, padding_token_id)`` returns a factory of
+  for a sharder; its ``shard_batch(cp_mesh, tp_mesh, batch, loss_mask, padding_token_id)`` returns a factory of
   contexts, the batch and a ``ShardLayout``.
 - Recipes divide the gradients of DTensors on an axis ``ep`` by their own ratio of ranks; a parameter with the attribute
   ``_nemo_model_owned_grad_divisor`` is divided by that.
-- ``attach_context_parallel_hooks(model)`` takes the masks from attention, whose own context parallelism is causal only.
-- ``ModelSupports.supports_ep`` asks for a class of Automodel's own before a model is built with ``ep_size > 1``.
+- ``attach_context_parallel_hooks(model)`` removes attention masks: the model's own context parallelism is causal only.
+- ``ModelSupports.supports_ep`` asks for one of Automodel's classes before a model is built with ``ep_size > 1``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def keep_expert_gradients(model: nn.Module) -> None:
 
 
 def keep_attention_masks(has_own_attention: Callable[[nn.Module], bool]) -> None:
-    """Let recipes leave the masks to models whose attention spans the ranks of ``cp`` itself."""
+    """Let recipes keep the masks of models with an attention that spans the ranks of ``cp`` itself."""
     from nemo_automodel.components.distributed.context_parallel import utils
 
     attach = utils.attach_context_parallel_hooks

@@ -57,7 +57,7 @@ _WORKED_THROUGH = (
 )
 
 
-#: The modules of the experimental trainers of which the package has a form of its own.
+#: Modules of the experimental trainers that the package adapts with its own classes.
 _ASYNC_GRPO, _GKD = "trl.experimental.async_grpo.async_grpo_trainer", "trl.experimental.gkd.gkd_trainer"
 #: By the first words of an experimental trainer's name, the trainer of trl that is nearest to it.
 _NEAREST = {
@@ -90,8 +90,8 @@ def nearest(trainer_class: type) -> str:
 
 
 def own_methods(trainer_class: type) -> list[str]:
-    """Return the methods that TRL's experimental classes have in the place of those that the mixins work through."""
-    # They read the model's logits or weights, or count the world's ranks, by code of their own.
+    """Return the methods of TRL's experimental classes that override methods used by the mixins."""
+    # Their own code reads the model's logits or weights, or counts the world's ranks.
     experimental = [
         cls
         for cls in trainer_class.__mro__
@@ -113,7 +113,7 @@ def reads_logits(trainer_class: type) -> bool:
 
 
 def chunked_head_output(**fields: Any) -> Any:
-    """Return what a model gives to TRL's SFT trainer before TRL 1.15."""
+    """Return a model's output with a chunked head, as TRL's SFT trainer reads it before TRL 1.15."""
     from trl.trainer import sft_trainer
 
     return sft_trainer._ChunkedCELMHeadOutput(**fields)
@@ -132,7 +132,7 @@ def reads_head_weights(trainer_class: type) -> bool:
 
 
 def global_of(trainer_class: type, name: str) -> Any:
-    """Return what a trainer's modules have under a global name."""
+    """Return the global object with a name from a trainer's modules."""
     return next(vars(module)[name] for module in modules_of(trainer_class) if name in vars(module))
 
 

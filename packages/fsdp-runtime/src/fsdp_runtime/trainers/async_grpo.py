@@ -77,7 +77,7 @@ class AsyncGRPOMixin(TrlMixin):
     def _adopt(self, model: nn.Module) -> None:
         super()._adopt(model)
         if axis_size(self.mesh, "cp") > 1 and _TAKES_TREES not in effects_of(model):
-            hook_model(model, _TAKES_TREES, _with_subtree_ends, first=True)  # in front of that of full rows
+            hook_model(model, _TAKES_TREES, _with_subtree_ends, first=True)  # before the hook of full rows
 
     def get_train_dataloader(self) -> Any:
         """Return the rows that rank 0 packs, one for each rank of ``dp``."""
@@ -187,7 +187,7 @@ class _OnEveryRank(transformers.TrainerCallback):
         self._trainer.begin()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Share what the callback reads that ends the last epoch; it comes after this one."""
+        """Share the progress that a later callback reads to end the last epoch."""
         self._trainer.share_progress()
 
 
@@ -204,7 +204,7 @@ def _with_subtree_ends(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _check(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise :class:`OptionError` for what the trainer cannot do on a mesh."""
+    """Raise :class:`OptionError` for options that the trainer does not support on a mesh."""
     if args is None:
         raise OptionError("pass args=, such as AsyncGRPOConfig(...)")
     if not isinstance(model, str):

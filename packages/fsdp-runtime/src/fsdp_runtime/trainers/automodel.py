@@ -53,7 +53,7 @@ class MeshParallelizer(ModelParallelizer):
     """Automodel's contract of a model's parallelizer, served by ``parallelize``.
 
     With ``strategy: fsdp2`` the sizes ``tp_size``, ``cp_size``, ``ep_size``, ``dp_replicate_size`` and ``dp_size`` are
-    those of the mesh.  Gradients are means over ``dp`` and ``cp``, as Automodel's recipes expect.
+    the sizes of the mesh.  Gradients are means over ``dp`` and ``cp``, as Automodel's recipes expect.
     """
 
     def parallelize(self, model: nn.Module, mesh_context: Any, /) -> nn.Module:
@@ -179,7 +179,7 @@ def _device(batch: dict[str, Any]) -> torch.device:
 
 
 def _counted_on(positions: Tensor, length: int) -> Tensor:
-    """Return ``[..., length]`` positions, in which padding goes on counting: it is no document of its own."""
+    """Return ``[..., length]`` positions that go on counting in padding: padding is no separate document."""
     more = torch.arange(1, length - positions.shape[-1] + 1, device=positions.device, dtype=positions.dtype)
     return torch.cat([positions, positions[..., -1:] + more], -1)
 

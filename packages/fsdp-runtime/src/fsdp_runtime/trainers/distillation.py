@@ -37,7 +37,7 @@ class DistillationMixin(GeneratingMixin):
     def _get_last_hidden_state(
         self, unwrapped_model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **media: Any
     ) -> Tensor:
-        """Return the hidden states ``[batch, completion, features]``; under ``cp`` those of this rank's tokens."""
+        """Return the hidden states ``[batch, completion, features]``; under ``cp`` of this rank's tokens only."""
         if axis_size(self.mesh, "cp") > 1:
             trunk = base_model(unwrapped_model).base_model
             given = {"input_ids": input_ids, "attention_mask": attention_mask, **media}
@@ -57,7 +57,7 @@ class DistillationMixin(GeneratingMixin):
 
 
 def _redirected(redirect: Any, wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a method within a model's forward, whose inputs it cuts itself."""
+    """Run a method within a model's forward; the method cuts the forward's inputs itself."""
     with whole_rows(wrapper):
         return redirect(wrapper, *args, **kwargs)
 
@@ -80,7 +80,7 @@ def divergence_loss(
     Hidden states are ``[batch, tokens, features]``, the same on every rank of ``tp``, and weights ``[vocab,
     features]``. ``beta`` is 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.  ``chunk_size`` is of TRL
     before 1.15 and is not used; ``heads`` are bias, scale and soft cap of both heads, by TRL's names.  With ``rows``
-    hidden states are those of this rank's tokens, prompts included.
+    hidden states belong to this rank's tokens, prompts included.
 
     Returns the loss, the sum of the student's entropy without gradient, and the number of tokens that count.
     """
@@ -140,7 +140,7 @@ class GKDMixin(TrlMixin):
     """Let TRL's GKD trainer train on a mesh; see :class:`TrlMixin`.
 
     Student and teacher keep their logits sharded on the vocabulary, and the ranks of one ``tp`` group sample the same
-    tokens.  The teacher may be a path too, of which every rank reads its own shards.
+    tokens.  The teacher may be a path too: every rank reads its own shards from the path.
     """
 
     def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:

@@ -35,14 +35,14 @@ def on_mesh(trainer_class: type) -> Any:
     - ``parallelize_kwargs``: keywords of ``parallelize``, for models that are not sharded yet.  A model that is has its
       own.
 
-    Losses, gradient norms and weights are those of the trainer of one process with the same samples a step.
+    Losses, gradient norms and weights are the same as with the trainer of one process and the same samples a step.
 
     Args:
         trainer_class: a class that derives from ``transformers.Trainer``.
 
     Raises:
-        OptionError: it does not, or it is one of TRL's experimental trainers that computes its loss or deals its
-            batches by code of its own.
+        OptionError: it does not, or it is one of TRL's experimental trainers with its own code for the loss or the
+            batches.
 
     Example:
         Under ``torchrun --nproc-per-node=4``::

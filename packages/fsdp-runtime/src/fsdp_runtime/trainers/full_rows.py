@@ -38,7 +38,7 @@ class FullRows:
     layout: SequenceLayout  # the tokens of each rank, of rows with padding
     length: int  # tokens of a row without it
     group: dist.ProcessGroup  # the ranks of ``cp``
-    given: dict[str, Any]  # what the model's own code cannot take of a part of a row: ``labels`` and how to count them
+    given: dict[str, Any]  # arguments that need full rows: ``labels`` and how to count them
 
     def shard(self, values: Tensor, fill: int = 0) -> Tensor:
         """Return this rank's tokens of ``[batch, length, ...]``."""
@@ -87,12 +87,12 @@ def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: di
         return args, kwargs
     tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     if tokens is None:
-        return args, kwargs  # the hook of context parallelism says what is missing
+        return args, kwargs  # the hook of context parallelism names the missing inputs
     ranks, length = dist.get_world_size(attention.group), tokens.shape[1]
     multiple = attention.layout(1 if attention.load_balancer is None else 2).multiple
     layout = attention.layout(-(-length // multiple) * multiple // ranks)
     model: Any = base_model(module)
-    scores = scores_rows(model)  # which context parallelism gathers, with a loss of their own
+    scores = scores_rows(model)  # context parallelism gathers them, and they have a separate loss
     taken = () if scores else ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
     fills = {"input_ids": _padding_id(model, kwargs)} if scores and layout.length > length else {}
     fills["subtree_end"] = layout.length
@@ -152,7 +152,7 @@ def _padding_id(model: Any, kwargs: Mapping[str, Any]) -> int:
 
 
 def _positions(values: Tensor, layout: SequenceLayout) -> Tensor:
-    """This rank's position ids ``[..., batch, length]``; padding is a document of its own."""
+    """This rank's position ids ``[..., batch, length]``; padding is a separate document."""
     if missing := layout.length - values.shape[-1]:
         more = torch.arange(missing, device=values.device, dtype=values.dtype)
         values = torch.cat([values, more.expand(*values.shape[:-1], missing)], dim=-1)

@@ -1,4 +1,4 @@
-"""TRL's fused LM head for models whose logits are sharded on the vocabulary.
+"""TRL's fused LM head for models with logits sharded on the vocabulary.
 
 TRL's trainers call ``model(..., labels=labels, fused_lm_head=True)`` for log-probabilities in place of logits; its own
 ``add_fused_lm_head`` gathers the head's full weight on every rank.  The one here runs the head as it is sharded.

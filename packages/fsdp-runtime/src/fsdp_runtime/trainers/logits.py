@@ -63,7 +63,7 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def loss_of_sharded_logits(loss_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``compute_loss_func`` whose errors on sharded logits say what they are, and whose loss is plain."""
+    """Return a ``compute_loss_func`` with a plain loss; its errors name sharded logits as their cause."""
 
     @wraps(loss_function)
     def loss(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,8 +99,8 @@ def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) 
 
 
 def take_sharded_logits(model: Any) -> None:
-    """Give a Hugging Face model a loss that takes sharded logits, in place of its own; once a model."""
-    # Another loss than that of causal language models, and one that the model's code computes by itself, gets gathered
+    """Replace the loss of a Hugging Face model by a loss that takes sharded logits; once per model."""
+    # Other losses than the causal language model's, and losses that the model's own code computes, get gathered
     # logits (``fsdp_runtime.steps.outputs.labels.gather_logits_for_labels``).
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -119,7 +119,7 @@ def compute_losses_on(model: nn.Module, mesh: DeviceMesh) -> None:
 class CountOfLabels:
     """Notices a model that is given the labels of all ranks inside the ``with``, and computes its loss without."""
 
-    # As classes do that compute the loss by code of their own (BERT, BART, T5), or pass nothing on (score heads).
+    # Examples: classes with their own loss code (BERT, BART, T5), and classes that pass nothing on (score heads).
 
     def __init__(self, model: Any) -> None:
         self._model, self._given, self._read = model, False, False
@@ -176,8 +176,8 @@ def next_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
 def per_position(
     logits: Tensor, targets: Tensor, *, temperature: float, fields: tuple[str, ...], rows: FullRows | None = None
 ) -> dict[str, Any]:
-    """Return log-probabilities and what else is asked of each target ``[batch, seq]``, zero where it is -100."""
-    # Logits are those of the last positions, ``[batch, kept, vocab]``, sharded or plain; with ``rows`` those of this
+    """Return log-probabilities and further ``fields`` of each target ``[batch, seq]``, zero at targets -100."""
+    # Logits belong to the last positions, ``[batch, kept, vocab]``, sharded or plain; with ``rows`` to this
     # rank's tokens. ``fields`` beside ``log_probs``: ``entropy`` (nats), ``is_top1`` (the target is the most probable
     # token), and without gradient ``mean_logits`` and ``log_sum_sq_probs``.
     if rows is not None:

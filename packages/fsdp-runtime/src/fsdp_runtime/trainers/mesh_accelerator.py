@@ -44,11 +44,11 @@ from fsdp_runtime.trainers.training_arguments import check_on_mesh
 
 
 class MeshAccelerator(StateMixin, Accelerator):
-    """An ``Accelerator`` for a loop of one's own on a mesh of any axes: its processes are the ranks of ``dp``.
+    """An ``Accelerator`` for a user's training loop on a mesh of any axes: its processes are the ranks of ``dp``.
 
-    ``prepare`` shards models in place of wrapping them, deals batches over ``dp`` and lets optimizers that were built
-    before hold the shards.  Losses, norms and weights are those of ``Accelerator`` on as many processes as ``dp`` has
-    ranks.  Ranks that differ only in ``cp`` or ``tp`` get the same batches; ``is_main_process`` and the barriers
+    ``prepare`` shards models in place of wrapping them, deals batches over ``dp`` and gives the shards to
+    optimizers built earlier.  Losses, norms and weights are the same as with ``Accelerator`` on one process per rank
+    of ``dp``.  Ranks that differ only in ``cp`` or ``tp`` get the same batches; ``is_main_process`` and the barriers
     concern all ranks.  :func:`over_mesh` makes one of the accelerator of a trainer.
 
     Args:
@@ -149,7 +149,7 @@ class MeshAccelerator(StateMixin, Accelerator):
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap a scheduler; a step of the loop is as many of its own as ``dp`` has ranks, unless batches are split."""
+        """Wrap a scheduler; a call steps it once per rank of ``dp``, or once with ``split_batches``."""
         prepared = super().prepare_scheduler(scheduler)
         ranks = SimpleNamespace(num_processes=self.num_processes)
         step = prepared.step
@@ -165,7 +165,7 @@ class MeshAccelerator(StateMixin, Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Deal the batches over ``dp``; ranks of one ``tp`` group, and their workers, draw the same random numbers.
 
-        With ``dispatch_batches`` the first rank reads batches, of which each rank of ``dp`` gets an equal part.  Else
+        With ``dispatch_batches`` the first rank reads batches, and each rank of ``dp`` gets an equal part.  Else
         every rank reads a stream from its beginning and keeps its own rows.
 
         Raises:
@@ -197,7 +197,7 @@ class MeshAccelerator(StateMixin, Accelerator):
         return prepared
 
     def _begin_epoch(self, begin: Callable[[], None]) -> None:
-        """Begin to read a data loader, whose samplers and data sets may draw random numbers."""
+        """Begin to read a data loader; its samplers and data sets may draw random numbers."""
         begin()
         self.share_random_state()
 
@@ -258,7 +258,7 @@ class MeshAccelerator(StateMixin, Accelerator):
         return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, and drop what the data loader repeated to fill the last batch."""
+        """Gather, and drop samples that the data loader repeated to fill the last batch."""
         with replaced_globals(Accelerator.gather_for_metrics, gather_object=self.gather_objects):
             return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
 
@@ -328,7 +328,7 @@ class MeshAccelerator(StateMixin, Accelerator):
 
 
 class DealtRows:
-    """Batches that the world's first rank reads, and of which each rank of ``dp`` gets its rows, on its device."""
+    """Batches read by the world's first rank; each rank of ``dp`` gets its rows, on its device."""
 
     def __init__(self, data_loader: Any, accelerator: MeshAccelerator) -> None:
         self.dataset = data_loader.dataset

@@ -190,7 +190,7 @@ class MeshTrainerMixin(LogStepValues):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss; a mean over this rank's labels is weighted by its share of those of all ranks."""
+        """Compute the loss; a mean over this rank's labels is weighted by their share of all ranks' labels."""
         ranks = self.accelerator.num_processes
         if ranks == 1:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

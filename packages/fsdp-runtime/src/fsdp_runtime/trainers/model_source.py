@@ -1,4 +1,4 @@
-"""From what a trainer is given to a sharded model: a path, a model that is not sharded yet, or one with adapters."""
+"""Build a trainer's sharded model from a path, an unsharded model, or a model with adapters."""
 
 from __future__ import annotations
 

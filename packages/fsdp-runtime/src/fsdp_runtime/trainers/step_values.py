@@ -1,4 +1,4 @@
-"""Log what a ``StepMeter`` finds of the steps that a trainer logs: speed, model FLOPs utilization, memory, traffic."""
+"""Log a ``StepMeter``'s values of the steps that a trainer logs: speed, model FLOPs utilization, memory, traffic."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LogStepValues(_AnyTrainer):
     """Add to the log of a trainer on a mesh the values of ``StepMeter`` for the step that is logged.
 
     Only these steps are measured (``logging_steps``): measuring waits for the device at the ends of a step and its
-    phases.  Bytes sent are counted in the first of them, unless blocks are compiled.  A model whose operations cannot
-    be counted is trained without these values, and the log says why.
+    phases.  Bytes sent are counted in the first measured step, unless blocks are compiled.  If the operations of a
+    model cannot be counted, it is trained without these values, and the log says why.
     """
 
     mesh: DeviceMesh
@@ -125,7 +125,7 @@ def _will_be_logged(args: Any, state: Any) -> bool:
 
 @contextmanager
 def _lengths_of_forwards(model: nn.Module, lengths: list[int]) -> Iterator[None]:
-    """Add to ``lengths`` those of the rows of every forward that has a backward."""
+    """Add the row lengths of every forward with a backward to ``lengths``."""
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled() and model.training:

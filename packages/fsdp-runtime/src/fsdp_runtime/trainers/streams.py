@@ -1,6 +1,6 @@
 """Data sets without indices: every rank of ``dp`` reads the whole stream and keeps its own rows of each batch.
 
-accelerate gives every rank files of its own where a ``datasets.IterableDataset`` has enough of them.  Batches would
+accelerate gives every rank separate files where a ``datasets.IterableDataset`` has enough files.  Batches would
 then differ from one process, and ranks with fewer rows would end early.
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class StreamPart(IterableDatasetShard):
-    """The rows of a stream that one rank of ``dp`` keeps; the arguments are those of accelerate's class.
+    """The rows of a stream that one rank of ``dp`` keeps; accelerate's class has the same arguments.
 
     A last incomplete batch is filled up with the first rows.  Without worker processes, ``gather_for_metrics`` leaves
     these rows out.
@@ -35,7 +35,7 @@ class StreamPart(IterableDatasetShard):
         self._warns = dist.get_rank() == 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this rank's rows; the order is that of one process, with a generator of torch too."""
+        """Iterate over this rank's rows; the order is the same as on one process, also with a torch generator."""
         total = self.batch_size * (1 if self.split_batches else self.num_processes)
         part = total // self.num_processes
         start = self.process_index * part

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 _SAMPLING = frozenset({"random", "sequential"})
 
-#: Refused but by a trainer whose batches the first rank reads.
+#: Refused, except by trainers that read all batches on the first rank.
 _DISPATCHED = "accelerator_config's dispatch_batches"
 #: Where an option is set that is refused, its name, and what to do instead.
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (

@@ -135,7 +135,7 @@ class TrlMixin(MeshTrainerMixin):
 
     @contextmanager
     def _sampling(self, model: nn.Module) -> Iterator[None]:
-        """Sample full rows with FSDP2's parameters gathered and plain logits; ranks of ``tp`` and ``cp`` alike."""
+        """Sample full rows with gathered FSDP2 parameters and plain logits, equally on ``tp`` and ``cp`` ranks."""
         self.accelerator.share_random_state()
         with torch.no_grad(), unsharded(model), full_logits(base_model(model)), whole_rows(model):
             yield
@@ -161,8 +161,8 @@ class GeneratingMixin(TrlMixin):
     """Let a trainer of TRL that samples completions, such as GRPO's, train on a mesh.
 
     Prompts are divided over ``dp``.  The ranks of one ``tp`` group generate the same completions together, with FSDP2's
-    parameters gathered meanwhile, and use the same rewards: those of the group's first rank.  So do the ranks of
-    ``cp``, each of which generates full rows, and scores and trains its own tokens.
+    parameters gathered meanwhile, and use the rewards of the group's first rank.  So do the ranks of ``cp``: each
+    rank generates full rows, and scores and trains its own tokens.
 
     ``generation_batch_size`` is set to ``per_device_train_batch_size * steps_per_generation`` times the size of ``dp``.
     """
@@ -228,7 +228,7 @@ def _images_of(messages: Any) -> Iterator[Any]:
 
 
 def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """Raise :class:`OptionError` for what a trainer that generates cannot do on a mesh."""
+    """Raise :class:`OptionError` for options that a generating trainer does not support on a mesh."""
     if getattr(args, "use_vllm", False) and args.vllm_mode != "server":
         raise OptionError(
             f"use_vllm=True with vllm_mode={args.vllm_mode!r} cannot be used on a model that parallelize has sharded: "

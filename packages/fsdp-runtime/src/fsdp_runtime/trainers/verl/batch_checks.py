@@ -1,4 +1,4 @@
-"""Checks of one rank's samples, for what a model or a loss would fail at on that rank alone."""
+"""Checks of one rank's samples for values that make a model or loss fail on that rank alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def require_sound(data: Any, words: int | None) -> None:
 
 
 def _require(problem: str, fine: Tensor, *values: Tensor, samples: Tensor | None = None) -> None:
-    """Raise for the first entry that is not fine, with the values there; ``samples``: whose entry each is."""
+    """Raise for the first invalid entry, with its values; ``samples``: the sample of each entry."""
     if not fine.all():
         at = int(fine.logical_not().nonzero()[0])
         sample = at if samples is None else int(samples[at])

@@ -1,7 +1,7 @@
 """``fsdp-runtime verl-check``: whether verl finds this engine, one line a finding.
 
 verl logs a plug-in that fails to import at DEBUG and goes on; its user then reads "Unknown backend: fsdp_runtime".  The
-check imports verl as a run does, asks its registries, and imports again what is missing, to show the error.
+check imports verl as a run does, asks its registries, and imports missing modules again, to show the error.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Checkpoints:
                 scheduler=self._scheduler if "extra" in contents else None,
             )
             dp = state.extra.get("dp", self._dp)
-        if not ray.is_initialized():  # under Ray one process reads all data, whose state is of no rank
+        if not ray.is_initialized():  # under Ray one process reads all data: no rank has their state
             ranks = world_ranks()
             with raise_on_all(ranks):
                 if ranks.is_first:

@@ -39,12 +39,12 @@ class FsdpRuntimeEngineConfig(EngineConfig):
     _mutable_fields = EngineConfig._mutable_fields | {"freeze_vision_tower", "pad_to_length", "cp", "context_parallel"}
 
     strategy: str = STRATEGY
-    dp_replicate: int = 1  # as all axes, that of ``fsdp_runtime.MeshSpec``; one of them may be -1
+    dp_replicate: int = 1  # all axes as in ``fsdp_runtime.MeshSpec``; one axis may be -1
     dp_shard: int = -1  # ranks that parameters are sharded over
     cp: int = 1  # ranks that a sequence is sharded over
     tp: int = 1  # ranks that layers are sharded over
     ep: int = 1  # ranks that experts are divided over
-    plan: str | None = "auto"  # as all options down to ``compile``, that of ``fsdp_runtime.parallelize``
+    plan: str | None = "auto"  # options down to ``compile`` as in ``fsdp_runtime.parallelize``
     sequence_parallel: bool = False  # shard activations between blocks over ``tp``
     context_parallel: str = "allgather"  # ``allgather``, ``ulysses`` or ``ring``
     load_balancer: str | None = "headtail"  # ``headtail``, or null for contiguous chunks
@@ -57,7 +57,7 @@ class FsdpRuntimeEngineConfig(EngineConfig):
     model_dtype: str | None = None
     param_dtype: str | None = None  # dtype to compute in; null for verl's ``dtype``
     reduce_dtype: str = "fp32"  # dtype of the reduction of gradients
-    # as all further options of FSDP2, that of ``fsdp_runtime.FSDPOptions``: keep shards, gradients and optimizer
+    # further options of FSDP2 as in ``fsdp_runtime.FSDPOptions``: keep shards, gradients and optimizer
     # state on the host
     offload_policy: bool = False
     reshard_after_forward: bool = True  # free gathered parameters after each block
@@ -66,7 +66,7 @@ class FsdpRuntimeEngineConfig(EngineConfig):
     prefetch_backward: int = 1  # blocks gathered ahead in backward
     frozen_params: str = "layer"  # ``layer``, ``root`` or ``replicate``
     freeze_vision_tower: bool = False  # do not train the vision tower
-    sync_dtype: str | None = None  # dtype of weights for the rollout; null for that of the parameters
+    sync_dtype: str | None = None  # dtype of weights for the rollout; null for the parameters' dtype
     fsdp_size: int = -1  # verl's: the number of ranks of ``dp_shard``, with the others in ``dp_replicate``
     ulysses_sequence_parallel_size: int = 1  # verl's: ``cp`` with ``context_parallel=ulysses``
     mixed_precision: dict[str, Any] | None = None  # verl's: ``param_dtype`` and ``reduce_dtype``
@@ -74,7 +74,7 @@ class FsdpRuntimeEngineConfig(EngineConfig):
     pad_to_length: bool = False  # round packed rows up to a multiple of ``pad_to_length_bucket`` tokens
     pad_to_length_bucket: int = 1024  # that multiple
     entropy_from_logits_with_chunking: bool = False  # always so here: entropies are computed a tile of logits at a time
-    entropy_from_logits_chunk_size: int = 2048  # not used by the tiles, whose size follows from the device
+    entropy_from_logits_chunk_size: int = 2048  # not used: the device decides the size of the tiles
     entropy_checkpointing: bool = False  # always so here: backward computes the tiles again
     use_torch_compile: bool = False  # refused: it compiles verl's entropy function; ``compile`` compiles the blocks
     wrap_policy: dict[str, Any] = field(default_factory=dict)  # refused: FSDP2 wraps each block
@@ -218,7 +218,7 @@ _OF_MODEL = ("enable_gradient_checkpointing", "use_remove_padding", "trust_remot
 
 
 def check_configs(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> None:
-    """Refuse what the four configs of an engine ask for and the engine does not do."""
+    """Refuse options in the four configs of an engine that the engine does not support."""
     require_own_config(engine)
     check_flags(engine)
     refuse("model.", "HFModelConfig", model)

@@ -70,7 +70,7 @@ def store_groups() -> None:
 
 
 def _is_copied(name: str) -> bool:
-    """Whether a reference takes a field from its actor: values of its mesh and options, not those of training."""
+    """Whether a reference takes a field from its actor: fields of mesh and options, not fields of training."""
     default = engine_node()[name]
     return name not in _OF_TRAINING and not isinstance(default, dict) and not name.endswith("_per_gpu")
 

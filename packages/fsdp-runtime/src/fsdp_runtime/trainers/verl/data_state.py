@@ -34,7 +34,7 @@ def deal_anew(folder: Path, saved: int, dp: int) -> None:
     if saved == dp:
         return
     holders = list(_holders(state))
-    if not holders or any(len(holder) > 1 for holder in holders):  # a sampler with a state of its own counts too
+    if not holders or any(len(holder) > 1 for holder in holders):  # a sampler's own state counts too
         raise _refused(folder, saved, dp, "has a state of another sampler than verl's")
     for holder in holders:
         rows = holder[_COUNT] * saved

@@ -97,7 +97,7 @@ class FsdpRuntimeEngine(BaseEngine):
         return all(int(self.mesh[axis].get_local_rank()) == 0 for axis in ("tp", "cp"))
 
     def initialize(self) -> None:
-        """Build model, optimizer and schedule, and load the weights; a second call starts anew."""
+        """Build model, optimizer and schedule, and load the weights; a second call starts again."""
         module = build_module(self.model_config, self.engine_config, value_head=self.value_head)
         self.module = parallelized(module, self.mesh, self.model_config, self.engine_config, value_head=self.value_head)
         self.optimizer = self.lr_scheduler = self._shards = None
@@ -241,9 +241,9 @@ class FsdpRuntimeEngine(BaseEngine):
         self, layered_summon: bool = False, base_sync_done: bool | None = None, **kwargs: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """Return an iterator over the weights for the rollout, which every rank exhausts, and an adapter's config."""
-        # An adapter that is not merged is sent by itself once the rollout has the base model's weights
-        # (``base_sync_done``), and those before. Checkpoint engines that send no adapters do not give that argument,
-        # and get the adapter merged. ``layered_summon``, to gather a part at a time, is always so here.
+        # An adapter that is not merged is sent alone once the rollout has the base model's weights
+        # (``base_sync_done``); earlier they are sent. Checkpoint engines that send no adapters omit that argument, and
+        # get the adapter merged. ``layered_summon``, to gather a part at a time, is always so here.
         merges = (self.model_config.get("lora", None) or {}).get("merge", False)
         dtype = self._sync_dtype()
         if not hasattr(self.module, "peft_config") or merges or base_sync_done is None:
@@ -280,7 +280,7 @@ class FsdpRuntimeEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save what the checkpoint config lists.  Collective."""
+        """Save the contents that the checkpoint config lists.  Collective."""
         _require_no_hdfs(hdfs_path)
         with self._residency.present("parameters", "buffers", "optimizer"):
             self._checkpoints.save(Path(local_path), step=global_step, keep=max_ckpt_to_keep)

@@ -120,6 +120,6 @@ class Shards:
 
 
 def _differing(values: Tensor, before: Tensor) -> Tensor:
-    """Return the indices of elements whose bits differ, so that a changed sign of zero and NaN count."""
+    """Return the indices of elements with different bits; a changed sign of zero counts, and NaN does."""
     bits = WORDS[values.element_size()]
     return (values.view(bits) != before.view(bits)).nonzero().squeeze(-1)

@@ -16,8 +16,8 @@ def require_types(
     where: str, config: Any, *, kind: type | None = None, names: Collection[str] = (), or_none: str = ""
 ) -> None:
     """Check flags, numbers and mappings of a config; fields of text are checked where they are used."""
-    # ``kind`` is the dataclass that declares the fields, by default the config's; ``names``, by default all, are those
-    # that are checked; a field whose default is ``None``, and ``or_none``, may be that.
+    # ``kind`` is the dataclass that declares the fields, by default the config's; ``names``, by default all, are the
+    # checked fields; ``or_none`` and fields with the default ``None`` may be ``None``.
     hints = get_type_hints(kind := kind or type(config))
     for each in fields(kind):
         value, hint = getattr(config, each.name, None), hints[each.name]

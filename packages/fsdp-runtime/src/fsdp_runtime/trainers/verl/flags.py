@@ -1,4 +1,4 @@
-"""What each flag of verl does with this engine, as data: the guide's table, what is refused, what ``verl-check`` knows.
+"""The effect of each verl flag on this engine, as data for the guide's table, refusals and ``verl-check``.
 
 A flag is in one of three states.  *same*: verl's trainer reads it, or the engine does what verl's own does.  *here*:
 the meaning is kept in another way, which the text says.  *refused*: an error at start with the way out.
@@ -24,7 +24,7 @@ class Flag(NamedTuple):
     only_with: str = ""
 
     def value_in(self, config: Any, name: str) -> Any:
-        """Return what a config sets, false for nothing."""
+        """Return the value that a config sets, false for no value."""
         value = getattr(config, name, None)
         if self.only_with and not getattr(config, self.only_with, None):
             return None
@@ -170,7 +170,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
 
 
 def refuse(where: str, kind: str, config: Any) -> None:
-    """Refuse what a config sets of the flags that have no counterpart, or that a newer verl added."""
+    """Refuse a config that sets flags without a counterpart, or flags that a newer verl added."""
     # ``where`` begins the names of the error; ``kind`` is a class of ``FLAGS``.
     for name, flag in FLAGS[kind].items():
         value = flag.value_in(config, name) if flag.state == "refused" else None

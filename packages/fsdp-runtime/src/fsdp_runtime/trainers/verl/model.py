@@ -125,7 +125,7 @@ def parallelized(
         load_adapter(model, path)
     elif model_config.lora_rank > 0:
         init_adapters(model, seed=config.seed)
-    # A critic may start from a language model, whose checkpoint has no head of values.
+    # A critic may start from a language model; that checkpoint has no value head.
     heads = [name for name in ("score", "classifier") if value_head and hasattr(model, name)]
     new = dict.fromkeys(heads, getattr(model_config.hf_config, "initializer_range", 0.02))
     load_weights(model, model_config.local_path, training=not config.forward_only, new_modules=new)

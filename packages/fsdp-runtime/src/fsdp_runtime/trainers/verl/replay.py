@@ -1,4 +1,4 @@
-"""Router replay as verl's engines have it: R2 replays what the actor recorded, R3 what the rollout did."""
+"""Router replay as verl's engines have it: R2 replays the actor's routes, R3 the rollout's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Way = Literal["none", "record", "replay"]
 
 
 def way_of(mode: str, *, forward_only: bool, has_loss: bool, asked: bool | None) -> Way:
-    """Return what a forward does with routes."""
+    """Return how a forward treats routes."""
     # verl's worker says so in the batch (``asked``) for its own names of engines only; for others the call tells:
     # ``compute_log_prob`` runs forward without a loss.
     if mode == "disabled" or asked is False:

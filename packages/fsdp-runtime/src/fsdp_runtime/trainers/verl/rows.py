@@ -1,8 +1,8 @@
 """verl's nested micro-batches as a model's inputs, and values of tokens back in verl's form.
 
 ``log_probs[t]`` of verl is the log-probability of token ``t + 1``.  The last value of a sample has no next token and is
-0 here; verl's own engine scores the first token of the next sample there, and no loss of verl reads it but that of an
-SFT sample whose first token has ``loss_mask`` 1.
+0 here; verl's own engine scores the first token of the next sample there.  The only loss of verl that reads it is
+an SFT sample's with ``loss_mask`` 1 at its first token.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _IGNORED = -100
 class Rows:
     """One micro-batch as rows, packed or padded."""
 
-    inputs: Mapping[str, Any]  # the model's inputs, ``[rows, length]``; under ``cp`` those of this rank
-    targets: Tensor  # ``[rows, length]`` int64, the next token or -100; under ``cp`` those of this rank
+    inputs: Mapping[str, Any]  # the model's inputs, ``[rows, length]``; under ``cp`` this rank's
+    targets: Tensor  # ``[rows, length]`` int64, the next token or -100; under ``cp`` this rank's
     temperature: Tensor  # ``[rows, length]`` float32, as the targets
     tokens: Tensor  # ``[rows, length]`` bool, the tokens of samples in full rows
     offsets: Tensor  # ``[samples + 1]`` offsets of verl's nested tensors
@@ -55,7 +55,7 @@ class Rows:
 
 
 def rows_of(micro_batch: Any, mesh: DeviceMesh, config: FsdpRuntimeEngineConfig, *, packs: bool) -> Rows:
-    """Return a micro-batch on this rank's device as rows; ``packs``: the model keeps packed documents apart."""
+    """Return a micro-batch on this rank's device as rows; ``packs``: the model separates packed documents."""
     ids, positions = micro_batch["input_ids"], micro_batch["position_ids"]
     temperature = tensordict_utils.get_non_tensor_data(micro_batch, "temperature", 1.0)  # a batch of SFT has none
     if not isinstance(temperature, Tensor):
@@ -98,13 +98,13 @@ def _of_rank(full: Rows, config: FsdpRuntimeEngineConfig, media: Mapping[str, An
 def _multiple(config: FsdpRuntimeEngineConfig) -> int:
     """The number that the length of a row must be a multiple of."""
     axes = config.axes
-    # Code that is compiled for shards of one length fails on longer ones of ranks whose numbers of tokens differ.
+    # Code compiled for shards of one length fails on longer shards, which occur if ranks have different token counts.
     shards = axes.tp if config.sequence_parallel and config.compile else 1
     return shards * (2 * axes.cp if axes.cp > 1 else 1)
 
 
 def _packed(ids: Any, positions: Any, temperature: Tensor, pad: int, config: FsdpRuntimeEngineConfig) -> Any:
-    """One row of all samples; padding at its end is a document of its own."""
+    """One row of all samples; padding at its end is a separate document."""
     flat, offsets = ids.values(), ids.offsets()
     multiple = _multiple(config)
     if config.pad_to_length:
@@ -126,7 +126,7 @@ def _packed(ids: Any, positions: Any, temperature: Tensor, pad: int, config: Fsd
 def _padded(
     ids: Any, positions: Any, temperature: Tensor, pad: int, config: FsdpRuntimeEngineConfig, *, packs: bool
 ) -> Any:
-    """One row for each sample, padded on the right; padding is a document of its own of a model that packs."""
+    """One row per sample, padded on the right; for a packing model, padding is a separate document."""
     lengths = ids.offsets().diff()
     rows, longest = len(lengths), int(lengths.max())
     longest += -longest % _multiple(config)

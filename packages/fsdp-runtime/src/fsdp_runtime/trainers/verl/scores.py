@@ -81,7 +81,7 @@ def _scores(statistics: Any, rows: Rows, *, entropy: bool, squares: bool) -> dic
     scores = {"log_probs": found.logprobs}
     if entropy:
         scores["entropy"] = found.entropy
-    if squares:  # the sum of exp(2 z) over the square of that of exp(z)
+    if squares:  # the sum of exp(2 z) over the square of the sum of exp(z)
         doubled = statistics(temperature=rows.temperature / 2)
         scores["sum_pi_squared"] = (doubled.logsumexp - 2 * found.logsumexp).exp()
     return scores

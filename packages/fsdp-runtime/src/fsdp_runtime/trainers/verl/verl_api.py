@@ -1,7 +1,7 @@
-"""Everything that is used of verl, whose interface "is subject to change before release" (its ``BaseEngine``).
+"""All names that are used from verl; its interface "is subject to change before release" (its ``BaseEngine``).
 
-Other files of this folder import verl's names from here only.  ``SIGNATURES`` has the parameters of what is called or
-overridden; a test compares them with the installed verl.
+Other files of this folder import verl's names from here only.  ``SIGNATURES`` has the parameters of called and
+overridden functions; a test compares them with the installed verl.
 """
 
 from __future__ import annotations
