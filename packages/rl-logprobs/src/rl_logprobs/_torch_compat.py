@@ -56,7 +56,7 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the ``backward`` of an autograd function refuse to compute what a gradient of a gradient would need."""
+    """Let the ``backward`` of an autograd function refuse to run for a gradient of a gradient."""
     # torch's ``once_differentiable`` (2.10 to 2.15; no upstream issue found) fails only where the incoming gradients
     # have a history. Otherwise it returns constants, and a penalty on a gradient trains nothing, without an error.
 
@@ -87,7 +87,7 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def unreduced_parameters() -> set[int]:
-    """Return the ``id`` of each parameter of FSDP2 whose gradient is accumulated on its rank and not reduced yet."""
+    """Return the ``id`` of each FSDP2 parameter with a gradient that its rank has accumulated and not reduced yet."""
     # torch 2.10 to 2.15 have no public way to ask, and leave ``parameter.grad`` as it was under
     # ``set_requires_gradient_sync(False)``; no upstream issue found.
     found: set[int] = set()
@@ -122,7 +122,7 @@ def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     # which all ranks of the world must create together). A world bound to a device (``device_id`` of
     # ``init_process_group``) splits its communicator for a new group, which needs every rank. Otherwise the ranks
     # rendezvous under a name that contains the number of groups that each belongs to. Ranks in different numbers of
-    # groups (pipeline stages with a group of their own, say) would wait for each other under different names.
+    # groups (pipeline stages with separate groups, say) would wait for each other under different names.
     world = dist.group.WORLD
     if world is None or getattr(world, "bound_device_id", None) is not None:
         return None
@@ -139,7 +139,7 @@ _ranks_cache: WeakKeyDictionary[DeviceMesh, frozenset[int]] = WeakKeyDictionary(
 
 
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
-    """Return the mesh's ranks, from a cache: torch computes them anew each time, as slowly as ten small norms."""
+    """Return the mesh's ranks, from a cache: torch computes them at each call, as slowly as ten small norms."""
     # Computed outside any mode: under fake tensors, torch 2.10 to 2.15 compute a mesh's ranks as tensors without values
     # (pytorch/pytorch#142275).
     if mesh not in _ranks_cache:

@@ -1,6 +1,6 @@
 """Sequences that are sharded over a context-parallel axis, contiguous or load-balanced.
 
-A *permutation* lists each token's position in the sequence, for the tokens of rank 0, then those of rank 1, and so on
+A *permutation* lists each token's position in the sequence, for the tokens of rank 0, then of rank 1, and so on
 (torch's ``context_parallel`` makes one when an ``arange`` is among its buffers).  Shift targets in the full sequence,
 then shard them: the last token of a rank is scored against the right one, and no logits are gathered.
 
@@ -86,7 +86,7 @@ def gather_sequence(
     """Return the tokens of all ranks in sequence order, on every rank; the inverse of ``sequence_shard``.
 
     One all-gather forward and no communication backward: all ranks are assumed to compute the same function of the
-    result, so that each keeps the gradient of its own tokens.
+    result, and each rank keeps its own tokens' gradient.
 
     Args:
         local: this rank's tokens, such as log-probabilities ``[batch, seq / ranks]``.

@@ -1,4 +1,4 @@
-"""Devices of tensors: whose costs decide how to compute on them, and which must agree."""
+"""Devices of tensors: their costs decide how to compute, and the devices of arguments must agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _accelerator_assumed: ContextVar[bool] = ContextVar("accelerator_assumed", defau
 @contextmanager
 def assume_accelerator() -> Iterator[None]:
     """Compute on CPU tensors within the context as on an accelerator's."""
-    # For a dry run, whose CPU or fake tensors stand for tensors on an accelerator. Applies to the current thread, which
+    # For a dry run: its CPU or fake tensors represent tensors on an accelerator. Applies to the current thread, which
     # also runs the backward pass of CPU tensors.
     token = _accelerator_assumed.set(True)
     try:
@@ -31,7 +31,7 @@ def has_cpu_costs(device: torch.device) -> bool:
 
 
 def is_accelerator_assumed() -> bool:
-    """Return whether tensors stand for those of an accelerator, and hold no values for its kernels."""
+    """Return whether tensors represent an accelerator's, and hold no values for its kernels."""
     return _accelerator_assumed.get()
 
 

@@ -144,7 +144,7 @@ def logprobs_at(
 
     Returns:
         ``[..., k]`` for this rank's tokens, float32 (float64 for float64 logits), differentiable in the logits.
-        An id whose logit is ``-inf`` has ``-inf`` and no gradient.
+        An id with the logit ``-inf`` has ``-inf`` and no gradient.
 
     Raises:
         ShapeError: the shapes or widths contradict each other.

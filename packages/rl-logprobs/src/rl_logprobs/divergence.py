@@ -39,7 +39,7 @@ def kl_estimate(
     unbiased and never negative (the one in GRPO, arXiv:2402.03300, equation 4).
 
     An unbiased *value* does not make its gradient the divergence's.  For tokens that the policy itself sampled, the
-    gradient of ``k1`` is 0 on average, that of ``k3`` is the gradient of ``KL(reference || policy)``, and that of
+    gradient of ``k1`` is 0 on average, the gradient of ``k3`` is ``KL(reference || policy)``'s, and the gradient of
     ``k2`` is right (Liu et al., "Rethinking KL Regularization in RLHF", arXiv:2510.01555).  Two ways to the right
     gradient:
 
@@ -53,7 +53,7 @@ def kl_estimate(
         estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
         sampled_logprobs: log-probabilities under the policy that sampled, of the same shape; a detached copy of
             ``logprobs`` if that is the policy itself.
-        gradient: ``"estimator"`` for that of the formula, or ``"unbiased"``.
+        gradient: ``"estimator"`` for the formula's gradient, or ``"unbiased"``.
 
     Returns:
         One estimate per token in nats, of the shape of ``logprobs``, differentiable in both (with
@@ -182,10 +182,10 @@ def token_divergence(
             for its full batch.  A head may be plain or sharded over any group that this rank is in; logits are in
             full or sharded as the student's.  Or ``(ids, logprobs)``, ``[..., k]`` each: the ``k`` most probable ids
             and their log-probabilities over the full vocabulary at the teacher's temperature, as ``topk_logprobs`` and
-            engines return them; ids whose log-probability is ``-inf`` are left out.
+            engines return them; ids with log-probability ``-inf`` are left out.
         beta: from 0 to 1.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
-        teacher_temperature: that of the teacher, by default the same.
+        teacher_temperature: the teacher's, by default the same.
         mask: bool or integers of the student's leading shape, the full batch or this rank's part; 0 at tokens that do
             not count (such as prompt and padding): value 0 and gradient 0, whatever their logits.
         shard: of logits, for either side; :class:`LinearLogits` has its own.

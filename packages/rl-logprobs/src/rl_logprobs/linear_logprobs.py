@@ -38,7 +38,7 @@ def linear_token_logprobs(
         hidden: ``[batch, seq, features]`` or ``[tokens, features]``, as ``linear_token_statistics`` takes them.
         weight: ``[vocab, features]``: plain, a DTensor, or a local shard.
         targets: integers of hidden's leading shape.
-        bias: as all further arguments, that of ``linear_token_statistics``.
+        bias: as in ``linear_token_statistics``, like all further arguments.
         logit_scale: factor on the products.
         softcap: positive bound of the logits.
         temperature: positive number, or positive tensor that broadcasts to this rank's targets.
@@ -102,7 +102,7 @@ def linear_token_statistics(
         hidden: ``[batch, seq, features]`` or ``[tokens, features]``, floating point.  A plain tensor that is the same
             on every rank of the vocabulary's axis, or a DTensor that is replicated or (sequence parallelism) sharded
             on the tokens there; a sharded one is gathered, and its gradient reduce-scattered.
-        weight: ``[vocab, features]``, floating point: a plain tensor; a DTensor whose rows are sharded over one axis
+        weight: ``[vocab, features]``, floating point: a plain tensor; a DTensor with rows sharded over one axis
             of its mesh; or, with ``shard``, a local shard.  Its other axes must be replicated: use an FSDP head while
             it is unsharded.
         targets: integers of hidden's leading shape: the full batch, or the tokens that this rank has after the gather.
@@ -118,7 +118,7 @@ def linear_token_statistics(
             position gets 0.
         ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their hidden states.
         support: normalise over the ids that the sampler kept, one row per target; for the full batch, or for the tokens
-            that this rank has after the gather.  All statistics are those of the kept ids.  Small sets read the kept
+            that this rank has after the gather.  All statistics cover the kept ids.  Small sets read the kept
             rows of the head and no others, large ones compute all logits of a few tokens at a time, whichever costs
             less; only kept rows have a gradient.
 

@@ -33,14 +33,14 @@ def token_logprobs(
 ) -> torch.Tensor:
     """Return the log-probability of each target under ``softmax(logits / temperature)``.
 
-    One pass over the local logits and one collective forward, none backward; each rank's gradient is that of
+    One pass over the local logits and one collective forward, none backward; each rank gets the gradient of
     its own columns.  The logits keep their dtype, and no float32 copy of them is made.
 
     Args:
         logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]``, as ``token_statistics`` takes them: plain, a
             DTensor that is sharded on the vocabulary, or a local shard.
         targets: integers of the logits' leading shape.
-        shard: as all further arguments, that of ``token_statistics``.
+        shard: as in ``token_statistics``, like all further arguments.
         shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``.
         temperature: positive number, or positive tensor that broadcasts to this rank's targets.
         ignore_index: target of tokens that are not scored.
@@ -102,7 +102,7 @@ def token_statistics(
 
     Args:
         logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]`` (any leading dims), float16, bfloat16,
-            float32 or float64.  A plain tensor; a DTensor whose vocabulary is sharded over one axis of its
+            float32 or float64.  A plain tensor; a DTensor with the vocabulary sharded over one axis of its
             mesh (any size; tokens may be sharded over other axes); or, with ``shard``, a local shard.
         targets: integers of the logits' leading shape: the full batch, or this rank's part where a DTensor
             shards the tokens.  Plain or DTensor, on the device of the logits.
@@ -118,13 +118,13 @@ def token_statistics(
         sampling: score under the filtered and renormalised distribution of a sampler with these settings, entropy
             included.  A target that the filter removes has ``-inf`` and no gradient.  Needs a few more collectives.
         support: normalise over the ids that the sampler kept, one row per target, for a full batch or for this rank's
-            tokens; all statistics are those of the kept ids, and gradients go to kept columns only.  Reads the kept
+            tokens; all statistics cover the kept ids, and gradients go to kept columns only.  Reads the kept
             logits alone, with torch's own operations on every backend.  Not together with ``sampling``.
         inplace_backward: write the gradient over the logits' memory instead of a second tensor of their size.
             The logits are lost in the backward pass.
-        inplace_forward: if the logits need a gradient, overwrite them in the forward pass by what the backward pass
-            would otherwise compute again.  Faster, but gradients of half-precision logits are rounded twice.  Not
-            together with ``entropy``, whose gradient needs the logits.
+        inplace_forward: if the logits need a gradient, overwrite them in the forward pass by values that the backward
+            pass would otherwise compute again.  Faster, but gradients of half-precision logits are rounded twice.  Not
+            together with ``entropy``: its gradient needs the logits.
         backend: ``"triton"`` for Triton's kernels, ``"torch"`` for torch's own operations; by default the value of the
             environment variable ``RL_LOGPROBS_BACKEND``, or Triton on a GPU and torch elsewhere.
 

@@ -96,7 +96,7 @@ def min_kept_logit(
 
 
 def _min_p_threshold(min_p: float, max_logit: torch.Tensor, scale: TemperatureScale) -> torch.Tensor:
-    """Return the least logit whose probability is ``min_p`` times the largest one's."""
+    """Return the logit with ``min_p`` times the largest probability."""
     if min_p == 0:
         return torch.full_like(max_logit, -math.inf)
     return max_logit + (math.log(min_p) / scale.inv_temperature if min_p < 1 else 0.0)

@@ -1,4 +1,4 @@
-"""Divergence from a teacher of which the most probable ids are known."""
+"""Divergence from a teacher with known most probable ids."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _check_logprobs(logprobs: torch.Tensor, possible: torch.Tensor, known: torch
 
 
 def _with_tail(logprobs: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
-    """Append the logarithm of the remaining mass, at least that of rounding."""
+    """Append the logarithm of the remaining mass; the mass is at least the rounding error."""
     mass = logprobs.masked_fill(ignored.reshape(-1, 1), -math.inf).exp().sum(-1, keepdim=True)
     return torch.cat([logprobs, (1 - mass).clamp(min=torch.finfo(mass.dtype).eps).log()], -1)
 
@@ -111,7 +111,7 @@ def _divergence(s: torch.Tensor, t: torch.Tensor, beta: float) -> torch.Tensor:
         return _kl(t, s)
     if beta == 1:
         return _kl(s, t)
-    neither = (s == -math.inf) & (t == -math.inf)  # of which the logarithm of a sum has no gradient
+    neither = (s == -math.inf) & (t == -math.inf)  # the logarithm of their sum has no gradient
     s_part, t_part = s.masked_fill(neither, 0) + math.log1p(-beta), t.masked_fill(neither, 0) + math.log(beta)
     mixture = torch.logaddexp(s_part, t_part)
     return (1 - beta) * _kl(s, mixture) + beta * _kl(t, mixture)

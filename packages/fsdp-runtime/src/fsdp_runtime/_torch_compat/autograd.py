@@ -69,6 +69,6 @@ def in_backward() -> bool:
 
 
 def viewed_tensor(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that a view shares memory with, ``None`` for a tensor of its own."""
+    """Return the tensor that a view shares memory with, ``None`` for a tensor that is no view."""
     # ``Tensor._base`` of torch 2.10 to 2.15; a public name does not exist.
     return getattr(tensor, "_base", None)

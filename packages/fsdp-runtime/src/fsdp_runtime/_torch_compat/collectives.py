@@ -27,7 +27,7 @@ def reduce_scatter_flat(output: Tensor, full: Tensor, group: ProcessGroup) -> di
 
 
 def clone_default_store() -> Store:
-    """A connection of one's own to the store of ``init_process_group``, which torch 2.10 to 2.15 hand out nowhere."""
+    """A new connection to the store of ``init_process_group``; torch 2.10 to 2.15 have no public function for it."""
     store: Any = distributed_c10d._get_default_store()
     copy: Store = store.clone()
     return copy
@@ -36,7 +36,7 @@ def clone_default_store() -> Store:
 def separate_group(
     store: Store, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
 ) -> ProcessGroup:
-    """Form a group apart from the world; ``ValueError`` for a known name, ``RuntimeError`` where ranks do not come."""
+    """Form a group outside the world; ``ValueError`` for a known name, ``RuntimeError`` where ranks do not come."""
     # torch 2.10 to 2.15 form groups of the world's ranks alone (pytorch/pytorch#151960); SGLang and OpenRLHF call the
     # same function. Point-to-point operations look up the ranks that are registered here.
     helper: Any = distributed_c10d._new_process_group_helper

@@ -29,7 +29,7 @@ def tree_leaves(tree: Any) -> list[Any]:
     return found
 
 
-@cache  # a text is made anew at each call
+@cache  # torch builds the text at each call
 def operator_name(function: Any) -> str:
     """Return an operator's name without its namespace and overload, as ``"add_"`` of ``aten::add_.Tensor``."""
     return str(function.name()).split("::")[1].split(".")[0]

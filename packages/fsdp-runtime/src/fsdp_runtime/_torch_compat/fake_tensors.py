@@ -26,7 +26,7 @@ def fake_store() -> Any:
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """torch's mode of tensors without memory (private in 2.10 to 2.15), usable together with DTensor."""
-    # DTensor computes shard offsets with small tensors whose values it needs; those stay real. Operators that it runs
+    # DTensor computes shard offsets from values of small tensors; these stay real. Operators that it runs
     # on full shapes, to infer the shape of a result, are not part of the program and are hidden from other modes.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import _utils

@@ -39,9 +39,9 @@ def initialize_root(root: FSDPModule) -> None:
 
 
 def move_root(old: FSDPModule, new: Any) -> None:
-    """Make a module below a root, no FSDP module yet, the root, which gathers what the old one did if still in use."""
-    # Adapters that are taken out of a model leave its ``PeftModel`` out, whose parameters are those of the root. torch
-    # 2.10 to 2.15 have no public way but to wrap a copy of the model. Nothing is gathered as yet.
+    """Make ``new``, an unwrapped module below the root ``old``, the FSDP2 root; it takes over the parameters in use."""
+    # Unloading adapters leaves out the ``PeftModel``, the old root with the root's parameters. In torch 2.10 to 2.15
+    # the only public way is to wrap a copy of the model. Nothing is gathered as yet.
     units: list[Any] = [old, *(each for each in new.modules() if isinstance(each, FSDPModule))]
     state: Any = old._get_fsdp_state()
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
@@ -71,7 +71,7 @@ def _keep_parameters(group: Any, modules: Container[nn.Module]) -> bool:
 
 
 def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
-    """Return the shards of an FSDP module whose gradient is not reduced, or not yet over replicas."""
+    """Return the shards of an FSDP module with gradients not reduced yet, or not yet over replicas."""
     # Under ``set_requires_gradient_sync(False)`` that is intended; torch 2.10 to 2.15 have no public way to ask.
     return [
         parameter.sharded_param
@@ -91,13 +91,13 @@ def reduce_gradients(root: FSDPModule) -> None:
 
 
 def parameter_owners(unit: FSDPModule) -> set[nn.Module]:
-    """The modules whose parameters an FSDP module gathers, without those of FSDP modules below it."""
+    """The modules that own an FSDP module's gathered parameters, without owners in FSDP modules below it."""
     infos = [parameter._module_info for group in _parameter_groups(unit) for parameter in group.fsdp_params]
     return {module for info in infos for module in (info.module, *info.shared_modules)}
 
 
 def gathered_copies(unit: FSDPModule, *, now: bool = True) -> dict[nn.Parameter, nn.Parameter]:
-    """The gathered parameters with their shards that an FSDP module holds ``now``, or those of any time."""
+    """The gathered parameters that an FSDP module holds ``now``, or has ever held, with their shards."""
     return {
         parameter._unsharded_param: parameter.sharded_param
         for group in _parameter_groups(unit)
@@ -149,12 +149,12 @@ def _places(info: Any) -> list[tuple[nn.Module, str]]:
 
 def copied_versions(unit: FSDPModule) -> tuple[int, ...]:
     """The versions of the shards that an FSDP module holds gathered copies of (private in torch 2.10 to 2.15)."""
-    # Operators on a DTensor raise the version of the DTensor, those on its local tensor that of the local tensor.
+    # Operators on a DTensor raise its version; operators on its local tensor raise the local tensor's.
     return tuple(shard._version + local_tensor(shard)._version for shard in gathered_copies(unit).values())
 
 
 def show_shards(unit: FSDPModule) -> None:
-    """Let a gathered FSDP module's owners hold the shards; a backward gets the copies, and a forward gathers anew."""
+    """Let a gathered FSDP module's owners hold the shards; a backward gets the copies, and a forward gathers again."""
     # torch 2.10 to 2.15 have no public way to keep copies without showing them.
     for group in _parameter_groups(unit):
         for parameter in group.fsdp_params:
@@ -166,7 +166,7 @@ def _unshard(group: Any, async_op: bool = False) -> None:
     vars(group).pop("unshard", None)
     if group.is_unsharded and group._training_state.name == "PRE_BACKWARD":
         for parameter in group.fsdp_params:
-            parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)  # as it was gathered anew
+            parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)  # as after a new gather
             parameter._setattr_on_modules(parameter._unsharded_param)
     elif group.is_unsharded:
         group._to_sharded()
@@ -193,7 +193,7 @@ def in_forward(unit: FSDPModule) -> bool:
 
 def reset_after_error(root: FSDPModule) -> None:
     """Set FSDP2's state back if the last forward or backward raised; what it had gathered is freed."""
-    # Gradients that a backward left unreduced are dropped, those of ``no_sync`` with them; a forward changes none,
+    # Gradients that a backward left unreduced are dropped, also ``no_sync``'s; a forward changes no gradient,
     # where ``reset_iter_state`` (torch 2.13 and later) would drop them too.
     state: Any = root._get_fsdp_state()
     idle = type(state._training_state).IDLE

@@ -31,7 +31,7 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
 
 
 def _group_of_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of all ranks of a mesh: that of its only axis larger than 1, else a new one."""
+    """Return the group of all ranks of a mesh: the group of its only axis larger than 1, else a new group."""
     groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
     if len(groups) < 2:
         return groups[0] if groups else mesh.get_group(0)
@@ -66,7 +66,7 @@ def _group_count() -> int:
 
 
 def join_axes(*meshes: DeviceMesh) -> DeviceMesh:
-    """Concatenate meshes of one root, at least one of which is a flattened axis."""
+    """Concatenate meshes of one root; at least one mesh is a flattened axis."""
     # Slicing the root by the name of a flattened axis warns from torch 2.11 on (pytorch/pytorch#164993, #169381), and
     # 2.10 to 2.15 have no public replacement.
     return DeviceMesh._concatenate(list(meshes))
@@ -86,6 +86,6 @@ def is_strided(placement: Placement) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor's local tensor itself; ``to_local`` gives a view, which a recorder of memory would count anew."""
-    # Any other tensor is its own (torch 2.10 to 2.15).
+    """A DTensor's local tensor itself; a memory recorder would count the view from ``to_local`` again."""
+    # Other tensors are returned unchanged (torch 2.10 to 2.15).
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

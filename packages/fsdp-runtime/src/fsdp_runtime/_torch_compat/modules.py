@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a module that are part of its state dict."""
-    # Public API distinguishes them from other buffers only through ``state_dict()``, whose hooks drop FSDP2's gathered
+    # Public API distinguishes them from other buffers only through ``state_dict()``; its hooks drop FSDP2's gathered
     # parameters (torch 2.10 to 2.15).
     hidden = module._non_persistent_buffers_set
     return {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in hidden}
@@ -88,7 +88,7 @@ def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
 
 def set_parameter_hooks(parameter: Tensor, hooks: tuple[Any, Any]) -> None:
     """Let a parameter run hooks of :func:`parameter_hooks`; their handles stay valid."""
-    # Also for one whose content was swapped, which keeps its hooks as an attribute that autograd does not know.
+    # Also for a parameter with swapped content: it keeps its hooks as an attribute that autograd does not know.
     before, after = hooks
     if before:
         parameter._backward_hooks = before

@@ -1,4 +1,4 @@
-"""The attention of a model: which is in force, and its replacement."""
+"""Read and replace the attention implementation of a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def use_attention(
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name if key is None else {key: name})
     if attention_in_force(text) != name:
-        # A model whose attention does not use AttentionInterface builds its masks through AttentionMaskInterface, by
+        # A model without AttentionInterface in its attention builds its masks through AttentionMaskInterface, by
         # the name in its config, but set_attn_implementation leaves that name as it is and only logs a warning.
         text._attn_implementation = name
 

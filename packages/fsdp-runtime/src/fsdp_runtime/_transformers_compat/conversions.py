@@ -1,4 +1,4 @@
-"""How names and tensors of a checkpoint become those of a model, and the other way round."""
+"""Translate names and tensors of a checkpoint to a model's, and back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Translation:
-    """How the tensors on one side become those of the other."""
+    """The renamings and conversions of tensors from one side to the other."""
 
     renamed: Mapping[str, str]  # names on the other side, for tensors that stay as they are
     conversions: Sequence[Conversion]  # of the other names
@@ -31,7 +31,7 @@ class Translation:
 
 
 def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:
-    """How a checkpoint's tensors, by their names in the files, become the model's, whose names are ``known``."""
+    """Return the translation of a checkpoint's tensors, by their names in the files, to the model's ``known`` names."""
     # ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
     # reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
     if not is_transformers_model(model):

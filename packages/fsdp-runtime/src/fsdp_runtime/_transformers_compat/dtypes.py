@@ -1,4 +1,4 @@
-"""Tensors that a class of transformers keeps in a dtype of its own, whatever dtype a model is loaded in."""
+"""Tensors that a transformers class keeps in a fixed dtype, for every dtype a model is loaded in."""
 
 from __future__ import annotations
 

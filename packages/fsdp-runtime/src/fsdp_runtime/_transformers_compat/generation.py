@@ -58,7 +58,7 @@ def generation_config(model: Any, stored: Mapping[str, Any], adopted: tuple[Any,
 
 
 def _changes(current: Any, *others: Any) -> dict[str, Any]:
-    """Return the fields whose values differ from those of all other configs."""
+    """Return the fields with values that differ from all other configs."""
     return {
         name: value
         for name, value in vars(current).items()

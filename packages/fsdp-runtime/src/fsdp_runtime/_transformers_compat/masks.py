@@ -39,7 +39,7 @@ def sdpa_mask_between(
     if subtree_end is not None and positions is not None:
         mask_function = PathMask(positions, subtree_end).along_paths(mask_function)
     elif documents is not None and positions is not None:
-        of_positions, at = mask_function, positions  # chunks of attention start anew in each document
+        of_positions, at = mask_function, positions  # chunks of attention restart in each document
         mask_function = and_masks(
             lambda b, h, q, k: of_positions(b, h, at[b, q], at[b, k]),
             lambda b, h, q, k: documents[b, q] == documents[b, k],

@@ -28,7 +28,7 @@ def has_model_for(auto: Any, config: Any) -> bool:
 
 def model_from_config(cls: Any, config: Any, dtype: Any) -> Any:
     """Build a model with fresh weights, in ``dtype`` or the config's, as auto classes' ``from_config`` do."""
-    # ``_from_config`` since transformers 4.20; the public form wants an auto class, of which a checkpoint names none.
+    # ``_from_config`` since transformers 4.20; the public form wants an auto class, and a checkpoint names none.
     return cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
@@ -48,7 +48,7 @@ def picks_one_token(model: Any) -> bool:
 
 def scores_rows(model: Any) -> bool:
     """Return True if the model's class applies ``score`` to all tokens, and then picks one that is no padding."""
-    # So do ``GenericForSequenceClassification`` and the decoders with code of their own (4.57 to 5.24).
+    # So do ``GenericForSequenceClassification`` and the decoders with separate code (4.57 to 5.24).
     named = {"score", "pad_token_id"} <= _names_in_forward(model)
     return named and picks_one_token(model) and isinstance(getattr(model, "score", None), nn.Module)
 
@@ -107,7 +107,7 @@ def is_masked_language_model(config: Any) -> bool:
 
 def pooler(model: Any) -> str | None:
     """Return the path of a module that gives one vector a row, in a class that may output it or score it."""
-    # Modules are called so by their names or those of their classes.
+    # The name of the module or of its class says so.
     endings = ("ForMaskedLM", "ForCausalLM", "ForTokenClassification", "ForQuestionAnswering")
     if type(model).__name__.endswith(endings):
         return None
@@ -116,7 +116,7 @@ def pooler(model: Any) -> str | None:
 
 
 def recorded_outputs(module: nn.Module) -> frozenset[str]:
-    """Return what a transformers model can be asked to collect from modules inside, as ``"router_logits"``."""
+    """Return outputs that a transformers model can collect from inner modules, as ``"router_logits"``."""
     # ``_can_record_outputs`` names what ``capture_outputs`` collects (5.6 to 5.24).
     return (
         frozenset(getattr(module, "_can_record_outputs", None) or ()) if is_transformers_model(module) else frozenset()
@@ -125,8 +125,8 @@ def recorded_outputs(module: nn.Module) -> frozenset[str]:
 
 def keep_recording(model: nn.Module) -> None:
     """Let transformers models collect outputs under the names that ``fully_shard`` gives their classes."""
-    # ``capture_outputs`` finds what a class can collect by the class's name, which the model's constructor has
-    # registered (``_CAN_RECORD_REGISTRY``, 5.6 to 5.24); of another name it collects nothing, and the output is
+    # ``capture_outputs`` finds a class's outputs by the class's name, which the model's constructor has
+    # registered (``_CAN_RECORD_REGISTRY``, 5.6 to 5.24); for another name it collects nothing, and the output is
     # ``None``.
     for module in model.modules():
         if recorded_outputs(module):
@@ -154,7 +154,7 @@ def rope_types(config: Any) -> set[str]:
 
 
 def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
-    """Return the rotary embeddings whose frequencies depend on the longest position that they are called with."""
+    """Return the rotary embeddings with frequencies that depend on the longest position in a call."""
     # ``dynamic_rope_update`` reads their ``rope_type``, a word or one for each kind of layer (4.57 to 5.24).
     found = []
     for module in model.modules():

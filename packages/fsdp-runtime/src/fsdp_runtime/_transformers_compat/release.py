@@ -8,7 +8,7 @@ from importlib import metadata
 
 from fsdp_runtime.errors import BackendError
 
-#: The first release whose table of weight conversions, and order of applying it, is the one that is followed here.
+#: The first release with the table of weight conversions, and order of applying it, that this package follows.
 OLDEST = (5, 6)
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a model that a dry run builds: PEFT's, or several of which each token uses one."""
+"""Low-rank adapters of a model that a dry run builds: PEFT's, or several adapters with one per token."""
 
 from __future__ import annotations
 

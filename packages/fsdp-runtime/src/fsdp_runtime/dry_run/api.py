@@ -69,7 +69,7 @@ def estimate(
         clip: clip the gradient norm by ``rl_logprobs.clip_grad_norm_``, if that package is installed.
         offload: FSDP2 keeps shards, gradients and optimizer state on the host.
         assume_gradients: count gradients and optimizer state of trainable parameters that the step does not reach,
-            such as those of a vision tower: the step has text and no images.
+            such as a vision tower's: the step has text and no images.
         routing: on a mesh with ``ep``, where the tokens of a mixture go: ``"balanced"``, as if its router chose any
             experts equally often; or ``"worst"``, every token of every rank to as many of this rank's experts as it
             can.
@@ -79,10 +79,10 @@ def estimate(
         bandwidth: bytes per second that a rank can send over an axis, such as ``{"tp": "450GB/s", "dp_shard": 5e10}``;
             or one number for all axes.
         progress: called with a step's name, the number of finished steps and the number of all steps.
-        micro_batches: forward and backward passes of a step, whose gradients add up.
+        micro_batches: forward and backward passes of a step; their gradients add up.
         offload_activations: move what forward keeps for backward to the host and back; with blocks that recompute,
             their inputs.
-        attention_kernels: the kernels whose workspaces in backward are counted: FlashAttention 2 (also torch's own), 3,
+        attention_kernels: count the workspaces of these kernels in backward: FlashAttention 2 (also torch's own), 3,
             or none.
         allocator: options of the CUDA caching allocator as in ``PYTORCH_ALLOC_CONF``, such as
             ``"expandable_segments:True"``; ``None`` models no allocator.

@@ -15,7 +15,7 @@ from fsdp_runtime.dry_run.types import Assumption
 def untrained_assumptions(
     model: nn.Module, untrained: Mapping[str, tuple[int, ...]], step: StepConfig
 ) -> list[Assumption]:
-    """Return what the numbers lack for each part of the model that the step does not reach."""
+    """Return the missing numbers for each part of the model that the step does not reach."""
     has_vision = getattr(getattr(model, "config", None), "vision_config", None) is not None
     trained = {wildcard(name) for name, each in model.named_parameters() if each.requires_grad} - untrained.keys()
     found = []

@@ -18,7 +18,7 @@ from fsdp_runtime.model.buffers import meta_device
 
 def build_model(source: str | Path | Any, dtype: torch.dtype, frozen_dtype: torch.dtype | None = None) -> nn.Module:
     """Return the model on the meta device, in training mode, its floating-point parameters in ``dtype``."""
-    # ``frozen_dtype`` is that of parameters without gradients.
+    # ``frozen_dtype`` is the dtype of parameters without gradients.
     require_model_source(source)
     build = model_builder(source)
     with meta_device():

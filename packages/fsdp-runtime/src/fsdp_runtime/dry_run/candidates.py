@@ -48,7 +48,7 @@ def make_candidates(
     activation_checkpointing: Sequence[str],
     context_parallel: Sequence[str] = ("allgather",),
 ) -> list[Candidate]:
-    """Return every mesh with every option; those of ``tp`` and of ``cp`` only where the axis has several ranks."""
+    """Return every mesh with every option; options of ``tp`` and ``cp`` only where the axis has several ranks."""
     return [
         Candidate(mesh=spec, sequence_parallel=sp, activation_checkpointing=mode, context_parallel=way)
         for spec in specs

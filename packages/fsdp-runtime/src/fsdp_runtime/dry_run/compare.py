@@ -136,7 +136,7 @@ _SLACK = 0.95
 
 def _is_larger(tried: Candidate, candidate: Candidate) -> bool:
     """Return whether a mesh's memory shows that another one, not less divided, does not fit either."""
-    # The state is divided over all ranks of any mesh; all else at most over those of ``tp`` and ``cp``.
+    # The state is divided over all ranks of any mesh; all else at most over the ranks of ``tp`` and ``cp``.
     estimate = tried.estimate
     if estimate is None or estimate.device_memory is None or tried.mesh.ep != candidate.mesh.ep:
         return False

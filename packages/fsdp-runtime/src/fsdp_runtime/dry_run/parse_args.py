@@ -96,7 +96,7 @@ def require_model_source(source: Any) -> None:
 
 
 def parse_mesh_spec(mesh: MeshSpec | Mapping[str, int]) -> MeshSpec:
-    """Return a mesh whose sizes are all known."""
+    """Return a mesh with all sizes known."""
     if not isinstance(mesh, MeshSpec):
         if unknown := [axis for axis in mesh if axis not in _AXES]:
             raise MeshError(f"the mesh has axes {', '.join(unknown)}; the axes are {', '.join(_AXES)}")

@@ -84,8 +84,8 @@ def run(
         model = build_model(source, step.dtype, step.frozen_dtype)
         report("checking the plan", 1, _STEPS)
         others = [each for each in step.options.get("steps", ()) if not isinstance(each, ExpertParallel)]
-        steps = (*others, ExpertParallel(exchange))  # which assumes where tokens go
-        # Compiled code cannot be traced: the trace leaves out what a compiler fuses.
+        steps = (*others, ExpertParallel(exchange))  # this exchange assumes where tokens go
+        # Compiled code cannot be traced: the trace leaves out results that a compiler fuses.
         options: Options = {**step.options, "fsdp": step.fsdp, "compile": False, "steps": steps}
         parallelism = resolve_parallelism(model, mesh, **options)
         full = TracedModel(model, parallelism.structure)

@@ -87,7 +87,7 @@ class _LocalLossParallel(torch.autograd.Function):
 
 
 def chunked_tokens(chunks: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of parts of the tokens, whose logits are computed again in backward (torchtitan, TRL)."""
+    """Cross-entropy of chunks of tokens; their logits are computed again in backward (torchtitan, TRL)."""
     return _mean_of_parts(_nll_sum, hidden.chunk(chunks), weight, targets.chunk(chunks))
 
 

@@ -1,7 +1,7 @@
-"""Several low-rank adapters of one model, of which each token uses one: multi-tenant training as prime-rl has it.
+"""Several low-rank adapters of one model, one per token: multi-tenant training as in prime-rl.
 
-All adapters are parameters of their block and are gathered with it.  Those of linear layers are stacked before their
-products, so that all of them have gradients and moments; of those of stacked experts only the one that computes.
+All adapters are parameters of their block and are gathered with it.  Adapters of linear layers are stacked before
+their products: all have gradients and moments.  Of a stacked expert's adapters, only the computing adapter has them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _AdaptedLinear(nn.Module):
 
 
 class _AdaptedExperts(nn.Module):
-    """Frozen stacked experts with adapters of their three projections, one of which computes."""
+    """Frozen stacked experts with adapters of their three projections; one adapter computes."""
 
     def __init__(self, base: Any, rank: int, adapters: int) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 
 #: Optimizers by name, and the bytes of state per byte of a parameter; ``adamw_single`` is the one without ``foreach``,
-#: whose temporaries are of one parameter.
+#: with temporaries of one parameter.
 OPTIMIZERS: dict[str, tuple[Callable[[list[Any]], torch.optim.Optimizer] | None, int]] = {
     "adamw": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True), 2),
     "adamw_fused": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True), 2),
@@ -96,7 +96,7 @@ class StepConfig:
 
     @property
     def compiled(self) -> bool:
-        """Whether the run compiles its blocks; the trace runs them eagerly and leaves out what a compiler fuses."""
+        """Whether the run compiles its blocks; the trace runs them eagerly and leaves out fused results."""
         return self.options.get("compile", False) is not False
 
     @property
@@ -217,7 +217,7 @@ def _inputs(model: nn.Module, mesh: DeviceMesh, step: StepConfig) -> dict[str, T
 class _LocalOptimizer:
     """An optimizer on this rank's shards, with the state that it has from the second step on."""
 
-    # It allocates what the same optimizer allocates on the DTensors, whose operators work on the shards one by one; the
+    # It allocates the same as on DTensors: their operators work on the shards one by one. The
     # search for a sharding of every list of DTensors, a third of the time of a trace, is left out.
 
     def __init__(

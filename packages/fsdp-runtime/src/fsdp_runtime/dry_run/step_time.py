@@ -3,7 +3,7 @@
 The lower bound has every operation at the published rate, attention's masked half left out, and everything overlapped:
 the largest of computing, the memory's bytes and each axis's traffic.  The expected time has the fractions of the rates
 that kernels reach, adds what follows one another (products, attention, the memory's bytes, and the traffic of all axes
-but those of FSDP2), and hides FSDP2's traffic behind them as far as it is shorter.  Neither knows launches, stragglers,
+but FSDP2's), and hides FSDP2's traffic behind them as far as it is shorter.  Neither knows launches, stragglers,
 input or the host.
 """
 
@@ -47,7 +47,7 @@ MEMORY_EFFICIENCY = 0.8
 LINK_EFFICIENCY = 0.8
 
 
-#: Axes whose traffic FSDP2 overlaps with computing.
+#: Axes with traffic that FSDP2 overlaps with computing.
 _OVERLAPPED = ("dp_shard", "dp_shard_cp", "dp_replicate", "efsdp", "world")
 
 
@@ -103,8 +103,8 @@ def step_time(estimate: Estimate, hardware: str | Hardware) -> StepTime:
 
 
 def _bandwidth(estimate: Estimate, axis: str, hardware: Hardware) -> float:
-    """Return the rate of an axis: that of a node if the axis and those inside of it fit into one."""
-    # A ring over several nodes crosses the network with one of the node's ranks for each of its own; the ranks of a
+    """Return the rate of an axis: a node's rate if the axis and its inner axes fit into one node."""
+    # A ring over several nodes crosses the network with one of the node's ranks per ring; the ranks of a
     # node share the traffic, so that each sends at the network's rate times the ranks of the axis in a node.
     mesh = estimate.settings.mesh
     inner = 1

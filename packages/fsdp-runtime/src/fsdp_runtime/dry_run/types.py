@@ -26,7 +26,7 @@ class MemoryBreakdown:
         gradients: gradients in ``.grad`` after backward: this rank's shards.
         optimizer_state: tensors that the optimizer keeps between steps.
         activations: tensors that forward keeps for backward, without logits.
-        logits: tensors outside the blocks whose last dim is the vocabulary: the model's output, copies and gradients.
+        logits: tensors outside the blocks with the vocabulary as last dim: the model's output, copies and gradients.
         buffers: the model's buffers.
         inputs: token ids and other inputs of the step.
         temporaries: all others: intermediate results, gradients before they are reduced, recomputed activations, flat
@@ -59,7 +59,7 @@ class Peak:
 
     Args:
         phase: the phase of the step.
-        module: path of the innermost running module (in backward: the module whose operators' gradients are computed);
+        module: path of the innermost running module (in backward: the module of the operators that get gradients);
             in a scaled estimate with the block's index in the full model; ``""`` outside the model.
         operator: the operator that allocated last, such as ``"aten.mm.default"``.
         nbytes: live bytes by category.
@@ -80,7 +80,7 @@ class Peak:
 class Memory:
     """Memory of one rank over a step, in bytes of tensors.
 
-    The numbers are sizes of storages; ``reserved`` is what the CUDA caching allocator holds for them, and ``constants``
+    The numbers are sizes of storages; the CUDA caching allocator holds ``reserved`` for them, and ``constants``
     come on top of that.
 
     Args:
@@ -167,7 +167,7 @@ class Assumption:
     """Something that a dry run cannot know, and what it assumed instead.
 
     Args:
-        operator: an operator whose result depends on data, such as ``"aten.nonzero.default"``; ``""`` for other
+        operator: an operator with a data-dependent result, such as ``"aten.nonzero.default"``; ``""`` for other
             assumptions.
         module: path of the module that called it, or that the assumption is about; block indices as ``*``.
         assumption: the assumed result and its effect in words, or that the module was left out of the estimate.
@@ -222,7 +222,7 @@ class Settings:
         micro_batches: forward and backward passes of a step.
         compiled: whether blocks are compiled.
         offload_activations: whether activations that forward keeps move to the host.
-        attention_kernels: the kernels whose workspaces are counted.
+        attention_kernels: the kernels with counted workspaces.
     """
 
     model: str
@@ -267,7 +267,7 @@ class Estimate:
         flops: floating-point operations of this rank in a step, recomputation included (a multiply-add is two).
         replicated: parameters that are replicated over all axes, largest first.
         findings: findings of the plan check.
-        assumptions: operators whose results depend on data.
+        assumptions: operators with data-dependent results.
         device_memory: bytes of a device, if given.
         advice: changes that lower the peak, largest savings first.
         seconds: duration of the dry run.
@@ -290,7 +290,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether what the process takes is within ``device_memory``; ``None`` without it."""
+        """Whether the memory of the process is within ``device_memory``; ``None`` without it."""
         return None if self.device_memory is None else self.memory.device <= self.device_memory
 
     @property

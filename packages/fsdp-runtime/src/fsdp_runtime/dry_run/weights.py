@@ -24,11 +24,11 @@ _COLUMNS = ("read", "unneeded", "written", "sent", "received", "gathered", "held
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """What one call moves.
+    """The bytes that one call moves.
 
     Args:
         action: ``"save"``, ``"load"``, ``"stream"`` or ``"sync"``.
-        ranks: the bytes of each rank, by its global number; of a load those of the first host, which others are like.
+        ranks: the bytes of each rank, by its global number; for a load of the first host; other hosts are like it.
         ranks_per_host: ranks that share a host, and its way to the file system.
     """
 
@@ -74,11 +74,11 @@ def describe_weights(
 ) -> list[WeightTraffic]:
     """Count what ``save_weights``, ``load_weights`` and ``stream_weights`` will move on every rank.
 
-    The counts are those of the plans that the calls themselves make, so they are exact; what is held is a bound.  No
+    The calls and these counts use the same plans, so the counts are exact; the memory held is a bound.  No
     communication, and nothing is read or written.
 
     Args:
-        model: parallelized, also on the meta device.  The load is that of the checkpoint that the save writes.
+        model: parallelized, also on the meta device.  The load reads the checkpoint that the save writes.
         ranks_per_host: how many ranks share a host, in order.
         names: as of the calls.
         writers: as of ``save_weights``.
@@ -92,7 +92,7 @@ def describe_weights(
 
     Raises:
         OptionError: ``ranks_per_host`` is not positive.
-        ConversionError: the model's tensors differ from those of its class (``names="model"`` works), or are quantized.
+        ConversionError: the model's tensors differ from its class's (``names="model"`` works), or are quantized.
 
     Example:
         >>> from torch import nn
@@ -147,7 +147,7 @@ def estimate_weights(
         mesh: sizes of axes, such as ``{"dp_shard": 64, "tp": 8}``.
         dtype: of the parameters.
         options: the keywords of ``parallelize``.
-        described: those of :func:`describe_weights`.
+        described: keywords of :func:`describe_weights`.
 
     Returns:
         As :func:`describe_weights`.

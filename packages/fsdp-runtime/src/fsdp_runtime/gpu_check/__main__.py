@@ -20,7 +20,7 @@ from fsdp_runtime.gpu_check.parity import check_parity, check_transfer
 from fsdp_runtime.gpu_check.ranks import Check, run_checks
 from fsdp_runtime.gpu_check.speed import check_speed
 
-#: What a world of one rank is asked, and what every larger one is; each list has processes of its own.
+#: The checks of a world of one rank, and of every larger world; each list runs in separate processes.
 ALONE: list[list[Check]] = [[check_memory], [check_kernels, check_speed, check_parity]]
 TOGETHER: list[list[Check]] = [[check_parity, check_transfer]]
 

@@ -49,7 +49,7 @@ def check_kernels(world: World, device: torch.device) -> Iterator[CheckResult]:
 
 
 def calls(rl_logprobs: Any, device: torch.device) -> dict[str, Callable[[], list[Any]]]:
-    """Return calls in bfloat16 without a ``backend=``, each of which returns values and gradients."""
+    """Return calls in bfloat16 without a ``backend=``; each call returns values and gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def head(features: int) -> list[Any]:

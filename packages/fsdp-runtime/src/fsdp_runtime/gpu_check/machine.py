@@ -28,7 +28,7 @@ class World:
 
     @property
     def backend(self) -> str:
-        """The accelerator's own backend if each rank has a device of its own; gloo otherwise."""
+        """The accelerator's own backend if each rank has its own device; gloo otherwise."""
         return _BACKENDS.get(self.device_type, "gloo") if self.size <= self.devices else "gloo"
 
     @property

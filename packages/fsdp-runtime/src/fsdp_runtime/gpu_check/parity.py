@@ -1,4 +1,4 @@
-"""A step on every axis against that of one process, loss and every gradient; and weights from mesh to mesh."""
+"""Compare loss and every gradient of a step on every axis with one process; move weights from mesh to mesh."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_parity(world: World, device: torch.device) -> Iterator[CheckResult]:
             what = f"{type(model).__name__}, {setting}, {str(dtype).removeprefix('torch.')} ({world.name})"
             try:
                 value = torch.tensor(largest_difference(model, setting, device), device=device)
-            except Exception as error:  # noqa: BLE001  # every rank of a small model raises alike; the next goes on
+            except Exception as error:  # noqa: BLE001  # every rank of a small model raises; the next model goes on
                 yield CheckResult("Parity", what, f"{type(error).__name__}: {str(error)[:200]}", "no error", "failed")
                 continue
             dist.all_reduce(value, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Run checks on the ranks of one world, in processes of their own."""
+"""Run checks on the ranks of one world, in separate processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import torch.multiprocessing as mp
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import World
 
-#: A check: findings of one rank, of which those of rank 0 are reported.  All ranks run it.
+#: A check yields findings of one rank.  All ranks run it, and the findings of rank 0 are reported.
 Check = Callable[[World, torch.device], Iterator[CheckResult]]
 #: A rank that waits longer for another one raises.
 TIMEOUT = timedelta(seconds=120)
 
 
 def run_checks(world: World, checks: list[Check], show: Callable[[str], None]) -> list[CheckResult]:
-    """Return what the checks found on rank 0 of a world; an error of a rank is a finding."""
+    """Return the findings of the checks on rank 0 of a world; an error of a rank is a finding."""
     with tempfile.TemporaryDirectory() as folder:
         names = ", ".join(check.__name__.removeprefix("check_") for check in checks)
         show(f"{world.name}: {names}")

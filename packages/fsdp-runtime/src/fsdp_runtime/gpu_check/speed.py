@@ -1,4 +1,4 @@
-"""Gradient norm and log-probabilities against a copy of as many bytes: what the memory allows."""
+"""Gradient norm and log-probabilities against a copy of as many bytes, the limit of the memory."""
 
 from __future__ import annotations
 

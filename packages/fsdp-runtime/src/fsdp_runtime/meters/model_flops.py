@@ -24,7 +24,7 @@ class AttentionFlops:
 
     Args:
         per_pair: operations of the forward for one query and one key that it attends to, over all heads.
-        causal: a query attends to itself and what is before it; else to the whole sequence.
+        causal: a query attends to itself and earlier tokens; else to the whole sequence.
         window: the most keys of a query; ``None`` without a bound.
         chunk: attention stays within chunks of so many tokens; ``None`` without chunks.
     """
@@ -73,7 +73,7 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
-        """Count those of a model, before or after ``parallelize``.
+        """Count the operations of a model, before or after ``parallelize``.
 
         Raises:
             ModelError: the model has no blocks, or a router does not tell how many experts a token has.

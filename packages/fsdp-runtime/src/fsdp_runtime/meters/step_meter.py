@@ -35,7 +35,7 @@ class StepValues:
         flops: operations that the model needs for the tokens of all ranks (:class:`ModelFlops`).
         peak_flops: of one device, a second; ``None`` if unknown.
         peak_bytes: the largest allocated memory of this rank's device by phase; empty on a CPU.
-        bytes_sent: bytes that this rank sent at least, by axis, in the last step whose traffic was counted.
+        bytes_sent: bytes that this rank sent at least, by axis, in the last step with counted traffic.
     """
 
     seconds: float
@@ -77,7 +77,7 @@ class StepMeter:
     Args:
         model: the model, after ``parallelize`` or on one process.
         mesh: its mesh; ``None`` on one process.
-        peak_flops: operations a second of one device for the dtype in use; by default those of bfloat16 that its maker
+        peak_flops: operations a second of one device for the dtype in use; by default the bfloat16 rate that its maker
             publishes, and none for a device that is not known.
         flops: the model's operations, where they are not to be counted from its modules.
 

@@ -1,4 +1,4 @@
-"""The monitor of one rank, and that of several: a heartbeat thread, and a thread that ends a blocked process."""
+"""The monitors of one rank and of several ranks: a heartbeat thread, and a thread that ends a blocked process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROUNDS = 10
 #: Monitors are numbered equally on every rank.
 _numbers = itertools.count()
 
-#: How often rank 0 reads at its end whether the others have finished; rounds of the detector stay an interval apart.
+#: At its end, rank 0 reads this often whether the other ranks have finished; detector rounds stay an interval apart.
 _END_SECONDS = 0.1
 
 
@@ -66,7 +66,7 @@ class RankMonitor:
         enclosing = self._phase
         self.set_phase(name)
         yield
-        self.set_phase(enclosing)  # not after an error, whose message has to name the inner phase
+        self.set_phase(enclosing)  # not after an error: its message has to name the inner phase
 
     def set_phase(self, name: str) -> None:
         """Change the current phase."""

@@ -34,14 +34,14 @@ def grad_norm(
     Each parameter counts once: shards are summed over their mesh axes, replicated gradients count once, partial sums
     are completed first (in copies), and plain tensors are assumed to be equal on all ranks.  One collective for each
     mesh that is not part of another parameter's mesh, and one more for each kind of partial sum.  (A mesh of several
-    axes that is not the world gets a process group of its own at the first call; if ``init_process_group`` was given a
+    axes that is not the world gets a new process group at the first call; if ``init_process_group`` was given a
     ``device_id``, it needs one collective per axis instead.)
 
     Args:
         parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed; those without a
             gradient count as zero.  Every rank must pass the same parameters, also those without a gradient.
         norm_type: order of the norm, positive, ``math.inf`` included.
-        groups: process groups whose ranks hold different parameters, such as pipeline stages; the norm then covers
+        groups: process groups of ranks with different parameters, such as pipeline stages; the norm then covers
             the parameters of all their ranks.
         error_if_nonfinite: wait for the norm and raise if it is not finite.
 
@@ -114,7 +114,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients in place so that their norm is at most ``max_norm``; return the norm before.
 
-    The norm is that of ``grad_norm``: the same number on every rank, each parameter counted once.
+    The norm is ``grad_norm``'s: the same number on every rank, each parameter counted once.
 
     Args:
         parameters: as for ``grad_norm``.
@@ -241,7 +241,7 @@ def _weighted_power(
     norm_type: float,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return this rank's power sum over those of some parameters that have a weight."""
+    """Return this rank's power sum over the parameters with a weight."""
     keys = [key for key in map(id, parameters) if key in weights]
     return norm_power([parts[key] for key in keys], [weights[key] for key in keys], norm_type, device)
 

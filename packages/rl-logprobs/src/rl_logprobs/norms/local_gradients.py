@@ -22,7 +22,7 @@ class LocalGradients:
     """This rank's parts of the gradients."""
 
     parts: dict[int, torch.Tensor]  # local tensors, by the ``id`` of their parameters
-    # ids of the parameters whose gradients have the same mesh and placements; None for plain tensors. Reading these
+    # ids of parameters, grouped by their gradients' mesh and placements; None for plain tensors. Reading these
     # from a DTensor takes as long as adding up a small one, so each is read once.
     by_placement: dict[MeshPlacements | None, list[int]]
 

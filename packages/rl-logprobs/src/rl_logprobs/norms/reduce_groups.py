@@ -39,10 +39,10 @@ class MeshPlacements(NamedTuple):
 
 @dataclass(frozen=True)
 class ReduceGroup:
-    """The ranks that sum their parts: those of ``mesh`` (None: this rank alone), times those of ``groups``."""
+    """The ranks that sum their parts: ranks of ``mesh`` (None: this rank alone), times ranks of ``groups``."""
 
     mesh: DeviceMesh | None
-    groups: tuple[dist.ProcessGroup, ...]  # whose ranks hold different parameters, such as pipeline stages
+    groups: tuple[dist.ProcessGroup, ...]  # with different parameters on their ranks, such as pipeline stages
 
     @property
     def num_stages(self) -> int:
@@ -94,7 +94,7 @@ def reduce_groups(
     parameters: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]
 ) -> dict[ReduceGroup, list[torch.Tensor]]:
     """Return the fewest reduce groups that cover all parameters' meshes, each with the parameters that it sums."""
-    # The order is that of the parameters; plain tensors belong to the first group. The result follows from the
+    # Groups have the order of the parameters; plain tensors belong to the first group. The result follows from the
     # parameters alone, so that ranks without gradients take part in the same collectives.
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in parameters:

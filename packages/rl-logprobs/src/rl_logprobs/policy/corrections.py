@@ -1,4 +1,4 @@
-"""Corrections for a generator whose probabilities differ from the trainer's: importance weights and rejection.
+"""Corrections for a generator's probabilities that differ from the trainer's: importance weights and rejection.
 
 The ratio is the trainer's probability of a token over the generator's.  Methods and their names in the literature:
 
@@ -121,7 +121,7 @@ def rejection_mask(
         cp_group: the ranks that hold other tokens of the same sequences.
 
     Returns:
-        bool of the same shape, true at scored tokens whose statistic is within the bounds.
+        bool of the same shape, true at scored tokens with a statistic within the bounds.
 
     Raises:
         LogprobsError: as ``importance_weights``.

@@ -2,7 +2,7 @@
 
 A gradient is a sum over tokens of weights that depend on counts of the whole batch.  The counts are reduced once per
 batch (``mean_weights``); each micro-batch then contributes a plain weighted sum (``global_mean``), so that the sum over
-micro-batches and ranks is the mean over the batch, and no part is divided by a number of its own.
+micro-batches and ranks is the mean over the batch, and no part has a separate divisor.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def mean_weights(
         per: what has the same weight.
         segments: for each micro-batch the number of each token's sequence or group, in ``[0, num_segments)`` and the
             same on all ranks.  Required for groups, and for sequences that are packed.  Without it each row is one
-            sequence, of which ``cp_group`` holds the rest.
+            sequence, and ``cp_group`` holds its other tokens.
         num_segments: the number of sequences or groups of the whole batch, with ``segments``.
         mesh: the mesh that the model is parallelized on.  Ranks of ``dp``, ``dp_replicate`` and ``dp_shard`` have other
             sequences, ranks of ``cp`` other tokens of the same sequences, ranks of ``tp`` and ``pp`` the same tokens.

@@ -94,9 +94,9 @@ def gspo_loss(
     num_segments: int | None = None,
     cp_group: dist.ProcessGroup | None = None,
 ) -> PolicyLoss:
-    """Return GSPO's loss of each token, whose ratio is the geometric mean of its sequence's ratios.
+    """Return GSPO's loss of each token: its ratio is the geometric mean of its sequence's ratios.
 
-    GSPO (arXiv:2507.18071, equations 5 to 7) in its token form (equation 14), whose gradient is the same if all tokens
+    GSPO (arXiv:2507.18071, equations 5 to 7) in its token form (equation 14).  The gradient is the same if all tokens
     of a sequence have one advantage.  Average it by sequence: ``mean_weights(..., per="sequence")``.
 
     Args:

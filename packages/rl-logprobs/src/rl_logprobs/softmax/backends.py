@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def chosen_backend(backend: Backend | None, device: torch.device) -> Backend:
-    """Return the backend of a call on a device's tensors; None is that of ``RL_LOGPROBS_BACKEND``, or the default."""
+    """Return the backend of a call on a device's tensors; for None ``RL_LOGPROBS_BACKEND``'s, or the default."""
     chosen = backend if backend is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
         return "triton" if device.type == "cuda" and not is_accelerator_assumed() and _triton_imports() else "torch"

@@ -50,8 +50,8 @@ class _Totals(NamedTuple):
     p_sum: torch.Tensor
     q_max: torch.Tensor
     q_sum: torch.Tensor
-    bits: torch.Tensor  # ``KL(p || q)``, or with a mixture that of ``p`` from it
-    other_bits: torch.Tensor  # that of ``q`` from the mixture
+    bits: torch.Tensor  # ``KL(p || q)``, or with a mixture ``KL(p || mixture)``
+    other_bits: torch.Tensor  # ``KL(q || mixture)``
 
     def swapped(self) -> _Totals:
         return _Totals(self.q_max, self.q_sum, self.p_max, self.p_sum, self.other_bits, self.bits)

@@ -159,7 +159,7 @@ class HeadTiles:
         return scale if softcap is None else (logits / softcap).square_().neg_().add_(1).mul_(scale)
 
     def gradients(self, needed: Sequence[bool], write: TileGradient) -> Gradients:
-        """Return the gradients of hidden, weight and bias, tile by tile; that of hidden is all-reduced."""
+        """Return the gradients of hidden, weight and bias, tile by tile; hidden's is all-reduced."""
         # The weight gradient of each range of columns is summed over all tokens before it is rounded.
         hidden, weight, bias = self.hidden, self.weight, self.bias
         d_hidden = hidden.new_zeros(hidden.shape, dtype=self.dtype) if needed[0] else None

@@ -1,6 +1,6 @@
 """Gumbel noise that is a function of a seed, a token's position and a vocabulary id only.
 
-A hash of the three replaces the state of a generator, so that a rank computes exactly the numbers of its own columns:
+A hash of the three replaces the state of a generator, so that a rank computes exactly its columns' numbers:
 every rank sees the same noise, for every number of ranks.  The hash is SplitMix64 (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", OOPSLA 2014), with one key per token.
 """

@@ -13,10 +13,10 @@ from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 
 def head_rows(parts: Sequence[torch.Tensor], held: VocabColumns, wanted: VocabColumns) -> list[torch.Tensor]:
-    """Return the rows for the columns ``wanted`` of a weight (and a bias) whose rows ``held`` this rank holds."""
-    # Views where one rank holds all rows, the parts themselves where both are sharded alike. Otherwise the ranks of the
-    # holder's group call together and send each other the rows that they want: one collective for each part, before
-    # them one of a few integers, for which the host waits.
+    """Return the rows ``wanted`` of a weight (and a bias); this rank holds the rows ``held``."""
+    # Views if one rank holds all rows, the parts themselves if both have the same shards. Otherwise the ranks of the
+    # holder's group call together and send each other the wanted rows: one collective per part. An earlier collective
+    # sends a few integers, and the host waits for these.
     if held.group is None:
         return [part[wanted.start : wanted.start + wanted.width] for part in parts]
     if sharded_alike(held, wanted):
@@ -57,7 +57,7 @@ def _exchange(
 
 
 def sharded_alike(held: VocabColumns, wanted: VocabColumns) -> bool:
-    """Return whether both are sharded alike, as all ranks of a group must find."""
+    """Return whether both have the same shards; all ranks of a group get the same answer."""
     if held.group is None or wanted.group is None:
         return False
     ranks = [dist.get_process_group_ranks(columns.group) for columns in (held, wanted)]

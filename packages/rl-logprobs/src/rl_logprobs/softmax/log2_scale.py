@@ -69,7 +69,7 @@ def log2_weights(
     logits: torch.Tensor, max_logit: torch.Tensor, scale: TemperatureScale, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the exponents ``y`` of logits ``[tokens, width]`` relative to ``max_logit`` ``[tokens]``."""
-    # All ``-inf`` for a token whose ``max_logit`` is ``-inf``.
+    # All ``-inf`` for a token with ``max_logit`` ``-inf``.
     factor = scale.log2_factor if isinstance(scale.log2_factor, float) else scale.log2_factor[:, None]
     return torch.sub(logits, _finite(max_logit)[:, None], out=out).mul_(factor)
 

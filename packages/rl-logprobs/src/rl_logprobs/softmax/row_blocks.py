@@ -25,7 +25,7 @@ def represent_tiles() -> Iterator[None]:
     """Run only the first, the second and the last of a loop's tiles within the context."""
     # For a dry run on tensors without data: tiles between the first and the last run the same operators on the same
     # shapes, so the second stands for them, and the results are wrong in value but not in shape. The peak of live bytes
-    # is that of all tiles, and ``tile_multiplicity`` has the factor for counts. Applies to the current thread, which
+    # is right for all tiles, and ``tile_multiplicity`` has the factor for counts. Applies to the current thread, which
     # also runs the backward pass of CPU tensors.
     token = _multiplicity.set(1)
     try:

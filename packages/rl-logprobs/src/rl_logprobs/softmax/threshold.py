@@ -128,7 +128,7 @@ class ThresholdSearch:
 
     def _histogram(self, byte: int, prefix: torch.Tensor | None, summands: _Summands) -> torch.Tensor:
         """Return the sums of the summands for each value of a byte, ``[tokens, BINS]``, over all ranks."""
-        # Counts logits whose more significant bytes are ``prefix``; all of them without ``prefix``.
+        # Counts logits with ``prefix`` as more significant bytes; all logits without ``prefix``.
         integers = _INTEGERS[self.logits.dtype.itemsize]
         histogram = torch.zeros(self._tokens, BINS, dtype=wide_dtype(self.logits.device), device=self.logits.device)
         for span, (block,) in self._blocks():

@@ -16,7 +16,7 @@ from rl_logprobs.softmax.partial_softmax import NO_OPTIONS, LogitGradient, Parti
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 
 #: The fraction of a workspace that each of two buffers takes: the extra memory of entropies stays within 2 % of large
-#: logits, that of their gradients within 3 %.
+#: logits, the extra memory of their gradients within 3 %.
 TWO_BUFFERS_FORWARD, TWO_BUFFERS_BACKWARD = 9 / 16, 7 / 8
 
 
@@ -81,7 +81,7 @@ def target_logits(logits: torch.Tensor, targets: TargetColumns) -> torch.Tensor:
 def mask_targets_below(
     target_logit: torch.Tensor, targets: TargetColumns, min_logit: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the target logits with ``-inf`` for those of these columns that are below ``min_logit``."""
+    """Return the target logits, with ``-inf`` for targets in these columns below ``min_logit``."""
     if min_logit is None:
         return target_logit
     return target_logit.masked_fill(targets.owned & (target_logit < min_logit), -math.inf)

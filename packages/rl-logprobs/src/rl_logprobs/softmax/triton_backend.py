@@ -107,7 +107,7 @@ def reduce_rows(
     first_token: int = 0,
 ) -> None:
     """Reduce logits ``[..., width or more]`` of the tokens from ``first_token`` into ``state``."""
-    # ``arguments`` of the kernel replace those of logits that a call was given.
+    # ``arguments`` of the kernel replace its arguments for given logits.
     chosen = reduce_options(dtype, arguments["width"], units=most_units(options))
     for rows in rows_of(logits):
         (part,), ((outer_stride, row_stride),) = rows.tensors, rows.strides

@@ -11,7 +11,7 @@ from rl_logprobs.softmax.triton_kernels import derivative_of, exponent_of, facto
 
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
 
-#: Integers that a kernel is not compiled anew for.
+#: Integer arguments that do not specialize the compiled kernel.
 SIZES = ("inner", "p_temperature_stride", "q_temperature_stride", "first_token", "tokens")
 
 
@@ -151,7 +151,7 @@ def divergence_gradient_kernel(
     WIDE: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Write block ``program_id(1)`` of the gradient by the products of ``p`` of row ``program_id(0)``."""
-    # KIND names the function of ``divergence`` whose values are written: 0 ``_write_p``, 1 ``_write_q``, 2
+    # KIND names the function of ``divergence`` that gives the values: 0 ``_write_p``, 1 ``_write_q``, 2
     # ``_write_mixed``.
     row = tl.program_id(0)
     token = first_token + row

@@ -20,7 +20,7 @@ _ALL = tl.constexpr(tl.PropagateNan.ALL)
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LEAST64 = tl.constexpr(-1.7976931348623157e308)
 
-#: Integers that a kernel is not compiled anew for.
+#: Integer arguments that do not specialize the compiled kernel.
 SIZES = ("inner", "temperature_stride", "first_token", "tokens", "start", "vocab_size", "ignore_index", "initial")
 
 

@@ -116,7 +116,7 @@ def logit_gradient(
     gradients: Sequence[torch.Tensor | None],
     min_logit: torch.Tensor | None = None,
 ) -> LogitGradient:
-    """Return the coefficients of the logits' gradient from those of log-probability, log-sum-exp and entropy."""
+    """Return the coefficients of the logits' gradient from gradients of log-probability, log-sum-exp and entropy."""
     target_masked, max_logit, sum_exp2, mean_exponent = totals
     zero = sum_exp2.new_zeros(sum_exp2.shape)
     d_logprobs, d_logsumexp, d_entropy = (zero if g is None else g.to(sum_exp2.dtype) for g in gradients[:3])

@@ -29,8 +29,8 @@ class VocabShard:
         vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding with probability 0.
         group: the process group over which the vocabulary is sharded; None for a full tensor and for a DTensor, which
             knows its own.
-        start: the first id of this rank's shard.  By default that of DTensor's layout (chunks of ceil(vocab / ranks))
-            or of Megatron-LM's (all ranks padded to one width), whichever fits the number of columns.
+        start: the first id of this rank's shard.  By default as in DTensor's layout (chunks of ceil(vocab / ranks))
+            or in Megatron-LM's (all ranks padded to one width), whichever fits the number of columns.
 
     Raises:
         ShapeError: ``vocab_size`` is not a positive integer, or ``start`` not an id of the vocabulary.
@@ -103,7 +103,7 @@ class LocalLogits:
 
 
 def locate_logits(logits: torch.Tensor, shard: VocabShard | None) -> LocalLogits:
-    """Return this rank's part of ``logits``; the arguments are those of ``rl_logprobs.token_statistics``."""
+    """Return this rank's part of ``logits``; the arguments are as for ``rl_logprobs.token_statistics``."""
     if not logits.is_floating_point() or logits.layout is not torch.strided:
         raise DtypeError(
             f"logits must be floating point and dense, got {logits.dtype} {logits.layout}; pass the LM head's output"

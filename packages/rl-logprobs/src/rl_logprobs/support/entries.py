@@ -106,7 +106,7 @@ def kept_targets(
     targets: Targets,
     vocab_size: int,
 ) -> KeptTargets:
-    """Return this rank's targets with their entries; the other arguments are those of ``kept_entries``."""
+    """Return this rank's targets with their entries; the other arguments are as for ``kept_entries``."""
     entries = kept_entries(support, tokens, targets.ignored, vocab_size, shift=targets.shifted)
     flat_targets, flat_ignored = targets.flat_ids, targets.flat_ignored
     positions = entries.positions(flat_targets)

@@ -41,7 +41,7 @@ def kept_linear_logits(
     """Return the kept ids' logits ``[entries]`` in the statistics dtype, the same on every rank of the group."""
     # One all-reduce of the entries forward; backward one for the hidden gradient, unless the caller reduces it. Only
     # kept rows of the head have a gradient. Entries that do not count are 0 and have no gradient. The arguments are
-    # those of ``linear_softmax_statistics``.
+    # as for ``linear_softmax_statistics``.
     way = cheaper_way(entries.ids.shape[0], hidden.shape[0], head.shard.vocab_size, hidden.device)
     logits: torch.Tensor = apply_function(_KeptProducts, hidden, weight, bias, entries, head, way)
     if head.logit_scale != 1.0:
@@ -114,7 +114,7 @@ class _KeptProducts(torch.autograd.Function):
 
 def _entry_spans(features: int, owned: torch.Tensor) -> Iterator[torch.Tensor | slice]:
     """Yield indices of this rank's entries, a workspace of rows at a time."""
-    # On an accelerator all entries, because their number is unknown to the host; those of other ranks read row 0.
+    # On an accelerator all entries, because the host does not know their number; other ranks' entries read row 0.
     on_cpu = has_cpu_costs(owned.device)
     size = max(1, (CPU_WORKSPACE if on_cpu else ACCELERATOR_WORKSPACE) // features)
     if on_cpu:
@@ -144,7 +144,7 @@ def _gradients_by_entry(
 
 
 def _token_spans(weight: torch.Tensor, entries: KeptEntries) -> Iterator[tuple[slice, slice]]:
-    """Yield ranges of tokens whose logits fit a workspace, with the range of their entries."""
+    """Yield ranges of tokens with logits that fit a workspace, and the range of their entries."""
     # If there are several, the host waits once for an accelerator.
     tokens = entries.offsets.shape[0] - 1
     workspace = CPU_WORKSPACE if has_cpu_costs(weight.device) else ACCELERATOR_WORKSPACE

@@ -17,7 +17,7 @@ def kept_logits(
     logits: torch.Tensor, entries: KeptEntries, shard: VocabColumns, *, inplace_backward: bool = False
 ) -> torch.Tensor:
     """Return the kept ids' logits ``[entries]`` in the statistics dtype, the same on every rank of the group."""
-    # One all-reduce of the entries, each of which one rank holds: sums with zeros are exact, so that the result has the
+    # One all-reduce of the entries. One rank holds each entry: sums with zeros are exact, so that the result has the
     # same bits for every number of ranks. The backward pass writes the gradients of this rank's columns without a
     # collective. Entries that do not count are 0 and have no gradient, whatever their logits.
     found: torch.Tensor = apply_function(_KeptLogits, logits, entries, shard, inplace_backward)
@@ -25,7 +25,7 @@ def kept_logits(
 
 
 def own_columns(entries: KeptEntries, shard: VocabColumns) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each entry's column among those of this rank (0 for others), and whether it is this rank's."""
+    """Return each entry's column index on this rank (0 for others), and whether the column is this rank's."""
     columns = entries.ids - shard.start
     owned = entries.counted & (columns >= 0) & (columns < shard.width)
     return columns.where(owned, 0), owned

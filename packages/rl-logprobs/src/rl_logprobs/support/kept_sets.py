@@ -156,7 +156,7 @@ class Support:
         """Return the support of a padded batch of prompts and completions, for token ids ``[batch, length]``.
 
         Args:
-            masks: for each sequence what the generator returned for its completion: vLLM's ``sampling_mask``
+            masks: per sequence the generator's output for its completion: vLLM's ``sampling_mask``
                 (``token_ids`` and ``offsets``, with ``return_sampling_mask`` of vLLM 0.28 and later), or one list of
                 ids per generated token (SGLang).
             starts: the position of each sequence's first generated token in its row.
@@ -239,7 +239,7 @@ class Support:
         return self._with(self.ids[starts.repeat_interleave(counts) + within], offsets)
 
     def next_token(self) -> Support:
-        """Return the support for targets that ``next_token_targets`` has shifted: row ``i`` is that of token ``i + 1``.
+        """Return the support for targets that ``next_token_targets`` has shifted: row ``i`` belongs to token ``i + 1``.
 
         The last row gets the first row's ids.  The last position of a sequence has no target, so that no row of another
         sequence counts.

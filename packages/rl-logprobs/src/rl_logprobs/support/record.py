@@ -1,4 +1,4 @@
-"""Record the kept sets of a sampler of one's own, from the logits that it sampled from."""
+"""Record the kept sets of a user's sampler, from the logits that it sampled from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sampling_support(
 ) -> Support:
     """Return the ids that a filter keeps, to be replayed where the sampled tokens are scored.
 
-    For generators of one's own; vLLM and SGLang return kept sets themselves.  The host waits for the number of ids.
+    For a user's own generator; vLLM and SGLang return kept sets themselves.  The host waits for the number of ids.
 
     Args:
         logits: ``[..., tokens, vocab]``, plain, a DTensor or a local shard, as ``token_statistics`` takes them.
@@ -67,7 +67,7 @@ def sampling_support(
 
 
 def _gather_ragged(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return ``[2, entries]`` of all ranks, each of which has another number of entries."""
+    """Return ``[2, entries]`` of all ranks; ranks have different numbers of entries."""
     if group is None:
         return part
     sizes = all_gather(part.new_tensor([[part.shape[1]]]), group).flatten().tolist()

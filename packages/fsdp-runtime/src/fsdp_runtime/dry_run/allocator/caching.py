@@ -28,7 +28,7 @@ class OutOfDeviceMemoryError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """The options of ``PYTORCH_ALLOC_CONF`` that change what is reserved."""
+    """The options of ``PYTORCH_ALLOC_CONF`` that change the reserved bytes."""
 
     expandable_segments: bool = False  # whether segments grow
     max_split_size: int | None = None  # bytes from which a block is not split, ``None`` for any
@@ -52,7 +52,7 @@ class MemoryBlock:
 
 
 class _Blocks:
-    """Blocks by address, and in an order: that of best fit, or of addresses."""
+    """Blocks by address, and in an order: best fit, or addresses."""
 
     def __init__(self, *, by_size: bool) -> None:
         self._by_size = by_size
@@ -110,7 +110,7 @@ class CachingAllocator:
         block.pool.free.add(self._with_neighbours(block, block.pool.free))
 
     def reset_peak(self) -> None:
-        """Begin to measure the peak anew."""
+        """Restart the measurement of the peak."""
         self.peak_reserved = self.reserved
 
     def release_cached(self) -> None:
@@ -263,7 +263,7 @@ class CachingAllocator:
             block.pool.free.add(_cut(block, size))
 
     def _with_neighbours(self, block: MemoryBlock, listed: _Blocks) -> MemoryBlock:
-        """Merge a block with those of its neighbours that are listed, and take these out."""
+        """Merge a block with its listed neighbours, and remove them from the list."""
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.address in listed.at:
                 listed.remove(neighbour)

@@ -14,12 +14,12 @@ from fsdp_runtime.errors import EstimateError
 
 #: The costs that can be counted.
 CONSTANTS = ("context", "nccl", "cublas")
-#: Bytes of cuBLAS's workspaces, within what the allocator reserves.
+#: Bytes of cuBLAS's workspaces, within the memory that the allocator reserves.
 WORKSPACES = 2 * 32 * 2**20
 
 _CONTEXT = round(1.2 * 2**30)
-#: Channels of a communicator inside a node, and bytes of one: a buffer of 4 MiB (``NCCL_BUFFSIZE``) and those of the
-#: two low-latency protocols, to send and to receive.
+#: Channels of a communicator inside a node, and bytes of one: a buffer of 4 MiB (``NCCL_BUFFSIZE``) and buffers of
+#: the two low-latency protocols, to send and to receive.
 _CHANNELS = 24
 _CHANNEL_BYTES = 2 * (4 * 2**20 + 2**20 + 2**18 * 8)
 

@@ -19,11 +19,11 @@ Key = tuple[str, str, int, int]
 
 
 class TapeMismatchError(Exception):
-    """The groups of a trace do not allocate alike, so that one of them cannot stand for others."""
+    """The groups of a trace allocate differently: one group cannot represent the others."""
 
 
 def expand(tape: Tape, repeated: RepeatedBlocks | None) -> Tape:
-    """Return the tape of the full model from that of the larger of two traces; the same if the trace ran all blocks."""
+    """Return the full model's tape from the tape of the larger of two traces; unchanged if the trace ran all blocks."""
     return tape if repeated is None else _Expansion(tape, repeated).entries()
 
 

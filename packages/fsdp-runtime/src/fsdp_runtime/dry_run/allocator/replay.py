@@ -37,7 +37,7 @@ def reserved_bytes(
     workspaces: int,
     on_host: Collection[str],
 ) -> int | None:
-    """Return the most bytes that the allocator reserves in a step; ``None`` if the tape's blocks do not allocate alike.
+    """Return the most bytes that the allocator reserves in a step; ``None`` if the tape's blocks allocate differently.
 
     It releases cached blocks where the device would not have enough for more: ``available`` bytes, ``None`` for any
     number.  ``smaller`` is the tape of a trace with one group of blocks less, ``workspaces`` are bytes that libraries
@@ -60,7 +60,7 @@ def reserved_bytes(
 
 
 def _added_sizes(tape: Tape, smaller: Tape, groups: int) -> dict[str, list[int]]:
-    """Return the bytes of what a model with more groups allocates outside of blocks' code, as :func:`_sizes` has it."""
+    """Return the sizes that a model with more groups allocates outside of blocks' code, as :func:`_sizes` does."""
     few, many = _sizes(smaller), _sizes(tape)
     found: dict[str, list[int]] = defaultdict(list)
     for (where, operator), sizes in many.items():

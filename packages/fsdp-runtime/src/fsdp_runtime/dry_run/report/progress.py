@@ -1,4 +1,4 @@
-"""Show the progress of a long command: a line that is written anew on a terminal, one line per step elsewhere."""
+"""Show the progress of a long command: one rewritten line on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ProgressLine:
 
     def __call__(self, name: str, done: int, steps: int) -> None:
         """Show that ``done`` of ``steps`` are finished, ``name`` as the last, and the expected time of the rest."""
-        # The time is that of the finished steps, so it is shown from the first one on, for more than a minute.
+        # Finished steps give the time, so it is shown from the first step on, for more than a minute.
         rest = (time.monotonic() - self._started) / done * (steps - done) if done else 0.0
         left = f" (about {round(rest / 60)} min left)" if rest >= _SHORT else ""
         line = f"{done}/{steps} {name}{left}"

@@ -150,7 +150,7 @@ def sizes_by_name(nbytes: MemoryBreakdown) -> dict[str, int]:
 
 
 def _device_lines(memory: Memory) -> list[str]:
-    """Return what the allocator reserves, and what the process takes besides, in lines."""
+    """Return lines with the allocator's reserved bytes and the further bytes of the process."""
     constants = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.constants.items())
     besides = f"; besides about {constants}: device memory {format_bytes(memory.device)}" if constants else ""
     if memory.reserved is None or memory.fragmentation is None:
@@ -173,7 +173,7 @@ def traffic_section(estimate: Estimate) -> Section:
 
 
 def assumption_line(item: Assumption) -> str:
-    """Return a module and what was assumed about it, with the operator whose result depends on data."""
+    """Return a module, the assumption about it, and the operator with a data-dependent result."""
     operator = f" ({item.operator})" if item.operator else ""
     missing = "" if item.counted else "; NOT in the numbers"
     return f"{item.module or 'the model'}: {item.assumption}{operator}{missing}"

@@ -18,7 +18,7 @@ from fsdp_runtime.dry_run.types import PHASES, MemoryBreakdown, Peak, Phase
 def scale_up(
     small: Summary, large: Summary, repeated: RepeatedBlocks, shift_block: Callable[[str, int], str]
 ) -> Summary:
-    """Return the summary of the full model from those of two traces that differ by one group of blocks."""
+    """Return the full model's summary from the summaries of two traces that differ by one group of blocks."""
     # ``shift_block`` returns a module's path in the full model from its path in the large trace and the number of
     # blocks that the full model has in addition before it (0 for blocks counted from the front).
     groups = repeated.count - repeated.min_count
@@ -71,7 +71,7 @@ def peaks(summary: Summary) -> tuple[Peak, ...]:
 def _matching_regions(
     small: Summary, large: Summary, repeated: RepeatedBlocks
 ) -> Iterator[tuple[StepRegion, StepRegion, int]]:
-    """Yield equal regions of the two traces, and 1 for those whose blocks are counted from the back, else 0."""
+    """Yield equal regions of the two traces, with 1 if the region's block is counted from the back, else 0."""
     # The last repeated block has other neighbours in the large trace, and so has the first, counted from the back.
     front = repeated.start + repeated.min_count * repeated.period - 1
     lengths = [_operator_counts(summary.regions) for summary in (small, large)]
@@ -90,7 +90,7 @@ def _matching_regions(
 
 
 def _highest_regions(phase: Phase, small: Summary, large: Summary) -> Iterator[tuple[StepRegion, StepRegion, int]]:
-    """Yield only the highest regions of a phase whose operators run once per parameter, and so do not correspond."""
+    """Yield only the highest regions of a phase: its operators run once per parameter, so regions do not correspond."""
     highest = [
         max((r for r in s.regions if r.phase == phase), key=lambda r: s.regions[r].total, default=None)
         for s in (small, large)

@@ -76,7 +76,7 @@ class AssumedExchange(AllToAllExchange):
         return super().dispatch(hidden, index, weights, experts=experts)
 
     def read_counts(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return the assumed numbers; those of other ranks are this rank's."""
+        """Return the assumed numbers; other ranks have the same numbers as this rank."""
         rows, pairs = self._routes.received(self.routing)
         return *self._routes.sent(self.routing), [rows] * len(received), [pairs] * len(received)
 
@@ -94,7 +94,7 @@ def assumed_exchange(routing: Routing) -> type[AssumedExchange]:
 
 
 def routing_assumptions(exchange: type[AssumedExchange], module: str) -> list[Assumption]:
-    """Return the assumed routes of modules with experts in words, after the step, with those of the other routing."""
+    """Return in words, after the step, the assumed routes of modules with experts, and of the other routing."""
     texts = [_in_words(routes, exchange.routing) for routes in exchange.seen]
     return [Assumption(operator="", module=module, assumption=text) for text in texts]
 

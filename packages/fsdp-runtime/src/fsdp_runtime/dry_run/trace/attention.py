@@ -1,7 +1,7 @@
 """Attention as an accelerator computes it, where torch on a CPU would hold matrices of scores.
 
-``scaled_dot_product_attention`` holds no scores on CUDA where values are narrower than queries, as those of latent
-attention are, or where weights are dropped: its memory-efficient kernel and cuDNN's take both.  On a CPU it computes
+``scaled_dot_product_attention`` holds no scores on CUDA where values are narrower than queries, as in latent
+attention, or where weights are dropped: its memory-efficient kernel and cuDNN's take both.  On a CPU it computes
 products and a softmax of all scores.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
 
-#: Features of a head, of which the memory-efficient kernel takes multiples.
+#: The memory-efficient kernel takes multiples of this number of features per head.
 _ALIGNED = 8
 
 
 @contextmanager
 def kernels_of_attention() -> Iterator[None]:
-    """Let attention run the memory-efficient kernel where it is what an accelerator would call, and a CPU has none."""
+    """Let attention run the memory-efficient kernel where an accelerator would call it and a CPU has none."""
     # A mode for functions of torch would not reach recomputation: ``Tensor.backward`` leaves it.
     original: Any = functional.scaled_dot_product_attention
 

@@ -1,4 +1,4 @@
-"""Assume results for operators whose results depend on data: tokens spread evenly over experts, checks pass."""
+"""Assume results for data-dependent operators: tokens spread evenly over experts, checks pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tp_plans.runtime import EXPERT_COUNTS
 
 aten = torch.ops.aten
 
-#: Operators whose results a dry run assumes.
+#: Operators with results that a dry run assumes.
 DATA_DEPENDENT = frozenset({aten._local_scalar_dense.default, aten.nonzero.default})
 
 #: Grouped matrix products: CPUs and GPUs run them in every dtype, fake tensors only in bfloat16 (torch 2.10 to 2.15).

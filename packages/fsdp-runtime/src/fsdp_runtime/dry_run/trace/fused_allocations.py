@@ -12,7 +12,7 @@ from fsdp_runtime.dry_run.trace.recorder import AllocationEvent, Recording
 
 
 def with_fused_storages(recording: Recording) -> Recording:
-    """Return a recording whose compiled modules allocate only what a compiler materializes; see ``fusion``."""
+    """Return a recording in which compiled modules allocate only materialized results; see ``fusion``."""
     if all(info.fused is None for info in recording.storages):
         return recording
     moved = _freed_at(recording)

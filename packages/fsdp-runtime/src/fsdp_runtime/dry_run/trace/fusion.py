@@ -1,6 +1,6 @@
 """What a compiled module materializes: which results of a trace a compiler fuses into the kernels that read them.
 
-Kernels of their own are matrix products, attention, collectives and whatever sorts, scatters or counts.  Between two
+Separate kernels are matrix products, attention, collectives and operators that sort, scatter or count.  Between two
 of them a compiler fuses all other operators: a result that only fused operators read, before the next kernel or all in
 one operator, is never written.  A fused result that backward needs is computed again there (torch's min-cut
 partitioner), so its sources live until then instead.
@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_runtime._torch_compat import operator_name
 from tp_plans.runtime import is_at_or_below
 
-#: Parts of the names of operators that are kernels of their own.
+#: Parts of the names of operators that are separate kernels.
 _KERNELS: tuple[str, ...] = ("mm", "attention", "conv", "sort", "topk", "nonzero", "scatter", "index_put", "index_add")
 _KERNELS += ("cumsum", "histc", "bincount", "unique", "empty", "zeros", "foreach", "embedding", "resize", "linear")
 _VIEWS = ("view", "transpose", "t", "permute", "expand", "detach", "alias", "slice", "select", "unsqueeze", "squeeze")
@@ -28,7 +28,7 @@ class FusedStorage:
     index: int  # its index in the recording
     part: tuple[Any, str]  # phase and module in which it was made
     group: int  # number of kernels that ran before it
-    kernel: bool  # whether a kernel of its own made it
+    kernel: bool  # whether a separate kernel made it
     sources: list[FusedStorage] = field(default_factory=list)  # storages that the operator read
     read_by_kernel: bool = False  # whether a kernel of the same part read it
     read_after: int = 0  # readers after the next kernel of the part
@@ -85,7 +85,7 @@ class Fusion:
                 storage.read_after += storage.group != self._group
 
     def created(self, index: int) -> FusedStorage | None:
-        """Return what is known of a result of the operator that was noted last, ``None`` outside compiled modules."""
+        """Return the record of a result of the last noted operator, ``None`` outside compiled modules."""
         if self._part is None:
             return None
         return FusedStorage(index, self._part, self._group, self._kernel, list(self._sources))

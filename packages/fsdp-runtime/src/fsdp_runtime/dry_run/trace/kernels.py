@@ -79,7 +79,7 @@ def kind_of(function: Any) -> str:
     return "attention" if "attention" in name else "grouped" if "grouped_mm" in name else "matmul"
 
 
-@cache  # a text is made anew at each call
+@cache  # torch builds the text at each call
 def _name_of(packet: Any) -> str:
     return str(packet)
 
@@ -95,5 +95,5 @@ def bytes_moved(args: Any, result: Any) -> int:
 
 
 def _of_query_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Size]:
-    """Return the shapes with as many key/value heads as query heads: torch 2.10's formulas need them alike."""
+    """Return the shapes with as many key/value heads as query heads: torch 2.10's formulas need equal numbers."""
     return [torch.Size((each.shape[0], query.shape[1], *each.shape[2:])) for each in (query, key, value)]

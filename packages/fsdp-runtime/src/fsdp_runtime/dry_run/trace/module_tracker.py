@@ -44,7 +44,7 @@ class ModuleTracker:
                 handle.remove()
 
     def current_path(self) -> str:
-        """Return the path of the innermost module that runs, or whose backward runs; ``""`` outside."""
+        """Return the path of the innermost module in forward or backward; ``""`` outside."""
         if self._stack:
             return self._stack[-1]
         number = running_backward_of()
@@ -57,7 +57,7 @@ class ModuleTracker:
         return self._last_backward
 
     def running_modules(self) -> Sequence[nn.Module]:
-        """Return the modules whose forward runs, outermost first."""
+        """Return the modules in forward, outermost first."""
         return [self._modules[path] for path in self._stack]
 
     def _enter(self, module: nn.Module, _args: Any) -> None:

@@ -78,7 +78,7 @@ class StorageInfo:
     last_dim: int = 0  # last dim of the first tensor on it
     category: str | None = None  # its category, if registered; others follow from lifetimes
     outlives_forward: bool = False  # whether it was alive when forward, or the loss, ended
-    stream: Stream = "compute"  # the stream that allocates it: FSDP2 gathers and reduces on streams of its own
+    stream: Stream = "compute"  # the stream that allocates it: FSDP2 gathers and reduces on its own streams
     fused: FusedStorage | None = None  # how a compiler treats it, ``None`` outside of compiled modules
 
 

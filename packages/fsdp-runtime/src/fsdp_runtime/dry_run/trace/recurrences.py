@@ -1,6 +1,6 @@
-"""Linear attention and state spaces as kernels compute them, in the place of transformers' code in torch.
+"""Linear attention and state spaces as kernels compute them, in place of transformers' code in torch.
 
-That code loops over tokens or chunks and keeps every state, so its trace takes minutes and its memory is not that of a
+That code loops over tokens or chunks and keeps every state, so its trace takes minutes and its memory differs from a
 run with flash-linear-attention and mamba-ssm.  The kernels keep their inputs and a few numbers a token, write states of
 whole chunks, and compute these again in backward.
 """
@@ -27,8 +27,8 @@ class _KernelCosts:
     """What a kernel allocates."""
 
     chunk: int  # tokens of one state
-    key: str  # the argument whose features are a state's rows
-    state_dtype: torch.dtype | None = torch.float32  # of states; ``None`` for that of the output
+    key: str  # the argument with a state's rows as features
+    state_dtype: torch.dtype | None = torch.float32  # of states; ``None`` for the output's dtype
     transforms: bool = False  # solves a triangular system of each chunk, and keeps it and normalized queries and keys
 
 
