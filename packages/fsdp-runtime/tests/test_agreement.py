@@ -7,15 +7,29 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from safetensors.torch import save_file
 from torch import nn
 
-from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, OptionError, SelectiveCheckpoint, agreement, parallelize
+from fsdp_runtime import (
+    FSDPOptions,
+    MeshSpec,
+    ModelError,
+    OptionError,
+    SelectiveCheckpoint,
+    agreement,
+    load_weights,
+    parallelize,
+    save_weights,
+)
 from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects
 from fsdp_runtime.step import Step
 from harness.collectives import RecordCollectives
@@ -214,22 +228,65 @@ def test_descriptions_are_equal_in_processes_that_order_sets_by_other_hashes() -
     assert first == second
 
 
-def _warnings() -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+@contextmanager
+def _heard() -> Iterator[list[str]]:
+    """The warnings that this rank logs inside the ``with``."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fsdp_runtime").addHandler(handler)
     try:
-        parallelize(_llama(), mesh_for({"tp": 2}), plan=None)
+        yield heard
     finally:
         logging.getLogger("fsdp_runtime").removeHandler(handler)
-    return [*said, str(logging.getLogger("fsdp_runtime.steps.tensor.step").isEnabledFor(logging.WARNING))]
+
+
+def _warnings() -> list[str]:
+    with _heard() as heard:
+        parallelize(_llama(), mesh_for({"tp": 2}), plan=None)
+    return [*heard, str(logging.getLogger("fsdp_runtime.steps.tensor.step").isEnabledFor(logging.WARNING))]
 
 
 def test_one_rank_logs_a_warning_of_all_ranks(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(_warnings)
     assert first == ["plan=None on a mesh with tp=2: every rank of tp computes the same", "True"]
     assert second == ["True"]
+
+
+class _Unbuildable(transformers.LlamaForCausalLM):
+    """A class that its config alone does not build."""
+
+    def __init__(self, config: Any, vocabulary: Any = None) -> None:
+        if vocabulary is None:
+            raise TypeError("no vocabulary")
+        super().__init__(config)
+
+
+def _warnings_of_loads_and_saves(folder: Path) -> list[str]:
+    """Load a checkpoint with a tensor too many and without a head's; then save."""
+    torch.manual_seed(0)
+    mesh = mesh_for({"dp_shard": 2})
+    model = _Unbuildable(_llama().config, vocabulary=())
+    model.extra = nn.Linear(4, 2)
+    parallelize(model, mesh)
+    with _heard() as heard:
+        load_weights(model, folder / "weights", new_modules={"extra": 0.02})
+        save_weights(model, folder / "saved", dtype=torch.bfloat16, names="model")
+    return heard
+
+
+def test_one_rank_logs_the_warnings_of_loads_and_saves(two_ranks: RankPool, tmp_path: Path) -> None:
+    state = {**_llama().state_dict(), "surplus": torch.zeros(2)}
+    (tmp_path / "weights").mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "weights/model.safetensors")
+    first, second = two_ranks.run(_warnings_of_loads_and_saves, tmp_path)
+    found = [message.partition(":")[0].partition(" (")[0] for message in first]
+    assert found == [
+        "the checkpoint lacks extra.weight, extra.bias",
+        "the checkpoint has 1 tensors that the model lacks",
+        "_Unbuildable cannot be built from its config",
+    ]
+    assert second == []
 
 
 def _own_steps() -> bool:

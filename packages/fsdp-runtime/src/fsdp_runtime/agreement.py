@@ -6,10 +6,8 @@ Ranks that differ would wait for collectives that others never call, or compute 
 from __future__ import annotations
 
 import json
-import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -33,8 +31,6 @@ from fsdp_runtime.sharded.initial_values import has_values
 from fsdp_runtime.step import Step
 
 _PACKAGES = ("torch", "transformers", "peft", "tp-plans", "fsdp-runtime")
-#: Packages whose loggers say the same on all ranks.
-_PACKAGES_HERE = ("fsdp_runtime", "tp_plans")
 #: Objects of these packages are described by their attributes, others by their classes.
 _KNOWN = ("fsdp_runtime.", "tp_plans.")
 #: Entries of configs that no forward reads: places of files, names for people, and what ``save_pretrained`` of
@@ -54,20 +50,6 @@ _SHOWN, _LENGTH, _LEAD = 4, 80, 40
 
 #: What is compared, by part and name.
 Description = dict[str, dict[str, str]]
-
-
-@contextmanager
-def first_rank_speaks(groups: Sequence[ProcessGroup]) -> Iterator[None]:
-    """Let the first rank of all groups log the warnings and lines that every rank would log inside the ``with``."""
-    loggers = [] if all(dist.get_rank(group) == 0 for group in groups) else [*map(logging.getLogger, _PACKAGES_HERE)]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def require_same_setup(

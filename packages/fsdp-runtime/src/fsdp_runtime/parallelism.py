@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fsdp_runtime._torch_compat import root_mesh
-from fsdp_runtime.agreement import first_rank_speaks, require_same_setup
+from fsdp_runtime.agreement import require_same_setup
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options, steps_of
 from fsdp_runtime.mesh.experts import expert_axis_size, expert_fsdp_mesh
@@ -23,6 +23,7 @@ from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.model.unloaded import refuse_until_loaded
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Meshes, ModelFacts, Setup
+from fsdp_runtime.sharded.collectives import first_rank_speaks
 from fsdp_runtime.sharded.initial_values import take_first_values
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, recomputes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Mapping
@@ -273,6 +274,25 @@ def test_a_training_set_shorter_than_the_ranks_is_refused(two_ranks: RankPool, f
         assert "1 samples for dp=2" in refused
         assert "training set's 6 samples are no multiple of 4" in warned
         assert "evaluation set's 5 samples are no multiple of 4" in evaluation
+
+
+def _warnings(folder: Path, output: Path) -> list[str]:
+    """The warnings of a trainer with an option that it drops, and 8 samples for batches of 3 on two ranks."""
+    forget_accelerate()
+    model, mesh = model_on(folder, {"dp_shard": 2})
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_runtime").addHandler(handler)
+    try:
+        build(model, mesh, 2, output=str(output), per_device_eval_batch_size=3, use_liger_kernel=True)
+    finally:
+        logging.getLogger("fsdp_runtime").removeHandler(handler)
+    return [message.partition(" ")[0] for message in heard]
+
+
+def test_warnings_of_a_trainer_come_from_one_rank(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    assert two_ranks.run(_warnings, folder, tmp_path) == [["use_liger_kernel=True:", "the"], []]
 
 
 def _undivided(folder: Path, output: Path) -> str:

@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ratios of sequences": {"importance_sampling_level": "sequence", "num_iterations": 2},
     "a temperature and an entropy's quantile": {"temperature": 0.7, "top_entropy_quantile": 0.5},
     "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
+    "a loss of a batch's tokens": {"loss_type": "bnpo"},
 }
 
 

@@ -82,7 +82,7 @@ def _chosen_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
             _log.warning(
                 "%s cannot be built from its config (%s): its exports round the tensors that its constructor keeps in "
                 "a dtype of their own, unless its class declares them",
-                type(model).__name__,
+                original_class(model).__name__,
                 error,
             )
             twin = nn.Module()

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.sharded.collectives import all_gather_objects, world_ranks
+from fsdp_runtime.sharded.collectives import all_gather_objects, own_rank, world_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def stop_on_signal(signals: Sequence[int] = (signal.SIGTERM,)) -> Iterator[Calla
     def must_stop() -> bool:
         flags = all_gather_objects(world_ranks(), bool(received))
         ranks = sorted(rank for rank, flag in flags.items() if flag)
-        if ranks:
+        if ranks and own_rank() == 0:
             logger.warning("received a stop signal (ranks %s): leaving after this step", ranks)
         return bool(ranks)
 

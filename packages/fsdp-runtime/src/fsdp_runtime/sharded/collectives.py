@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import OptionError, OtherRankError
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+
+#: Packages whose loggers :func:`first_rank_speaks` concerns.
+_PACKAGES = ("fsdp_runtime", "tp_plans")
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,21 @@ def mesh_or_world_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> Mode
     if model_mesh(entries) is not None or any(state.one_rank for state in states):
         return mesh_ranks(entries)
     return world_ranks()
+
+
+@contextmanager
+def first_rank_speaks(groups: Sequence[ProcessGroup] | None = None) -> Iterator[None]:
+    """Let the first rank of all groups, or of the world, log what every rank would log inside the ``with``."""
+    groups = world_ranks().groups if groups is None else groups
+    loggers = [] if all(dist.get_rank(group) == 0 for group in groups) else [*map(logging.getLogger, _PACKAGES)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @dataclass

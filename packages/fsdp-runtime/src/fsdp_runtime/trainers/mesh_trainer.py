@@ -16,6 +16,7 @@ from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import CheckpointError, ModelError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import require_axes, submesh
+from fsdp_runtime.sharded.collectives import first_rank_speaks
 from fsdp_runtime.steps.outputs.generation import gather_logits
 from fsdp_runtime.trainers.accelerator_state import STATE_FOLDER
 from fsdp_runtime.trainers.logits import (
@@ -79,6 +80,7 @@ class MeshTrainerMixin(LogStepValues):
     _takes_dispatched_batches = False
     _reads_logits = False
 
+    @first_rank_speaks()
     def __init__(
         self,
         model: Any = None,
@@ -139,6 +141,7 @@ class MeshTrainerMixin(LogStepValues):
         for name, dataset in held_out.items():
             self._check_evaluated(name, dataset)
 
+    @first_rank_speaks()
     def _check_evaluated(self, name: str, dataset: Any) -> None:
         """Warn, once for a size, where the last batch of an evaluation is filled up."""
         size = size_of(dataset)
@@ -260,6 +263,7 @@ class MeshTrainerMixin(LogStepValues):
             keep=0,
         )
 
+    @first_rank_speaks()
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return

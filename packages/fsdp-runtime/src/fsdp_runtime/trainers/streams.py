@@ -18,6 +18,7 @@ from accelerate.state import GradientState
 from torch.utils.data import IterableDataset
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.trainers._datasets_compat import description, node_of
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class StreamPart(IterableDatasetShard):
         for loader in GradientState().dataloader_references:
             if loader is not None and loader.dataset is self and torch.utils.data.get_worker_info() is None:
                 loader.remainder = size
-        if self._warns:
-            self._warns = False
+        warns, self._warns = self._warns and own_rank() == 0, False
+        if warns:
             logger.warning(
                 "the last batch of a stream has %d of its %d samples and is filled up with the first ones, which one "
                 "process would not do; dataloader_drop_last=True, or drop_last=True in the data loader, leaves it out",

@@ -22,7 +22,12 @@ from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, settings_at_source, source_folder
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import fill_local, whole_chunk
-from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.collectives import (
+    first_rank_speaks,
+    mesh_or_world_ranks,
+    raise_on_all,
+    require_equal_on_all,
+)
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
 from fsdp_runtime.sharded.shard_offsets import require_layouts
@@ -126,7 +131,7 @@ def load_training_state(
         opened.value = {"directory: the checksum of the manifest": of_manifest}
     with reader, leave_inference_mode():
         require_equal_on_all(opened.values)
-        with raise_on_all(ranks) as checked:
+        with raise_on_all(ranks) as checked, first_rank_speaks(ranks.groups):
             checked.value = settings_at_source(base_model(model))
             shared = read_object(folder, SHARED_FILE, manifest.files, _SHARED)
             same_mesh = (mesh_sizes(entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)

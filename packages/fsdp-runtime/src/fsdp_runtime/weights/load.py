@@ -31,6 +31,7 @@ from fsdp_runtime.sharded.chunks import (
 )
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
+    first_rank_speaks,
     mesh_ranks,
     own_rank,
     raise_on_all,
@@ -167,14 +168,14 @@ def load_weights(
         require_equal_on_all(step.values)
         checkpoint, places = open_on_all(path, ranks)
         with checkpoint:
-            with raise_on_all(ranks) as matched:
+            with raise_on_all(ranks) as matched, first_rank_speaks(ranks.groups):
                 base_entries = base_state_entries(model, entries)
                 require_layouts({entry.names[0]: entry.tensor for entry in base_entries})
                 require_materialized_adapters(model)
                 require_unquantized(base_entries)
                 weights = map_into(base_model(model), prefix, base_entries, checkpoint.tensors)
                 _require_match(model, base_entries, weights, checkpoint, new_modules or {})
-                _report_others(base_entries, weights, strict=strict, warn=ranks.is_first)
+                _report_others(base_entries, weights, strict=strict)
                 sources = _ValueSources(weights, checkpoint)
                 folder = checkpoint.folder or source_folder(inner)
                 settings = read_generation_settings(folder) if folder and generates(inner) else None
@@ -269,18 +270,17 @@ def _require_match(
         raise MismatchError(f"the checkpoint does not fit the model in {len(problems)} tensors:\n  {listed}{fix}")
 
 
-def _report_others(entries: Sequence[StateEntry], weights: WeightMap, *, strict: bool, warn: bool) -> None:
+def _report_others(entries: Sequence[StateEntry], weights: WeightMap, *, strict: bool) -> None:
     """Warn of tensors with random values and of unexpected tensors; a strict load refuses unexpected tensors."""
     drawn = [entry.names[0] for entry in entries if weights.name_of(entry) is None]
-    if drawn and warn:
+    if drawn:
         logger.warning("the checkpoint lacks %s: initial values are drawn", ", ".join(drawn))
     if weights.unexpected:
         listed = ", ".join(weights.unexpected)
         message = f"the checkpoint has {len(weights.unexpected)} tensors that the model lacks: {listed}"
         if strict:
             raise MismatchError(f"{message}; pass strict=False to load the others")
-        if warn:
-            logger.warning("%s", message)
+        logger.warning("%s", message)
 
 
 #: Dtypes of floating-point weights that are not quantized.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
-from fsdp_runtime.model.state import StateEntry
-from fsdp_runtime.sharded.collectives import own_rank
+from fsdp_runtime.model.state import StateEntry, state_entries
+from fsdp_runtime.sharded.collectives import first_rank_speaks, mesh_ranks, own_rank
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sync.quantize.formats import Quantization, require_quantization
@@ -119,11 +119,13 @@ class WeightExport:
                 quantized.
             OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
         """
-        groups = export_groups(model, dtype=self.exported_dtype, names=self.names, entries=entries)
+        entries = state_entries(model) if entries is None else entries
         quantize = self.quantize
-        if quantize is not None:
-            kept = [item.name for item in class_keeps(model, groups) if quantize.applies(item.name, item.shape)]
-            quantize = replace(quantize, keep=(*quantize.keep, *kept))
+        with first_rank_speaks(mesh_ranks(entries).groups):
+            groups = export_groups(model, dtype=self.exported_dtype, names=self.names, entries=entries)
+            if quantize is not None:
+                kept = [item.name for item in class_keeps(model, groups) if quantize.applies(item.name, item.shape)]
+                quantize = replace(quantize, keep=(*quantize.keep, *kept))
         return ExportedModel(replace(self, quantize=quantize), groups)
 
 

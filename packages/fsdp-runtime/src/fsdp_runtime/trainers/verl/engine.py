@@ -15,6 +15,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.memory.offload import Part
 from fsdp_runtime.mesh.spec import submesh
+from fsdp_runtime.sharded.collectives import first_rank_speaks
 from fsdp_runtime.sync.adapter_transfer import require_servable
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl import export
@@ -136,6 +137,7 @@ class FsdpRuntimeEngine(BaseEngine):
                 "this engine is forward_only=True and has no optimizer: train the actor's or the critic's"
             )
 
+    @first_rank_speaks()
     def optimizer_step(self) -> float:
         """Clip gradients and step, or skip the step where their norm is not finite; return the norm before clipping."""
         self._require_training()
@@ -285,6 +287,7 @@ class FsdpRuntimeEngine(BaseEngine):
         with self._residency.present("parameters", "buffers", "optimizer"):
             self._checkpoints.save(Path(local_path), step=global_step, keep=max_ckpt_to_keep)
 
+    @first_rank_speaks()
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False, **kwargs: Any
     ) -> None:

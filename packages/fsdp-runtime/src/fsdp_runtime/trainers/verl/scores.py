@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.sharded.collectives import first_rank_speaks
 from fsdp_runtime.steps.outputs.lm_head import forward_with_lm_head
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl.rows import Rows
@@ -58,7 +59,8 @@ class TokenScores:
             try:
                 return self._from_hidden(rows, **options)
             except ModelError as error:
-                logger.warning("log-probabilities are computed from logits: %s", error)
+                with first_rank_speaks():
+                    logger.warning("log-probabilities are computed from logits: %s", error)
                 self._without_logits = False
         return _from_logits(self._model(**rows.inputs, use_cache=False).logits, rows, **options)
 
