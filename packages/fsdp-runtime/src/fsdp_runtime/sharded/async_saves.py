@@ -1,4 +1,4 @@
-"""Saves that go on in a thread: what they return, the groups that they use, and one at a time."""
+"""Asynchronous saves in a thread: their futures and process groups, at most one save at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sharded.collectives import ModelRanks
 
 T = TypeVar("T")
-#: What a save does while an earlier one of this process is being written.
+#: A save's behaviour while an earlier save of this process is being written.
 IfSaving = Literal["wait", "raise"]
 
-#: How long a rank that has written waits for the others; a rank that ends is noticed at once.
+#: The longest wait of a rank for the other ranks' writes; the end of a rank's process is noticed at once.
 _TIMEOUT = timedelta(hours=1)
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ _groups: dict[tuple[int, ...], tuple[ProcessGroup | None, ProcessGroup]] = {}
 class SaveFuture(Generic[T]):
     """A save that a thread completes; the interpreter's exit waits for it.
 
-    The files are in effect once all ranks have written theirs, whether or not :meth:`wait` is called.  An error of one
-    rank is an error on all, and leaves the old files in effect; it is logged at once, and raised by :meth:`wait`.
+    The new files take effect once all ranks have written, whether or not :meth:`wait` is called.  An error of one rank
+    is an error on all ranks, and the old files stay in effect; it is logged at once, and raised by :meth:`wait`.
     """
 
     def __init__(self, finish: Callable[[], T]) -> None:
@@ -44,7 +44,7 @@ class SaveFuture(Generic[T]):
         self._thread.start()
 
     def done(self) -> bool:
-        """Return whether the save has ended, well or not."""
+        """Return whether the save has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> T:
@@ -69,7 +69,7 @@ def save_in_thread(
     finish: Callable[[ModelRanks], T], ranks: ModelRanks, everyone: Sequence[int], resources: ExitStack
 ) -> SaveFuture[T]:
     """Complete a save in a thread, which closes its resources.  Collective."""
-    # ``finish`` gets the ranks with a process group of their own: its collectives and those of training do not mix.
+    # ``finish`` gets the ranks with a separate process group: its collectives do not mix with training's collectives.
     own = _with_own_group(ranks, everyone)
     moved = resources.pop_all()
 
@@ -84,7 +84,7 @@ def save_in_thread(
 
 
 def must_refuse(if_saving: IfSaving) -> bool:
-    """Wait for the save of this process that is being written, or return whether there is one, as asked."""
+    """Wait for this process's unfinished saves, or with ``"raise"`` return whether a save is unfinished."""
     if if_saving not in ("wait", "raise"):
         raise OptionError(f"if_saving={if_saving!r}: write 'wait' or 'raise'")
     running = [each for each in _running if not each.done()]
@@ -96,7 +96,7 @@ def must_refuse(if_saving: IfSaving) -> bool:
 
 
 def require_none_running(refusing: Sequence[int]) -> None:
-    """Raise on every rank where some refuse to save now."""
+    """Raise on every rank if any rank refuses to save now."""
     if refusing:
         raise OptionError(
             f"ranks {', '.join(map(str, refusing))} are still writing an earlier save: wait() for its SaveFuture, or "
@@ -105,7 +105,7 @@ def require_none_running(refusing: Sequence[int]) -> None:
 
 
 def _with_own_group(ranks: ModelRanks, everyone: Sequence[int]) -> ModelRanks:
-    """The same ranks, connected by one gloo group that nothing else uses."""
+    """The same ranks, connected by one gloo group for saves only."""
     if not ranks.groups:
         return ranks
     world, group = _groups.get(tuple(everyone), (None, None))

@@ -1,4 +1,4 @@
-"""Fill this rank's shard of a tensor from boxes of stored tensors, reading only what the rank needs."""
+"""Fill this rank's shard of a tensor from boxes of stored tensors, reading only the boxes that the rank needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Chunk:
     source: str  # name of the stored tensor
     target: Box
     start: tuple[int, ...]  # index of the first element in the source
-    dims: tuple[int | None, ...]  # source dim of each target dim, if it has one; others have size 1
+    dims: tuple[int | None, ...]  # source dim of each target dim; ``None`` for a target dim of size 1
 
     def intersect(self, box: Box) -> Chunk | None:
         """Return the part of the chunk inside a box of the target, ``None`` if it is empty."""
@@ -46,12 +46,12 @@ class Chunk:
         return tuple((first, first + count) for first, count in zip(self.start, size, strict=True))
 
     def to_target(self, tensor: Tensor) -> Tensor:
-        """Return a view of what was read from :attr:`source_box` in the target's dims."""
+        """Return a view of the values of :attr:`source_box` in the target's dims."""
         return in_dims(tensor, self.dims, box_shape(self.target))
 
 
 def in_dims(tensor: Tensor, dims: Sequence[int | None], shape: Sequence[int]) -> Tensor:
-    """Return a view of a tensor with these of its dims, one of size 1 for ``None``; those left out have size 1."""
+    """Return a view of a tensor with the given dims; ``None`` adds a dim of size 1, and omitted dims have size 1."""
     used = [dim for dim in dims if dim is not None]
     unused = [dim for dim in range(tensor.ndim) if dim not in used]
     return tensor.permute([*used, *unused]).view(tuple(shape))
@@ -63,7 +63,7 @@ def identity_chunk(name: str, shape: Sequence[int]) -> Chunk:
 
 
 def whole_chunk(name: str, target: Box) -> Chunk:
-    """Return the chunk that is all of a stored tensor, at a box of the target."""
+    """Return the chunk of a full stored tensor, at a box of the target."""
     return Chunk(name, target, (0,) * len(target), tuple(range(len(target))))
 
 
@@ -73,7 +73,7 @@ def slices_of(box: Box) -> tuple[slice, ...]:
 
 
 def inside(box: Box, part: Box) -> tuple[slice, ...]:
-    """Return the slices of a tensor of a box's shape that hold a part of the box."""
+    """Return the slices of a part of a box, in a tensor of the box's shape."""
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, box, strict=True))
 
 
@@ -84,7 +84,7 @@ def fill_local(tensor: Tensor, chunks: Sequence[Chunk], read: ReadBox) -> None:
 
 @torch.no_grad()
 def fill_box(part: Tensor, box: Box, chunks: Sequence[Chunk], read: ReadBox) -> None:
-    """Fill the part of a tensor that is a box of it."""
+    """Fill ``part``, the values of a tensor at ``box``."""
     for chunk in chunks:
         if (needed := chunk.intersect(box)) is not None:
             part[inside(box, needed.target)].copy_(needed.to_target(read(needed.source, needed.source_box)))
@@ -98,7 +98,7 @@ def fill_from(tensor: Tensor, full: Tensor) -> None:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
-    """Return this rank's local tensor and the box of the full tensor that it holds."""
+    """Return this rank's local tensor and its box of the full tensor."""
     if isinstance(tensor, DTensor):
         return tensor.to_local(), dtensor_box(tensor)
     return tensor, full_box(tensor.shape)

@@ -29,14 +29,14 @@ class ModelRanks:
     """The ranks that hold a model, and process groups that together connect all of them."""
 
     groups: Sequence[ProcessGroup] = ()  # one per mesh axis larger than 1
-    index: int = 0  # of this rank among them
+    index: int = 0  # this rank's index among them
     count: int = 1
     global_first: int = 0  # global rank of the rank with index 0
     rank: int = field(default_factory=lambda: own_rank())  # also known once the world has been left
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has index 0 and does the work that one rank does for all."""
+        """Whether this rank has index 0 and does the common work of all ranks."""
         return self.index == 0
 
 
@@ -47,7 +47,7 @@ def model_mesh(entries: Sequence[StateEntry]) -> DeviceMesh | None:
 
 
 def mesh_ranks(entries: Sequence[StateEntry]) -> ModelRanks:
-    """Return all ranks of the model's mesh, replicas included; this rank alone for a model of plain tensors."""
+    """Return all ranks of the model's mesh, replicas included; only this rank for a model of plain tensors."""
     mesh = model_mesh(entries)
     if mesh is None:
         return ModelRanks(global_first=own_rank())
@@ -59,12 +59,12 @@ def mesh_ranks(entries: Sequence[StateEntry]) -> ModelRanks:
 
 
 def own_rank() -> int:
-    """Return this process's rank in the world, 0 where ``torch.distributed`` is not initialized."""
+    """Return this process's rank in the world, 0 if ``torch.distributed`` is not initialized."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_ranks() -> ModelRanks:
-    """Return every rank of the world, this process alone if ``torch.distributed`` is not initialized."""
+    """Return every rank of the world, only this process if ``torch.distributed`` is not initialized."""
     if not dist.is_initialized():
         return ModelRanks()
     world = dist.group.WORLD
@@ -72,8 +72,8 @@ def world_ranks() -> ModelRanks:
 
 
 def mesh_or_world_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> ModelRanks:
-    """Return the ranks that write a model's checkpoint: those of its mesh, the world for a model without one."""
-    # A model, or a part of it, that was parallelized on a mesh of one rank has plain tensors.
+    """Return the ranks that write a model's checkpoint: its mesh's ranks, or the world for a model without a mesh."""
+    # A model, or a part of a model, that was parallelized on a mesh of one rank has plain tensors.
     states = (runtime_state(module) for module in model.modules() if RUNTIME_STATE in module.__dict__)
     if model_mesh(entries) is not None or any(state.one_rank for state in states):
         return mesh_ranks(entries)
@@ -97,7 +97,7 @@ def first_rank_speaks(groups: Sequence[ProcessGroup] | None = None) -> Iterator[
 
 @dataclass
 class RankStep:
-    """A picklable value that a step of :func:`raise_on_all` sends to the other ranks, and then those of all ranks."""
+    """A picklable value of a step of :func:`raise_on_all`, sent to the other ranks; afterwards all ranks' values."""
 
     value: Any = None
     values: dict[int, Any] = field(default_factory=dict)
@@ -106,12 +106,12 @@ class RankStep:
 @contextmanager
 def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
     """Run a rank-local step on every rank; an exception on one rank raises on all.  Collective."""
-    # Other ranks than the one that failed raise :class:`OtherRankError`.
+    # The failed rank raises its own error, and all other ranks :class:`OtherRankError`.
     step = RankStep()
     try:
         yield step
     except Exception as error:
-        with suppress(OtherRankError):  # this rank's own error is raised
+        with suppress(OtherRankError):  # this rank raises its own error
             all_gather_objects(ranks, (f"{type(error).__name__}: {error}", None))
         raise
     results = all_gather_objects(ranks, (None, step.value))
@@ -122,7 +122,7 @@ def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
 
 
 def require_equal_on_all(options: Mapping[int, Mapping[str, Any]]) -> None:
-    """Check that every rank was given the same options, by name; they are values of a :class:`RankStep`."""
+    """Check that every rank has the same options, by name; ``options`` are values of a :class:`RankStep`."""
     first, expected = next(iter(options.items()))
     for rank, given in options.items():
         for name, value in given.items():
@@ -133,12 +133,12 @@ def require_equal_on_all(options: Mapping[int, Mapping[str, Any]]) -> None:
 
 #: Backends, or parts of their names, that take tensors on the CPU.
 _CPU_BACKENDS = ("gloo", "mpi", "cpu", "fake")
-#: Elements that are reduced at once.
+#: Elements of one reduction.
 _REDUCED = 2**24
 
 
 def required_device(groups: Sequence[ProcessGroup]) -> torch.device | None:
-    """The accelerator that groups need tensors to be on; ``None`` where they take tensors on the CPU."""
+    """The accelerator on which groups need their tensors; ``None`` if they take tensors on the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not groups or accelerator is None or any(name in dist.get_backend(groups[0]) for name in _CPU_BACKENDS):
         return None
@@ -146,7 +146,7 @@ def required_device(groups: Sequence[ProcessGroup]) -> torch.device | None:
 
 
 def all_reduce_over(groups: Sequence[ProcessGroup], tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """Reduce a tensor of one dim over several groups, on the device that their backend has; it may be changed."""
+    """Reduce a one-dimensional tensor over several groups, on their backend's device; the input may be overwritten."""
     if not tensor.numel():
         return tensor
     reduced = tensor.to(required_device(groups) or tensor.device)
@@ -160,7 +160,7 @@ def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
     """All-gather a picklable value; return the values by global rank.  One collective per group."""
     values = {ranks.rank: value}
     for group in ranks.groups:
-        # Not of the first group: a save that ends after destroy_process_group has one, whose ranks torch has forgotten.
+        # Not for the first group: torch has forgotten its ranks if a save ends after destroy_process_group.
         if len(values) > 1 and set(dist.get_process_group_ranks(group)) <= values.keys():
             continue
         gathered: list[dict[int, Any]] = [{}] * group.size()
@@ -173,13 +173,13 @@ def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
     return values
 
 
-#: Keeps these messages apart from those of transfers of weights.
+#: Tag of these messages; transfers of weights use other tags.
 _EXCHANGE_TAG = 3000
 
 
 def exchange_bytes(ranks: ModelRanks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-    """Send one tensor to each of some ranks and fill one from each of some, all at once; ranks are global."""
-    # Pairs that one axis connects use its group, whose connections other collectives have made already.
+    """Send the outgoing tensors and fill the incoming tensors, by global rank, all at once."""
+    # Two ranks on one axis use the axis's group: other collectives have made its connections already.
     members = [set(dist.get_process_group_ranks(group)) for group in ranks.groups]
     by_group: dict[ProcessGroup | None, list[dist.P2POp]] = {}
     for way, tensors in ((dist.isend, outgoing), (dist.irecv, incoming)):

@@ -1,4 +1,4 @@
-"""Which processes may write to one file at a time: found out from their hosts and the type of the file system."""
+"""Decide whether processes may write to one file at a time, by their hosts and the type of the file system."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-#: File systems of one host, and those that keep what several hosts write to one file apart to the byte.  NFS, for one,
-#: writes whole pages back, and two hosts that write to one page may lose what one of them wrote.
+#: File systems of one host, and file systems that separate the writes of several hosts to one file by byte.  NFS writes
+#: whole pages back: if two hosts write to one page, the bytes of one host may be lost.
 _COHERENT = frozenset(
     (
         *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"),
@@ -18,14 +18,14 @@ _COHERENT = frozenset(
 
 @dataclass(frozen=True)
 class FilePlace:
-    """Where a rank sees a directory; empty strings for what is not known."""
+    """Host and file system of a directory as seen by a rank; empty strings if unknown."""
 
     host: str  # the same on all ranks of a host
     file_system: str  # type, such as "nfs4"
 
 
 def file_place(path: Path) -> FilePlace:
-    """Return where this process sees a path, or the nearest directory above it that exists."""
+    """Return the place of a path, or of the nearest existing directory above the path, as seen by this process."""
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         mounts = Path("/proc/self/mountinfo").read_text()
@@ -42,7 +42,7 @@ def may_share_files(places: Iterable[FilePlace]) -> bool:
 
 
 def by_host(places: Mapping[int, FilePlace]) -> list[int]:
-    """Return ranks in an order in which neighbours are on different hosts, as far as there are several."""
+    """Return ranks in an order with neighbours on different hosts, if the ranks have several hosts."""
     seen: dict[str, int] = {}
     order = []
     for rank, place in places.items():
@@ -52,12 +52,12 @@ def by_host(places: Mapping[int, FilePlace]) -> list[int]:
 
 
 def _type_at(path: Path, mounts: str) -> str:
-    """The type of the file system that is mounted at a path or nearest above it."""
+    """The type of the file system that is mounted at a path or nearest above the path."""
     resolved, best, kind = str(path.resolve()), -1, ""
     for line in mounts.splitlines():
         mounted, _, described = line.partition(" - ")
         point = mounted.split()[4].replace("\\040", " ")
         is_above = resolved == point or resolved.startswith(point.rstrip("/") + "/")
-        if is_above and len(point) >= best:  # of two at one point, the later one is seen
+        if is_above and len(point) >= best:  # the later of two mounts at one point is visible
             best, kind = len(point), described.split()[0]
     return kind

@@ -1,4 +1,4 @@
-"""Files that survive a crash: written to the disk, not only to the page cache, and put in place by a rename."""
+"""Write files that survive a crash: on the disk, not only in the page cache, and in place by a rename."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADVICE = {
 
 @contextmanager
 def naming_write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]:
-    """Say which file an ``OSError`` of writing is about, with its errno, and how large the file was to become."""
+    """Add the file's name and intended size to an ``OSError`` of writing; its errno stays."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,7 @@ def naming_write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]
 
 @contextmanager
 def naming_total(nbytes: int) -> Iterator[None]:
-    """Say how many bytes all files take, where a disk or a quota has no room for one of them."""
+    """Add the bytes of all files to an error of a full disk or quota."""
     try:
         yield
     except OSError as error:
@@ -52,14 +52,14 @@ def fsync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # which does not know the name
+    except OSError as error:  # the error lacks the file's name
         raise OSError(error.errno or 0, error.strerror or str(error), str(path)) from error
     finally:
         os.close(descriptor)
 
 
 def write_and_fsync(path: Path, content: bytes) -> None:
-    """Write a file and return once it is on the disk."""
+    """Write a file, and return once the file is on the disk."""
     with naming_write_errors(path, len(content)):
         path.write_bytes(content)
         fsync_path(path)
@@ -67,10 +67,10 @@ def write_and_fsync(path: Path, content: bytes) -> None:
 
 @contextmanager
 def freed_in_background(path: Path) -> Iterator[None]:
-    """Let a thread close a file that is replaced or removed: to free the blocks of a large one takes seconds."""
+    """Close a replaced or removed file in a thread: freeing the blocks of a large file takes seconds."""
     try:
         descriptor = os.open(path, os.O_RDONLY) if os.name == "posix" else None
-    except OSError:  # there is none, or it cannot be opened
+    except OSError:  # the file does not exist or cannot be opened
         descriptor = None
     try:
         yield
@@ -79,24 +79,24 @@ def freed_in_background(path: Path) -> Iterator[None]:
             threading.Thread(target=os.close, args=(descriptor,), daemon=True).start()
 
 
-#: Lets the kernel start to write pages, without waiting for them (Linux, sync_file_range(2)).
+#: Starts the kernel's writing of pages, without a wait (Linux, sync_file_range(2)).
 _START_WRITING = 2
 
 
 def start_writing(descriptor: int) -> None:
-    """Let the disk start on what was written to a file, where the system can do that without waiting for it."""
+    """Start the disk's writing of a file's pages, if the system can do this without a wait."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, 0, 0, _START_WRITING)
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Make a file so large, with room on its disk where the file system can promise it; writes are then faster."""
+    """Set a file's size, and reserve its disk space if the file system can; writes are then faster."""
     if _fallocate is not None and _fallocate(descriptor, 0, 0, nbytes) == 0:
         return
     code = ctypes.get_errno() if _fallocate is not None else 0
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         raise OSError(code, os.strerror(code))
-    os.ftruncate(descriptor, nbytes)  # the file system cannot, or there is nothing to reserve
+    os.ftruncate(descriptor, nbytes)  # the file system cannot reserve, or the size is 0
 
 
 def _of_linux(name: str, *arguments: Any) -> Callable[..., int] | None:

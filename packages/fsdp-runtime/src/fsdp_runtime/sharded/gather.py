@@ -31,7 +31,7 @@ _ALIGNMENT = 16
 @dataclass
 class _PendingGather:
     tensor: Tensor
-    steps: list[tuple[ProcessGroup, ShardStep, int]]  # still to gather, the last first, with the full size of their dim
+    steps: list[tuple[ProcessGroup, ShardStep, int]]  # still to gather, from the last, with the full size of their dim
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class _GatheredChunks:
 
     rows: Tensor  # ``[ranks, bytes]``, uint8
     work: dist.Work
-    offset: int  # of the tensor's chunk in each row, in bytes
-    shape: tuple[int, ...]  # of one rank's padded chunk, the sharded dim first
+    offset: int  # offset of the tensor's chunk in each row, in bytes
+    shape: tuple[int, ...]  # shape of one rank's padded chunk, the sharded dim first
     dtype: torch.dtype
     dim: int
     size: int  # full size of the sharded dim
@@ -61,8 +61,8 @@ def full_tensors(
 ) -> Iterator[Tensor]:
     """Return an iterator over the full tensors in order; plain tensors are unchanged.  Collective."""
     # All communication has started when this returns, after a conversion of the tensors to ``dtypes``. With ``to``, a
-    # global rank, the others take part in the gathers that it needs: they exhaust the iterator, whose tensors are of no
-    # use there.
+    # global rank, the other ranks take part in the gathers for that rank: they exhaust the iterator and ignore its
+    # tensors.
     sent = tensors if dtypes is None else [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
     pending = [_pending(tensor.detach(), to) for tensor in sent]
     ready: list[Tensor | _GatheredChunks] = [item.tensor for item in pending]
@@ -110,14 +110,14 @@ def _pending(tensor: Tensor, to: int | None) -> _PendingGather:
     if to is not None:
         differing = _differing_axes(mesh, to)
         needed = next((n for n in range(len(steps) + 1) if differing <= {s.axis for _, s, _ in steps[:n]}), None)
-        # Gathers run from the last step to the first; this rank takes part until its results are of no use to ``to``.
+        # Gathers run from the last step to the first; this rank takes part until ``to`` needs no more of its results.
         steps = [] if needed is None else steps[max(needed - 1, 0) :]
     # Offloaded shards are on the CPU; collectives run on the mesh's device.
     return _PendingGather(tensor.to_local().to(mesh.device_type), steps)
 
 
 def _differing_axes(mesh: DeviceMesh, rank: int) -> set[int]:
-    """The axes on which this rank's coordinate is not that of another rank; -1 for one outside of the mesh."""
+    """The axes on which this rank and ``rank`` have different coordinates; -1 for a rank outside of the mesh."""
     found = (mesh.mesh == rank).nonzero()
     if not len(found):
         return {-1}
@@ -127,7 +127,7 @@ def _differing_axes(mesh: DeviceMesh, rank: int) -> set[int]:
 
 
 def _gather(pending: list[_PendingGather], group: ProcessGroup) -> list[_GatheredChunks]:
-    """Start the gathers of each tensor's last step: one per large shard, one for all others."""
+    """Start the gathers of each tensor's last step: one per large shard, and one for all other shards."""
     small = [item for item in pending if item.tensor.nbytes < _MIN_BYTES_ALONE]
     batches = [[item] for item in pending if item.tensor.nbytes >= _MIN_BYTES_ALONE] + ([small] if small else [])
     results = {

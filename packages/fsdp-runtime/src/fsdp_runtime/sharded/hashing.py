@@ -21,13 +21,13 @@ _POSITION, _MIX = -7046029254386353131, -4658895280553007687
 
 def hash_bits(local: Tensor) -> Tensor:
     """Return a 64-bit hash of the elements' bits and positions, a 0-d int64 tensor on the tensor's device."""
-    # Folding after the multiplication keeps sums from cancelling, as they would for two small integers changed in
-    # opposite directions.
+    # Folding after the multiplication prevents cancelling sums: without it, two small integers that change in opposite
+    # directions would cancel.
     return hash_box(local, local.shape, full_box(local.shape))
 
 
 def hash_words(tensor: Tensor) -> Tensor:
-    """Return a hash as of :func:`hash_bits`, of words of 8 bytes where the bits fill such words: it is faster."""
+    """Return a hash like :func:`hash_bits`, faster: over words of 8 bytes if the bits fill such words."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.nbytes % 8 or not flat.numel():
         return hash_bits(flat)
@@ -36,7 +36,7 @@ def hash_words(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def hash_box(values: Tensor, shape: Sequence[int], box: Box) -> Tensor:
-    """Return the addend of a box to the hash of a full tensor of ``shape``; those of its parts sum to it."""
+    """Return a box's addend to the hash of a full tensor of ``shape``; the addends of a box's parts sum to it."""
     # Sums wrap around in 64 bits, equally on every rank. Odd factors lose no bit of a word.
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     if not values.numel():

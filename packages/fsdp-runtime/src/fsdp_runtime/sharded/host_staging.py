@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, from which a save goes on writing while training changes the tensors."""
+"""Copies of tensors in host memory: a save writes the copies while training changes the tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLAB = 2**26
 
 
 class HostStaging:
-    """Bytes of tensors, copied to host memory, which is pinned where the tensors are on an accelerator."""
+    """Bytes of tensors, copied to host memory; the memory is pinned for tensors on an accelerator."""
 
     def __init__(self) -> None:
         self._room: dict[str, Tensor] = {}
@@ -33,13 +33,13 @@ class HostStaging:
         return pieces
 
     def synchronize(self) -> None:
-        """Return once every copy is complete; the memory that is left is free again."""
+        """Return once every copy is complete; drop the unused memory."""
         if any(kind != "cpu" for kind in self._room):
             torch.accelerator.synchronize()
         self._room.clear()
 
     def _take(self, nbytes: int, kind: str) -> Tensor:
-        """At most so many bytes of host memory, at least one."""
+        """Host memory of at most ``nbytes``, at least one byte."""
         room = self._room.pop(kind, None)
         if room is None:
             room = torch.empty(_SLAB, dtype=torch.uint8, pin_memory=kind != "cpu")
@@ -50,19 +50,19 @@ class HostStaging:
 
 
 class StagedWriter:
-    """What is to be written to a file, in host memory; :meth:`fsync` writes it."""
+    """Pending writes to a file, in host memory; :meth:`fsync` writes them."""
 
     def __init__(self, file: SafetensorsWriter, staging: HostStaging) -> None:
         self._file, self._staging = file, staging
         self._writes: list[tuple[str, int, list[Tensor]]] = []
 
     def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
-        """Copy what :meth:`SafetensorsWriter.write` takes, and return its bytes."""
+        """Copy a write for :meth:`SafetensorsWriter.write`, and return its bytes."""
         self._writes.append((name, start * tensor.itemsize, self._staging.copy(tensor)))
         return tensor.nbytes
 
     def fsync(self) -> None:
-        """Write what was copied, and return once it is on the disk."""
+        """Write the copies, and return once they are on the disk."""
         for name, start, pieces in drained(self._writes):
             for piece in drained(pieces):
                 start += self._file.write(name, piece, start)
@@ -80,7 +80,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def drained(items: list[T]) -> Iterator[T]:
-    """Yield what is in a list in order; the list keeps none of it."""
+    """Yield the items of a list in order, and empty the list."""
     items.reverse()
     while items:
         yield items.pop()

@@ -1,7 +1,7 @@
-"""Values of a model before it is sharded: where ranks hold different ones, all of them take the first rank's.
+"""Values of a model before it is sharded: if the ranks' values differ, all ranks take the first rank's values.
 
-A model, a head or an adapter that is drawn after ``torch.manual_seed(rank)`` differs between ranks.  Shards of one
-tensor would come from several draws, and replicas would stay different.
+A model, a head or an adapter with random values after ``torch.manual_seed(rank)`` differs between ranks.  Shards of one
+tensor would come from several seeds, and replicas would stay different.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 
 #: Names in a warning.
 _SHOWN = 4
-#: Elements that pass through an accelerator at once, for a tensor on the CPU.
+#: Elements of a CPU tensor that are on an accelerator at once.
 _STAGED = 2**24
 _LARGEST = torch.iinfo(torch.int64).max
 
 
 def has_values(model: nn.Module) -> bool:
-    """Return whether a parameter of the model is not on the meta device; beside such, buffers come from the config."""
+    """Return whether a parameter is not on the meta device; in a model on meta, buffers come from the config."""
     return any(not parameter.is_meta for parameter in model.parameters())
 
 
 @torch.no_grad()
 def take_first_values(model: nn.Module, groups: Sequence[ProcessGroup]) -> tuple[str, ...]:
     """Give all ranks the first rank's parameters and buffers, in place; return the names that differed.  Collective."""
-    # The groups are one for each axis, and connect all ranks. Ranks hold tensors of the same names, dtypes and shapes.
-    # A tensor on the meta device of some ranks stays as it is everywhere: a load gives it its values.
+    # The groups, one for each axis, connect all ranks. Ranks hold tensors of the same names, dtypes and shapes. A
+    # tensor that is on the meta device of some ranks stays unchanged everywhere: a load fills it.
     tensors = dict(sorted(_named_tensors(model), key=lambda item: item[0]))
     if not groups or not tensors:
         return ()
@@ -58,7 +58,7 @@ def take_first_values(model: nn.Module, groups: Sequence[ProcessGroup]) -> tuple
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers, tied ones once; parts of a tensor that wraps several, as quantized weights do."""
+    """Yield parameters and buffers, tied tensors once; a wrapper such as a quantized weight yields its parts."""
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
             if not isinstance(tensor, DTensor):
@@ -74,7 +74,7 @@ def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _differ(tensors: dict[str, Tensor], groups: Sequence[ProcessGroup]) -> list[bool]:
-    """Return for each tensor whether ranks hold different bits: one all-reduce an axis, and one wait for the device."""
+    """Return for each tensor whether ranks hold different bits: one all-reduce per axis, and one device wait."""
     device = next((tensor.device for tensor in tensors.values() if tensor.device.type not in ("cpu", "meta")), None)
     device = device or required_device(groups) or torch.device("cpu")
     nowhere = torch.full((3,), _LARGEST, dtype=torch.int64, device=device)

@@ -27,7 +27,7 @@ def require_path(name: str, path: str | os.PathLike[str]) -> Path:
 
 
 def is_file_name(name: object) -> bool:
-    """Return True for the name of a file in the same directory: a string without any directory in it."""
+    """Return whether a value names a file in the same directory: a string without a directory part."""
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")
@@ -37,7 +37,7 @@ def is_file_name(name: object) -> bool:
 
 
 def file_version(file: Path) -> tuple[int, ...] | None:
-    """Return what distinguishes a file from one that replaces it, ``None`` without a file."""
+    """Return an identity that differs between a file and its replacement, ``None`` without a file."""
     try:
         with file.open("rb") as opened:  # a network file system asks its server when a file is opened
             found = os.fstat(opened.fileno())

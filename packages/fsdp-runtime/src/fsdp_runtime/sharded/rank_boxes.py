@@ -1,4 +1,4 @@
-"""Boxes that ranks hold of a tensor, blocks of checkpoint tensors in local tensors, and views of them."""
+"""Boxes of a tensor on ranks, blocks of checkpoint tensors in local tensors, and views of these blocks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tp_plans.transfer import Box, StoredBlock, box_shape, intersection, mesh_bo
 
 
 class BoxOwners:
-    """Finds the ranks that have a part of a tensor; all tensors of one layout are looked through once."""
+    """Finds the ranks that hold parts of a tensor; tensors of one layout are searched once."""
 
     def __init__(self, everyone: Sequence[int]) -> None:
-        self._everyone = everyone  # the ranks that have a plain tensor
+        self._everyone = everyone  # the ranks that hold a plain tensor
         self._found: dict[Hashable, tuple[Tensor, list[tuple[Box, tuple[int, ...]]]]] = {}
 
     def near(self, tensor: Tensor, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Yield the boxes of a tensor that overlap one of it, each with the ranks that have it."""
+        """Yield the ranks' boxes of a tensor that overlap ``wanted``, each with its ranks."""
         key = layout_key(tensor)
         if key not in self._found:
             owners: dict[Box, list[int]] = {}
@@ -44,14 +44,14 @@ def _sides(boxes: Sequence[Box]) -> Tensor:
 
 
 def layout_key(tensor: Tensor) -> Hashable:
-    """Equal for tensors of one shape and placements on one mesh."""
+    """Key of a layout: equal for tensors with the same shape and placements on one mesh."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape)
     return tuple(tensor.shape), tensor.placements, tensor.device_mesh
 
 
 def rank_boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]:
-    """The box of a model's tensor on each rank that has one."""
+    """The box of a model's tensor on each rank that holds a part."""
     if not isinstance(tensor, DTensor):
         return [(rank, tuple((0, size) for size in tensor.shape)) for rank in everyone]
     dtensor_box(tensor)  # raises if the local tensor does not have the shape its placements imply
@@ -62,9 +62,9 @@ def rank_boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]
 
 
 def _twins(mesh: DeviceMesh) -> dict[int, int]:
-    """The rank of a mesh that holds the same as each rank of its root mesh."""
-    # A tensor on a submesh, as FSDP2 puts what ``tp`` does not shard, is replicated over the axes that the submesh
-    # lacks: a rank holds the same as the one of the submesh with its coordinate on all other axes.
+    """Map each rank of the root mesh to the rank of ``mesh`` with the same values."""
+    # FSDP2 puts tensors that ``tp`` does not shard on a submesh. Such a tensor is replicated over the axes that the
+    # submesh lacks: a rank holds the values of the submesh's rank with the same coordinate on all other axes.
     ranks = root_mesh(mesh).mesh
     places = {
         int(rank): place
@@ -79,7 +79,7 @@ def _twins(mesh: DeviceMesh) -> dict[int, int]:
 
 
 def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
-    """Yield the part of an exported chunk that a rank has, as a block of the exported tensor."""
+    """Yield a rank's part of an exported chunk, as a block of the exported tensor."""
     common = intersection(chunk.source_box, held)
     if common is None:
         return
@@ -93,7 +93,7 @@ def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
 
 
 def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, part: Box) -> Tensor:
-    """Return a view of a part of a block of a checkpoint tensor, in that tensor's dims, in the rank's local tensors."""
+    """Return a view of a part of a checkpoint tensor's block, in the tensor's dims, into the rank's local tensors."""
     view = local.get(block.local)
     reach = tuple(stop for _, stop in block.local_box(block.box))
     if view is None or view.ndim != len(reach) or any(a < b for a, b in zip(view.shape, reach, strict=True)):

@@ -45,7 +45,7 @@ DTYPE_NAMES = {
 }
 
 
-#: The dtypes that files can be read in, by safetensors' names.
+#: The dtypes of tensors that can be read, by safetensors' names.
 STORED_DTYPES = {
     **{name: dtype for dtype, name in DTYPE_NAMES.items()},
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
@@ -59,22 +59,22 @@ STORED_DTYPES = {
 
 #: Bytes of one system call; the kernel ends a call at 2 GiB.
 _MOVED_AT_ONCE = 2**26
-#: Shorter runs are read with what lies between them, which is faster than a system call for each.
+#: Shorter runs are read together with the gaps between them, which is faster than a system call for each run.
 _LONG_RUN = 2**16
-#: Bytes of such runs that are read at a time.
+#: Bytes of such runs and gaps that are read at a time.
 _READ_THROUGH = 2**24
-#: Bytes after which the disk is told to start, so that it does not wait for the fsync.
+#: Bytes after which the disk starts to write, before the fsync.
 _STARTED_AFTER = 2**25
 
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """The metadata with which a file, or a receiver, allocates a weight.
+    """Metadata of a weight, enough for a file or a receiver to allocate the weight.
 
     Args:
         name: the weight's name.
-        dtype: its dtype.
-        shape: its full shape.
+        dtype: the weight's dtype.
+        shape: the weight's full shape.
     """
 
     name: str
@@ -88,7 +88,7 @@ class WeightInfo:
 
 
 class SafetensorsLayout:
-    """Where each tensor of a safetensors file lies, known before the first byte is written."""
+    """Offsets of the tensors in a safetensors file, known before the first byte is written."""
 
     def __init__(self, tensors: Sequence[WeightInfo]) -> None:
         # Wider elements first, so that every tensor begins at a multiple of its element's size.
@@ -118,9 +118,9 @@ class SafetensorsLayout:
 
 
 class SafetensorsWriter:
-    """Write a safetensors file whose tensors are known beforehand, in any order, alone or with other processes."""
+    """Write a safetensors file with known layout, in any order, from one or several processes."""
 
-    # Without ``create`` another process has made the file, which is opened at the first write.
+    # Without ``create`` another process creates the file, and the first write opens it.
 
     def __init__(self, path: Path, tensors: Sequence[WeightInfo] | SafetensorsLayout, *, create: bool = True) -> None:
         self._layout = tensors if isinstance(tensors, SafetensorsLayout) else SafetensorsLayout(tensors)
@@ -151,7 +151,7 @@ class SafetensorsWriter:
         return flat.nbytes
 
     def fsync(self) -> None:
-        """Return once what this process has written is on the disk."""
+        """Return once this process's writes are on the disk."""
         if self._descriptor >= 0:
             with self._naming_errors():
                 os.fsync(self._descriptor)
@@ -170,7 +170,7 @@ class SafetensorsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Return once the file is on the disk, unless writing failed."""
+        """Close the file once it is on the disk; after an error, at once."""
         try:
             if error is None:
                 self.fsync()
@@ -206,7 +206,7 @@ def file_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
 
 
 def run_length(box: Box, shape: Sequence[int]) -> int:
-    """Return the number of elements of a box that follow one another in the tensor, in each of its runs."""
+    """Return the length of a box's runs in the tensor, in elements."""
     length = 1
     for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
         length *= stop - start
@@ -219,13 +219,13 @@ def run_length(box: Box, shape: Sequence[int]) -> int:
 class _Opened:
     descriptor: int
     headers: Mapping[str, tuple[tuple[int, ...], str, int]]
-    version: tuple[int, int]  # what every write to the file changes
+    version: tuple[int, int]  # every write to the file changes it
 
 
 class SafetensorsReader:
-    """Read slices of tensors from files that are kept open; ``advice`` ends the errors about damaged ones."""
+    """Read slices of tensors from files that stay open; ``advice`` ends the errors about damaged files."""
 
-    # By system calls: a file that another process truncates ends a process that has mapped it to its memory.
+    # By system calls: a process that has mapped a file to memory ends when another process truncates the file.
 
     def __init__(self, advice: str) -> None:
         self._advice = advice
@@ -244,7 +244,7 @@ class SafetensorsReader:
         self.close()
 
     def read_box(self, file: Path, name: str, wanted: Box | None = None) -> Tensor:
-        """Return a box of a tensor, by default all of it, on the CPU in the stored dtype."""
+        """Return a box of a tensor, by default the full tensor, on the CPU in the stored dtype."""
         shape, stored, first = self.headers(file).get(name, ((), "", 0))
         box, dtype = full_box(shape) if wanted is None else wanted, STORED_DTYPES.get(stored)
         if dtype is None or len(box) != len(shape) or (volume(box) and intersection(box, full_box(shape)) != box):
@@ -268,7 +268,7 @@ class SafetensorsReader:
         return values
 
     def _read_runs(self, file: Path, first: int, shape: Sequence[int], box: Box, values: Tensor) -> None:
-        """Fill a tensor with a box of the one of a shape that begins at a byte of a file."""
+        """Fill ``values`` with a box of the stored tensor of ``shape`` that begins at byte ``first`` of a file."""
         flat = values.reshape(-1)
         for start, inner, length in file_runs(shape, box):
             self.read_bytes(file, first + start * flat.itemsize, flat[inner : inner + length])
@@ -285,8 +285,8 @@ class SafetensorsReader:
             raise self._damaged(file, error) from error
 
     def identity(self) -> tuple[tuple[str, int, bytes, tuple[int, int]], ...]:
-        """Return names, sizes and hashes of headers, the same on two ranks that have opened the same files."""
-        # The inode and the time of change follow, which copies of a file do not share.
+        """Return names, sizes and hashes of headers, equal on ranks that have opened the same files."""
+        # The inode and the time of change come last; copies of a file differ in them.
         found = []
         for file, opened in sorted(self._files.items()):
             size, changed = opened.version
@@ -295,7 +295,7 @@ class SafetensorsReader:
         return tuple(found)
 
     def require_unchanged(self) -> None:
-        """Raise unless the files are as they were when they were opened."""
+        """Raise if a file was written to since it was opened."""
         for file, opened in self._files.items():
             if _version(opened.descriptor) != opened.version:
                 raise CheckpointError(
@@ -310,12 +310,12 @@ class SafetensorsReader:
         self._files.clear()
 
     def _open(self, file: Path) -> None:
-        """Open a file, unless another process replaces it just now."""
+        """Open a file, and check that no other process replaces it meanwhile."""
         descriptor = None
         try:
             descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
             version = _version(descriptor)
-            with safe_open(file, framework="pt"):  # which checks the header
+            with safe_open(file, framework="pt"):  # checks the header
                 size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
                 header = json.loads(os.pread(descriptor, min(size, version[0]), 8))
                 header.pop("__metadata__", None)
@@ -340,7 +340,7 @@ class SafetensorsReader:
 
 
 def _in_long_runs(box: Box, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a box is read faster by itself than with what lies between its runs."""
+    """Whether reading only the box is faster than reading the gaps between its runs too."""
     run = run_length(box, shape)
     return run >= volume(box) or run * dtype.itemsize >= _LONG_RUN
 

@@ -20,7 +20,7 @@ def shard_steps(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> l
 
 
 def mesh_layout_of(placement: Placement) -> MeshLayout:
-    """Return a placement as tp_plans writes it."""
+    """Return a placement as a layout of tp_plans."""
     if is_strided(placement):
         return StridedShard(placement.dim)  # type: ignore[attr-defined]
     if placement.is_shard():
@@ -31,7 +31,7 @@ def mesh_layout_of(placement: Placement) -> MeshLayout:
 
 
 def require_layouts(tensors: Mapping[str, Tensor]) -> None:
-    """Check that this rank's part of each tensor is known, and name the first of which it is not."""
+    """Check that this rank's part of each tensor is known; raise with the name of the first unknown one."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             try:
@@ -44,7 +44,7 @@ def local_box(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Box:
     """Return the box of a full tensor of ``shape`` that the rank at ``coordinate`` of the mesh holds."""
-    # They match FSDP2's layout for uneven strided shards too, where DTensor's own arithmetic (torch 2.13) is wrong from
+    # Boxes match FSDP2's layout for uneven strided shards too. DTensor's arithmetic (torch 2.13) is wrong there from
     # three data-parallel ranks on: for a dim of 7 over ``dp_shard=3, tp=2`` it expects the last element on rank (2, 0),
     # and FSDP2 stores it on (2, 1).
     start, size = [0] * len(shape), list(shape)
@@ -56,12 +56,12 @@ def local_box(
 
 
 def dtensor_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Return the slices of the full tensor that this rank's local tensor holds."""
+    """Return the slices of this rank's local tensor in the full tensor."""
     return tuple(slice(*side) for side in dtensor_box(tensor))
 
 
 def dtensor_box(tensor: DTensor) -> Box:
-    """Return the box of the full tensor that this rank's local tensor holds."""
+    """Return the box of this rank's local tensor in the full tensor."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:

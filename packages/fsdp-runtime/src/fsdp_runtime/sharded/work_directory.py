@@ -1,7 +1,7 @@
-"""Directories of unfinished files beside the finished ones, and which of them a process that lives still writes to.
+"""Directories of unfinished files beside the finished files, and the removal of abandoned directories.
 
 Several jobs may save into one directory: a job and its replacement, while both live.  No file is locked, for many
-shared file systems have no locks.  Names are unique, and one rename makes files take effect or takes them away.
+shared file systems have no locks.  Names are unique, and one rename puts files into effect or removes them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sharded.collectives import ModelRanks, raise_on_all
 
 _WORK, _DISCARDED = ".saving-", ".dropped-"
-#: Seconds without a change after which the work of a process on another machine, or of an unknown one, is abandoned.
+#: Seconds without a change after which unfinished work is abandoned, if its process is unknown or on another machine.
 _ABANDONED_AFTER = 24 * 3600.0
 
 
 @contextmanager
 def work_directory(target: Path, ranks: ModelRanks) -> Iterator[Path]:
-    """Yield a new directory in ``target``, the same on all ranks; one that keeps its name is removed.  Collective."""
+    """Yield a new directory in ``target``, the same on all ranks; remove it unless it is renamed.  Collective."""
     own = None
     try:
         with raise_on_all(ranks) as made:
@@ -40,7 +40,7 @@ def work_directory(target: Path, ranks: ModelRanks) -> Iterator[Path]:
 
 
 def require_seen(work: Path, ranks: ModelRanks) -> None:
-    """Raise on a rank that does not see the work directory, and is going to write to it."""
+    """Raise on a rank that has to write to the work directory and does not see it."""
     if not work.is_dir():
         raise OptionError(
             f"directory: rank {ranks.rank} does not see {work}, which rank {ranks.global_first} created: give a "
@@ -49,23 +49,23 @@ def require_seen(work: Path, ranks: ModelRanks) -> None:
 
 
 def remove_work(own: Path) -> None:
-    """Remove a work directory; once its files are in place, before other ranks go on, which may walk its folder."""
+    """Remove a work directory after its files are in place, before other ranks, which may walk its folder, go on."""
     shutil.rmtree(own, ignore_errors=True)
 
 
 def unused_path(directory: Path) -> Path:
-    """Return a path in ``directory`` for unfinished work of this process; its name says which process that is."""
+    """Return a path in ``directory`` for unfinished work of this process; its name identifies the process."""
     pid = os.getpid()
     return directory / f"{_WORK}{_machine()}-{pid}-{_start_and_state(pid)[0]}-{uuid.uuid4().hex[:8]}"
 
 
 def others_at_work(own: Path) -> bool:
-    """Return whether other processes have unfinished work in the directory of the work ``own``."""
+    """Return whether other processes have unfinished work in the directory of ``own``."""
     return any(path.name != own.name for path in own.parent.glob(f"{_WORK}*"))
 
 
 def discard(path: Path) -> None:
-    """Remove a file or a directory: one rename takes it away at once.  Another process may have removed it already."""
+    """Remove a file or directory, by a rename first; another process may have removed the path already."""
     discarded = path.with_name(f"{_DISCARDED}{uuid.uuid4().hex[:8]}")
     with suppress(FileNotFoundError):
         path.rename(discarded)
@@ -80,10 +80,10 @@ def _remove(path: Path) -> None:
 
 
 def _remove_abandoned(own: Path) -> None:
-    """Remove the work of processes that have ended beside ``own``, which was created just now."""
+    """Remove the work of ended processes beside ``own``; ``own`` was created just now."""
     for path in own.parent.glob(f"{_DISCARDED}*"):
         _remove(path)
-    now = own.stat().st_mtime  # by the clock of the file system
+    now = own.stat().st_mtime  # the file system's clock
     for path in own.parent.glob(f"{_WORK}*"):
         if path != own and _is_abandoned(path, now):
             discard(path)
@@ -96,7 +96,7 @@ def _is_abandoned(path: Path, now: float) -> bool:
         return _has_ended(int(pid), start)
     try:
         changes = [each.stat().st_mtime for each in (path, *path.glob("*"))]
-    except OSError:  # it changes just now
+    except OSError:  # another process is changing the directory
         return False
     return max(changes) < now - _ABANDONED_AFTER
 
@@ -106,14 +106,14 @@ def _has_ended(pid: int, start: str) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # another user's
+    except PermissionError:  # another user's process
         pass
     found, state = _start_and_state(pid)
     return found not in ("", start) or state in ("Z", "X")
 
 
 def _machine() -> str:
-    """Return 8 digits for this boot and this container's process ids, nothing where they are unknown."""
+    """Return 8 digits for this boot and this container's process ids, an empty text if they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         identity = f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -123,7 +123,7 @@ def _machine() -> str:
 
 
 def _start_and_state(pid: int) -> tuple[str, str]:
-    """Return when a process began, in ticks since the boot, and its state; its id may be used again later."""
+    """Return a process's start, in ticks since the boot, and its state; a later process may reuse its id."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

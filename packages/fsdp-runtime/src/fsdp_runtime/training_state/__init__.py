@@ -1,9 +1,9 @@
 """Checkpoints to resume training from: model, optimizer, scheduler and RNG states, on the same or another mesh.
 
-A training state is a directory of safetensors files, one per rank, with a JSON manifest; everything that is not a
-tensor is read with ``torch.load(weights_only=True)``.  ``torch.distributed.checkpoint`` is not used: it unpickles its
-metadata and many values, and takes offsets from DTensor, whose arithmetic for uneven shards over ``tp`` differs from
-FSDP2's layout (see ``sharded.shard_offsets``).
+A training state is a directory of safetensors files, one per rank, with a JSON manifest; other values are read with
+``torch.load(weights_only=True)``.  ``torch.distributed.checkpoint`` is not used: it unpickles its metadata and many
+values, and takes offsets from DTensor.  DTensor's arithmetic for uneven shards over ``tp`` differs from FSDP2's layout
+(see ``sharded.shard_offsets``).
 """
 
 from __future__ import annotations

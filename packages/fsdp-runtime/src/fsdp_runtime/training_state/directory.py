@@ -1,8 +1,8 @@
-"""Directories of training states: find the newest state, and commit a new one atomically, whoever else commits there.
+"""Directories of training states: find the newest state, and commit a new state atomically beside other jobs.
 
-A state takes effect when its complete directory gets its name.  The index has the order; it is written after that, so
-states that it lacks follow it.  Whoever writes the index reads the directory again until both agree, so the last one
-to write lists every state.
+A state takes effect when its complete directory gets its name.  The index records the order.  It is written after the
+rename, so states that the index lacks are newer than its last state.  A writer of the index reads the directory again
+until both agree, so the last writer lists every state.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fsdp_runtime.sharded.paths import is_file_name
 from fsdp_runtime.sharded.work_directory import discard, unused_path
 from fsdp_runtime.training_state.manifest import MANIFEST
 
-#: Names of the states, in the order in which they were saved.
+#: Names of the states, in the order of saving.
 INDEX = "training_states.json"
 
 logger = logging.getLogger(__name__)
-#: The states that this process may remove, by directory: those that it found there first, and its own.
+#: The states that this process may remove, by directory: the states at its first access, and its own states.
 _removable: dict[str, set[str]] = {}
 
 
 def newest_state(directory: Path) -> Path:
     """Return the directory of the state to resume from: ``directory`` itself, or the newest state in it."""
     if (directory / MANIFEST).is_file():
-        with suppress(CheckpointError):  # an index that is not read here
+        with suppress(CheckpointError):  # a damaged index does not matter here
             _removable_states(directory.absolute().parent)
         return directory
     if not (saved := _saved_states(directory)):
@@ -41,7 +41,7 @@ def newest_state(directory: Path) -> Path:
 
 
 def commit(work: Path, step: int, keep: int | None) -> Path:
-    """Make a complete state take effect by one rename, then remove older states beyond ``keep``."""
+    """Put a complete state into effect by one rename, then remove older states beyond ``keep``."""
     directory = work.parent
     removable = _removable_states(directory)
     final = _place(work, step)
@@ -58,7 +58,7 @@ def commit(work: Path, step: int, keep: int | None) -> Path:
 
 
 def _removable_states(directory: Path) -> set[str]:
-    """Return the states that this process may remove: never those that another job saves meanwhile."""
+    """Return the states that this process may remove, without states that another job saves meanwhile."""
     path = os.path.realpath(directory)
     if path not in _removable:
         _removable[path] = set(_saved_states(directory))
@@ -73,7 +73,7 @@ def _saved_states(directory: Path) -> list[str]:
         if manifest.parent.name not in listed:
             try:
                 others.append((manifest.stat().st_mtime_ns, manifest.parent.name))
-            except FileNotFoundError:  # another job removes it
+            except FileNotFoundError:  # another job removed the state
                 continue
     return [*listed, *(name for _, name in sorted(others))]
 
@@ -104,7 +104,7 @@ def _update_index(directory: Path) -> None:
 
 
 def _place(work: Path, step: int) -> Path:
-    """Rename to ``step-00000012``, with a number appended if a run that was rolled back or another job saved it."""
+    """Rename to ``step-00000012``, with a number appended if a rolled-back run or another job has saved that step."""
     usual = work.with_name(f"step-{step:08d}")
     final, number = usual, 1
     while True:

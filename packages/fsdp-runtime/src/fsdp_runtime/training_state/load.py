@@ -1,4 +1,4 @@
-"""Resume from a training state, on the mesh that it was saved on or another one."""
+"""Resume from a training state, on the saved mesh or another mesh."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ from fsdp_runtime.training_state.save import SHARED_FILE, Stateful, mesh_sizes, 
 from tp_plans.transfer import Box
 
 logger = logging.getLogger(__name__)
-#: What the file of the values that are not tensors has, by key.
+#: Types of the values in the file of non-tensor values, by key.
 _SHARED: Mapping[str, Any] = {"optimizers": list, "scheduler": dict | None, "extra": dict}
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Result of :func:`load_training_state`: the state that is not in model, optimizer and scheduler.
+    """Result of :func:`load_training_state`: the state outside model, optimizer and scheduler.
 
     Args:
-        folder: the directory it was read from.
-        step: the step given when it was saved.
+        folder: the directory of the state.
+        step: the step given at the save.
         extra: the user's own data.
-        rng_restored: whether the random number generators were restored; they are if the mesh has the axes and sizes
-            of the saved one, and are not changed otherwise.
+        rng_restored: whether the random number generators were restored: only if the mesh has the axes and sizes of the
+            saved mesh; otherwise they are not changed.
     """
 
     folder: Path
@@ -84,12 +84,12 @@ def load_training_state(
     mesh, for a model of plain tensors over the world.
 
     Args:
-        directory: the directory that states were saved to, for the newest of them, or the directory of one state.
+        directory: the directory of all states, to load the newest state, or the directory of one state.
         model: on any mesh or none; a model on the meta device is materialized first.
         optimizer: one or several, over the model's parameters, of the saved class and with the saved parameter groups.
             ``None`` leaves saved optimizers unread.  States of earlier versions do not name the class: a warning says
             that it is not compared.
-        scheduler: the object whose state was saved; ``None`` leaves a saved one unread.
+        scheduler: the object for the saved scheduler state; ``None`` leaves that state unread.
         device: the device to materialize on, by default the current device of the mesh's type; see
             :func:`materialize`.
         verify: check the checksum of every tensor first; the ranks share this work.
@@ -98,13 +98,12 @@ def load_training_state(
         The step, the user's data, and whether the random number generators were restored.
 
     Raises:
-        CheckpointError: a file is missing, truncated, corrupt or written to while it was read, or one outside the
-            directory is named.
+        CheckpointError: a file is missing, truncated, corrupt, written to while it was read, or outside the directory.
         OptionError: the directory is empty, or holds another state on one rank.
         MismatchError: the state does not fit the model or an optimizer; every difference is listed.
         OtherRankError: another rank raised one of these.
 
-    All errors are raised on every rank before anything changes, except a read error in the middle of a file, and files
+    All errors are raised on every rank before a tensor changes, except a read error in the middle of a file, and files
     that are written to meanwhile.
 
     Example:
@@ -124,7 +123,7 @@ def load_training_state(
     with raise_on_all(ranks) as newest:
         root = require_path("directory", directory)
         newest.value = newest_state(root).relative_to(root)
-    folder = root / newest.values[ranks.global_first]  # one for all: another job may save to the directory just now
+    folder = root / newest.values[ranks.global_first]  # the same on all ranks, also while another job saves
     with raise_on_all(ranks) as opened:
         manifest, of_manifest = read_manifest(folder)
         reader = _StateReader(folder, manifest)
@@ -172,7 +171,7 @@ def _check(
     manifest: Manifest,
     shared: Mapping[str, Any],
 ) -> None:
-    """Raise :class:`MismatchError` unless everything that is to be restored was saved, from a model like this one."""
+    """Raise :class:`MismatchError` unless the saved state matches the model, optimizers and scheduler to restore."""
     stored = {name.removeprefix("model/"): t for name, t in manifest.tensors.items() if name.startswith("model/")}
     problems = [problem for entry in entries if (problem := _problem(entry, stored.get(entry.names[0]))) is not None]
     known = {entry.names[0] for entry in entries}
@@ -218,7 +217,7 @@ def _load_optimizers(
 
 
 class _StateReader(SafetensorsReader):
-    """The files of a training state, each opened at its first use."""
+    """Reader of a training state's files; it opens each file at its first use."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         super().__init__("resume from an older state")
@@ -248,7 +247,7 @@ class _StateReader(SafetensorsReader):
         return tensor
 
     def verify(self, indices: Iterable[int]) -> None:
-        """Check the checksums of tensors, given by their index in the manifest."""
+        """Check the checksums of tensors, by index in the manifest."""
         names = list(self.manifest.tensors)
         for name in (names[index] for index in indices):
             for chunk in self.manifest.tensors[name].chunks:
@@ -259,7 +258,7 @@ class _StateReader(SafetensorsReader):
 
 
 def _require_room(directory: Path, manifest: Manifest) -> None:
-    """Raise unless the files are as large as the tensors of the manifest: as much is going to be allocated."""
+    """Raise unless the files are as large as the manifest's tensors: a load allocates as many bytes."""
     nbytes: Counter[str] = Counter()
     for tensor in manifest.tensors.values():
         for chunk in tensor.chunks:

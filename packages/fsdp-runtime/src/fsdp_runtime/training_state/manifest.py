@@ -27,7 +27,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk of a tensor in one rank's file, stored there under the tensor's name."""
+    """A chunk of a tensor in one rank's file, under the tensor's name."""
 
     file: str
     start: tuple[int, ...]  # index of the first element in the full tensor
@@ -36,7 +36,7 @@ class StoredChunk:
 
     @property
     def box(self) -> Box:
-        """The box of the full tensor that it is."""
+        """The chunk's box of the full tensor."""
         return tuple((first, first + size) for first, size in zip(self.start, self.shape, strict=True))
 
 
@@ -51,10 +51,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a training state except the values."""
+    """Metadata of a training state: step, mesh, tensors and files, without values."""
 
-    step: int  # the number that the user gave
-    world_size: int  # ranks that wrote it
+    step: int  # the user's step number
+    world_size: int  # number of ranks that wrote the state
     mesh: Mapping[str, int]  # axes and sizes; empty for a plain model
     tensors: Mapping[str, StoredTensor]  # ``model/<name>`` and ``optimizer/<index>/<name>/<state>``
     files: Mapping[str, tuple[int, int]]  # size and checksum of every other file
@@ -90,11 +90,11 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
 
 
 def checksum(tensor: Tensor, before: int = 0) -> int:
-    """Return the CRC-32 of the bytes of a contiguous tensor on the CPU, which follow those with a CRC ``before``."""
+    """Return the CRC-32 of a contiguous CPU tensor's bytes, after bytes with the CRC ``before``."""
     return zlib.crc32(memory_of(tensor), before)
 
 
-# The manifest of a file: nothing in it is taken for granted, whatever its checksum.
+# Parsing of a manifest file: every value is checked, also after a correct checksum.
 
 
 def _manifest(step: Any, world_size: Any, mesh: Any, tensors: Any, files: Any) -> Manifest:
@@ -138,8 +138,8 @@ def _is_inside(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
 
 def _overlap(boxes: Sequence[Box]) -> bool:
     """Return whether two boxes have an element in common."""
-    # A box is compared with those that reach its first index. Along the dim on which most boxes begin at different
-    # indices these are few, for shards of a mesh.
+    # A box is compared with earlier boxes that reach its first index. For shards of a mesh these boxes are few along
+    # the dim with the most different first indices.
     filled = [box for box in boxes if volume(box)]
     if len(filled) < 2 or not filled[0]:
         return len(filled) > 1  # one element, twice

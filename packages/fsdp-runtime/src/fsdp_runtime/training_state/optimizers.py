@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, so that it can be restored on another mesh or in another order."""
+"""Optimizer state by parameter name, to restore it on another mesh or in another order of parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_runtime.training_state.manifest import StoredTensor
 
 logger = logging.getLogger(__name__)
 
-#: Placement of a tensor of the state: its parameter's, replicated over the mesh of a DTensor parameter, or plain.
+#: Placement of a state tensor: as its parameter, replicated over the mesh of a DTensor parameter, or plain.
 StatePlacement = Literal["parameter", "replicated", "plain", "plain on the cpu"]
 
 
@@ -34,14 +34,14 @@ class OptimizerTensor:
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Return one optimizer, several or none as a list."""
+    """Return zero, one or several optimizers as a list."""
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[OptimizerTensor]:
-    """Yield every tensor of an optimizer's state; ``names`` are those of :func:`parameter_names`."""
+    """Yield every tensor of an optimizer's state; ``names`` is a result of :func:`parameter_names`."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -50,7 +50,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> Iterato
 
 
 def optimizer_metadata(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return an optimizer's class, its groups, and of its state the values that are not tensors and the placements."""
+    """Return an optimizer's class and groups, and its state's non-tensor values and placements."""
     placements: dict[str, dict[str, str]] = {}
     for item in optimizer_tensors(optimizer, names):
         placements.setdefault(item.parameter, {})[item.key] = item.placement
@@ -65,7 +65,7 @@ def optimizer_metadata(optimizer: Optimizer, names: Mapping[int, str]) -> dict[s
 
 
 def parameter_names(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """Return the names of the model's parameters by ``id``; optimizers may hold no others."""
+    """Return the names of the model's parameters by ``id``; refuse optimizers that hold other parameters."""
     names = {id(entry.tensor): entry.names[0] for entry in entries}
     for index, optimizer in enumerate(optimizers):
         unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
@@ -78,7 +78,7 @@ def parameter_names(entries: Sequence[StateEntry], optimizers: Sequence[Optimize
 
 
 def require_same_class(index: int, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Refuse the saved state of another class; one saved without its class is accepted with a warning."""
+    """Refuse the saved state of another class; accept a state without a class name with a warning."""
     if (name := saved.get("class")) is None:
         logger.warning(
             "optimizer %d is a %s; the training state does not name the saved class, so it is not compared",
@@ -97,7 +97,7 @@ def _class_name(optimizer: Optimizer) -> str:
 
 
 def require_same_groups(index: int, optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
-    """Raise :class:`MismatchError` unless an optimizer's groups hold the parameters that were saved."""
+    """Raise :class:`MismatchError` unless an optimizer's groups hold the saved parameters."""
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     expected = [group["params"] for group in saved["groups"]]
     if len(groups) != len(expected):
@@ -134,7 +134,7 @@ def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping
 def restore_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], saved: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Restore an optimizer's settings, and give it a state of empty tensors in place of its own."""
+    """Restore an optimizer's settings, and replace its state by empty tensors."""
     # Yields ``<parameter>/<key>`` and the tensor to fill.
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in settings.items():

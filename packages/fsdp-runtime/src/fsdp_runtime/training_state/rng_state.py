@@ -24,7 +24,7 @@ def rng_states() -> dict[str, Any]:
 
 
 def require_rng_states(path: Path, states: dict[str, Any]) -> None:
-    """Raise :class:`CheckpointError` unless generators made for it can take the states of the CPU over."""
+    """Raise :class:`CheckpointError` unless new CPU generators accept the states."""
     try:
         version, internal, gauss = states["python"]
         random.Random().setstate((version, tuple(internal), gauss))
@@ -37,7 +37,7 @@ def require_rng_states(path: Path, states: dict[str, Any]) -> None:
 
 
 def set_rng_states(states: dict[str, Any]) -> None:
-    """Restore the states that :func:`rng_states` returned; those of absent devices are skipped."""
+    """Restore a result of :func:`rng_states`; states of absent devices are skipped."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["cpu"])

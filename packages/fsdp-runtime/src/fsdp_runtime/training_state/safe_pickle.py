@@ -1,4 +1,4 @@
-"""Save objects that are not tensors of the model or optimizer; loading them runs no code from the file."""
+"""Save non-tensor objects; a load runs no code from the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_runtime.sharded.fsync import write_and_fsync
 
 
 def serialize(content: dict[str, Any]) -> bytes:
-    """Return the content as bytes, after checking that it can be loaded with ``weights_only=True``."""
+    """Return the content as bytes, after a check that ``weights_only=True`` can load the bytes."""
     for name, value in content.items():
         buffer = io.BytesIO()
         try:
@@ -61,7 +61,7 @@ def read_object(
         loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} would run code when loaded: save_training_state did not write it") from error
-    except Exception as error:  # torch raises whatever a damaged archive leads it to
+    except Exception as error:  # a damaged archive can raise any exception in torch
         raise CheckpointError(f"{path} cannot be loaded ({error!r:.200}): resume from an older state") from error
     if not isinstance(loaded, dict) or any(not isinstance(loaded.get(key), kind) for key, kind in kinds.items()):
         raise CheckpointError(f"{path} lacks one of {', '.join(kinds)}: resume from an older state")

@@ -1,4 +1,4 @@
-"""Save a training state atomically: its tensors, the chunks of them that each rank writes, and all else."""
+"""Save a training state atomically: each rank's chunks of tensors, and all other values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHARED_FILE = "shared.pt"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state is a dict, such as a learning-rate scheduler."""
+    """An object with a dict as its state, such as a learning-rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -52,7 +52,7 @@ class Stateful(Protocol):
 
 
 class _StateOptions(TypedDict, total=False):
-    """Keywords of :func:`save_training_state` that do not decide what it returns."""
+    """Keywords of :func:`save_training_state` that leave its return type unchanged."""
 
     step: Required[int]
     scheduler: Stateful | None
@@ -99,9 +99,9 @@ def save_training_state(
 
     Collective over the ranks of the model's mesh, for a model of plain tensors over the world; all ranks need access
     to the directory.  Every rank writes its own shards, and replicated tensors are written once.  The new state takes
-    effect by one rename when all of it is on the disk.  A process killed at any time leaves either the old or the new
-    state complete, and :func:`load_training_state` finds it.  Other jobs may save to the directory meanwhile, as one
-    that this job replaces and that still lives: no state is lost or mixed, and the newest is the one committed last.
+    effect by one rename when all files are on the disk.  A process killed at any time leaves either the old or the new
+    state complete, and :func:`load_training_state` finds it.  Other jobs may save to the directory meanwhile, such as a
+    replaced job that is still alive: no state is lost or mixed, and the state with the last commit is the newest.
 
     Args:
         directory: the same on every rank; created if it does not exist; every state is a directory in it.
@@ -110,17 +110,17 @@ def save_training_state(
         step: a number for the directory's name and for ``TrainingState.step``, the same on every rank.
         scheduler: a learning-rate scheduler, or any object with ``state_dict`` and ``load_state_dict``.
         extra: the user's own data, equal on every rank: tensors, numbers, strings, lists, tuples and dicts.
-        keep: number of older states to keep in addition to the new one; ``None`` for all.  States that another job
-            saved after this one first loaded from or saved to the directory are neither counted nor removed.
-        asynchronous: return once this rank's part is copied to host memory; a thread writes it while training goes on
-            and changes the tensors.  Resuming from the state is the same, bit for bit.
+        keep: number of older states to keep beside the new state; ``None`` for all.  States that another job saved
+            after this job's first load from or save to the directory are neither counted nor removed.
+        asynchronous: return once this rank's part is copied to host memory; a thread writes the copy while training
+            goes on and changes the tensors.  A resume from the state is the same, bit for bit.
         if_saving: while an asynchronous save of this process is being written, ``"wait"`` until it has ended, or
             ``"raise"`` on all ranks.
 
     Returns:
         The directory of the new state; with ``asynchronous`` a
-        :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`, whose ``wait()`` returns it and raises what the thread
-        has met.
+        :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`: its ``wait()`` returns the directory and raises the
+        thread's errors.
 
     Raises:
         OptionError: a value cannot be saved in a form that is safe to load, a number is negative, the model is on the
@@ -180,7 +180,7 @@ def save_training_state(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk that this rank writes, and its bytes, which may be taken once: on the host, in order, in pieces."""
+    """A chunk that this rank writes, and its bytes on the host, in pieces and in order, to be read once."""
 
     header: WeightInfo
     start: tuple[int, ...]
@@ -189,18 +189,18 @@ class _Chunk:
 
 @dataclass
 class _Save:
-    """What remains to be done of a save once nothing refers to the model's tensors, or training waits."""
+    """The rest of a save, after the model's tensors were copied, or while training waits."""
 
     work: Path  # directory of the unfinished state
     step: int
     keep: int | None
     mesh: Mapping[str, int]
-    chunks: list[_Chunk]  # what this rank writes of tensors
+    chunks: list[_Chunk]  # the chunks that this rank writes
     objects: Mapping[str, bytes]  # this rank's other files
     described: Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of every tensor
 
     def finish(self, ranks: ModelRanks) -> Path:
-        """Write this rank's files; the state takes effect once all ranks have.  Return its directory.  Collective."""
+        """Write this rank's files, and put the state into effect after all ranks; return its directory.  Collective."""
         with raise_on_all(ranks) as written:
             chunks = _write_shards(self.work, f"rank-{ranks.index:05d}.safetensors", self.chunks)
             files: dict[str, tuple[int, int]] = {}
@@ -256,7 +256,7 @@ def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]
 
 
 def chunks_to_write(tensors: Mapping[str, Tensor], ranks: ModelRanks) -> Iterator[tuple[str, Box, Tensor]]:
-    """Yield names, boxes and data of what this rank writes; over all ranks, every element is written once."""
+    """Yield names, boxes and data of this rank's chunks; over all ranks, every element is written once."""
     for index, (name, tensor) in enumerate(tensors.items()):
         if _writes(tensor, index, ranks):
             local, box = local_part(tensor.detach())
@@ -282,7 +282,7 @@ def _writes(tensor: Tensor, index: int, ranks: ModelRanks) -> bool:
 
 @torch.no_grad()
 def _staged_chunks(tensors: Mapping[str, Tensor], ranks: ModelRanks, staging: HostStaging | None) -> list[_Chunk]:
-    """Return the chunks that this rank writes; they are copied to host memory now, or each when it is written."""
+    """Return the chunks that this rank writes, copied to host memory now, or each chunk at its write."""
     chunks = []
     for name, box, local in chunks_to_write(tensors, ranks):
         header = WeightInfo(name, local.dtype, tuple(local.shape))
