@@ -1,4 +1,4 @@
-"""Batching: samples packed into the rows of every data-parallel rank, with equal work on each.
+"""Pack samples into the rows of data-parallel ranks, with equal work on each rank.
 
 Calls:   ``pack`` (samples side by side), ``pack_tree`` (groups of samples, each shared prefix once)
 Results: ``MicroBatches``, with the rows: ``PackedRow``, ``TreeRow`` and its ``GroupMember``

@@ -1,9 +1,9 @@
-"""Assignment of sequences to the micro-batches of ranks, so that the ranks finish each micro-batch together.
+"""Assign sequences to the micro-batches of ranks, so that the ranks finish each micro-batch together.
 
-All ranks run the same number of micro-batches, because each one takes part in the collectives of FSDP2, and the ranks
-wait for each other in each.  So the time of a step is the sum over its micro-batches of the largest row, and the lower
-bound is the total work divided by the ranks.  The rows need not be equal, then, but those of one micro-batch: rows of
-about the same work come into one, and exchange items.
+All ranks run the same number of micro-batches, because every micro-batch has FSDP2's collectives, and the ranks
+wait for each other in each micro-batch.  So the time of a step is the sum over its micro-batches of the largest row, and the
+lower bound is the total work divided by the ranks.  Only the rows of one micro-batch need equal work: rows of about the
+same work form a micro-batch, and exchange items.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from itertools import chain
 
 from fsdp_runtime.batching.partition import Items, Row, best_fit, least_rows, partitions
 
-#: Rows with at most this share more work than their mean are left as they are.
+#: Rows with at most this share more work than their mean stay unchanged.
 _BALANCED = 1.0002
-#: As many items are also exchanged between the rows of all micro-batches, which gains a little.
+#: Up to this many items are also exchanged between the rows of all micro-batches, which gains a little.
 _FEW = 1000
-#: A micro-batch whose largest row has more than this share of the mean is filled up from the others.
+#: A micro-batch is filled up from the others if its largest row has more than this share of the mean.
 _ABOVE = 1.002
 #: Exchanges between rows are tried against this many of the rows with the least work.
 _PARTNERS = 8
-#: Of a row with more items than this, those next to the wanted one are tried in an exchange.
+#: An exchange tries this many of a row's items on each side of the best amount of work.
 _NEIGHBOURS = 8
-#: Items that are partitioned in all while fewer micro-batches are tried than best fit needs.
+#: Items to partition in all attempts with fewer micro-batches than best fit needs.
 _TRIED_ITEMS = 40_000
-#: Items that are partitioned again in all, after those of a micro-batch that one item dominates.
+#: Items to partition again in all, after a micro-batch with one dominating item.
 _PARTITIONED_ITEMS = 16_000
 
 
 def assign_rows(items: Items, ranks: int) -> list[list[Row]]:
-    """Return rows, one for each rank, of each micro-batch: the least number of these that was found to do."""
+    """Return the rows of each micro-batch, one per rank, with the fewest micro-batches found."""
     order = sorted(range(len(items.tokens)), key=lambda item: (-items.work[item], item))
     least = max(1, -(-least_rows(items) // ranks))
     enough = max(1, -(-len(best_fit(items, order)) // ranks))
@@ -43,19 +43,19 @@ def assign_rows(items: Items, ranks: int) -> list[list[Row]]:
 
 
 def step_work(items: Items, micro_batches: Iterable[Sequence[Row]]) -> float:
-    """Return the sum over the micro-batches of the row with the most work."""
+    """Return the work of a step: the sum over the micro-batches of the largest row's work."""
     return sum(max(items.work_of(row) for row in rows) for rows in micro_batches)
 
 
 def lower_bound(items: Items, ranks: int) -> float:
-    """Return a number that no assignment has a smaller :func:`step_work` than."""
+    """Return a lower bound of :func:`step_work` over all assignments."""
     return max(sum(items.work) / ranks, max(items.work, default=0.0))
 
 
 def _schedule(items: Items, order: list[int], ranks: int, micro_batches: int, budget: int) -> list[list[Row]] | None:
-    """Return rows in groups of one micro-batch each, those with the most work first; ``None`` if they do not fit."""
-    # ``order`` has the items with the most work first. ``budget`` is the number of items that may be partitioned, with
-    # those of the smaller problems that this leads to.
+    """Return rows in groups, one per micro-batch, the most work first; ``None`` if the items do not fit."""
+    # ``order`` has the items with the most work first. ``budget`` is the number of items that may be partitioned,
+    # including the smaller problems that follow.
     partitioned = partitions(items, order, ranks * micro_batches)
     if len(order) <= _FEW:
         partitioned += [_exchanged(items, [list(row) for row in rows]) for rows in partitioned]
@@ -67,7 +67,7 @@ def _schedule(items: Items, order: list[int], ranks: int, micro_batches: int, bu
     above = sum(max(map(items.work_of, group)) > mean * _ABOVE for group in groups)
     if 1 in (micro_batches, ranks) or above == 0:
         return groups
-    # A row exceeds the mean, so that its micro-batch can hold more on the other ranks for nothing.
+    # A row exceeds the mean: more items on the other ranks of its micro-batch cost no time.
     several = 1 if budget > 0 else above
     pool = sorted((items.work[item], item) for item in chain.from_iterable(chain.from_iterable(groups[several:])))
     filled = [[list(row) for row in group] for group in groups[:several]]
@@ -85,7 +85,7 @@ def _grouped(items: Items, rows: list[Row], ranks: int) -> list[list[Row]]:
 
 
 def _fill(items: Items, rows: list[Row], pool: list[tuple[float, int]]) -> set[int]:
-    """Move items from the pool into the rows, up to the work of the one with the most; return the items."""
+    """Move items from the pool into the rows, up to the work of the largest row; return the items."""
     taken: set[int] = set()
     work = [items.work_of(row) for row in rows]
     top = max(work)
@@ -105,8 +105,8 @@ def _fill(items: Items, rows: list[Row], pool: list[tuple[float, int]]) -> set[i
 
 
 def _that_fits(items: Items, pool: list[tuple[float, int]], stop: int, room: int) -> int:
-    """Return the place of the item with the most work before ``stop`` that has room, -1 where there is none."""
-    # Work grows with tokens, if not strictly: the search halves the pool until few are left, and tries these.
+    """Return the place of the item with the most work before ``stop`` that fits into ``room``, or -1."""
+    # Work grows with tokens, if not strictly: the search halves the pool until few items are left, and tries these.
     low, high = 0, stop
     while high - low > _NEIGHBOURS:
         middle = (low + high) // 2
@@ -121,7 +121,7 @@ def _that_fits(items: Items, pool: list[tuple[float, int]], stop: int, room: int
 
 
 def _exchanged(items: Items, rows: list[Row]) -> list[Row]:
-    """Move or exchange items between the row with the most work and others while that makes the two more even."""
+    """Move or exchange items between the row with the most work and other rows while the two rows become more even."""
     work = [items.work_of(row) for row in rows]
     room = [items.capacity - items.tokens_of(row) for row in rows]
     mean = sum(work) / len(rows)
@@ -151,7 +151,7 @@ def _exchanged(items: Items, rows: list[Row]) -> list[Row]:
 def _best_exchange(
     items: Items, rows: tuple[Row, Row], difference: float, room: tuple[int, int]
 ) -> tuple[int, int | None] | None:
-    """Return the item that the first row gives, and the one it takes, if any, for the rows to differ least."""
+    """Return the item to give from the first row, and the item to take, if any, for the least difference of work."""
     best, least = None, difference * (1 - 1e-9)
     given_of = sorted((items.work[item], item) for item in rows[0])
     taken_of = sorted((items.work[item], item) for item in rows[1])

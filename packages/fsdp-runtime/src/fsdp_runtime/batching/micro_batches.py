@@ -14,7 +14,7 @@ from fsdp_runtime.errors import OptionError, SampleError
 
 
 class UnpackableRow(Protocol):
-    """A row whose values go back to the samples."""
+    """A row that can return values by sample."""
 
     def unpack(self, values: Tensor) -> Mapping[Hashable, Tensor]:
         """Return the values of each sample."""
@@ -30,7 +30,7 @@ class MicroBatches(Generic[RowT]):
     The same samples give the same packing on every rank, so that no communication is needed.
 
     Args:
-        items: what was assigned: tokens and work of each item, and the capacity of a row.
+        items: the assigned items: tokens and work of each item, and the capacity of a row.
         assignment: for each micro-batch, the items of one row for each rank.
         make_row: builds a row from its items.
     """
@@ -46,12 +46,12 @@ class MicroBatches(Generic[RowT]):
 
     @property
     def micro_batches(self) -> int:
-        """The number of rows of each rank, the same for all, since every micro-batch has collectives."""
+        """The number of rows per rank, equal on all ranks, since every micro-batch has collectives."""
         return len(self.assignment)
 
     @property
     def work(self) -> float:
-        """The work of a step: the sum over the micro-batches of the row with the most."""
+        """The work of a step: the sum over the micro-batches of the largest row's work."""
         return step_work(self.items, [[list(row) for row in rows] for rows in self.assignment])
 
     @property
@@ -66,7 +66,7 @@ class MicroBatches(Generic[RowT]):
             rank: the index on the data-parallel axis, ``submesh(mesh, "dp").get_local_rank()``.
 
         Raises:
-            OptionError: there is no such rank.
+            OptionError: the rank does not exist.
         """
         if not 0 <= rank < self.ranks:
             raise OptionError(f"rank={rank} of {self.ranks} ranks: samples were packed for ranks={self.ranks}")
@@ -76,12 +76,12 @@ class MicroBatches(Generic[RowT]):
         """Return the values of each sample of a rank; the inverse of packing for log-probabilities and the like.
 
         Args:
-            values: for each micro-batch of the rank, what the row's own ``unpack`` takes.
+            values: for each micro-batch of the rank, the argument of the row's ``unpack``.
             rank: the index on the data-parallel axis.
 
         Returns:
             For each sample of the rank ``[length]``: entry ``t`` is about token ``t + 1``, and the last is 0, as in
-            ``rl_logprobs.token_logprobs(..., shift=True)`` of the sample alone.
+            ``rl_logprobs.token_logprobs(..., shift=True)`` for this sample only.
 
         Raises:
             OptionError: there is no such rank.

@@ -1,4 +1,4 @@
-"""Samples side by side in rows, each attending to itself only."""
+"""Rows of samples side by side; each sample attends only to itself."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class PackedRow:
     """One row of samples side by side, padded on the right.
 
     Args:
-        samples: the indices of its samples, in the order of their tokens.
+        samples: the indices of the row's samples, in the order of their tokens.
         lengths: the tokens of each sample.
         input_ids: ``[1, seq]`` int64.
         position_ids: ``[1, seq]`` int64; restart at 0 with each sample, and with the padding.
-        targets: ``[1, seq]`` int64: the next token of the same sample, or ``ignore_index`` where there is none or it
-            does not count in the loss.
+        targets: ``[1, seq]`` int64: the next token of the same sample, or ``ignore_index`` if no token follows or the
+            next token does not count in the loss.
 
     Example:
         >>> from fsdp_runtime.batching import pack
@@ -70,7 +70,7 @@ class PackedRow:
             ``[length]`` for each sample, views of ``values``.
 
         Raises:
-            SampleError: there is not one value for each token of the row.
+            SampleError: ``values`` does not have one value for each token of the row.
         """
         if tuple(values.shape) not in (tuple(self.input_ids.shape), tuple(self.input_ids.shape[1:])):
             raise SampleError(f"values {tuple(values.shape)} for a row of {tuple(self.input_ids.shape)} tokens")
@@ -94,29 +94,29 @@ def pack(
     """Pack samples into rows of at most ``budget`` tokens, with the same work for all ranks in each micro-batch.
 
     The work of a sample of ``n`` tokens is ``n + pair_cost * n * (n + 1) / 2``.  The number of micro-batches is the
-    least for which the samples were found to fit, and is the same on all ranks.
+    least number found to fit the samples, and is the same on all ranks.
 
     Args:
         samples: token ids, ``[length]`` integers each; the same on every rank.
         budget: the largest number of tokens that one rank holds in a micro-batch.
         ranks: the number of data-parallel ranks, ``submesh(mesh, "dp").size()``.
-        loss_masks: for each sample ``[length]``, nonzero where a token counts in the loss (as a target); all by
-            default.
-        cp: the size of the context-parallel axis: rows have up to ``budget * cp`` tokens, of which each rank gets its
-            part by ``SequenceLayout.shard``.
-        multiple_of: a number that all lengths of rows are multiples of.
-        distinct_lengths: the largest number of different lengths of rows, to which rows are padded; each one may cost
-            a compilation.
+        loss_masks: for each sample ``[length]``, nonzero for tokens that count in the loss as targets; all by default.
+        cp: the size of the context-parallel axis: rows have up to ``budget * cp`` tokens, and each rank gets its part
+            by ``SequenceLayout.shard``.
+        multiple_of: a divisor of all lengths of rows.
+        distinct_lengths: the largest number of different lengths of rows; rows are padded to these lengths, and each
+            length may cost a compilation.
         pair_cost: the work of attention between two tokens, in units of the other work of a token:
             ``1 / (6 * hidden_size)`` for an ordinary decoder.
         padding_id: the token id of padding.
         ignore_index: the target of tokens that are not scored.
 
     Returns:
-        The rows of every rank, and the way back to the samples.
+        The rows of every rank, with ``unpack`` back to samples.
 
     Raises:
-        SampleError: there are no samples, one is longer than a row, or a loss mask has another length than its sample.
+        SampleError: ``samples`` is empty, a sample is longer than a row, or a loss mask has another length than its
+            sample.
         OptionError: an option is out of range.
 
     Example:
@@ -170,7 +170,7 @@ def read_samples(samples: Sequence[TokenIds], loss_masks: Sequence[TokenIds] | N
 
 
 def require_rows_long_enough(names: Sequence[str], lengths: Sequence[int], capacity: int, budget: int, cp: int) -> None:
-    """Check that every sample fits into a row; the error has the budget and the ``cp`` that would do."""
+    """Check that every sample fits into a row; the error names a sufficient budget and ``cp``."""
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if (length := lengths[longest]) > capacity:
         count = sum(each > capacity for each in lengths)

@@ -1,4 +1,4 @@
-"""Samples with common prefixes in one row, each prefix once."""
+"""Rows of samples with common prefixes; a row holds each prefix once."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def pack_tree(
     pair_cost: float = PAIR_COST,
     padding_id: int = 0,
 ) -> MicroBatches[TreeRow]:
-    """Pack groups of samples so that the prefixes that the samples of a group share are computed once.
+    """Pack groups of samples so that shared prefixes of a group are computed once.
 
     A prompt of ``P`` tokens with ``G`` responses of ``R`` takes ``P + G * R`` tokens instead of ``G * (P + R)``.  The
     samples of a group form a prefix tree, found from their tokens: responses to one prompt, turns of a conversation
-    that was continued several times, or equal samples.  Attention follows the paths of the tree, so log-probabilities,
-    entropies and all gradients are those of separate rows.
+    with several continuations, or equal samples.  Attention follows the paths of the tree, so log-probabilities,
+    entropies and all gradients equal separate rows.
 
     The model must have been parallelized with the step ``SharedPrefixes``.
 
@@ -46,16 +46,16 @@ def pack_tree(
         budget: the largest number of tokens that one rank holds in a micro-batch.  A tree that exceeds a row is
             divided, and its parts repeat the prefix.
         ranks: the number of data-parallel ranks, ``submesh(mesh, "dp").size()``.
-        loss_masks: for each group and sample ``[length]``, nonzero where a token counts in the loss (such as those of
-            the response); all by default.  Logits are needed where a token that counts is predicted, only.
+        loss_masks: for each group and sample ``[length]``, nonzero for tokens that count in the loss (such as the
+            response); all by default.  Logits are needed only at tokens that predict a counted token.
         cp: the size of the context-parallel axis: rows have up to ``budget * cp`` tokens; see ``TreeRow.shard``.
-        multiple_of: a number that all lengths of rows are multiples of.
+        multiple_of: a divisor of all lengths of rows.
         distinct_lengths: the largest number of different lengths of rows.
         pair_cost: the work of attention between two tokens, in units of the other work of a token.
         padding_id: the token id of padding.
 
     Returns:
-        The rows of every rank, and the way back to the samples, whose keys are ``(group, index in the group)``.
+        The rows of every rank, with ``unpack`` back to samples; a sample's key is ``(group, index in the group)``.
 
     Raises:
         SampleError: a group is empty, a sample is longer than a row, or a loss mask has another length than its sample.
@@ -102,16 +102,16 @@ def pack_tree(
 
 @dataclass
 class TreePart:
-    """Samples of a group whose prefix tree fits into a row; the tree itself is made with its row."""
+    """Samples of a group with a prefix tree that fits into a row; the tree is built with its row."""
 
     group: int  # index of the group
-    members: list[int]  # indices of the samples in it
-    tokens: int = 0  # of the tree
+    members: list[int]  # indices of the samples in the group
+    tokens: int = 0  # tokens of the tree
     attended_pairs: int = 0  # pairs of a query and a key under causal attention
 
 
 def _divided(group: int, samples: Sequence[Sample], capacity: int) -> list[TreePart]:
-    """The samples of a group as parts whose trees fit into a row; neighbours share the longest prefixes."""
+    """Divide a group's samples into parts with trees that fit into a row; neighbours share the longest prefixes."""
     parts: list[TreePart] = []
     keys = [ctypes.string_at(sample.token_ids.data_ptr(), _ID_BYTES * sample.length) for sample in samples]
     previous = b""

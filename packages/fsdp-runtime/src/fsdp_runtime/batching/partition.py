@@ -1,6 +1,6 @@
-"""Partition of items into rows that have room for them and about the same work.
+"""Partition items into rows with enough room and about the same work.
 
-Every function takes about ``n log n`` steps for ``n`` items, but differencing, which is for few.
+Every function takes about ``n log n`` steps for ``n`` items, except differencing, which is for few items.
 
 Sources: Graham, *Bounds on multiprocessing timing anomalies*, 1969 (largest processing time first); Karmarkar and
 Karp, *The differencing method of set partitioning*, 1982; Martello and Toth, *Lower bounds and reduction procedures
@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-#: Above this number of items times rows, differencing takes longer than all the rest and gains little.
+#: Above this number of items times rows, differencing takes longer than all other steps and gains little.
 _MAX_DIFFERENCING = 400_000
-#: This many rows with the least work are asked for room before the row with the most room is taken.
+#: This many rows with the least work are tried before the row with the most room.
 _PROBES = 16
 
 Row = list[int]
@@ -25,25 +25,25 @@ Row = list[int]
 
 @dataclass(frozen=True)
 class Items:
-    """What is assigned to rows: tokens and work of each item, the work in any unit."""
+    """Tokens and work of the items to assign to rows; work has any unit."""
 
     tokens: Sequence[int]
     work: Sequence[float]
     capacity: int  # tokens that a row can hold
 
     def tokens_of(self, row: Iterable[int]) -> int:
-        """Return the tokens of some items."""
+        """Return the tokens of the items in a row."""
         return sum(self.tokens[item] for item in row)
 
     def work_of(self, row: Iterable[int]) -> float:
-        """Return the work of some items."""
+        """Return the work of the items in a row."""
         return sum(self.work[item] for item in row)
 
 
 def least_rows(items: Items) -> int:
-    """Return a number of rows that no partition is below (Martello and Toth)."""
-    # Items longer than ``capacity - k`` share their row with none of ``k`` or more tokens. So those longer than half a
-    # row have one each, and what the others of at least ``k`` exceed the room beside them by needs further rows.
+    """Return a lower bound of the number of rows (Martello and Toth)."""
+    # Items longer than ``capacity - k`` share no row with items of ``k`` or more tokens. So each item longer than half
+    # a row needs a row. Further rows are needed if the other items of at least ``k`` tokens exceed the room beside.
     tokens = sorted(items.tokens, reverse=True)
     total, capacity = [0, *accumulate(tokens)], items.capacity
     half = sum(2 * length > capacity for length in tokens)
@@ -57,7 +57,7 @@ def least_rows(items: Items) -> int:
 
 
 def partitions(items: Items, order: Sequence[int], rows: int) -> list[list[Row]]:
-    """Return partitions of items, in ``order`` of the most work, into rows, which may stay empty; none if none fits."""
+    """Return partitions of items, in ``order`` of the most work, into rows; rows may be empty, and so may the list."""
     found = [_largest_first(items, order, rows)]
     if len(order) * rows <= _MAX_DIFFERENCING:
         found.append(_fitting(items, _differencing(items, list(order), rows)))
@@ -69,7 +69,7 @@ def partitions(items: Items, order: Sequence[int], rows: int) -> list[list[Row]]
 
 
 def best_fit(items: Items, order: Iterable[int]) -> list[Row]:
-    """Each item, the longest first, to the row with the least room that is enough, a new one where there is none."""
+    """Assign each item, the longest first, to the row with the least sufficient room, or to a new row."""
     found: list[Row] = []
     rooms: list[tuple[int, int]] = []  # room and row, the least room first
     for item in sorted(order, key=lambda item: (-items.tokens[item], item)):
@@ -86,7 +86,7 @@ def best_fit(items: Items, order: Iterable[int]) -> list[Row]:
 
 
 def _largest_first(items: Items, order: Sequence[int], rows: int) -> list[Row] | None:
-    """Each item, the one with the most work first, to the row with the least work that has room for it (Graham)."""
+    """Assign each item, the most work first, to the row with the least work and enough room (Graham)."""
     found: list[Row] = [[] for _ in range(rows)]
     room, work = [items.capacity] * rows, [0.0] * rows
     lightest = [(0.0, row) for row in range(rows)]
@@ -102,7 +102,7 @@ def _largest_first(items: Items, order: Sequence[int], rows: int) -> list[Row] |
                 continue
             if room[entry[1]] >= tokens:
                 row = entry[1]
-            elif room[entry[1]] >= least:  # a row that no item fits into is left out for good
+            elif room[entry[1]] >= least:  # a row without room for any remaining item is dropped
                 passed.append(entry)
         for entry in passed:
             heapq.heappush(lightest, entry)
@@ -122,10 +122,10 @@ def _largest_first(items: Items, order: Sequence[int], rows: int) -> list[Row] |
 
 
 def _differencing(items: Items, order: list[int], rows: int) -> list[Row]:
-    """Karmarkar and Karp's method for several rows; tokens are not looked at."""
-    # Two partial assignments whose rows differ most are merged, the row with the most work of one with the row with the
-    # least of the other, until one is left.
-    # Of each partial assignment the rows that are not empty, the one with the most work first.
+    """Karmarkar and Karp's method for several rows; it ignores tokens."""
+    # The two partial assignments with the largest differences between rows are merged, the row with the most work of
+    # one with the row with the least work of the other, until one assignment is left.
+    # Each partial assignment has its rows that are not empty, the row with the most work first.
     heap: list[tuple[float, int, list[tuple[float, Row]]]] = []
     for number, item in enumerate(order):
         heap.append((-items.work[item] if rows > 1 else 0.0, number, [(items.work[item], [item])]))
@@ -142,7 +142,7 @@ def _differencing(items: Items, order: list[int], rows: int) -> list[Row]:
 
 
 def _merged(one: list[tuple[float, Row]], other: list[tuple[float, Row]], rows: int) -> list[tuple[float, Row]]:
-    """Add the row ``i`` of one to the row ``rows - 1 - i`` of the other."""
+    """Add row ``i`` of one assignment to row ``rows - 1 - i`` of the other."""
     alone = max(0, rows - len(other))
     pairs = [
         (work + other[rows - 1 - index][0], row + other[rows - 1 - index][1])
@@ -154,7 +154,7 @@ def _merged(one: list[tuple[float, Row]], other: list[tuple[float, Row]], rows: 
 
 
 def _fitting(items: Items, rows: list[Row]) -> list[Row] | None:
-    """Move items out of rows with too many tokens, the shortest that suffices to the row with the most room."""
+    """Move items out of rows with too many tokens: the shortest sufficient item to the row with the most room."""
     room = [items.capacity - items.tokens_of(row) for row in rows]
     for row in sorted(range(len(rows)), key=room.__getitem__):
         while room[row] < 0:

@@ -1,9 +1,9 @@
-"""The prefix tree of some token sequences, with its tokens in pre-order.
+"""Build the prefix tree of token sequences, with its tokens in pre-order.
 
 In pre-order every token comes after its ancestors, and the descendants of a token follow it without a gap.  So one
 number per token, the end of its subtree, decides whether token ``k`` is on the path to token ``q``:
-``k <= q < subtree_end[k]``.  Sequences in lexicographic order meet the tokens of their tree in pre-order: each one
-adds the tokens after its longest common prefix with the sequence before it.
+``k <= q < subtree_end[k]``.  Sequences in lexicographic order visit the tokens of their tree in pre-order: each
+sequence adds the tokens after its longest common prefix with the previous sequence.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """The distinct prefixes of some sequences: ``[tokens]`` int64 in pre-order."""
+    """The distinct prefixes of sequences: ``[tokens]`` int64 in pre-order."""
 
     token_ids: Tensor
     positions: Tensor  # the number of ancestors of each token
     subtree_end: Tensor  # the index after the last descendant of each token
-    paths: tuple[Tensor, ...]  # of each sequence, the indices of its tokens
+    paths: tuple[Tensor, ...]  # for each sequence, the indices of its tokens
 
 
 def prefix_tree(sequences: Sequence[Tensor]) -> PrefixTree:
-    """Return the prefix tree of non-empty CPU sequences of int64 token ids, which share as many tokens as they can."""
+    """Return the prefix tree of non-empty CPU sequences of int64 token ids; common prefixes are shared in full."""
     keys = [sequence.tolist() for sequence in sequences]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     added: list[Tensor] = []

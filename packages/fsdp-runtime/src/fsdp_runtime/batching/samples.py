@@ -1,4 +1,4 @@
-"""Samples as they come in: token ids with the tokens that count in the loss, checked."""
+"""Check input samples: token ids, and masks of the tokens that count in the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TokenIds = Tensor | Sequence[int]
 #: The work of one attended pair of tokens in units of a token's other work: ``1 / (6 * hidden_size)`` (a pair costs
 #: ``4 * hidden_size`` operations a layer, a token ``24 * hidden_size ** 2``), here for a hidden size of 4096.
 PAIR_COST = 1 / (6 * 4096)
-#: The largest number of ranks: each gets rows, empty ones where there are few samples.
+#: The largest number of ranks: each rank gets rows, empty rows if samples are few.
 MAX_RANKS = 2**20
 
 
@@ -26,18 +26,18 @@ class Sample:
 
     token_ids: Tensor  # ``[length]`` int64, contiguous, on the CPU
     length: int
-    loss_mask: Tensor | None  # ``[length]`` bool, ``None`` where all tokens count
+    loss_mask: Tensor | None  # ``[length]`` bool, ``None`` if all tokens count
 
     @property
     def scored(self) -> Tensor:
-        """``[length]`` bool, the tokens that count in the loss; never the first, which nothing predicts."""
+        """``[length]`` bool, the tokens that count in the loss; never the first token, which no token predicts."""
         scored = torch.ones(self.length, dtype=torch.bool) if self.loss_mask is None else self.loss_mask.clone()
         scored[0] = False
         return scored
 
 
 def read_sample(token_ids: TokenIds, loss_mask: TokenIds | None, name: str) -> Sample:
-    """Check one sample: integers, and nonzero where a token counts in the loss; ``name`` is that in error messages."""
+    """Check one sample: integer token ids, and a loss mask; error messages call the sample ``name``."""
     ids = torch.as_tensor(token_ids)
     shape = tuple(ids.shape)
     if len(shape) != 1 or not shape[0] or (ids.dtype != torch.int64 and not _holds_integers(ids)):
@@ -54,20 +54,20 @@ def _holds_integers(ids: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """The lengths that rows may have."""
+    """The allowed lengths of rows."""
 
-    capacity: int  # the largest
-    step: int  # every other one is a multiple of it
+    capacity: int  # the largest length
+    step: int  # divides every other length
 
     def padded(self, tokens: int) -> int:
-        """Return the length of a row for some tokens."""
+        """Return the padded length of a row with ``tokens`` tokens."""
         return min(max(-(-tokens // self.step), 1) * self.step, self.capacity)
 
 
 def row_sizes(
     budget: int, *, ranks: int, cp: int, multiple_of: int, distinct_lengths: int, pair_cost: float
 ) -> RowSizes:
-    """Check the options of packing, and return the lengths of rows of at most ``budget`` tokens a rank of ``cp``."""
+    """Check the options of packing; return the lengths of rows with at most ``budget`` tokens per rank of ``cp``."""
     numbers = {"ranks": ranks, "budget": budget, "cp": cp, "multiple_of": multiple_of}
     for name, value in {**numbers, "distinct_lengths": distinct_lengths}.items():
         if type(value) is not int or value < 1:

@@ -1,4 +1,4 @@
-"""One row of prefix trees: inputs, masks, predicting tokens, and the way back to the samples."""
+"""One row of prefix trees: inputs, masks, predicting tokens, and values by sample."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fsdp_runtime.steps.context.exchange import sum_over_ranks
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.documents.shared_prefixes import takes_shared_prefixes
 
-#: A mask as ``flex_attention`` takes it: of batch, head, query and key index.
+#: A mask function for ``flex_attention``: of batch, head, query and key index.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class GroupMember(NamedTuple):
-    """The key of a sample: its group, and its index there; equal to the plain tuple."""
+    """The key of a sample: its group, and its index in the group; equal to the plain tuple."""
 
     group: int
     sample: int
@@ -32,21 +32,22 @@ class GroupMember(NamedTuple):
 class TreeRow:
     """One row of prefix trees in pre-order, padded on the right; :func:`fsdp_runtime.batching.pack_tree` makes it.
 
-    A token that is followed by several branches predicts the first token of each.  So log-probabilities are not found
-    by a shift: entry ``i`` of :attr:`targets` is predicted by the token at index ``predictors[i]``.
+    A token before several branches predicts the first token of each branch.  So a shift does not give the
+    log-probabilities: the token at index ``predictors[i]`` predicts entry ``i`` of :attr:`targets`.
 
     Args:
-        samples: the keys of its samples.
-        paths: for each sample ``[length]`` int64: the indices of its tokens in the full row, for values that each token
-            has, such as the routes of a mixture.
+        samples: the keys of the row's samples.
+        paths: for each sample ``[length]`` int64: the indices of its tokens in the full row, for values per token,
+            such as the routes of a mixture.
         input_ids: ``[1, seq]`` int64.
         position_ids: ``[1, seq]`` int64: the position of each token on its path; 0 for padding.
         subtree_end: ``[1, seq]`` int64: the index in the full row after the last descendant of each token.
         predictors: ``[scored]`` int64: for each token that counts in the loss, the index of the token before it.
-        targets: ``[scored]`` int64: those tokens' ids, ``-100`` for an entry that only keeps a rank busy.
-        slots: ``[scored]`` int64: the index of each entry in the full row's, after :meth:`shard`; else ``None``.
+        targets: ``[scored]`` int64: the ids of the tokens that count, ``-100`` for an entry without a token, on a rank
+            that predicts none.
+        slots: ``[scored]`` int64: each entry's index among the full row's entries, after :meth:`shard`; else ``None``.
         way_back: ``[all lengths + 1]`` int64: for each token of each sample, the index of the next token's entry among
-            those of the full row, or their number where it has none; their number at the end.
+            the full row's entries, or the number of entries if the next token has none; that number at the end.
 
     Example:
         >>> import torch
@@ -80,7 +81,7 @@ class TreeRow:
             model: a model that was parallelized with the step ``SharedPrefixes``.
 
         Raises:
-            ModelError: it was not; it would ignore the branches.
+            ModelError: the model lacks this step and would ignore the branches.
         """
         if not takes_shared_prefixes(model):
             raise ModelError(
@@ -90,7 +91,7 @@ class TreeRow:
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "subtree_end": self.subtree_end}
 
     def mask_mod(self, own: MaskFunction | None = None) -> MaskFunction:
-        """Return the mask of ancestors as a ``mask_mod`` of ``flex_attention``, for a model with attention of its own.
+        """Return the mask of ancestors as a ``mask_mod`` of ``flex_attention``, for a model with custom attention.
 
         Args:
             own: a layer's further mask, of batch, head and two *positions*, such as a sliding window.
@@ -114,7 +115,7 @@ class TreeRow:
         return self.mask_mod(own)(zero, zero, index.view(1, 1, -1, 1), index.view(1, 1, 1, -1))
 
     def select(self, values: Tensor) -> Tensor:
-        """Return the logits or hidden states from which :attr:`targets` are predicted.
+        """Return the logits or hidden states that predict :attr:`targets`.
 
         Args:
             values: ``[1, seq, features]``, plain or a DTensor; sharded tokens are gathered, features stay sharded.
@@ -123,7 +124,7 @@ class TreeRow:
             ``[scored, features]``, differentiable.
 
         Raises:
-            SampleError: there is not one value for each token of the row.
+            SampleError: ``values`` does not have one value for each token of the row.
         """
         if values.dim() != 3 or tuple(values.shape[:2]) != tuple(self.input_ids.shape):
             raise SampleError(f"values {tuple(values.shape)} for a row of {tuple(self.input_ids.shape)} tokens")
@@ -143,19 +144,19 @@ class TreeRow:
         )
 
     def unpack(self, values: Tensor, *, group: ProcessGroup | None = None) -> dict[Hashable, Tensor]:
-        """Return the values of each sample, such as log-probabilities; what samples share they get from one entry.
+        """Return the values of each sample, such as log-probabilities; samples get shared values from one entry.
 
         Args:
             values: ``[scored]``, one for each entry of :attr:`targets`.
-            group: the context-parallel ranks of a sharded row, whose values are summed up by one all-reduce forward
-                (none backward: all ranks are assumed to compute the same function of the result).
+            group: the context-parallel ranks of a sharded row: one all-reduce in forward sums their values (none in
+                backward: all ranks are assumed to compute the same function of the result).
 
         Returns:
-            ``[length]`` for each sample: entry ``t`` is about token ``t + 1`` and 0 where that does not count in the
-            loss, as in ``rl_logprobs.token_logprobs(..., shift=True)`` of the sample alone.
+            ``[length]`` for each sample: entry ``t`` is about token ``t + 1`` and 0 if that token does not count in the
+            loss, as in ``rl_logprobs.token_logprobs(..., shift=True)`` for this sample only.
 
         Raises:
-            SampleError: there is not one value for each entry, or the row is sharded and there is no group.
+            SampleError: ``values`` does not have one value for each entry, or a sharded row has no ``group``.
         """
         if tuple(values.shape) != tuple(self.targets.shape):
             raise SampleError(f"values {tuple(values.shape)} for {len(self.targets)} targets: give one for each")
@@ -176,7 +177,7 @@ class TreeRow:
             layout: ``sequence_layout(mesh, row.input_ids.shape[1])``.
 
         Returns:
-            A row with ``seq / cp`` tokens, and the targets that they predict.
+            A row with ``seq / cp`` tokens, and the targets that these tokens predict.
 
         Raises:
             LayoutError: the layout has another length.
@@ -194,7 +195,7 @@ class TreeRow:
         predictors = index_of[self.predictors]
         slots = (predictors >= 0).nonzero()[:, 0]
         targets, predictors = self.targets[slots], predictors[slots]
-        if not len(slots):  # the loss of a rank that predicts nothing is still a function of its tokens
+        if not len(slots):  # on a rank without targets the loss is still a function of its tokens
             slots, predictors, targets = self.targets.new_tensor([[self._scored], [0], [-100]])
         return replace(self, **local, predictors=predictors, targets=targets, slots=slots)
 
@@ -217,11 +218,11 @@ class Tree:
 
     members: tuple[GroupMember, ...]  # the keys of the samples
     prefixes: PrefixTree
-    scored_of: tuple[Tensor, ...]  # ``[length]`` bool of each: tokens that count in the loss
+    scored_of: tuple[Tensor, ...]  # ``[length]`` bool per sample: tokens that count in the loss
 
 
 def tree_row(trees: Sequence[Tree], padded: Callable[[int], int], padding_id: int) -> TreeRow:
-    """Return the row of some trees, or of padding alone; ``padded`` returns its length for a number of tokens."""
+    """Return the row of the given trees, or of padding only; ``padded`` maps a number of tokens to a length."""
     starts = [0]
     for tree in trees:
         starts.append(starts[-1] + len(tree.prefixes.token_ids))

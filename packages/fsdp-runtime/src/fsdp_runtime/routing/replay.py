@@ -1,4 +1,4 @@
-"""``record_routes`` and ``replay_routes``.
+"""Record and replay routes: ``record_routes`` and ``replay_routes``.
 
 Sources of the method: routing replay, arXiv:2507.18071 (section 5.3); from the generator, arXiv:2510.11370.
 """
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 def record_routes(model: nn.Module) -> Iterator[Routes]:
     """Record the experts that every mixture of a model selects for each token of one forward.
 
-    The forward's outputs and gradients are those without recording; compiled modules run in Python.  The routes are
-    filled in when the context ends; under context parallelism this gathers them over ``cp``, so every rank must come to
-    the end.
+    Recording does not change the forward's outputs and gradients; compiled modules run in Python.  The routes are
+    filled in when the context ends; under context parallelism the end gathers the routes over ``cp``, so every rank
+    must reach the end.
 
     Args:
         model: the model, parallelized or not.
@@ -44,8 +44,8 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
         The routes, ``[tokens, k]`` integers by the path of the router.
 
     Raises:
-        ModelError: the model has no mixture, the selection of one cannot be identified, or it is in what
-            ``torch.compile`` returned.
+        ModelError: the model has no mixture, a mixture's selection cannot be identified, or a mixture is inside a
+            result of ``torch.compile``.
         RoutesError: a router runs twice: one context records one forward.
 
     Example:
@@ -76,26 +76,25 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
 
 @contextmanager
 def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tensor) -> Iterator[None]:
-    """Route the tokens of every forward as in another one, or as a generator did.
+    """Route the tokens of every forward by the routes of another forward or of a generator.
 
-    Each router computes its scores as usual and weights the replayed experts by them, with the architecture's own
+    Each router computes its scores as usual and weights the replayed experts by the scores, with the architecture's own
     normalisation and scaling: gradients reach the router.  A part that is recomputed in backward, inside the context or
-    after it, selects again what its forward selected.  Compiled modules run in Python inside of the context.
+    after it, selects its forward's experts again.  Compiled modules run in Python inside the context.
 
     Args:
         model: the model, parallelized or not.
-        routes: those of :func:`record_routes`; or a mapping from a router's path to integers ``[tokens, k]``; or one
-            tensor ``[layers, tokens, k]`` with a layer for each router or for each block of the model (those of blocks
-            without a mixture are not read), as :func:`routes_from_generator` makes it.  Tokens are those of this
-            rank's input ``[batch, length]``, row after row; under context parallelism those of the full sequences, in
-            their order.  -1 stands for a missing route: that token, or a router that the mapping lacks, is routed as
-            usual.
+        routes: a result of :func:`record_routes`; or a mapping from a router's path to integers ``[tokens, k]``; or one
+            tensor ``[layers, tokens, k]`` with a layer for each router or for each block of the model (layers of
+            blocks without a mixture are not read), as from :func:`routes_from_generator`.  The tokens are this rank's
+            input ``[batch, length]``, row after row; under context parallelism the full sequences, in their order.
+            -1 marks a missing route: that token, or a router that the mapping lacks, is routed as usual.
 
     Raises:
-        ModelError: the model has no mixture, the selection of one cannot be identified, or it is in what
-            ``torch.compile`` returned.
-        RoutesError: the routes have another number of layers, tokens or experts than the model, or an expert that it
-            does not have.
+        ModelError: the model has no mixture, a mixture's selection cannot be identified, or a mixture is inside a
+            result of ``torch.compile``.
+        RoutesError: the routes have another number of layers, tokens or experts than the model, or an expert that the
+            model lacks.
 
     Example:
         >>> import torch, transformers
@@ -137,7 +136,7 @@ def _session(model: nn.Module, session: Session, tokens: _Tokens) -> Iterator[No
 
 @contextmanager
 def _in_python(model: nn.Module) -> Iterator[None]:
-    """Let compiled modules run as they are, since compiled code selects without the routers' hooks."""
+    """Run compiled modules in Python, since compiled code selects without the routers' hooks."""
     around = runtime_state(model).routers.around.values()
     compiled = {module: set_compiled_call(module, None) for module in around if is_compiled(module)}
     if compiled:
@@ -150,7 +149,7 @@ def _in_python(model: nn.Module) -> Iterator[None]:
 
 
 def _routers_of(model: nn.Module) -> Routers:
-    """Return the routers, looked for once: their code runs as Python, and recomputations can be followed."""
+    """Return the model's routers from a cache; refuse modules that hide their code or their recomputations."""
     state, modules = runtime_state(model), fingerprint(model)
     found: _Found | None = state.routers
     if found is None or found.modules != modules or not found.routers.are_current():
@@ -165,7 +164,7 @@ def _routers_of(model: nn.Module) -> Routers:
 
 
 class _Found(NamedTuple):
-    """The routers of a model, the modules around them by path, and the fingerprint of the model that has them."""
+    """The routers of a model, the modules around them by path, and the model's fingerprint."""
 
     modules: Any
     routers: Routers
@@ -186,7 +185,7 @@ def _find(model: nn.Module, modules: Any) -> _Found:
 
 
 class _Tokens:
-    """The tokens of this rank among those of the full sequences; all of them without context parallelism."""
+    """This rank's tokens among the tokens of the full sequences; all tokens without context parallelism."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = next((module for module in hooked_before(model) if under_context_parallelism(module)), None)

@@ -1,7 +1,7 @@
-"""The routers of a model: the modules whose code selects the experts of each token.
+"""Find the routers of a model: the modules that select the experts of each token.
 
-A router is found by structure and by its code: beside or around the stacked experts of a mixture, a module whose class
-calls an operator that selects.  Nothing is run for that, so a model on the meta device or sharded over a mesh will do.
+A router is found by structure and by its code: a module beside or around the stacked experts of a mixture, with a
+selecting operator in the code of its class.  Nothing is run, so the model may be on the meta device or sharded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_runtime.model.structure import ModelStructure, inspect_model
 from tp_plans import ModelTree
 from tp_plans.runtime import EXPERT_COUNTS
 
-#: How a router selects: ``torch.topk`` over the scores of all experts; over the sums of two halves of keys (PEER,
+#: Kinds of selection: ``torch.topk`` over the scores of all experts; over the sums of two halves of keys (PEER,
 #: arXiv:2407.04153); one maximum after another (SparseMixer, arXiv:2409.12136).
 SelectionKind = Literal["topk", "product_keys", "sparsemixer"]
 
@@ -32,21 +32,21 @@ _EXPERTS = "experts"
 _TABLE = "tid2eid"
 
 
-#: An object, one of its attributes, and the whole number there.
+#: An object, one of its attributes, and the attribute's integer value.
 _Count = tuple[object, str, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """One router: the module during whose forward experts are selected."""
+    """One router: a module that selects experts in its forward."""
 
     path: str
     module: nn.Module
-    kind: SelectionKind  # how it selects
+    kind: SelectionKind
     experts: int
-    top_k: int | None  # experts of a token, ``None`` where no attribute tells
-    layer: int | None  # index in the stack of blocks, ``None`` outside of it
-    counts: tuple[_Count, ...]  # the attributes that tell both numbers
+    top_k: int | None  # experts of a token, ``None`` if no attribute has the number
+    layer: int | None  # index in the stack of blocks, ``None`` outside of the stack
+    counts: tuple[_Count, ...]  # the attributes of both numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,11 @@ class Routers:
     """The routers of one model."""
 
     by_path: dict[str, Router]  # in the order of the model
-    tables: tuple[str, ...]  # paths of those that look experts up by token id
+    tables: tuple[str, ...]  # paths of the routers that look experts up by token id
     layers: int  # blocks in the stack that the token embedding feeds
 
     def are_current(self) -> bool:
-        """Return whether all numbers of experts are those that the model has at present."""
+        """Return whether the model's numbers of experts are unchanged."""
         counts = [count for router in self.by_path.values() for count in router.counts]
         return [value for *_, value in counts] == [getattr(owner, name, None) for owner, name, _ in counts]
 
@@ -99,7 +99,7 @@ def routers_of(structure: ModelStructure) -> Routers:
 
 
 def selection_of(cls: type[nn.Module]) -> SelectionKind | None:
-    """Return how the code of a module's class selects experts, ``None`` where it calls no operator that does."""
+    """Return the kind of selection in a module class's code, ``None`` if the code calls no selecting operator."""
     names = _names(cls)  # type: ignore[arg-type]  # mypy: type[Module] is hashable
     if "sparsemixer" in names:  # transformers' function for PhiMoE
         return "sparsemixer"
@@ -109,7 +109,7 @@ def selection_of(cls: type[nn.Module]) -> SelectionKind | None:
 
 
 def _mixtures(tree: ModelTree) -> Iterator[str]:
-    """Iterate over the modules that contain a router and experts, each once."""
+    """Iterate over the modules that contain a router and experts, each module once."""
     for path in tree.modules:
         if f"{path}.base_layer" in tree.modules:  # one of peft's wrappers
             continue
@@ -119,7 +119,7 @@ def _mixtures(tree: ModelTree) -> Iterator[str]:
 
 
 def _inside_adapters(tree: ModelTree, path: str) -> str:
-    """Return the path of a module inside of peft's wrappers, which call it."""
+    """Return the path of a module inside peft's wrappers."""
     while f"{path}.base_layer" in tree.modules:
         path = f"{path}.base_layer"
     return path
@@ -131,7 +131,7 @@ def _are_experts(tree: ModelTree, path: str) -> bool:
 
 
 def _count_below(tree: ModelTree, path: str) -> int:
-    """Return the number of experts that a module holds, 0 where it is not a stack or a list of them."""
+    """Return the number of experts in a module, 0 for a module that is no stack or list of experts."""
     if tree.is_numbered(path):
         return len(tree.children[path])
     owners = (path, *tree.below(path))
@@ -179,7 +179,7 @@ def _unidentified(tree: ModelTree, mixture: str, candidates: list[str]) -> str:
 @cache
 def _names(cls: type) -> frozenset[str]:
     """Return the names that the methods of a class use, without those of torch's base classes."""
-    # A method of a base class counts where no class before it has one of that name that does not call ``super``.
+    # A base class's method counts unless an earlier class overrides it without a call of ``super``.
     found: set[str] = set()
     replaced: set[str] = set()
     for base in cls.__mro__:

@@ -1,4 +1,4 @@
-"""Routes: the experts of each token, by router; those that a generator returns, and checks of both."""
+"""Routes: the experts of each token, by router, from a forward or a generator, and their checks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from fsdp_runtime.errors import RoutesError
 from fsdp_runtime.routing.routers import Router, Routers
 
-#: The id that stands for no route.
+#: The expert id of a missing route.
 HOLE = -1
 
 
 class Routes(Mapping[str, Tensor]):
     """The experts of each token by the path of the router; filled when ``record_routes`` ends.
 
-    Each value is ``[tokens, k]`` int16 (int32 where there are more experts than that counts): the ids in the order in
-    which the router selected them, -1 in the rows of tokens without a route.  Tokens are those of the model's input
-    ``[batch, length]``, row after row; under context parallelism those of the full sequences, in their order.
+    Each value is ``[tokens, k]`` int16 (int32 for more experts than int16 counts): the ids in the router's order of
+    selection, -1 in the rows of tokens without a route.  The tokens are the model's input ``[batch, length]``, row
+    after row; under context parallelism the full sequences, in their order.
 
     Args:
         layers: the routes by router.
@@ -51,16 +51,16 @@ class Routes(Mapping[str, Tensor]):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether ``record_routes`` wrote them, so that their values need no check."""
+        """Whether ``record_routes`` wrote the routes, so that their values need no check."""
         return self._recorded
 
     @property
     def is_complete(self) -> bool:
-        """Whether ``record_routes`` wrote them for every token."""
+        """Whether ``record_routes`` wrote the routes, for every token."""
         return self._complete
 
     def take(self, tokens: Tensor) -> Routes:
-        """Return the routes of some tokens, in another order: those of a micro-batch, or of packed sequences.
+        """Return the routes of the given tokens, in their order, as for a micro-batch or packed sequences.
 
         Args:
             tokens: ``[n]`` int64, indices of tokens; -1 for a token without a route, such as padding.
@@ -69,7 +69,7 @@ class Routes(Mapping[str, Tensor]):
             Routes of ``n`` tokens.
 
         Raises:
-            RoutesError: ``tokens`` is no row of integers, or, where the routes are on the CPU, there is no such token.
+            RoutesError: ``tokens`` is no row of integers, or a token does not exist (checked for routes on the CPU).
         """
         if tokens.dim() != 1 or not _is_integer(tokens):
             raise RoutesError(f"tokens is {tuple(tokens.shape)} of {tokens.dtype}: give [n] indices of tokens, int64")
@@ -99,22 +99,22 @@ class Routes(Mapping[str, Tensor]):
 
 
 def fill_recorded(routes: Routes, layers: Mapping[str, Tensor]) -> None:
-    """Put the routes of a recorded forward into ``routes``."""
+    """Fill ``routes`` with the routes of a recorded forward."""
     routes._layers.update(layers)
     routes._recorded = routes._complete = True
 
 
 def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> Tensor:
-    """Bring the routes that a generator returned for each sequence into the form that ``replay_routes`` takes.
+    """Convert a generator's routes of each sequence to the form for ``replay_routes``.
 
     vLLM and SGLang return ``routed_experts`` of one sequence as ``[tokens, layers, k]``, without the last token, which
-    was sampled and never run; vLLM 0.21 returns those of the prompt apart (concatenate the two), SGLang a base64 text
+    was sampled and never run; vLLM 0.21 returns the prompt's routes separately (concatenate both), SGLang a base64 text
     (``numpy.frombuffer(base64.b64decode(text), dtype=numpy.int32).reshape(-1, layers, k)``).
 
     Args:
         sequences: for each row of the batch ``[tokens, layers, k]`` integers (arrays or tensors), the routes of its
             first tokens, prompt included, padding excluded.
-        attention_mask: ``[batch, length]``, false where a position is padding; on either side.
+        attention_mask: ``[batch, length]``, false at padding, on either side.
 
     Returns:
         ``[layers, batch * length, k]`` int32 with -1 for padding and for tokens without a route.
@@ -157,7 +157,7 @@ def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> T
 
 def checked_routes(routers: Routers, routes: Routes | Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
     """Return the routes ``[tokens, k]`` by router, checked."""
-    # They are given by path, or as ``[layers, tokens, k]`` with one layer for each router, each mixture or each block.
+    # ``routes`` are by path, or ``[layers, tokens, k]`` with one layer for each router, each mixture or each block.
     layers = _by_path(routers, routes)
     trusted = isinstance(routes, Routes) and routes.is_recorded
     for path, ids in layers.items():
@@ -192,7 +192,7 @@ def _taken(path: str, ids: Tensor, tokens: Tensor) -> Tensor:
 
 
 def has_holes(ids: Tensor) -> bool:
-    """Return whether some token has no route."""
+    """Return whether any token has no route."""
     return bool((ids < 0).any())
 
 

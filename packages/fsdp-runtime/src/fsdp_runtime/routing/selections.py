@@ -1,8 +1,8 @@
-"""Function modes that read and replace the experts which a router's own code selects.
+"""Function modes that read and replace the experts that a router's code selects.
 
-The router's code runs as it is.  Only the operator that selects returns other experts, with their scores gathered from
-the operator's full input; what the code computes from these (a softmax before or after, normalisation, a bias that only
-selects, scaling factors) is the architecture's own, and so is its gradient.
+The router's code runs unchanged.  Only the selecting operator returns other experts, with their scores gathered from
+the operator's full input.  The code computes the rest as its architecture does (a softmax before or after, normalisation, a
+bias that only selects, scaling factors), with its gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX = (torch.max, Tensor.max)
 
 
 class Selection(TorchFunctionMode):
-    """Reads the experts that a router selects in one forward, and replaces them where routes are given."""
+    """Reads the experts that a router selects in one forward, and replaces them if routes are given."""
 
     found: Tensor | None = None
 
@@ -30,8 +30,7 @@ class Selection(TorchFunctionMode):
         self, router: Router, wanted: Tensor | None, *, has_holes: bool = False, trusted: bool = False
     ) -> None:
         # ``wanted`` are ``[tokens, k]`` int64, the experts to select, and with ``has_holes`` -1 in rows routed as
-        # usual. Those that are ``trusted``, as this router selected them itself, need no check, which may wait for a
-        # device.
+        # usual. ``trusted`` experts, selected by this router earlier, need no check; a check may wait for a device.
         super().__init__()
         self.router, self.wanted = router, wanted
         self.has_holes, self.trusted = has_holes, trusted
@@ -53,7 +52,7 @@ class Selection(TorchFunctionMode):
         return self.found
 
     def replaced(self, own: Tensor) -> Tensor:
-        """Return the wanted experts, and the router's own in rows without; shaped as its own, ``[tokens, k]``."""
+        """Return the wanted experts, with the router's own experts in rows without a route, ``[tokens, k]``."""
         if self.wanted is None:
             return own
         wanted = self.wanted.to(own.device, own.dtype)
@@ -66,10 +65,10 @@ class Selection(TorchFunctionMode):
 
 
 class TopKSelection(Selection):
-    """Selection by ``torch.topk`` over the scores of all experts, among all groups of experts or some."""
+    """Selection by ``torch.topk`` over the scores of all experts, among all or some groups of experts."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Select where the function is the router's top-k over experts or over groups of them."""
+        """Select in the router's top-k over experts or over groups of experts; call other functions unchanged."""
         scores = _scores(func, _TOPK, self.router, args, kwargs)
         if scores is None or scores.ndim != 2:
             return func(*args, **kwargs)
@@ -83,11 +82,11 @@ class TopKSelection(Selection):
         return func(*args, **kwargs)
 
     def _groups(self, scores: Tensor, own: Tensor) -> Tensor:
-        """Return groups that contain the wanted experts, filled up with the groups of the highest scores."""
+        """Return groups that contain the wanted experts, filled up with the groups with the highest scores."""
         size = self.router.experts // scores.shape[-1]
         wanted = self.wanted.to(scores.device, torch.int64)  # type: ignore[union-attr]  # given, see call
         if wanted.shape[0] != scores.shape[0]:
-            return own  # refused at the selection, with the numbers
+            return own  # the selection refuses the routes, with the numbers
         self._require_few_groups(groups=scores.shape[-1], allowed=own.shape[-1])
         missing = wanted < 0
         group = torch.where(missing, own[:, :1].to(torch.int64), wanted // size)
@@ -95,7 +94,7 @@ class TopKSelection(Selection):
         return raised.topk(own.shape[-1], dim=-1).indices
 
     def _require_few_groups(self, *, groups: int, allowed: int) -> None:
-        """Refuse a token whose experts are in more groups than the router takes; the routes' own device is read."""
+        """Refuse a token with experts in more groups than the router takes; waits for the routes' device."""
         if allowed == groups or self.trusted or self.wanted is None or self.wanted.numel() == 0:
             return
         size = self.router.experts // groups
@@ -118,7 +117,7 @@ class ProductKeySelection(Selection):
     order: Tensor | None = None  # ``[2, tokens, keys]``
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Remember the order of the keys at the first top-k, select at the second."""
+        """Store the order of the keys at the first top-k, and select at the second."""
         scores = _scores(func, _TOPK, self.router, args, kwargs)
         if scores is None:
             return func(*args, **kwargs)
@@ -138,11 +137,11 @@ class ProductKeySelection(Selection):
 
 
 class SparseMixerSelection(Selection):
-    """Selection by one maximum after another; in training mode each is sampled near the maximum."""
+    """Selection by one maximum after another; training mode samples each expert near the maximum."""
 
     # For each expert of a token, SparseMixer takes the largest score as a threshold, then (in training mode) samples
     # the expert and takes a maximum for the gradient's estimate. Scores far below the threshold get no weight, so the
-    # threshold is that of the wanted expert where the largest score would exclude it.
+    # threshold is the wanted expert's score if the largest score would exclude the expert.
     calls = 0
     experts: tuple[Tensor, ...] = ()
 
@@ -201,12 +200,12 @@ def _scores(
 
 def _indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the indices that a function selects; it saves nothing for backward."""
-    # Recording and replaying thus save the same tensors, as a recomputation of the one by the other has to.
+    # Recording and replaying thus save the same tensors: a replay may recompute a recorded forward.
     with torch.no_grad():
         indices: Tensor = func(*args, **kwargs).indices
     return indices
 
 
 def _chosen(scores: Tensor, indices: Tensor) -> Any:
-    """Return what ``torch.topk`` would, had it selected these indices."""
+    """Return values and indices in the form of ``torch.topk``, for the given indices."""
     return torch.return_types.topk((scores.gather(-1, indices), indices))

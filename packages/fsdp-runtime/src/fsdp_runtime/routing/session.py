@@ -1,8 +1,8 @@
-"""A session of recording or replaying: which routers are watched, and what a recomputation selects.
+"""A session of recording or replaying: its watched routers, and the selections of recomputations.
 
 While a session is active, a router's forward runs under a function mode.  Activation checkpointing runs the forward of
 a part of the model again in backward, perhaps after the session: the part's forward is bound to the session, keeps the
-experts of its first run and selects them in every later one, whatever noise the scores have by then.
+experts of its first run, and selects them in every later run, even if the scores then have other noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp_runtime.wrap import replace_forward, restore_forward
 
 @dataclass(eq=False)
 class Session:
-    """One ``with`` of recording or replaying."""
+    """One ``with`` block of recording or replaying."""
 
     routers: Routers
     wanted: Callable[[Router], Tensor | None] | None = None  # the routes of one forward's local tokens, to be replayed
@@ -41,7 +41,7 @@ class Session:
 
     def select(self, router: Router, kept: dict[str, Tensor] | None, forward: Callable[[], Any]) -> Any:
         """Run a router's forward; record or replay its selection."""
-        # ``kept`` are the experts that the first run of a recomputed part selected, to be filled in by it.
+        # ``kept`` are the experts of a recomputed part's first run, which fills them in.
         again = None if kept is None else kept.get(router.path)
         wanted = again if again is not None or self.wanted is None else self.wanted(router)
         selection = SELECTIONS[router.kind](
@@ -69,7 +69,7 @@ class Session:
 
 @dataclass(frozen=True, eq=False)
 class _Activation:
-    """An active session, and the memory of the recomputed part that runs, if any."""
+    """An active session, and the kept experts of the running recomputed part, if any."""
 
     session: Session
     kept: dict[str, Tensor] | None = None
@@ -80,21 +80,21 @@ _active: ContextVar[tuple[_Activation, ...]] = ContextVar("fsdp_runtime_routes",
 
 @contextmanager
 def activated(session: Session) -> Iterator[None]:
-    """Watch the routers of a session; the innermost session of a model counts."""
+    """Watch the routers of a session; the innermost session of a model takes effect."""
     with _watching(session), _set((*_active.get(), _Activation(session))):
         yield
 
 
 @dataclass(frozen=True, eq=False)
 class CarriedRoutes:
-    """The selections of a forward, in its recomputation."""
+    """Repeat the selections of a forward in its recomputation."""
 
-    # Those inside of a module that sends tokens to other ranks: other selections would exchange other numbers of tokens
-    # than were saved. None where only sessions of users are carried.
+    # ``routers`` are inside a module that sends tokens to other ranks: other selections would exchange other numbers of
+    # tokens than were saved. ``None`` if only sessions of users are carried.
     routers: Routers | None = None
 
     def bind(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that selects in every later call the experts of its first, whatever is active by then."""
+        """Return a forward that selects the experts of its first call in every later call, in any session."""
         active = _active.get()
         if active:
             return _Bound(module, forward, active)
@@ -104,7 +104,7 @@ class CarriedRoutes:
 
 
 class _Bound:
-    """A module's forward with its first sessions; with ``watches`` none else watches routers in the first run."""
+    """A module's forward with its first sessions; with ``watches`` it watches routers in the first run too."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], active: tuple[_Activation, ...], *, watches: bool = False
@@ -119,7 +119,7 @@ class _Bound:
                 self.watches = True
                 return run()
             with _watching(*(each.session for each in self.active)):
-                return _select(self.module, run)  # the module may itself be a router
+                return _select(self.module, run)  # the module may be a router
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def _set(active: tuple[_Activation, ...]) -> Iterator[None]:
 
 @contextmanager
 def _watching(*sessions: Session) -> Iterator[None]:
-    """Give the routers a forward that asks the active sessions; counted, as sessions and recomputations overlap."""
+    """Wrap the routers' forwards to ask the active sessions; counted, as sessions and recomputations overlap."""
     modules = [router.module for session in sessions for router in session.routers.by_path.values()]
     for module in modules:
         state = runtime_state(module)

@@ -310,7 +310,7 @@ class SafetensorsReader:
         self._files.clear()
 
     def _open(self, file: Path) -> None:
-        """Open a file, and check that no other process replaces it meanwhile."""
+        """Open a file; leave it closed if another process replaces it meanwhile."""
         descriptor = None
         try:
             descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
