@@ -1,7 +1,7 @@
 """Assign sequences to the micro-batches of ranks, so that the ranks finish each micro-batch together.
 
 All ranks run the same number of micro-batches, because every micro-batch has FSDP2's collectives, and the ranks
-wait for each other in each micro-batch.  So the time of a step is the sum over its micro-batches of the largest row, and the
+wait for each other in each micro-batch.  So a step's time is the sum over its micro-batches of the largest row, and the
 lower bound is the total work divided by the ranks.  Only the rows of one micro-batch need equal work: rows of about the
 same work form a micro-batch, and exchange items.
 """

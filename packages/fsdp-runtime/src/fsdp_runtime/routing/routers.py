@@ -178,7 +178,7 @@ def _unidentified(tree: ModelTree, mixture: str, candidates: list[str]) -> str:
 
 @cache
 def _names(cls: type) -> frozenset[str]:
-    """Return the names that the methods of a class use, without those of torch's base classes."""
+    """Return the names that the methods of a class use, without methods of torch's base classes."""
     # A base class's method counts unless an earlier class overrides it without a call of ``super``.
     found: set[str] = set()
     replaced: set[str] = set()

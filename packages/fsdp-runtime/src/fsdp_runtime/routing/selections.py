@@ -1,8 +1,8 @@
 """Function modes that read and replace the experts that a router's code selects.
 
 The router's code runs unchanged.  Only the selecting operator returns other experts, with their scores gathered from
-the operator's full input.  The code computes the rest as its architecture does (a softmax before or after, normalisation, a
-bias that only selects, scaling factors), with its gradient.
+the operator's full input.  The code computes the rest as its architecture does (a softmax before or after,
+normalisation, a bias that only selects, scaling factors), with its gradient.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _permute(tensor: TracedTensor, order: Sequence[int]) -> TracedTensor:
 
 
 def _with_dims(tensor: TracedTensor, kept: Sequence[int]) -> TracedTensor:
-    """Some of a tensor's dims, in an order; the others have size 1."""
+    """Selected dims of a tensor, in order; all other dims have size 1."""
     chunks = [
         replace(chunk, target=tuple(chunk.target[dim] for dim in kept), dims=tuple(chunk.dims[dim] for dim in kept))
         for chunk in tensor.chunks
@@ -151,7 +151,7 @@ def _squeeze(tensor: TracedTensor, dim: int) -> TracedTensor:
 
 
 def _squeeze_all(tensor: TracedTensor) -> TracedTensor:
-    """As transformers before 5.11 splits stacked experts."""
+    """Squeeze all dims of size 1: transformers before 5.11 splits stacked experts with this operation."""
     found = _same(tensor)
     for dim in reversed(range(tensor.ndim)):
         found = _squeeze(found, dim)

@@ -255,7 +255,7 @@ def _require_match(
     checkpoint: HubCheckpoint,
     new: Mapping[str, float],
 ) -> None:
-    """Compare the checkpoint with the model, from headers alone."""
+    """Compare the checkpoint with the model, from headers only."""
     problems = {
         entry.names[0]: problem
         for entry in entries

@@ -53,10 +53,10 @@ _NOT_COMPARED = {
 
 
 def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) -> None:
-    """Give a low-rank adapter the initial values that peft draws, on this rank's shards.
+    """Fill a low-rank adapter with peft's random initial values, on this rank's shards.
 
-    For a ``PeftModel`` built under ``meta_device``: call it after ``parallelize`` and before ``load_weights``, whose
-    checkpoint has the base model only.  Each tensor has a separate random generator, seeded by ``seed`` and the
+    For a ``PeftModel`` built under ``meta_device``: call it after ``parallelize`` and before ``load_weights``.  The
+    checkpoint there has the base model only.  Each tensor has a separate random generator, seeded by ``seed`` and the
     tensor's name, so the values do not depend on the mesh.
 
     Args:

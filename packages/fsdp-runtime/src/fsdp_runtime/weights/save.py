@@ -132,7 +132,7 @@ def save_weights(
         bucket_bytes: the most bytes that a rank holds for exchanges; also the bytes of full tensors in one gather.
         dtype: round floating-point tensors to this dtype, after adapters were merged, and write it to the config.
             Tensors that ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32,
-            keep that dtype; ``None`` keeps the dtype of each tensor.
+            get that dtype; ``None`` keeps the dtype of each tensor.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: store linear layers in low precision, with their scales, and record this in the config, except layers
             that the model's class keeps in float32; other weights then default to bfloat16.

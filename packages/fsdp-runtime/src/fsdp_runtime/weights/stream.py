@@ -37,7 +37,7 @@ class WeightExport:
 
     Args:
         dtype: round floating-point tensors to this dtype, after adapters were merged.  Tensors that
-            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, keep it;
+            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, get that dtype;
             ``None`` keeps the dtype of each tensor.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: export linear layers in low precision, with their scales, except layers that the model's class keeps
@@ -264,7 +264,7 @@ def stream_weights(
             peak is about this, once more for each bucket ahead, plus the largest parameter, plus the buffers of one
             more axis under TP and FSDP2.
         dtype: round floating-point tensors to this dtype, after adapters were merged.  Tensors that
-            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, keep it;
+            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, get that dtype;
             ``None`` keeps the dtype of each tensor.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: export linear layers in low precision, with their scales, except layers that the model's class keeps

@@ -43,7 +43,7 @@ class _Pending:
 
 
 class BlockWriter:
-    """This rank's side of a save: direct writes of its own areas, and exchanges for all others."""
+    """This rank's side of a save: direct writes of local areas, and exchanges for all other areas."""
 
     # A write error is kept, and the exchanges go on, so that no other rank waits for this rank.
 
