@@ -58,7 +58,7 @@ class AdapterTransfer:
         directory: the folder of the versions; the same on every rank, and visible to the server.
         adapters: the names of the adapters in the ``PeftModel``.
         name: the first part of the names on the server; with several adapters the adapter's name follows.
-        keep: versions that the server holds at once; ``--max-loras`` has to allow one more per adapter.
+        keep: versions per adapter that the server holds at once; ``--max-loras`` is at least ``keep + 1`` per adapter.
         timeout_s: seconds after which a call to the server fails.
 
     Raises:
