@@ -117,7 +117,7 @@ _joint_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.P
 
 
 def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the process group of all ranks of a mesh, which they create at their first call; None if they cannot."""
+    """Return the process group of all ranks of a mesh, created at their first call; None if they cannot create it."""
     # torch 2.10 to 2.15 have no public group over several dims of a mesh (pytorch/pytorch#132632 added a private one,
     # which all ranks of the world must create together). A world bound to a device (``device_id`` of
     # ``init_process_group``) splits its communicator for a new group, which needs every rank. Otherwise the ranks
@@ -186,7 +186,7 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 @cache
 def _sums_wide_products() -> bool:
-    """Return whether torch adds a product of bfloat16 to float32 in place on CUDA, by a product of one element."""
+    """Return whether torch adds a bfloat16 product to float32 in place on CUDA; tries a product of one element."""
     total, one = torch.ones(1, 1, device="cuda"), torch.ones(1, 1, device="cuda", dtype=torch.bfloat16)
     try:
         torch.addmm(total, one, one, out_dtype=torch.float32, out=total)

@@ -26,7 +26,7 @@ def assume_accelerator() -> Iterator[None]:
 
 
 def has_cpu_costs(device: torch.device) -> bool:
-    """Return whether a CPU computes on the device's tensors: on one, outside of ``assume_accelerator``."""
+    """Return whether a CPU computes on the device's tensors: the device is a CPU, outside of ``assume_accelerator``."""
     return device.type == "cpu" and not _accelerator_assumed.get()
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of several tokens per position: a teacher's most probable ones, a student's of the same ids."""
+"""Log-probabilities of several tokens per position: a teacher's most probable, a student's at the same ids."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def topk_logprobs(
 
 
 def _local_topk(logits: torch.Tensor, k: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``k`` largest of this rank's columns and their ids, ``[tokens, k]``; ``-inf`` where it has fewer."""
+    """Return the ``k`` largest of this rank's columns and their ids, ``[tokens, k]``; ``-inf`` beyond its columns."""
     tokens, width = logits.shape[:-1].numel(), logits.shape[-1]
     values = logits.new_full((tokens, k), -math.inf, dtype=statistics_dtype(logits.dtype))
     ids = torch.zeros(tokens, k, dtype=torch.int64, device=logits.device)
@@ -109,7 +109,7 @@ def _local_topk(logits: torch.Tensor, k: int, start: int) -> tuple[torch.Tensor,
 
 
 def _lowest_of_the_largest(block: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the columns of the ``k`` largest values in ascending order; of equal values, the lowest columns."""
+    """Return the columns of the ``k`` largest values in ascending order; for equal values the lowest columns."""
     width = block.shape[1]
     least = block.topk(k, dim=1).values[:, -1:]
     larger, equal = block > least, block == least

@@ -1,4 +1,4 @@
-"""For tools that trace a loss without running it, such as ``fsdp_runtime.dry_run``."""
+"""Support for tools that trace a loss without running it, such as ``fsdp_runtime.dry_run``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_logprobs.softmax.row_blocks import represent_tiles, tile_multiplicity
 
 @contextmanager
 def traced_on_accelerator() -> Iterator[Callable[[], int]]:
-    """Compute on CPU or fake tensors as on an accelerator's, and run only the tiles that the others repeat."""
+    """Compute on CPU or fake tensors as on an accelerator's, and run only representative tiles."""
     # Yields a function that returns the number of tiles for which the running operator stands.
     with assume_accelerator(), represent_tiles():
         yield tile_multiplicity

@@ -16,5 +16,5 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def is_integral(dtype: torch.dtype) -> bool:
-    """Return whether a dtype is one of integers; bool is none."""
+    """Return whether a dtype is an integer dtype; bool is not."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)

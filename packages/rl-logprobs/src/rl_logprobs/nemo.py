@@ -21,7 +21,7 @@ from rl_logprobs.targets import next_token_targets
 
 
 def to_local_if_dtensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor, without autograd; any other tensor unchanged.
+    """Return the local shard of a DTensor, without autograd; other tensors unchanged.
 
     Args:
         tensor: a DTensor or a plain tensor.
@@ -117,7 +117,7 @@ def get_logprobs_from_vocab_parallel_logits(
     input_ids: torch.Tensor,
     seq_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the log-probability of every token but the first, given those before it.
+    """Return the log-probability of every token but the first, given the tokens before it.
 
     Args:
         vocab_parallel_logits: ``[batch, seq, vocab]``, the vocabulary sharded over ``tp`` and, with

@@ -1,4 +1,4 @@
-"""Where logits come from: a tensor of them, or hidden states and an LM head; each located on its mesh and checked."""
+"""Sources of logits: a tensor, or hidden states and an LM head; each source is located on its mesh and checked."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LogitSource(LocalLogits):
 
 
 class Head(Protocol):
-    """What ``fsdp_runtime.forward_with_lm_head`` hands out."""
+    """The result of ``fsdp_runtime.forward_with_lm_head``."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -191,7 +191,7 @@ class HeadSource:
         return Side(operands, vocab, temperature, self._head(vocab))
 
     def _gathered(self) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], LMHead]:
-        """Return hidden states of all tokens and this rank's rows of the head, and how its logits are computed."""
+        """Return hidden states of all tokens and this rank's rows of the head, and the computation of its logits."""
         rows, reduce_hidden_grad = _gather_tokens(self.logits.hidden, self.vocab.group)
         head = self._head(self.vocab, reduce_hidden_grad=reduce_hidden_grad)
         return (rows.reshape(-1, rows.shape[-1]), *self._local_head()), head

@@ -31,7 +31,7 @@ def topk_divergence(
     *,
     tail: bool,
 ) -> torch.Tensor:
-    """Return the divergence over the teacher's ids, and with ``tail`` the rest of the vocabulary as one outcome."""
+    """Return the divergence over the teacher's ids, with ``tail`` also over all other ids as one outcome."""
     # ``teacher`` has ids and log-probabilities, ``[..., k]``, of this rank's tokens or of the full batch. One
     # collective forward for the logits of the ids, and with ``tail`` a second one for the student's partition sum.
     ids, logprobs = (tokens_of(part, _tokens(part, source.tokens), source.tokens) for part in _checked(teacher))

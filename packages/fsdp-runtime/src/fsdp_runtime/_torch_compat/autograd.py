@@ -1,4 +1,4 @@
-"""Backward nodes, and the tensors that are saved for them."""
+"""Backward nodes and their saved tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_runtime._torch_compat.meshes import local_tensor
 
 @contextmanager
 def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
-    """Raise ``freed()`` where backward reads a tensor that was saved inside the ``with`` and has lost its storage."""
+    """Raise ``freed()`` if backward reads a tensor saved inside the ``with`` that has lost its storage."""
     # torch's own error is about the storage, and torch turns its check for changes in place off for tensors with hooks
     # (2.10 to 2.15, since pytorch/pytorch#60975), so that is done here; the version of a tensor is not public.
 

@@ -1,4 +1,4 @@
-"""Operators and storages, as a mode that follows a program sees them."""
+"""Operators and storages as a dispatch mode sees them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def storage_key(held: Tensor | UntypedStorage) -> int:
-    """What is the same for a storage and all tensors on it while it lives."""
+    """A key shared by a storage and all tensors on it while it lives."""
     # ``data_ptr`` is public and 0 for every storage without data (torch 2.10 to 2.15).
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
 

@@ -1,4 +1,4 @@
-"""Tensors without memory, ranks without peers, and what DTensor keeps of them."""
+"""Tensors without memory, ranks without peers, and DTensor's caches of both."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """What fake tensors raise where a result depends on data, or an operator has no rule for shapes."""
+    """Errors of fake tensors if a result depends on data, or an operator has no rule for shapes."""
     # Private in torch 2.10 to 2.15.
     from torch._subclasses import fake_tensor
 
@@ -76,7 +76,7 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 def clear_dtensor_caches() -> None:
-    """Empty DTensor's caches of what it decided for a mesh, from which a later one that is equal would be served."""
+    """Empty DTensor's caches of decisions for a mesh, which a later, equal mesh would get."""
     # Meshes are equal by shape and names; the groups of one that is gone cannot be used, nor can another rank's
     # offsets. Private in torch 2.10 to 2.15, and not all there in 2.10.
     from torch.distributed.tensor import _collective_utils, _redistribute, debug

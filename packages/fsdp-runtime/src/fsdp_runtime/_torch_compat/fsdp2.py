@@ -62,7 +62,7 @@ def move_root(old: FSDPModule, new: Any) -> None:
 
 
 def _keep_parameters(group: Any, modules: Container[nn.Module]) -> bool:
-    """Leave out the parameters that none of the modules has; return whether some are left."""
+    """Leave out parameters that belong to none of the modules; return whether parameters are left."""
     infos = {each: each._module_info for each in group.fsdp_params}
     group.fsdp_params = [
         each for each, info in infos.items() if any(owner in modules for owner in (info.module, *info.shared_modules))
@@ -174,7 +174,7 @@ def _unshard(group: Any, async_op: bool = False) -> None:
 
 
 def gather_before_gradient(root: FSDPModule, tensor: Tensor) -> None:
-    """Gather every FSDP module before a backward computes the gradient of a tensor, as of a cache of keys."""
+    """Gather every FSDP module before a backward computes a tensor's gradient, as of a key cache."""
     # FSDP2 does so for outputs of FSDP modules only, privately in torch 2.10 to 2.15.
     states = dict.fromkeys(state for state, _ in _groups_below(root))
 
@@ -192,7 +192,7 @@ def in_forward(unit: FSDPModule) -> bool:
 
 
 def reset_after_error(root: FSDPModule) -> None:
-    """Set FSDP2's state back if the last forward or backward raised; what it had gathered is freed."""
+    """Reset FSDP2's state if the last forward or backward raised; gathered parameters are freed."""
     # Gradients that a backward left unreduced are dropped, also ``no_sync``'s; a forward changes no gradient,
     # where ``reset_iter_state`` (torch 2.13 and later) would drop them too.
     state: Any = root._get_fsdp_state()
@@ -213,7 +213,7 @@ def reset_after_error(root: FSDPModule) -> None:
 
 
 def drop_unreduced_gradients(unit: FSDPModule, shards: Container[nn.Parameter] | None = None) -> bool:
-    """Drop gradients, of some shards or all, that were accumulated without a reduction; return whether they were."""
+    """Drop unreduced accumulated gradients, of some shards or all; return whether there were any."""
     # They are not where others share a buffer with them, as gradients do that wait for the all-reduce between replicas
     # (private in torch 2.10 to 2.15).
     dropped = True
@@ -260,7 +260,7 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def _groups_below(root: FSDPModule) -> list[tuple[Any, Any]]:
-    """The states below an initialized root with their groups, in a loop of no calls, as a forward asks for all."""
+    """The states below an initialized root with their groups, in a fast loop, since every forward asks for them."""
     state: Any = root._get_fsdp_state()
     found = []
     for each in state._state_ctx.all_states:

@@ -39,7 +39,7 @@ def _group_of_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = (), **options: Any) -> dist.ProcessGroup:
-    """Make a process group in which only its own global ranks take part, this one among them."""
+    """Make a process group on its global ranks only; this rank is among them."""
     # They meet under a name that contains the number of groups that each belongs to, which torch 2.10 to 2.15 keep
     # private: ranks in fewer groups than others first make groups of themselves. The groups of ``connecting`` together
     # connect them, in the same order on every rank. In a world that is bound to a device (``device_id`` of

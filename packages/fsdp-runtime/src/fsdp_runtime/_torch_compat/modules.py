@@ -24,7 +24,7 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return every module of a model once, the model first."""
+    """Return every module of a model once, the model itself first."""
     # For every call of a model: ``Module.modules`` takes ten times as long on the host (private in torch 2.10 to 2.15).
     found = {model: None}
     waiting = [model]
@@ -37,7 +37,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def fingerprint(model: nn.Module) -> list[tuple[nn.Module, type, list[str]]]:
-    """Return what stays equal while a model consists of the same modules, of the same classes and names."""
+    """Return a key that stays equal while a model has the same modules with the same classes and names."""
     return [(module, type(module), list(module._modules)) for module in modules_of(model)]
 
 
@@ -47,7 +47,7 @@ def hooked_before(model: nn.Module) -> list[nn.Module]:
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's own dict of its children, where one can be exchanged and the order stays (torch 2.10 to 2.15)."""
+    """A module's own dict of its children: replacing a child there keeps the order (torch 2.10 to 2.15)."""
     return module._modules
 
 
@@ -62,14 +62,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> Any:
-    """Give a module another compiled call, ``None`` to run it as it is; return the one that it had."""
+    """Give a module another compiled call, ``None`` to run uncompiled; return its earlier compiled call."""
     # ``torch.compiler.set_stance`` is for everything in the process (torch 2.10 to 2.15).
     before, module._compiled_call_impl = module._compiled_call_impl, call
     return before
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return True if a module's class has a forward; torch 2.10 to 2.15 give ``nn.Module`` one that raises."""
+    """Return True if a module's class has a forward; torch 2.10 to 2.15 give ``nn.Module`` a forward that raises."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -79,7 +79,7 @@ def parameter_hooks(parameter: Tensor) -> tuple[Any, Any]:
 
 
 def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
-    """Register a hook on the gradient of a parameter, which may be frozen as yet (torch 2.10 to 2.15 refuse that)."""
+    """Register a hook on the gradient of a parameter, also of a frozen one (refused by torch 2.10 to 2.15)."""
     trains = parameter.requires_grad
     parameter.requires_grad_()
     parameter.register_hook(hook)  # type: ignore[no-untyped-call]

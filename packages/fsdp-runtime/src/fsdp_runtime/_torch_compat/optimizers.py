@@ -1,4 +1,4 @@
-"""What torch's optimizers have no hook for."""
+"""Hooks that torch's optimizers lack."""
 
 from __future__ import annotations
 

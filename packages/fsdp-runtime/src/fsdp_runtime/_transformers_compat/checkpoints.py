@@ -1,4 +1,4 @@
-"""What a checkpoint holds next to the weights: its config, names that are left out or tied."""
+"""Contents of a checkpoint beside the weights: its config, names that are left out or tied."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_ignored_on_load(model: Any, name: str) -> bool:
 
 
 def runs_remote_code(model: Any) -> bool:
-    """Return True for a model of a class that was loaded with ``trust_remote_code``, or registered for auto classes."""
+    """Return True if a model's class was loaded with ``trust_remote_code``, or registered for auto classes."""
     return is_transformers_model(model) and bool(model.is_remote_code())
 
 

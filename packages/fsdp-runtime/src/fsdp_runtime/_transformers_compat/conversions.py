@@ -63,7 +63,7 @@ def remember_rules(model: Any, rules: list[Any]) -> None:
 
 
 def model_to_checkpoint(model: Any, names: Iterable[str]) -> Translation:
-    """How the model's tensors become those that ``save_pretrained`` writes."""
+    """Return the translation of the model's tensors to the tensors that ``save_pretrained`` writes."""
     if not is_transformers_model(model):
         return Translation({name: name for name in names}, ())
     require_known_release()
@@ -92,7 +92,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _converted(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
-    """The target of the first converter that takes a name, and the pattern by which it does."""
+    """The target of the first converter that matches a name, and the matching pattern."""
     for rule in converters:
         target, pattern = rule.rename_source_key(name)
         if pattern is not None:
@@ -101,7 +101,7 @@ def _converted(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
 
 
 class _GroupsByTarget:
-    """Tensors collected by the first target of the converter that takes them, as transformers does."""
+    """Tensors grouped by the first target of their converter, as in transformers."""
 
     def __init__(self, model: Any, converters: list[Any]) -> None:
         self._model = model
@@ -114,7 +114,7 @@ class _GroupsByTarget:
         members.append((pattern, name))
 
     def conversions(self, final_name: Callable[[str], str]) -> list[Conversion]:
-        """One conversion a group; ``final_name`` maps the names that converters give."""
+        """One conversion per group; ``final_name`` maps the names that converters give."""
 
         def conversion(target: str, converter: Any, members: list[tuple[str, str]]) -> Conversion:
             def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

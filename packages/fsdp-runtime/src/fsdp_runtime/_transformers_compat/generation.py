@@ -1,4 +1,4 @@
-"""Generation configs: a checkpoint's, and the changes of a user to the one that a model has."""
+"""Generation configs: a checkpoint's, and a user's changes to a model's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_generation_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def generation_config(model: Any, stored: Mapping[str, Any], adopted: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return the config of ``stored`` with the user's changes to the model's, and without; a user's own as it is.
+    """Return the config of ``stored`` with and without the user's changes to the model's; a user's config unchanged.
 
     ``adopted`` are the two that an earlier load has returned.
     """

@@ -76,7 +76,7 @@ class PathMask:
 
     @cached_property
     def runs(self) -> tuple[QueryRun, ...]:
-        """The runs of a batch of one row; none of a larger batch."""
+        """The runs of a batch of one row; no runs for a larger batch."""
         return query_runs(self.subtree_end[0]) if len(self.subtree_end) == 1 else ()
 
     def along_paths(self, mask_function: Any) -> Any:
@@ -91,7 +91,7 @@ class PathMask:
 
 
 def build_masks_along_paths(current: ContextVar[PathMask | None], implementations: Iterable[str]) -> None:
-    """Let transformers' own mask functions build masks along the paths of prefix trees, while there are any."""
+    """Let transformers' own mask functions build masks along the paths of prefix trees, if the batch has trees."""
     # The registered functions are replaced by ones that call them, once a process; without trees nothing changes. The
     # model's implementation of attention keeps its name, which some models compare with the names that they know.
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -1,4 +1,4 @@
-"""The kind of a model, what its class and config say of it, and its class before ``fully_shard``."""
+"""The kind of a model by its class and config, and its class before ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def model_from_config(cls: Any, config: Any, dtype: Any) -> Any:
 
 
 def auto_class_builds(auto: Any, config: Any) -> Any:
-    """Return the class that an auto class builds for a config, ``None`` if it knows none (``_model_mapping``)."""
+    """Return the class that an auto class builds for a config, ``None`` for an unknown config (``_model_mapping``)."""
     return (
         auto._model_mapping[type(config)] if hasattr(auto, "_model_mapping") and has_model_for(auto, config) else None
     )
 
 
 def picks_one_token(model: Any) -> bool:
-    """Return True if the model's class scores one token of each row: the last that is no padding, or the first."""
+    """Return True if the model's class scores one token of each row: the last token without padding, or the first."""
     # Classes say so by their names alone.
     endings = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
     return any(base.__name__.endswith(endings) for base in type(model).__mro__)
 
 
 def scores_rows(model: Any) -> bool:
-    """Return True if the model's class applies ``score`` to all tokens, and then picks one that is no padding."""
+    """Return True if the model's class applies ``score`` to all tokens, and then picks a token that is no padding."""
     # So do ``GenericForSequenceClassification`` and the decoders with separate code (4.57 to 5.24).
     named = {"score", "pad_token_id"} <= _names_in_forward(model)
     return named and picks_one_token(model) and isinstance(getattr(model, "score", None), nn.Module)
@@ -59,7 +59,7 @@ def calls_loss_function(model: Any) -> bool:
 
 
 def takes_places_of_logits(model: Any) -> bool:
-    """Return True if the model's forward takes the places of tokens as ``logits_to_keep``, or their number."""
+    """Return True if the model's forward takes token positions, or their number, as ``logits_to_keep``."""
     # By ``slice_logits_to_keep`` (since 5.23), or a choice between a slice and indices (4.57 on).
     names = _names_in_forward(model)
     return "slice_logits_to_keep" in names or {"logits_to_keep", "isinstance", "slice"} <= names
@@ -106,7 +106,7 @@ def is_masked_language_model(config: Any) -> bool:
 
 
 def pooler(model: Any) -> str | None:
-    """Return the path of a module that gives one vector a row, in a class that may output it or score it."""
+    """Return the path of a module with one vector per row, in a class that may output or score the vector."""
     # The name of the module or of its class says so.
     endings = ("ForMaskedLM", "ForCausalLM", "ForTokenClassification", "ForQuestionAnswering")
     if type(model).__name__.endswith(endings):
@@ -188,7 +188,7 @@ def is_cache(value: object) -> bool:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a ``PreTrainedModel`` without those that were mixed in at run time; of other modules, its own."""
+    """The class of a ``PreTrainedModel`` without classes mixed in at run time; for other modules, their class."""
     if not is_transformers_model(module):
         return type(module)
     return next(c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))
@@ -196,7 +196,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """The model with its classes as they were before ``fully_shard``."""
+    """Give the model its classes from before ``fully_shard``."""
     # FSDP2 gives a module a class of another name and Python module; transformers' table goes by the name, and takes
     # such a class for code from elsewhere, to which no renaming applies.
     changed = [(module, type(module)) for module in model.modules() if type(module) is not original_class(module)]

@@ -1,4 +1,4 @@
-"""What ``gradient_checkpointing_enable`` recomputes."""
+"""The functions that ``gradient_checkpointing_enable`` recomputes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_runtime._torch_compat import modules_of
 
 @contextmanager
 def checkpointing_through(model: nn.Module, bind: Callable[[nn.Module, Callable[..., Any]], Any]) -> Iterator[None]:
-    """Pass what ``gradient_checkpointing_enable`` recomputes through ``bind`` for the duration of the context."""
+    """Pass functions that ``gradient_checkpointing_enable`` recomputes through ``bind`` within the context."""
     # The enabled modules carry the checkpoint function as ``_gradient_checkpointing_func`` (5.6 to 5.24), which has no
     # public accessor.
     name = "_gradient_checkpointing_func"

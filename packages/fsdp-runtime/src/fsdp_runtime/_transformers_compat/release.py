@@ -14,12 +14,12 @@ OLDEST = (5, 6)
 
 @cache
 def installed_release() -> str:
-    """The installed transformers, read from disk once: buffers ask module by module."""
+    """The installed transformers release, read from disk once: buffers ask module by module."""
     return metadata.version("transformers")
 
 
 def require_known_release() -> None:
-    """Refuse a transformers that renames, fuses or initialises otherwise than this package knows of."""
+    """Refuse a transformers release that renames, fuses or initialises differently from the known releases."""
     release = installed_release()
     if tuple(map(int, re.findall(r"\d+", release)[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))

@@ -1,4 +1,4 @@
-"""What a parallelized model is, and checks of its replicas and gradients.
+"""Describe a parallelized model, and check its replicas and gradients.
 
 Results: ``ParallelismReport``
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WithAdapters:
-    """Builds a model with low-rank adapters, all else frozen."""
+    """Build a model with low-rank adapters, all other parameters frozen."""
 
     source: Any  # what ``estimate`` takes as its model
     rank: int = 16  # of the adapters
@@ -51,7 +51,7 @@ def _with_lora(build: Callable[[], nn.Module], rank: int) -> nn.Module:
 
 
 def not_adapted(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of linear layers without LoRA: routers, which return several tensors, and what PEFT refuses."""
+    """Return names of linear layers without LoRA: routers, which return several tensors, and layers PEFT refuses."""
     from torch import nn  # with the model
 
     from fsdp_runtime._peft_compat import refused_by_lora

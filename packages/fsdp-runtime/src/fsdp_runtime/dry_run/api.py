@@ -1,4 +1,4 @@
-"""``estimate``; the modules that it needs are imported when it is called."""
+"""``estimate``; a call imports the modules that it needs."""
 
 from __future__ import annotations
 

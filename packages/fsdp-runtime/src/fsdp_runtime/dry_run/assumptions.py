@@ -37,7 +37,7 @@ def untrained_assumptions(
 
 
 def quantization_assumptions(model: nn.Module) -> list[Assumption]:
-    """Return that a config describes quantized weights, which neither the numbers nor ``load_weights`` have."""
+    """Return an assumption for a config with quantized weights: the numbers and ``load_weights`` ignore these."""
     config = getattr(model, "config", None)
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:

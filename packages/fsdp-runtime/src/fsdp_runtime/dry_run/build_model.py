@@ -42,7 +42,7 @@ def vocabulary_size(model: nn.Module, embedding: str | None) -> int:
 
 
 def model_builder(source: Any) -> Callable[[], nn.Module]:
-    """Return the function that builds the model: the source itself, or one that a config gives."""
+    """Return the function that builds the model: the source itself, or a function from a config."""
     if callable(source):
         return cast("Callable[[], nn.Module]", source)
     auto, config = _auto_and_config(source)

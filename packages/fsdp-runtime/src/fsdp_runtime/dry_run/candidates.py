@@ -19,7 +19,7 @@ def candidate_meshes(
     dp_replicate: Sequence[int] | None = None,
     ep: Sequence[int] = (1,),
 ) -> list[MeshSpec]:
-    """Return the meshes of ``world_size`` ranks, for nodes of ``max_tp`` ranks."""
+    """Return the meshes of ``world_size`` ranks on nodes of ``max_tp`` ranks."""
     # By default one replica, and the number that gives each replica one node (HSDP).
     given = {"world_size": [world_size], "max_tp": [max_tp], "cp": cp, "dp_replicate": dp_replicate, "ep": ep}
     for name, sizes in given.items():

@@ -1,4 +1,4 @@
-"""Compare ways to train a model on a number of ranks by many dry runs."""
+"""Compare training setups of a model on a number of ranks by many dry runs."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ _SLACK = 0.95
 
 
 def _is_larger(tried: Candidate, candidate: Candidate) -> bool:
-    """Return whether a mesh's memory shows that another one, not less divided, does not fit either."""
+    """Return whether a mesh's memory shows that another mesh, divided at least as much, does not fit either."""
     # The state is divided over all ranks of any mesh; all else at most over the ranks of ``tp`` and ``cp``.
     estimate = tried.estimate
     if estimate is None or estimate.device_memory is None or tried.mesh.ep != candidate.mesh.ep:

@@ -48,7 +48,7 @@ def clip_function() -> Callable[[Any, float], Any] | None:
 
 @contextmanager
 def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
-    """Let rl-logprobs compute as on an accelerator, and run only those tiles of a loss that the others repeat."""
+    """Let rl-logprobs compute as on an accelerator, and run only the representative tiles of a loss."""
     # Otherwise a loss of ``T`` tokens would trace a number of operators in proportion to ``T``, and the gradient norm
     # one in proportion to the parameters. Yields a function that returns the number of tiles for which an operator
     # stands.

@@ -150,14 +150,14 @@ def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, tra
 
 
 def _names_single_blocks(parallelism: Parallelism) -> bool:
-    """Return whether the plan has rules for single blocks, so that equal blocks may be sharded differently."""
+    """Return whether the plan has rules for single blocks: equal blocks may then be sharded differently."""
     if not isinstance(parallelism.plan, Plan):
         return False
     return any(part.isdigit() for pattern, _ in parallelism.plan.items() for part in pattern.split("."))
 
 
 class _Trace(NamedTuple):
-    """The summary of the full model, the blocks of each trace, and how they were scaled."""
+    """The summary of the full model, the blocks of each trace, and their scaling."""
 
     summary: Summary
     traced: tuple[int, ...]
@@ -215,7 +215,7 @@ def _trace_traceable(
     step: StepConfig,
     without_grad: frozenset[str] = frozenset(),
 ) -> Summary:
-    """Return the summary of copies of a model, in which untraceable parts of blocks return their input."""
+    """Return the summary of copies of a model: untraceable parts of their blocks return their input."""
     # A model with parameters without gradients is traced again once these are known, because they have no optimizer
     # state.
     left_out: dict[str, Assumption] = {}
@@ -248,7 +248,7 @@ def _return_input(*args: Any, **kwargs: Any) -> Any:
 def _memory(
     trace: _Trace, step: StepConfig, world_size: int, device_memory: int | None, on_host: Collection[str]
 ) -> Memory:
-    """Return the bytes of the full model; ``on_host`` are the categories that are not on the device."""
+    """Return the bytes of the full model; ``on_host`` are the categories on the host."""
     summary, ends = trace.summary, trace.summary.ends
     at_end = ends.get("optimizer", ends["backward"])
     # Groups of ranks that communicate have a communicator each.

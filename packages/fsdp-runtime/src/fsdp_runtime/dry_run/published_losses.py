@@ -1,4 +1,4 @@
-"""The usual losses of training code, as they allocate: for dry runs of that code beside this project's own losses.
+"""Losses of other training code, with the same allocations, for dry runs of that code.
 
 They are written from descriptions of the projects, operator by operator as far as memory goes; their values are unused.
 """
@@ -47,7 +47,7 @@ def compiled_logits(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _Compiled(torch.autograd.Function):
-    """Keeps the logits and one number a row; backward writes the gradient once, in the logits' dtype."""
+    """Keep the logits and one number per row; backward writes the gradient once, in the logits' dtype."""
 
     @staticmethod
     def forward(context: Any, logits: Tensor) -> Tensor:

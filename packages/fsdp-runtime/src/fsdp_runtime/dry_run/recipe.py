@@ -1,4 +1,4 @@
-"""The meshes of a number of GPUs that one model fits, for full training and LoRA at several lengths."""
+"""The meshes of a number of GPUs that fit one model, for full training and LoRA at several lengths."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def recipes(
 
 
 def _ask(model: str | Path | Any, gpus: int) -> tuple[tuple[int, ...], tuple[str, ...], str]:
-    """Return the sizes of ``ep`` for a model, the layers that LoRA leaves as they are, and the auto class."""
+    """Return the sizes of ``ep`` for a model, the layers without LoRA, and the auto class."""
     import torch  # with the model, when a recipe is made
 
     from fsdp_runtime.dry_run.build_model import auto_class, build_model

@@ -71,7 +71,7 @@ class StepConfig:
     reshard_after_forward: bool
 
     def __post_init__(self) -> None:
-        """Raise :class:`EstimateError` for an unknown optimizer, a batch without tokens, or what cannot be traced."""
+        """Raise :class:`EstimateError` for an unknown optimizer, a batch without tokens, or untraceable options."""
         sizes = {"seq_len": self.seq_len, "micro_batch": self.micro_batch, "micro_batches": self.micro_batches}
         for name, size in sizes.items():
             if size < 1:
@@ -173,7 +173,7 @@ def trace_step(
 
 
 def _accumulated_gradients(model: nn.Module, without_grad: frozenset[str]) -> list[Tensor]:
-    """Give parameters the gradients of earlier micro-batches, and return them."""
+    """Give parameters the gradients of earlier micro-batches, and return these gradients."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and wildcard(name) not in without_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -181,7 +181,7 @@ def _accumulated_gradients(model: nn.Module, without_grad: frozenset[str]) -> li
 
 
 def _untrained(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return number and local bytes of trainable parameters without gradients, by name patterns that all lack one."""
+    """Return number and local bytes of trainable parameters without gradients, by name patterns without gradients."""
     # A vision tower is such a part: the step has no images.
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     trained = {wildcard(name) for name, parameter in trainable.items() if parameter.grad is not None}
@@ -215,7 +215,7 @@ def _inputs(model: nn.Module, mesh: DeviceMesh, step: StepConfig) -> dict[str, T
 
 
 class _LocalOptimizer:
-    """An optimizer on this rank's shards, with the state that it has from the second step on."""
+    """An optimizer on this rank's shards, with its state from the second step on."""
 
     # It allocates the same as on DTensors: their operators work on the shards one by one. The
     # search for a sharding of every list of DTensors, a third of the time of a trace, is left out.
@@ -251,7 +251,7 @@ _MIN_BYTES = 1024
 
 
 def _to_host(tensor: Tensor) -> Any:
-    """Let forward save no activations on the device: backward allocates them again when it needs them."""
+    """Let forward save no activations on the device: backward allocates them again when needed."""
     # Inside of recomputed blocks these are the blocks' inputs. Parameters and views of them stay.
     kept = isinstance(tensor, nn.Parameter) or isinstance(viewed_tensor(tensor), nn.Parameter)
     if kept or not tensor.is_floating_point() or tensor.nbytes < _MIN_BYTES:

@@ -16,7 +16,7 @@ from fsdp_runtime.mesh.spec import MeshSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to train, and its dry run.
+    """One mesh with options, and its dry run.
 
     Args:
         mesh: the mesh.
@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes by axis name, in the mesh's order; last ``ep``, which divides the same ranks again."""
+        """Sizes by axis name, in the mesh's order; last ``ep``, an axis that divides the same ranks again."""
         return {**self.mesh.sizes, "ep": self.mesh.ep}
 
     @property

@@ -109,7 +109,7 @@ class Memory:
 
     @property
     def device(self) -> int:
-        """Bytes of the device that the process takes: reserved ones (or live ones) and constants."""
+        """Bytes of the device that the process takes: reserved bytes (or live bytes) and constants."""
         return (self.peak.total if self.reserved is None else self.reserved) + sum(self.constants.values())
 
     @property
@@ -164,7 +164,7 @@ class ReplicatedParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption:
-    """Something that a dry run cannot know, and what it assumed instead.
+    """Information that a dry run lacks, and its assumption instead.
 
     Args:
         operator: an operator with a data-dependent result, such as ``"aten.nonzero.default"``; ``""`` for other

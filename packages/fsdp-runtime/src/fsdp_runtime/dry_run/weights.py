@@ -1,4 +1,4 @@
-"""What saves, loads, streams and syncs of weights move on each rank, and how long that takes, before anything runs."""
+"""Predict the bytes that saves, loads, streams and syncs of weights move on each rank, and the time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WeightTraffic:
     ranks_per_host: int
 
     def most(self, counted: str) -> int:
-        """Most of any rank, by the name of a count of ``RankTraffic``, such as ``"written"`` or ``"messages"``."""
+        """The largest count of any rank, by its name in ``RankTraffic``, such as ``"written"`` or ``"messages"``."""
         return max(int(getattr(each, counted)) for each in self.ranks.values())
 
     def seconds(self, *, disk: float | str, network: float | str) -> float:
@@ -140,7 +140,7 @@ def estimate_weights(
     options: Mapping[str, Any] | None = None,
     **described: Any,
 ) -> list[WeightTraffic]:
-    """Count as :func:`describe_weights` does, for a model and a mesh that are not there.
+    """Count as :func:`describe_weights` does, for a model and a mesh that do not exist yet.
 
     Args:
         model: a ``config.json`` or a directory with one, a Hugging Face config, or a function that builds a model.

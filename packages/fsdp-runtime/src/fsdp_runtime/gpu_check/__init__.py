@@ -1,4 +1,4 @@
-"""``python -m fsdp_runtime.gpu_check``: what only a machine with GPUs can show, measured there in one command.
+"""``python -m fsdp_runtime.gpu_check``: one command that measures properties visible only on GPUs.
 
 ``machine``   devices, versions, and on which device and backend a rank works
 ``ranks``     processes of one world, each check on all of them, and what became of it

@@ -1,4 +1,4 @@
-"""``--bench``: log-probabilities, norms and clipping of one device beside torch and what else is installed.
+"""``--bench``: log-probabilities, norms and clipping on one device beside torch and other installed packages.
 
 Every call is timed forward, and forward and backward, as milliseconds and as a fraction of a ceiling of the same run:
 the rate of a copy by the bytes that must move, or of a bfloat16 product of 8,192 cubed by its operations.

@@ -1,4 +1,4 @@
-"""What checks found, and one Markdown page of it."""
+"""The findings of checks, and one Markdown page of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found."""
+    """The finding of one check."""
 
     section: str  # the heading that it stands under
     what: str  # the setting, such as ``"LlamaForCausalLM, tp=2, float32"``

@@ -33,7 +33,7 @@ class World:
 
     @property
     def name(self) -> str:
-        """How the report names it."""
+        """The name of the world in the report."""
         shared = "" if self.device_type == "cpu" or self.size <= self.devices else ", sharing a device"
         return f"{self.size} rank{'s' if self.size > 1 else ''} on {self.device_type}, {self.backend}{shared}"
 
@@ -43,7 +43,7 @@ class World:
 
 
 def optional(name: str) -> Any:
-    """Return a module that need not be installed, ``None`` where it is not."""
+    """Return an optional module, ``None`` if it is not installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError:

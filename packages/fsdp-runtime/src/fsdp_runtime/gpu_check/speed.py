@@ -57,7 +57,7 @@ def _copy_and_norm(
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the shortest of some runs of a call, each waited for."""
+    """Return the shortest time of some runs of a call, synchronized after every run."""
     call()
     best = float("inf")
     for _ in range(REPEATS):

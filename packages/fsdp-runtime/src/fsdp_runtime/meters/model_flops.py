@@ -1,4 +1,4 @@
-"""Count the floating-point operations that a model needs, whatever the ranks compute on top of them."""
+"""Count the floating-point operations that a model needs, without the ranks' extra work."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _towers(structure: ModelStructure) -> tuple[str, ...]:
 
 
 def _expert_shares(structure: ModelStructure) -> Iterator[tuple[str, float]]:
-    """Yield the path of each mixture's experts and the share of them that a token uses."""
+    """Yield the path of each mixture's experts and the fraction of experts that a token uses."""
     for router in routers_of(structure).by_path.values():
         if router.top_k is None:
             raise ModelError(

@@ -25,7 +25,7 @@ from fsdp_runtime.meters.peak_flops import PEAK_FLOPS
 
 @dataclass(frozen=True)
 class StepValues:
-    """What one step took.
+    """The measured values of one step.
 
     Args:
         seconds: wall time on this rank.
@@ -54,7 +54,7 @@ class StepValues:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: ``flops`` over what all devices could have done in the time."""
+        """Model FLOPs utilization: ``flops`` over the peak of all devices in that time."""
         return None if self.peak_flops is None else self.flops / (self.seconds * self.ranks * self.peak_flops)
 
     def to_dict(self) -> dict[str, float]:
@@ -162,7 +162,7 @@ class StepMeter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a part of a step; several with one name are added up, and the largest of their peaks counts."""
+        """Measure a phase of a step; phases with one name are added up, and their largest peak counts."""
         counts = self._device.type == "cuda"
         synchronize(self._device)
         if counts:
@@ -210,6 +210,6 @@ def _published(device: torch.device) -> float | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device; a CPU has computed what it was told."""
+    """Wait for a device; a CPU needs no wait."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

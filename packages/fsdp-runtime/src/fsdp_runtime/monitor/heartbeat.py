@@ -1,4 +1,4 @@
-"""Heartbeats of the ranks in a ``torch.distributed`` store, and which ranks are lost by them."""
+"""Heartbeats of the ranks in a ``torch.distributed`` store, and the detection of lost ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every use of what accelerate keeps to itself, with its reason; tested on accelerate 1.15.
+"""Every use of accelerate's private API, with its reason; tested on accelerate 1.15.
 
 ``Accelerator`` hands what it has prepared and registered to its own ``save_state`` only, under private names.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def is_prepared(value: Any) -> bool:
-    """Return True if an accelerator has prepared an object, which it then returns as it is."""
+    """Return True if an accelerator has prepared an object: it then returns the object unchanged."""
     return bool(getattr(value, "_is_accelerate_prepared", False))
 
 
@@ -20,6 +20,6 @@ def schedulers(accelerator: Any) -> list[Any]:
 
 
 def registered_objects(accelerator: Any) -> list[Any]:
-    """Return what ``register_for_checkpointing`` was given."""
+    """Return the objects given to ``register_for_checkpointing``."""
     found: list[Any] = accelerator._custom_objects
     return found

@@ -1,4 +1,4 @@
-"""Every use of what NeMo Automodel keeps to itself, with its reason; tested on nemo-automodel 0.7.0.
+"""Every use of NeMo Automodel's private API, with its reason; tested on nemo-automodel 0.7.0.
 
 - ``get_model_parallelizer(model)`` takes ``type(model).parallelizer``, an object with ``parallelize(model,
   mesh_context)``; classes without the attribute get Automodel's default.  The attribute is Automodel's contract for
@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor
 
 
 def set_parallelizer(cls: Any, parallelizer: Any) -> None:
-    """Let Automodel shard the models of a class, and of those that derive from it, by an object of ours."""
+    """Let Automodel shard the models of a class, and of its subclasses, by an object of ours."""
     cls.parallelizer = parallelizer
 
 
 def keep_expert_gradients(model: nn.Module) -> None:
-    """Let recipes take the gradients of experts as they are: complete, like all others."""
+    """Let recipes take experts' gradients unchanged: they are complete, like all other gradients."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
             parameter.__dict__["_nemo_model_owned_grad_divisor"] = 1.0
@@ -51,7 +51,7 @@ def keep_attention_masks(has_own_attention: Callable[[nn.Module], bool]) -> None
 
 
 def allow_expert_parallelism(parallelizer: Any, has_experts: Callable[[Any], bool]) -> None:
-    """Let Automodel build models with ``ep_size > 1`` that ``parallelizer`` shards and that have experts."""
+    """Let Automodel build models with experts and ``ep_size > 1`` that ``parallelizer`` shards."""
     from nemo_automodel._transformers.capabilities import ModelSupports
 
     own: Any = ModelSupports.supports_ep

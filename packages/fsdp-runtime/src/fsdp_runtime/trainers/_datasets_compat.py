@@ -1,4 +1,4 @@
-"""Every use of what datasets keeps to itself, with its reason; tested on datasets 5.2.
+"""Every use of datasets' private API, with its reason; tested on datasets 5.2.
 
 An ``IterableDataset`` holds its part of a job (``split_dataset_by_node``) in ``_distributed``.  Objects of the module
 ``datasets.iterable_dataset`` hold one another, the generators that shuffle them, and in ``kwargs`` their files.
@@ -15,13 +15,13 @@ _MODULE = "datasets.iterable_dataset"
 
 
 def node_of(dataset: Any) -> tuple[int, int] | None:
-    """Return the rank and the number of ranks that a stream was split for, ``None`` for a whole one."""
+    """Return the rank and the number of ranks that a stream was split for, ``None`` for an unsplit stream."""
     node = getattr(dataset, "_distributed", None)
     return None if node is None else (node.rank, node.world_size)
 
 
 def description(dataset: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what orders the rows of a stream and the names of its files; equal on ranks that read the same rows."""
+    """Return a stream's row order and file names as text; equal on ranks that read the same rows."""
     orders, files = [], []
     for part in _parts(dataset):
         for name, value in vars(part).items():
@@ -33,7 +33,7 @@ def description(dataset: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _parts(part: Any) -> Iterator[Any]:
-    """Iterate over the objects of datasets that a stream is made of."""
+    """Iterate over the datasets objects in a stream."""
     if type(part).__module__ != _MODULE:
         return
     yield part
@@ -43,7 +43,7 @@ def _parts(part: Any) -> Iterator[Any]:
 
 
 def _names(value: Any) -> Iterator[str]:
-    """Iterate over strings and numbers in lists; of a path its last part, since hosts may mount it elsewhere."""
+    """Iterate over strings and numbers in lists; only the last part of a path, since hosts may mount it elsewhere."""
     if isinstance(value, (str, int)):
         yield str(value).rpartition("/")[2]
     elif isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Every use of what TRL keeps to itself, with its reason; tested on TRL 1.13 to 1.16.
+"""Every use of TRL's private API, with its reason; tested on TRL 1.13 to 1.16.
 
 TRL's trainers build models, wrap them in adapters and gather over the world by functions of other modules, found under
 global names of the trainer's own.  Inside of :func:`replaced` those names stand for functions of a mesh.
@@ -15,19 +15,19 @@ from typing import Any
 
 
 def is_trl(trainer_class: type) -> bool:
-    """Return True if a trainer derives from one of TRL's."""
+    """Return True if a trainer derives from a TRL trainer."""
     return any(cls.__module__.startswith("trl.") for cls in trainer_class.__mro__)
 
 
 def modules_of(trainer_class: type) -> list[ModuleType]:
-    """Return TRL's modules that define a trainer and those that it derives from."""
+    """Return TRL's modules that define a trainer and its base classes."""
     names = dict.fromkeys(cls.__module__ for cls in trainer_class.__mro__ if cls.__module__.startswith("trl."))
     return [sys.modules[name] for name in names]
 
 
 @contextmanager
 def replaced(trainer_class: type, functions: Mapping[str, Any]) -> Iterator[None]:
-    """Let a trainer's modules find these functions under global names, those that they have, inside the ``with``."""
+    """Replace the global names that a trainer's modules have by these functions inside the ``with``."""
     changes = [
         (vars(module), name, vars(module)[name], function)
         for module in modules_of(trainer_class)
@@ -82,7 +82,7 @@ def is_gkd(trainer_class: type) -> bool:
 
 
 def nearest(trainer_class: type) -> str:
-    """Return the name of the trainer of trl itself that is nearest to an experimental one."""
+    """Return the name of the trl trainer nearest to an experimental trainer."""
     names = [cls.__name__ for cls in trainer_class.__mro__]
     return next(
         (found for starts, found in _NEAREST.items() if any(name.startswith(starts) for name in names)), "GRPOTrainer"
@@ -106,7 +106,7 @@ def generates(trainer_class: type) -> bool:
 
 
 def reads_logits(trainer_class: type) -> bool:
-    """Return True if a trainer reads the model's logits, as all do before TRL 1.15, which has ``add_fused_lm_head``."""
+    """Return True if a trainer reads the model's logits, as all do before TRL 1.15 with its ``add_fused_lm_head``."""
     import trl.trainer.utils
 
     return is_trl(trainer_class) and not hasattr(trl.trainer.utils, "add_fused_lm_head")
@@ -137,7 +137,7 @@ def global_of(trainer_class: type, name: str) -> Any:
 
 
 def takes_reference(trainer_class: type) -> bool:
-    """Return True if a trainer has the argument ``ref_model``; GRPO's and RLOO's load theirs by the model's name."""
+    """Return True if a trainer has the argument ``ref_model``; GRPO's and RLOO's load the model by name."""
     own: Any = next(
         cls for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.") and "__init__" in vars(cls)
     )
@@ -145,7 +145,7 @@ def takes_reference(trainer_class: type) -> bool:
 
 
 def adds_reference_adapter(trainer_class: type, args: Any, reference: Any) -> bool:
-    """Return True if a trainer adds the adapter ``ref`` to a ``PeftModel``, a copy of the one that it trains."""
+    """Return True if a trainer adds the adapter ``ref``, a copy of the trained adapter, to a ``PeftModel``."""
     import trl
 
     if issubclass(trainer_class, (trl.DPOTrainer, trl.KTOTrainer)):

@@ -1,4 +1,4 @@
-"""Settings of accelerate's ``Accelerator`` that a mesh of this package takes, and those that it cannot."""
+"""Settings of accelerate's ``Accelerator`` that a mesh of this package supports or refuses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def accelerator_settings(mesh: DeviceMesh, settings: Mapping[str, Any]) -> dict[
 
 
 def check_ranks(accelerator: Accelerator, mesh: DeviceMesh) -> None:
-    """Raise :class:`OptionError` if accelerate is set up in another way, or counts other ranks than the mesh has."""
+    """Raise :class:`OptionError` if accelerate's setup differs, or counts other ranks than the mesh has."""
     state = accelerator.state
     kinds = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     if state.distributed_type in kinds or state.parallelism_config is not None:

@@ -1,4 +1,4 @@
-"""Saving and resuming a loop on accelerate: models and optimizers as shards, and what else the accelerator knows."""
+"""Save and resume a loop on accelerate: models and optimizers as shards, and the accelerator's other state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StateMixin(_AnyAccelerator):
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Load what ``save_state`` has saved, into prepared objects; random states on the same mesh only.
+        """Load a ``save_state`` folder into prepared objects; random states on the same mesh only.
 
         Without a folder the newest one of ``automatic_checkpoint_naming`` is loaded.
         """
@@ -83,7 +83,7 @@ class StateMixin(_AnyAccelerator):
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> None:
-        """Write what ``from_pretrained`` reads: weights and config, or the adapters of a ``PeftModel``."""
+        """Write files for ``from_pretrained``: weights and config, or the adapters of a ``PeftModel``."""
         if not safe_serialization:
             raise OptionError("safe_serialization=False: weights are written as safetensors")
         own = self.unwrap_model(model)
@@ -153,7 +153,7 @@ class StateMixin(_AnyAccelerator):
 
 
 class _Rest:
-    """What else an accelerator's state has: schedulers, its count of micro-batches, registered objects."""
+    """Further state of an accelerator: schedulers, its count of micro-batches, registered objects."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator

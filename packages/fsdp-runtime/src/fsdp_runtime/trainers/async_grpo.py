@@ -95,7 +95,7 @@ class AsyncGRPOMixin(TrlMixin):
         self._on_first(self.rollout_worker, "start")
 
     def share_progress(self) -> None:
-        """Give every rank the groups of prompts that rank 0 has trained on, by which all end together."""
+        """Give every rank the prompt groups that rank 0 has trained on, so that all ranks end together."""
         is_first = self.accelerator.is_main_process
         own = (self._groups_before_resume, self._trained_groups) if is_first else None
         shared = on_every_rank(lambda: own, None)[0]
@@ -114,7 +114,7 @@ class AsyncGRPOMixin(TrlMixin):
         return True
 
     def _sync_weight_lora(self, t0: float) -> tuple[float, float, float]:
-        """Publish the adapter under the name of its version; in the place of TRL's, which writes a rank's shards."""
+        """Publish the adapter under the name of its version; TRL's method would write one rank's shards."""
         version = on_every_rank(lambda: self.model_version + 1, None)[0]
         name = f"{self._lora_name}-v{version}"
         client, folder = self.vllm_client, Path(self._lora_dir)
@@ -135,7 +135,7 @@ class AsyncGRPOMixin(TrlMixin):
         return paused, paused, sent
 
     def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
-        """Send the weights, adapters merged; in the place of TRL's, in which rank 0 gathers while it sends."""
+        """Send the weights, adapters merged; in TRL's method, rank 0 gathers while it sends."""
         version = on_every_rank(lambda: self.model_version + 1, None)[0]
         self._on_first(self.weight_transfer, "pause")
         paused = time.time()
@@ -160,7 +160,7 @@ class AsyncGRPOMixin(TrlMixin):
         return ((name, tensor.to(self.accelerator.device)) for name, tensor in kept)
 
     def _on_first(self, owner: Any, method: str, *arguments: Any) -> None:
-        """Call a method of an object that rank 0 alone has, and raise on every rank what it raises."""
+        """Call a method of an object on rank 0, and raise its error on every rank."""
 
         def call() -> None:
             if owner is not None:
@@ -177,7 +177,7 @@ class AsyncGRPOMixin(TrlMixin):
 
 
 class _OnEveryRank(transformers.TrainerCallback):
-    """The steps around training that TRL takes on rank 0 alone."""
+    """The callback steps that TRL runs on rank 0 alone."""
 
     def __init__(self, trainer: AsyncGRPOMixin) -> None:
         self._trainer = trainer

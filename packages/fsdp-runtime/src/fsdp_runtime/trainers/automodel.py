@@ -79,7 +79,7 @@ class MeshParallelizer(ModelParallelizer):
 
 
 def _options(config: Any, mesh_context: Any) -> dict[str, Any]:
-    """Return the keywords of ``parallelize`` that an ``FSDP2Config`` stands for."""
+    """Return the keywords of ``parallelize`` for an ``FSDP2Config``."""
     for name, instead in _REFUSED.items():
         if getattr(config, name):
             raise OptionError(f"distributed.{name}: {instead}")
@@ -127,7 +127,7 @@ def _fsdp(config: Any, mesh_context: Any, divisor: float) -> FSDPOptions:
 
 
 def _adopted(mesh_context: Any) -> DeviceMesh:
-    """Return Automodel's meshes as one of this package, over the same process groups."""
+    """Return Automodel's meshes as one mesh of this package, over the same process groups."""
     mesh, experts = mesh_context.device_mesh, mesh_context.moe_mesh
     expert_mesh = None if experts is None or mesh_context.ep_size == 1 else experts["ep_shard", "ep"]
     axes = tuple(axis for axis in mesh.mesh_dim_names if axis != "pp")
@@ -141,13 +141,13 @@ def _refuse_own_adapters(model: nn.Module) -> None:
 
 
 class _Sharder:
-    """How recipes get the tokens of this rank of ``cp``: the model's own attention spans the ranks."""
+    """Give recipes the tokens of this rank of ``cp``; the model's own attention spans the ranks."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
 
     def prepare(self, batch: Any, *, num_chunks: int = 1) -> dict[str, Any]:
-        """Return what ``ContextParallelSharder`` of Automodel asks a model for."""
+        """Return the inputs that Automodel's ``ContextParallelSharder`` asks a model for."""
         if num_chunks != 1 or batch.get("qkv_format") == "thd":
             raise OptionError("rows in THD format, or in chunks, on cp: collate [batch, sequence] rows")
         own = ContextParallelSharder(shard_batch=self.shard, local_token_global_indices=round_robin_local_indices)
@@ -156,7 +156,7 @@ class _Sharder:
     def shard(
         self, cp_mesh: Any, tp_mesh: Any, batch: dict[str, Any], *, loss_mask: Any = None, padding_token_id: int = 0
     ) -> tuple[Any, dict[str, Any], Any]:
-        """Pad every tensor of tokens to a length that divides, and take this rank's."""
+        """Pad every tensor of tokens to a divisible length, and take this rank's tokens."""
         length = next(batch[name] for name in ("input_ids", "inputs_embeds") if name in batch).shape[1]
         multiple = 2 * axis_size(self.mesh, "cp")
         full = -(-length // multiple) * multiple

@@ -75,7 +75,7 @@ def divergence_loss(
     rows: FullRows | None = None,
     **heads: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what ``_chunked_divergence_loss`` of TRL does, from heads that may be sharded on the vocabulary.
+    """Compute TRL's ``_chunked_divergence_loss`` from heads that may be sharded on the vocabulary.
 
     Hidden states are ``[batch, tokens, features]``, the same on every rank of ``tp``, and weights ``[vocab,
     features]``. ``beta`` is 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.  ``chunk_size`` is of TRL
@@ -121,7 +121,7 @@ def _logits(model: str, hidden: Tensor, weight: Tensor, heads: Mapping[str, Any]
 
 
 def _over_tp(model: str, weight: Any) -> Any:
-    """Gather a weight that FSDP2 has sharded, as a teacher's is after its forward; others as they are."""
+    """Gather a weight that FSDP2 has sharded, as a teacher's after its forward; return other weights unchanged."""
     if not isinstance(weight, DTensor):
         return weight
     names = weight.device_mesh.mesh_dim_names or ()
@@ -171,7 +171,7 @@ class GKDMixin(TrlMixin):
         temperature: float = 1.0,
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """Return what TRL's does, from logits ``[batch, tokens, vocab]`` that may be sharded on the vocabulary."""
+        """Compute TRL's loss from logits ``[batch, tokens, vocab]`` that may be sharded on the vocabulary."""
         valid = labels != -100
         divergence: Tensor = rl_logprobs().token_divergence(
             student_logits, teacher_logits, beta=beta, temperature=temperature, mask=valid

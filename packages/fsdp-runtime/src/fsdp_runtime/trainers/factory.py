@@ -27,7 +27,7 @@ It takes the same arguments, by keyword, ``mesh`` and ``parallelize_kwargs``; se
 
 @cache
 def on_mesh(trainer_class: type) -> Any:
-    """Return a trainer of transformers or TRL, or one that derives from them, as a class that trains on a mesh.
+    """Return a class that trains a transformers or TRL trainer, or a subclass of one, on a mesh.
 
     Its instances take the arguments of ``trainer_class`` by keyword, but the model, and
 

@@ -56,12 +56,12 @@ _rows: ContextVar[FullRows | None] = ContextVar("rows", default=None)
 
 
 def rows_in_force() -> FullRows | None:
-    """Return the rows that a forward is computing parts of, ``None`` without context parallelism."""
+    """Return the full rows of the running forward, ``None`` without context parallelism."""
     return _rows.get()
 
 
 def take_full_rows(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a model take full rows and labels, if it is under context parallelism; once a model."""
+    """Let a model under context parallelism take full rows and labels; once per model."""
     if axis_size(mesh, "cp") == 1 or not under_context_parallelism(model) or _EFFECT in effects_of(model):
         return
     hook_model(model, _EFFECT, partial(_before, attention_of(model)), _after, first=True)
@@ -69,7 +69,7 @@ def take_full_rows(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def part_of_rows(model: nn.Module, **inputs: Any) -> Iterator[tuple[FullRows, dict[str, Any]]]:
-    """Yield the rows of full ``inputs`` and what this rank gives to the trunk of a model, inside of its forward."""
+    """Yield the rows of full ``inputs`` and this rank's inputs of a model's trunk, inside the model's forward."""
     complete = inputs_of(model)
     was_whole, complete.attention.whole_rows = complete.attention.whole_rows, False
     try:
@@ -141,7 +141,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _padding_id(model: Any, kwargs: Mapping[str, Any]) -> int:
-    """Return the id after which no token of a row is scored."""
+    """Return the padding id; no token of a row after it is scored."""
     found: int | None = model.config.get_text_config().pad_token_id
     if found is None or kwargs.get("input_ids") is None:
         raise OptionError(

@@ -73,7 +73,7 @@ def add_fused_lm_head(
 
 
 def _loss(config: Any, plain: Any, log_probs: Tensor, mask: Tensor, items: Any) -> tuple[Tensor, Any]:
-    """Return the loss, a mixture's auxiliary one included, and that one."""
+    """Return the loss with a mixture's auxiliary loss, and the auxiliary loss."""
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
     if (aux_loss := getattr(plain, "aux_loss", None)) is not None:
         loss = loss + getattr(config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss

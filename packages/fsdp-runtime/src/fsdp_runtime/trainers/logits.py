@@ -32,7 +32,7 @@ def full(values: Any) -> Any:
 
 
 def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a loss that takes sharded logits, and leaves plain ones to transformers' ``ForCausalLMLoss``."""
+    """Return a loss for sharded logits; plain logits go to transformers' ``ForCausalLMLoss``."""
 
     def loss(
         logits: Tensor,
@@ -117,7 +117,7 @@ def compute_losses_on(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class CountOfLabels:
-    """Notices a model that is given the labels of all ranks inside the ``with``, and computes its loss without."""
+    """Detect a model that gets all ranks' labels inside the ``with`` and computes its loss without their count."""
 
     # Examples: classes with their own loss code (BERT, BART, T5), and classes that pass nothing on (score heads).
 
@@ -161,7 +161,7 @@ class CountOfLabels:
 
 
 def scored_positions(labels: Tensor) -> int:
-    """How many positions at the end of the sequence predict a label: what ``logits_to_keep`` may be, at least 1."""
+    """The number of positions at the end of the sequence that predict a label, at least 1, for ``logits_to_keep``."""
     columns = (labels != -100).any(dim=0).nonzero()
     first = int(columns[0]) if len(columns) else labels.size(1)
     return max(1, labels.size(1) - max(first, 1) + 1)

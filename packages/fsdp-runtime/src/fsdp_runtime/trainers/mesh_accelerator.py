@@ -136,14 +136,14 @@ class MeshAccelerator(StateMixin, Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard the model, if it is not, and apply autocast if ``mixed_precision`` asks for it."""
+        """Shard the model if it is not sharded, and apply autocast if ``mixed_precision`` asks for it."""
         self._shard(model)
         placement = False if is_sharded(model) else device_placement
         prepared: nn.Module = super().prepare_model(model, device_placement=placement, evaluation_mode=True)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Wrap an optimizer; its state stays where its parameters are."""
+        """Wrap an optimizer; its state stays on its parameters' devices."""
         if self._source is not None and not is_prepared(optimizer):
             check_parameters([optimizer], [*self._models, *self._preparing], [])
         return super().prepare_optimizer(optimizer, device_placement=False)
@@ -243,7 +243,7 @@ class MeshAccelerator(StateMixin, Accelerator):
         return last
 
     def check_trigger(self) -> bool:
-        """Return True on all ranks if any rank, of ``tp`` and ``cp`` too, has called ``set_trigger``."""
+        """Return True on all ranks if any rank, also of ``tp`` and ``cp``, has called ``set_trigger``."""
         flag = self.flag_tensor if self.flag_tensor is not None else torch.tensor(0, device=self.device)
         raised = bool(reduce_over_world(flag, reduction="max").item())
         self.flag_tensor = None if raised else self.flag_tensor
@@ -269,7 +269,7 @@ class MeshAccelerator(StateMixin, Accelerator):
         return [each for part in heard for each in part]
 
     def gather_from_first(self, tensor: Tensor) -> Tensor:
-        """Gather, and give every rank of ``cp`` and ``tp`` the values of the first one, bit for bit.
+        """Gather, and give every rank of ``cp`` and ``tp`` the first rank's values, bit for bit.
 
         For values that need not be the same on all of them, such as rewards from a sampled judge.
         """
@@ -360,7 +360,7 @@ class DealtRows:
 
 
 def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:
-    """Turn an accelerator, with all its settings, into one over ``mesh``, in place."""
+    """Turn an accelerator, with all its settings, into a :class:`MeshAccelerator` over ``mesh``, in place."""
     accelerator.__class__ = MeshAccelerator
     over: MeshAccelerator = accelerator
     over.mesh = mesh
@@ -370,7 +370,7 @@ def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:
 
 @contextmanager
 def replaced_globals(function: Callable[..., Any], **replacements: Any) -> Iterator[None]:
-    """Let a function of another package find these objects under global names of its module, inside the ``with``."""
+    """Replace global names in the module of another package's function by these objects inside the ``with``."""
     namespace: dict[str, Any] = inspect.unwrap(function).__globals__
     if missing := [name for name in replacements if name not in namespace]:
         raise BackendError(f"{namespace['__name__']} has no {missing[0]}: install the version that the extra pins")

@@ -143,7 +143,7 @@ class MeshTrainerMixin(LogStepValues):
 
     @first_rank_speaks()
     def _check_evaluated(self, name: str, dataset: Any) -> None:
-        """Warn, once for a size, where the last batch of an evaluation is filled up."""
+        """Warn, once per size, if the last batch of an evaluation is filled up."""
         size = size_of(dataset)
         if size not in self._evaluated:
             self._evaluated.add(size)
@@ -151,7 +151,7 @@ class MeshTrainerMixin(LogStepValues):
             warn_of_repeated(name, dataset, batch, ranks, drop_last=self.args.dataloader_drop_last)
 
     def _shard_other(self, model: nn.Module, args: Any = None) -> nn.Module:
-        """Shard a further model, or one that is made later."""
+        """Shard a further model, or a model that is made later."""
         self._check(model, args)
         model = self._source.shard(model)
         self._adopt(model)
@@ -225,7 +225,7 @@ class MeshTrainerMixin(LogStepValues):
         return share
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, or predict, on a set that may be another than the trainer's."""
+        """Evaluate, or predict, on a data set that may differ from the trainer's."""
         self._check_evaluated("evaluation", dataloader.dataset)
         return super().evaluation_loop(dataloader, *args, **kwargs)
 

@@ -37,7 +37,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """How a trainer's models come onto its mesh."""
+    """Load and shard a trainer's models on its mesh."""
 
     mesh: DeviceMesh  # the trainer's mesh
     options: Options  # keywords of ``parallelize``
@@ -60,7 +60,7 @@ class ModelSource:
         return model
 
     def check(self, model: nn.Module) -> None:
-        """Raise what :meth:`shard` would for one of several models, before any is sharded."""
+        """Raise the errors of :meth:`shard` for one of several models, before any model is sharded."""
         try:
             resolve_parallelism(model, self.mesh, **self.options)
         except ModelError as error:
@@ -96,7 +96,7 @@ class ModelSource:
 
 
 def with_reference_adapter(model: Any) -> Any:
-    """Add a copy of a ``PeftModel``'s adapter as ``ref``, before it is sharded, where TRL would do so afterwards."""
+    """Add a copy of a ``PeftModel``'s adapter as ``ref`` before sharding; TRL would do so afterwards."""
     if "ref" not in model.peft_config:
         if is_sharded(model):
             raise OptionError(

@@ -1,4 +1,4 @@
-"""Optimizers that were built before their model was sharded: afterwards they hold the shards."""
+"""Give the shards to optimizers that were built before their model was sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _parameters(optimizer: Any) -> Iterator[Tensor]:
 
 
 def check_parameters(optimizers: Iterable[Any], models: Iterable[nn.Module], unsharded: Iterable[nn.Module]) -> None:
-    """Check that optimizers hold parameters of ``models`` only, and no state of those that are to be sharded."""
+    """Check that optimizers hold only parameters of ``models``, and no state for parameters to be sharded."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     replaced = {id(parameter) for model in unsharded for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -38,7 +38,7 @@ def check_parameters(optimizers: Iterable[Any], models: Iterable[nn.Module], uns
 
 @contextmanager
 def follow_parameters(model: nn.Module, optimizers: Sequence[Any]) -> Iterator[None]:
-    """Let optimizers hold the parameters that take the place of a model's inside the ``with``."""
+    """Let optimizers hold the parameters that replace a model's parameters inside the ``with``."""
     before = {id(entry.tensor): entry.names[0] for entry in state_entries(model)}
     yield
     after = {name: entry.tensor for entry in state_entries(model) for name in entry.names}

@@ -1,4 +1,4 @@
-"""rl-logprobs, which is imported when a trainer first needs it."""
+"""Import rl-logprobs when a trainer first needs it."""
 
 from __future__ import annotations
 

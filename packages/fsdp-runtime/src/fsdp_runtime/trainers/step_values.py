@@ -23,7 +23,7 @@ _AnyTrainer: Any = object
 
 
 class LogStepValues(_AnyTrainer):
-    """Add to the log of a trainer on a mesh the values of ``StepMeter`` for the step that is logged.
+    """Add ``StepMeter``'s values of the logged step to the log of a trainer on a mesh.
 
     Only these steps are measured (``logging_steps``): measuring waits for the device at the ends of a step and its
     phases.  Bytes sent are counted in the first measured step, unless blocks are compiled.  If the operations of a
@@ -53,7 +53,7 @@ class LogStepValues(_AnyTrainer):
 
 
 class _MeasuredSteps(transformers.TrainerCallback):
-    """Runs a ``StepMeter`` around the optimizer steps that are logged."""
+    """Run a ``StepMeter`` around the logged optimizer steps."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.open = ExitStack()

@@ -51,7 +51,7 @@ class StreamPart(IterableDatasetShard):
             yield from batch[start : start + part]
 
     def _note_incomplete(self, size: int, total: int) -> None:
-        """Warn once; tell the loader that reads these rows how many of its last batch count."""
+        """Warn once; tell the loader of these rows how many rows of its last batch count."""
         for loader in GradientState().dataloader_references:
             if loader is not None and loader.dataset is self and torch.utils.data.get_worker_info() is None:
                 loader.remainder = size

@@ -1,4 +1,4 @@
-"""Options of ``TrainingArguments`` that cannot be right on a model that ``parallelize`` has sharded."""
+"""Options of ``TrainingArguments`` that would be wrong on a model sharded by ``parallelize``."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_arguments(args: Any, *, dispatched: bool = False) -> None:
 
 
 def check_optimizer(args: Any) -> None:
-    """Raise :class:`OptionError` unless the optimizer that the arguments name steps every element alone."""
+    """Raise :class:`OptionError` unless the optimizer in the arguments steps every element separately."""
     name = str(getattr(args.optim, "value", args.optim))
     if name not in _OPTIMIZERS:
         raise OptionError(
@@ -85,7 +85,7 @@ def check_optimizer(args: Any) -> None:
 
 
 def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
-    """Return the arguments without what ``parallelize`` does in its own way, which goes to its ``options``."""
+    """Return the arguments without options that ``parallelize`` replaces; these go to its ``options``."""
     mode = options.get("activation_checkpointing", "none")
     if getattr(args, "activation_checkpointing", False) and getattr(mode, "mode", mode) != "none":
         _refuse_two_checkpointings(f"parallelize_kwargs has activation_checkpointing={mode!r}")
@@ -161,7 +161,7 @@ def check_samples(dataset: Any, batch: int, mesh: DeviceMesh, *, drop_last: bool
 
 
 def warn_of_repeated(name: str, dataset: Any, batch: int, ranks: int, *, drop_last: bool) -> None:
-    """Warn where the last batch of all ``ranks`` of ``dp`` is filled up with samples that are repeated."""
+    """Warn if the last batch of all ``ranks`` of ``dp`` is filled up with repeated samples."""
     if ranks > 1 and size_of(dataset) % (batch * ranks) and not drop_last:
         logger.warning(
             "the %s set's %d samples are no multiple of %d, a batch of each of the dp=%d ranks: the last batch "
@@ -174,7 +174,7 @@ def warn_of_repeated(name: str, dataset: Any, batch: int, ranks: int, *, drop_la
 
 
 def size_of(dataset: Any) -> int:
-    """Return the number of samples of a data set, 0 where it does not know."""
+    """Return the number of samples of a data set, 0 if it is unknown."""
     try:
         return len(dataset)
     except TypeError:  # a stream, or a wrapper of one that has ``__len__``

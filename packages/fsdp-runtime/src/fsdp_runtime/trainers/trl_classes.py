@@ -1,4 +1,4 @@
-"""Short names of the TRL trainers that are used most."""
+"""Short names of the most used TRL trainers."""
 
 from __future__ import annotations
 

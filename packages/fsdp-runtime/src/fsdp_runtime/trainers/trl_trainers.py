@@ -1,4 +1,4 @@
-"""TRL's trainers on a mesh: what they share, and those that sample from the model that they train.
+"""TRL's trainers on a mesh: their shared part, and trainers that sample from the trained model.
 
 They take log-probabilities from a patched ``model.forward`` (see ``fused_head``).
 """
@@ -109,14 +109,14 @@ class TrlMixin(MeshTrainerMixin):
         return self._source.shard(model, config) if self._adapted is None else self._adapted
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
-        """Prepare a data set; KTO's mismatched pairs are made within the samples that all ranks take at a time."""
+        """Prepare a data set; KTO's mismatched pairs stay within the samples of one batch of all ranks."""
         if pairs_within_batches(type(self)):
             args = copy.copy(args)
             args.per_device_train_batch_size *= submesh(self.mesh, "dp").size()
         return super()._prepare_dataset(dataset, processing_class, args, *rest)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """Add the reference's log-probabilities to a data set; in the place of TRL's, by a file that all ranks see."""
+        """Add the reference's log-probabilities to a data set, through a file for all ranks; replaces TRL's method."""
         if not hasattr(dataset, "__len__"):
             return super()._precompute_ref_logps(dataset, name, batch_size)  # raises
         check_tokens(base_model(self.model), self.processing_class)
@@ -141,7 +141,7 @@ class TrlMixin(MeshTrainerMixin):
             yield
 
     def _from_first(self, values: list[Any]) -> list[Any]:
-        """What the first rank of the ``cp`` and ``tp`` group holds."""
+        """The values of the first rank of the ``cp`` and ``tp`` group."""
         if (group := self.accelerator.model_group) is not None:
             dist.broadcast_object_list(values, group=group, group_src=0)
         return values
@@ -149,7 +149,7 @@ class TrlMixin(MeshTrainerMixin):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss; in evaluation too, divide it by the labels of all ranks, as the trainer of one process."""
+        """Compute the loss; also in evaluation, divide it by the labels of all ranks, as on one process."""
         if num_items_in_batch is None and not self.model.training and self.args.average_tokens_across_devices:
             num_items_in_batch = (
                 self._get_num_items_in_batch([inputs], self.args.device) if "labels" in inputs else None
@@ -187,7 +187,7 @@ class GeneratingMixin(TrlMixin):
         check_tokens(base_model(self.model), self.processing_class)  # a prompt's completions are dealt, not prompts
 
     def _check_evaluated(self, name: str, dataset: Any) -> None:
-        """Check the batches of an evaluation set, which may be another than the trainer's."""
+        """Check the batches of an evaluation set, also of a set other than the trainer's."""
         _check_evaluation(self.args, self.mesh)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +250,7 @@ def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
 
 
 def _generation_over_dp(args: Any, mesh: DeviceMesh) -> Any:
-    """The arguments with the generation batch counted over ``dp`` instead of the world."""
+    """Count the generation batch in the arguments over ``dp`` instead of the world."""
     args = copy.copy(args)
     if getattr(args, "steps_per_generation", None) is None:
         return args
@@ -266,7 +266,7 @@ def _generation_over_dp(args: Any, mesh: DeviceMesh) -> Any:
 
 
 def _check_evaluation(args: Any, mesh: DeviceMesh) -> None:
-    """Raise :class:`OptionError` where an evaluation batch of all ranks of ``dp`` would part the group of a prompt."""
+    """Raise :class:`OptionError` if an evaluation batch of all ranks of ``dp`` would split the group of a prompt."""
     group = getattr(args, "num_generations_eval", None) or getattr(args, "num_generations", 1)
     dp = submesh(mesh, "dp").size()
     if args.per_device_eval_batch_size * dp % group:
@@ -282,7 +282,7 @@ def server_generation(trainer_class: type) -> type:
     base: Any = global_of(trainer_class, "VLLMGeneration")
 
     class MeshGeneration(base):
-        """Prompts of the ranks of one ``tp`` group are asked for once."""
+        """TRL's generation that requests the prompts of one ``tp`` group once."""
 
         def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
             """Iterate over full weights by their names in the checkpoint, adapters merged; collective."""

@@ -1,1 +1,1 @@
-"""Which cause moves a generator's log-probabilities away from the trainer's, and how far."""
+"""Find the causes that move a generator's log-probabilities away from the trainer's, and their sizes."""

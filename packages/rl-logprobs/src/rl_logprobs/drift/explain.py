@@ -128,7 +128,7 @@ class _Gap:
             raise ShapeError("the mask leaves no token to compare")
 
     def drift(self, names: Iterable[str]) -> Drift:
-        """Return the drift that is left with some candidates."""
+        """Return the remaining drift with some candidates."""
         return self._evaluated(frozenset(names))[1]
 
     def moves(self, names: Iterable[str], name: str) -> float:
@@ -190,7 +190,7 @@ def _next(gap: _Gap, steps: list[str], rest: list[str]) -> tuple[str, ...]:
 
 
 def _without_superseded(gap: _Gap, steps: list[str]) -> list[str]:
-    """Return the steps without those that later ones made worthless or harmful."""
+    """Return the steps without steps that later steps made worthless or harmful."""
     for name in steps[:-1]:
         others = [each for each in steps if each != name]
         if gap.drift(others).mean_absolute <= gap.drift(steps).mean_absolute:

@@ -63,7 +63,7 @@ class DriftCause:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """Which candidates explain the drift between a generator and a trainer.
+    """The candidates that explain the drift between a generator and a trainer.
 
     Args:
         tokens: the number of tokens compared.
@@ -101,7 +101,7 @@ class DriftReport:
 
     @property
     def found(self) -> tuple[str, ...]:
-        """The names of the causes, in the order in which they were found."""
+        """The names of the causes, in the order of their discovery."""
         return tuple(cause.name for cause in self.causes if cause.is_cause)
 
     def to_json(self) -> str:

@@ -112,7 +112,7 @@ def clip_grad_norm_(
     groups: Sequence[dist.ProcessGroup] = (),
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale all gradients in place so that their norm is at most ``max_norm``; return the norm before.
+    """Scale all gradients in place so that their norm is at most ``max_norm``; return the norm before clipping.
 
     The norm is ``grad_norm``'s: the same number on every rank, each parameter counted once.
 

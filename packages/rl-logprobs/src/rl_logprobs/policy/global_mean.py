@@ -244,7 +244,7 @@ def _groups(
     cp_group: dist.ProcessGroup | None,
     gradient_divide_factor: float | None,
 ) -> tuple[list[dist.ProcessGroup], dist.ProcessGroup | None]:
-    """Return the groups of ranks with other sequences, and the group of ranks with other tokens of the same ones."""
+    """Return the groups of ranks with other sequences, and the group with other tokens of the same sequences."""
     if mesh is not None:
         if group is not None or cp_group is not None:
             raise OptionError("mesh= names the ranks of group= and cp_group=: give the mesh, or the groups")

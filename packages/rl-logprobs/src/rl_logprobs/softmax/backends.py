@@ -50,7 +50,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def kernels_check(device: torch.device) -> bool:
-    """Return whether Triton's kernels check the targets; a CPU, which waits for nothing, checks them before."""
+    """Return whether Triton's kernels check the targets; a CPU, which waits for nothing, checks them first."""
     return device.type != "cpu"
 
 

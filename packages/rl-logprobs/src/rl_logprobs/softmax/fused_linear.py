@@ -39,7 +39,7 @@ ACCELERATOR_TILE = (4096, 8192)
 
 
 def tile_size(device: torch.device, tokens: int) -> tuple[int, int]:
-    """Return the tokens and vocabulary ids of one tile: of fewer tokens than a tile has, more ids."""
+    """Return the tokens and vocabulary ids of one tile: more ids for fewer tokens."""
     if has_cpu_costs(device):
         return CPU_TILE
     rows, columns = ACCELERATOR_TILE
@@ -113,7 +113,7 @@ class HeadTiles:
 
     @cached_property
     def operand(self) -> torch.Tensor:
-        """The hidden states as an operand, these of ignored tokens as they are."""
+        """The hidden states as an operand, unchanged for ignored tokens."""
         return self.hidden.to(self.operand_dtype)
 
     @property

@@ -1,4 +1,4 @@
-"""Rows of an LM head for other columns than those that this rank holds."""
+"""Rows of an LM head for columns that other ranks hold."""
 
 from __future__ import annotations
 

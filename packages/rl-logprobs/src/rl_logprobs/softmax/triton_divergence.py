@@ -71,7 +71,7 @@ def gradients(pair: TilePair, needed: Sequence[bool], kind: int, numbers: torch.
 
 
 def _tiles(pair: TilePair) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
-    """Yield the first token, the columns, and logits or products of both; logits of both at once."""
+    """Yield the first token, the columns, and logits or products of both; logits of both sides at once."""
     width = pair.shard.width
     if isinstance(pair.p, HeadTiles) or isinstance(pair.q, HeadTiles):
         for span, cols in pair.spans():

@@ -1,4 +1,4 @@
-"""Statistics of an LM head on hidden states by Triton kernels: in forward, two launches a tile of logits.
+"""Statistics of an LM head on hidden states by Triton kernels: in forward, two launches per tile of logits.
 
 Forward: a product into a float32 tile, and one kernel that adds the tile to the sums of its tokens.  Backward: the
 product again, one kernel that writes the tile's gradient in the dtype of the operands, and the products of gradients.
@@ -134,7 +134,7 @@ def _reduce_tiles(
 def head_gradients(
     tiles: HeadTiles, needed: Sequence[bool], ignored: torch.Tensor, write: Callable[..., None]
 ) -> Gradients:
-    """Return the gradients of hidden, weight and bias; these of the weight are rounded once."""
+    """Return the gradients of hidden, weight and bias; the weight's gradient is rounded once."""
     # ``write(products, span, cols, gradient)`` writes the gradient of some products to a tensor that may be theirs.
     # Tiles have all tokens where they fit, so that a range of the weight has one product.
     weight, bias, tokens = tiles.weight, tiles.bias, tiles.hidden.shape[0]
@@ -196,7 +196,7 @@ def _frozen_head_gradient(
 
 
 def vocab_tiles(tiles: HeadTiles, columns: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield ranges of this rank's columns with the head's rows for them; an empty one if it has none."""
+    """Yield ranges of this rank's columns with the head's rows for them; an empty range if the rank has none."""
     width = tiles.head.shard.width
     for start in range(0, max(1, width), columns):
         cols = slice(start, min(width, start + columns))

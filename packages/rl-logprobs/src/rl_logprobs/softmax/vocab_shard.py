@@ -20,7 +20,7 @@ from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeErr
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which vocabulary ids the columns of logits, or the rows of an LM head's weight, are.
+    """The vocabulary ids of the columns of logits, or of the rows of an LM head's weight.
 
     Plain tensors that are a shard need one with a ``group``.  Full tensors and DTensors need one only if they are
     padded beyond the vocabulary.
@@ -192,7 +192,7 @@ def columns_of_plain(columns: int, shard: VocabShard | None) -> VocabColumns:
 
 
 def _first_column(columns: int, group: dist.ProcessGroup | None, vocab_size: int) -> int:
-    """Return this rank's first vocabulary id under DTensor's or Megatron-LM's way to shard a vocabulary."""
+    """Return this rank's first vocabulary id under DTensor's or Megatron-LM's sharding of a vocabulary."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     chunk = -(-vocab_size // ranks)
     start = min(rank * chunk, vocab_size)

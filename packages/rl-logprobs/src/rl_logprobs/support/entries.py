@@ -29,14 +29,14 @@ class KeptEntries:
         return torch.segment_reduce(values, "sum", offsets=self.offsets, initial=0, unsafe=True)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the largest of each token's entries, ``[tokens]``; the lowest value of the dtype where it has none."""
+        """Return the largest of each token's entries, ``[tokens]``; the dtype's lowest value without entries."""
         integral = not values.is_floating_point()
         lowest = torch.iinfo(values.dtype).min if integral else -math.inf
         start = values.new_full((self.offsets.shape[0] - 1,), lowest)
         return start.scatter_reduce_(0, self.rows, values, "amax")
 
     def positions(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the entry that holds each token's target, ``[tokens]``; the number of entries where none does."""
+        """Return the entry that holds each token's target, ``[tokens]``; the number of entries if no entry does."""
         entries = self.ids.shape[0]
         found = self.counted & (self.ids == targets[self.rows])
         last = self.largest(torch.arange(entries, device=self.ids.device).where(found, -1))

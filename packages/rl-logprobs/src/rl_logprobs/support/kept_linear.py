@@ -30,7 +30,7 @@ CPU_ENTRY_COST, ACCELERATOR_ENTRY_COST = 100, 700
 
 
 def cheaper_way(entries: int, tokens: int, vocab_size: int, device: torch.device) -> Way:
-    """Return the way that costs less for a number of kept entries."""
+    """Return the cheaper method for a number of kept entries."""
     cost = CPU_ENTRY_COST if has_cpu_costs(device) else ACCELERATOR_ENTRY_COST
     return "entry" if entries * cost < tokens * vocab_size else "token"
 

@@ -21,7 +21,7 @@ Missing = Literal["error", "-inf"]
 
 
 class SamplingMask(Protocol):
-    """What vLLM returns for a completion (``CompletionOutput.sampling_mask``, vllm-project/vllm#49577)."""
+    """vLLM's result for a completion (``CompletionOutput.sampling_mask``, vllm-project/vllm#49577)."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -206,7 +206,7 @@ class Support:
         return self._with(self.ids.to(device), self.offsets.to(device))
 
     def select(self, rows: torch.Tensor) -> Support:
-        """Return the support of some tokens; the host waits for an accelerator, because the size is a value there.
+        """Return the support of some tokens; the host waits for an accelerator, because the size is a device value.
 
         Args:
             rows: integers of any shape, the positions of the tokens among the flattened ones.  For context parallelism:
@@ -260,7 +260,7 @@ class Support:
         return tokens.repeat_interleave(self.offsets.diff(), output_size=self.ids.shape[0])
 
     def _with(self, ids: torch.Tensor, offsets: torch.Tensor) -> Support:
-        """Return a support with tensors made from this one's, which are checked already."""
+        """Return a support with tensors made from this support's checked tensors."""
         other = copy(self)
         object.__setattr__(other, "ids", ids)
         object.__setattr__(other, "offsets", offsets)
@@ -302,7 +302,7 @@ def _flattened(mask: SamplingMask | Sequence[Sequence[int]], name: str) -> tuple
 
 
 def _rows(rows: Iterable[Sequence[int]], name: str) -> tuple[list[int], list[int]]:
-    """Return the ids of all rows, and the number of ids of each; only the ids' number costs time."""
+    """Return the ids of all rows, and the number of ids per row; only the number of ids costs time."""
     listed = [_listed(row, name) for row in _listed(rows, name)]
     return [kept for row in listed for kept in row], [len(row) for row in listed]
 

@@ -78,7 +78,7 @@ def kept_logprobs_of(found: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
 
 
 def kept_divergence(policy: KeptSoftmax, reference: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
-    """Return ``KL(policy || reference)`` over the kept sets, ``[tokens]``; infinite where only the reference has 0."""
+    """Return ``KL(policy || reference)`` over the kept sets, ``[tokens]``; infinite where only the reference is 0."""
     probability = policy.weights * (-policy.log_sum[entries.rows]).exp()
     difference = policy.exponents - reference.exponents
     one_sided = entries.largest((policy.possible & ~reference.possible).to(difference.dtype)) > 0

@@ -1,1 +1,1 @@
-"""What the CUDA caching allocator reserves for a step: a model of the allocator, and the step replayed on it."""
+"""The bytes that the CUDA caching allocator reserves for a step: an allocator model, and the step replayed on it."""

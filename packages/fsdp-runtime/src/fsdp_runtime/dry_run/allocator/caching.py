@@ -23,7 +23,7 @@ _ADDRESS_SPACE = 2**20 * LARGE_SEGMENT  # of an expandable segment: more than an
 
 
 class OutOfDeviceMemoryError(Exception):
-    """The device has no room for another segment, with every cached one released."""
+    """The device has no room for another segment, even with all cached segments released."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ class CachingAllocator:
         return True
 
     def _collect_garbage(self, size: int) -> None:
-        """Release the segments that are unused for longest, until the threshold is kept."""
+        """Release the segments that are unused for longest, until reserved bytes are below the threshold."""
         threshold, memory = self.settings.garbage_collection_threshold, self.settings.device_memory
         if not threshold or memory is None or self.reserved + size <= threshold * memory:
             return

@@ -1,4 +1,4 @@
-"""What a process on a GPU takes besides its tensors, roughly: these are no results of a trace.
+"""Approximate memory of a GPU process besides its tensors: these numbers do not come from a trace.
 
 Sources: two reports of failed allocations among prime-rl's benchmarks of January 2026 state the memory of the process
 beside the allocator's: 1.21 GiB more on one H100, 2.27 GiB more on one of eight B200 (context, kernels of torch,

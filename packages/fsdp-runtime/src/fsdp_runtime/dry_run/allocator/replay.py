@@ -1,4 +1,4 @@
-"""Replay the steps of a training run on the caching allocator, from the first one on.
+"""Replay the steps of a training run on the caching allocator, from the first step.
 
 The first step decides much: the optimizer makes its state at its end, in memory that activations have left, and so
 splits blocks that the second step would need whole.
@@ -120,7 +120,7 @@ class _Replay:
         self._kept.clear()
 
     def _pass(self, *, keeps_gradients: bool) -> None:
-        """Run forward and backward; the first of several keeps the reduced gradients."""
+        """Run forward and backward; the first of several passes keeps the reduced gradients."""
         for entry in self._entries[""]:
             if entry.category == "inputs":
                 self._apply(entry)
@@ -136,7 +136,7 @@ class _Replay:
             self._kept += self._allocate("gradients")
 
     def _allocate(self, *categories: str) -> list[MemoryBlock]:
-        """Allocate what exists before the step, of all blocks."""
+        """Allocate the storages of all blocks that exist before the step."""
         sizes = [entry.delta for entry in self._entries[""] if entry.category in categories]
         sizes += [size for category in categories for size in self._added.get(category, ())]
         return [self._allocator.allocate(size) for size in sizes]

@@ -21,7 +21,7 @@ _ADAPTERS = (
 
 
 def recipe_sections(recipes: Iterable[Recipe]) -> list[Section]:
-    """Return for each recipe its meshes, best first, what was refused, and the call for the best one."""
+    """Return for each recipe its meshes, best first, the refused meshes, and the call for the best mesh."""
     found: list[Section] = []
     for recipe in recipes:
         candidates = recipe.found.candidates
@@ -45,7 +45,7 @@ def program(
     auto_class: str = "AutoModelForCausalLM",
     checkpoint: str = "CHECKPOINT",
 ) -> list[str]:
-    """Return the lines that build, parallelize and load a model as a candidate of a recipe was estimated."""
+    """Return the lines that build, parallelize and load a model with the options of a recipe's candidate."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in candidate.axes.items() if size != 1)
     options = [
         *(["sequence_parallel=True,"] if candidate.sequence_parallel else []),

@@ -60,7 +60,7 @@ def scale_up(
 
 
 def peaks(summary: Summary) -> tuple[Peak, ...]:
-    """Return the peak of every phase that allocated, in the order of the step."""
+    """Return the peak of every phase with allocations, in the order of the step."""
     found: dict[Phase, Peak] = {}
     for peak in summary.regions.values():
         if peak.phase not in found or peak.total > found[peak.phase].total:

@@ -1,4 +1,4 @@
-"""Summarize a recording by the quantities that grow with the number of blocks: peaks per region, counts, bytes."""
+"""Summarize a recording by quantities that grow with the number of blocks: peaks per region, counts, bytes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def wildcard(path: str) -> str:
 
 
 def _category(info: StorageInfo, events: Sequence[OpEvent], blocks: Sequence[str], vocabulary: set[int]) -> str:
-    """Return the category of a storage: the registered one, else by its shape and lifetime."""
+    """Return the category of a storage: the registered category, else by its shape and lifetime."""
     if info.category is not None:
         return info.category
     event = events[info.created_at]

@@ -1,4 +1,4 @@
-"""Assume to which experts tokens go, which decides the sizes of the all-to-alls of expert parallelism.
+"""Assume the experts of tokens: they decide the sizes of the all-to-alls of expert parallelism.
 
 ``balanced`` is a router that chooses any ``top_k`` experts equally often.  A token then goes to
 
@@ -86,7 +86,7 @@ class AssumedExchange(AllToAllExchange):
 
 
 def assumed_exchange(routing: Routing) -> type[AssumedExchange]:
-    """Return an exchange with assumed routes, which remembers what it was called with."""
+    """Return an exchange with assumed routes, which remembers the arguments of its calls."""
     if routing not in get_args(Routing):
         raise EstimateError(f"routing={routing!r}: write one of {', '.join(get_args(Routing))}")
     members: dict[str, Any] = {"routing": routing, "seen": {}}

@@ -49,7 +49,7 @@ def _efficient(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Return attention of the memory-efficient kernel, ``None`` where torch's choice for a CPU is an accelerator's."""
+    """Return attention of the memory-efficient kernel, ``None`` if torch's choice is the same on a CPU."""
     widths = query.shape[-1], value.shape[-1]
     is_taken = query.ndim == 4 and not enable_gqa and not any(width % _ALIGNED for width in widths)
     if not is_taken or (widths[0] == widths[1] and not dropout_p):

@@ -74,7 +74,7 @@ def num_experts_of(running: Sequence[nn.Module]) -> int | None:
 
 
 def _selected(tensor: Tensor, experts: int | None) -> int:
-    """Return the selected elements of a mask: every expert of one over experts, an even share of one over tokens."""
+    """Return the selected elements of a mask: every expert, or an even share of tokens."""
     if experts is None:
         return tensor.numel()
     if tensor.numel() in (experts, experts + 1):  # some models count an expert for tokens that have none

@@ -1,4 +1,4 @@
-"""The allocations of a recording as a compiler leaves them: without what it fuses or computes again."""
+"""The allocations of a recording after compilation: without fused or recomputed results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_fused_storages(recording: Recording) -> Recording:
 
 
 def _freed_at(recording: Recording) -> dict[int, float]:
-    """Return where storages are freed that compiled modules free earlier, or later, than the trace."""
+    """Return new free positions of storages that compiled modules free earlier, or later, than the trace."""
     # FSDP2 resizes gathered parameters: these are allocated more than once, and stay as they are.
     times = Counter(each.storage for each in recording.allocations if each.delta > 0)
     freed = {

@@ -1,4 +1,4 @@
-"""What a compiled module materializes: which results of a trace a compiler fuses into the kernels that read them.
+"""Materialized results of a compiled module: a compiler fuses all other results into the kernels that read them.
 
 Separate kernels are matrix products, attention, collectives and operators that sort, scatter or count.  Between two
 of them a compiler fuses all other operators: a result that only fused operators read, before the next kernel or all in
@@ -50,7 +50,7 @@ class FusedStorage:
 
 
 class Fusion:
-    """Follows the operators of compiled modules, given by their paths."""
+    """Follow the operators of compiled modules, given by their paths."""
 
     def __init__(self, compiled: Sequence[str]) -> None:
         self._compiled = compiled

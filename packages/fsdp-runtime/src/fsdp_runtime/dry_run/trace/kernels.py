@@ -1,4 +1,4 @@
-"""What operators cost on an accelerator: operations and bytes moved, workspaces, buffers on other streams.
+"""Costs of operators on an accelerator: operations and bytes moved, workspaces, buffers on other streams.
 
 Operations are counted by torch's formulas, and by formulas of our own for operators that torch lacks.
 """

@@ -105,7 +105,7 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records operators on local tensors; DTensor operators arrive as the local ones they call."""
+    """A dispatch mode that records operators on local tensors; DTensor operators arrive as their local operators."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._end_phase()
 
     def begin(self, name: Phase) -> None:
-        """End the phase of the code that runs, and record what follows in the same ``with`` as another."""
+        """End the current phase, and record the following code in the same ``with`` as another phase."""
         self._end_phase()
         self._phase = name
 
@@ -179,14 +179,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Count operations, and bytes of operators that have none."""
+        """Count operations, and bytes of operators without operations."""
         if flops := self._multiplicity() * flops_of(func, args, kwargs, result):
             self.recording.flops[kind_of(func)] += flops
         elif func.namespace == "aten" and self._phase not in ("clip", "optimizer"):
             self.recording.bytes_moved += self._multiplicity() * bytes_moved(args, result)
 
     def _note_arguments(self, func: Any, args: Any) -> None:
-        """Note the streams of communication buffers, and what reads a compiled module's storages."""
+        """Note the streams of communication buffers, and the readers of a compiled module's storages."""
         for tensor, stream in storages_on_streams(func, args):
             info = self._live.get(storage_key(tensor))
             if info is not None and info.nbytes and info.category is None:
@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changed(info, len(self.recording.events) - 1, -info.nbytes)
 
     def _resized(self, storage: Any) -> None:
-        """Record FSDP2's allocation of gathered parameters: it resizes storages, and no operator shows that."""
+        """Record FSDP2's allocation of gathered parameters: it resizes storages without an operator."""
         info = self._live.get(storage_key(storage))
         if info is not None and (change := storage.nbytes() - info.nbytes):
             info.category = "gathered"

@@ -24,7 +24,7 @@ from fsdp_runtime.steps.documents.sequence_functions import RECURRENCES, Recurre
 
 @dataclass(frozen=True)
 class _KernelCosts:
-    """What a kernel allocates."""
+    """The allocations of a kernel."""
 
     chunk: int  # tokens of one state
     key: str  # the argument with a state's rows as features
@@ -59,7 +59,7 @@ def kernels_of_recurrences(model: nn.Module) -> Iterator[None]:
 
 
 def recurrence_assumptions(model: nn.Module) -> list[Assumption]:
-    """Return that kernels are counted for the recurrences of a model."""
+    """Return the assumption that kernels run the recurrences of a model."""
     names = ", ".join(dict.fromkeys(name for _, name in sorted(_used(model))))
     if not names:
         return []
@@ -95,7 +95,7 @@ def _in_place_of(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _KernelCall(torch.autograd.Function):
-    """Allocates a kernel's result, what it keeps, and its temporaries."""
+    """Allocate a kernel's result, saved tensors, and temporaries."""
 
     @staticmethod
     def forward(context: Any, name: str, names: tuple[str, ...], *tensors: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class _KernelCall(torch.autograd.Function):
 
 
 def _states(kernel: _KernelCosts, recurrence: Recurrence, value: Tensor, key: Tensor) -> list[Tensor]:
-    """Return the states of all chunks, and for ``transforms`` rows of keys and values that stand for products."""
+    """Return the states of all chunks, and for ``transforms`` rows of keys and values that represent products."""
     if recurrence.tokens_last:
         batch, features, tokens = value.shape
         return [value.new_empty(batch, features, -(-tokens // kernel.chunk), 2 * key.shape[1], dtype=torch.float32)]

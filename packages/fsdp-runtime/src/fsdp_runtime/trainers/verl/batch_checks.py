@@ -12,7 +12,7 @@ from fsdp_runtime.trainers.verl.verl_api import DatasetPadMode, tensordict_utils
 
 
 def vocabulary_of(hf_config: Any) -> int | None:
-    """Return the number of token ids that a model takes, ``None`` if its config does not say."""
+    """Return the number of token ids that a model takes, ``None`` if its config has no number."""
     words = getattr(hf_config.get_text_config(), "vocab_size", None)
     # Some models have placeholders of images and sounds after their vocabulary, and replace them before they embed.
     named = [f"{kind}_token_{number}" for kind in ("image", "video", "audio") for number in ("id", "index")]

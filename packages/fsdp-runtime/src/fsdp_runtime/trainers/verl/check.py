@@ -1,4 +1,4 @@
-"""``fsdp-runtime verl-check``: whether verl finds this engine, one line a finding.
+"""``fsdp-runtime verl-check``: report whether verl finds this engine, one line per finding.
 
 verl logs a plug-in that fails to import at DEBUG and goes on; its user then reads "Unknown backend: fsdp_runtime".  The
 check imports verl as a run does, asks its registries, and imports missing modules again, to show the error.
@@ -43,7 +43,7 @@ class CheckLine(NamedTuple):
 
 
 def check() -> Iterator[CheckLine]:
-    """Yield findings in the order in which they depend on each other; ends where the next cannot be asked."""
+    """Yield findings in the order of their dependencies; stop at the first finding that prevents the next."""
     yield from _platform()
     try:
         installed = version("verl")
@@ -95,7 +95,7 @@ def _import_error(module: str) -> str:
 
 
 def _plugins() -> Iterator[CheckLine]:
-    """Import every plug-in of verl again: one that failed does so again, and shows why."""
+    """Import every plug-in of verl again: a failing plug-in fails again, with its error."""
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     names = [name.strip() for name in policy.split(",")]
     found = list(entry_points(group=GROUP))
@@ -158,7 +158,7 @@ def _device(device: str) -> CheckLine:
 
 
 def _interface() -> Iterator[CheckLine]:
-    """What the engine uses of verl, and flags that this verl has and the engine does not know."""
+    """The verl functions that the engine uses, and flags of this verl that the engine does not know."""
     from fsdp_runtime.trainers.verl.flags import unknown_fields
     from fsdp_runtime.trainers.verl.verl_api import SIGNATURES
 

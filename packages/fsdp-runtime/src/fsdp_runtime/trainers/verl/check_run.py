@@ -42,7 +42,7 @@ def run_steps(seconds: float = 600.0) -> CheckLine:
 
 
 def _error_in(stderr: str) -> str:
-    """The first error of a rank, or what Hydra says of a setting; torchrun's own comes after them."""
+    """The first error of a rank, or Hydra's error about a setting; torchrun's own error comes later."""
     shown = re.compile(r"^(?:\[rank\d+\]: ?)?((?:[\w.]*(?:Error|Exception): |Could not override ).*)", re.MULTILINE)
     found = shown.search(stderr)
     return found[1] if found else "\n".join(stderr.splitlines()[-20:])

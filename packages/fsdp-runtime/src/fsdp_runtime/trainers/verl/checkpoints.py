@@ -22,7 +22,7 @@ _DEFAULT = ("model", "optimizer", "extra")
 
 
 def contents_of(config: Any, name: str) -> list[str]:
-    """Return what verl's checkpoint config says to save or to load."""
+    """Return the contents to save or load in verl's checkpoint config."""
     return list((config or {}).get(name, None) or ()) if config is not None else list(_DEFAULT)
 
 
@@ -37,7 +37,7 @@ class Checkpoints:
         self._saved: list[Path] = []
 
     def save(self, folder: Path, *, step: int, keep: int | None) -> None:
-        """Save to a folder; of those that this process saved, remove older ones after.  Collective."""
+        """Save to a folder; then remove older folders that this process saved.  Collective."""
         contents = contents_of(self._config, "save_contents")
         if "model" in contents:
             save_training_state(
@@ -73,7 +73,7 @@ class Checkpoints:
             shutil.rmtree(self._saved.pop(0), ignore_errors=True)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint of this engine, saved on any mesh, or the Hugging Face weights of one of verl's own."""
+        """Load a checkpoint of this engine, saved on any mesh, or the Hugging Face weights of a verl checkpoint."""
         # verl's state of the data of SFT follows: where it is of another number of ranks of dp, its files are
         # rewritten.
         contents = contents_of(self._config, "load_contents")

@@ -104,7 +104,7 @@ class FsdpRuntimeEngineConfig(EngineConfig):
 
     @property
     def context_method(self) -> Any:
-        """How attention spans the ranks of ``cp``."""
+        """The method by which attention spans the ranks of ``cp``."""
         return "ulysses" if self.ulysses_sequence_parallel_size > 1 else self.context_parallel
 
     @property
@@ -176,7 +176,7 @@ class FsdpRuntimeCriticConfig(CriticConfig):
 
 
 def _join(role: Any, theirs: str) -> None:
-    """Hand what verl's commands set on the role, or on its own engine, to this engine and the optimizer."""
+    """Copy settings of verl's commands on the role, or on its verl engine, to this engine and the optimizer."""
     if role.grad_clip is not None:
         role.optim.clip_grad = role.grad_clip
     if (size := role.ulysses_sequence_parallel_size) > 1:
@@ -192,7 +192,7 @@ def _join(role: Any, theirs: str) -> None:
 
 
 def engine_config(**given: Any) -> FsdpRuntimeEngineConfig:
-    """Return the config of fields by name; the ``_target_`` of the config group."""
+    """Return the config of fields by name; this is the ``_target_`` of the config group."""
     known = {each.name for each in fields(FsdpRuntimeEngineConfig)}
     unknown = [
         f"{name} (here: {ELSEWHERE[name]})" if name in ELSEWHERE else name for name in given if name not in known
@@ -203,7 +203,7 @@ def engine_config(**given: Any) -> FsdpRuntimeEngineConfig:
 
 
 def to_dtype(name: str, value: Any) -> torch.dtype:
-    """Return a dtype of verl's names."""
+    """Return the dtype of a verl name."""
     try:
         dtype: torch.dtype = PrecisionType.to_dtype(value)
     except RuntimeError:
@@ -230,7 +230,7 @@ def check_configs(model: Any, engine: Any, optimizer: Any, checkpoint: Any) -> N
 
 
 def check_flags(config: FsdpRuntimeEngineConfig) -> None:
-    """Refuse the flags of verl's FSDP engine that have no counterpart, and values that are none of theirs."""
+    """Refuse the flags of verl's FSDP engine without a counterpart, and invalid values of the others."""
     require_types("", config)
     refuse("", "EngineConfig", config)
     refuse("", "FSDPEngineConfig", config)
@@ -247,7 +247,7 @@ def check_flags(config: FsdpRuntimeEngineConfig) -> None:
 
 
 def check_optimizer(optim: Any) -> None:
-    """Refuse settings of verl's optimizer and schedule that cannot be meant."""
+    """Refuse invalid settings of verl's optimizer and schedule."""
     require_types("optim.", optim, or_none="clip_grad")
     if (clip := optim.clip_grad) is not None and not clip > 0:
         raise OptionError(f"optim.clip_grad={clip!r}: give a positive norm, or null to clip nothing")

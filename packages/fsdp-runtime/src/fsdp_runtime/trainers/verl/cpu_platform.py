@@ -19,7 +19,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 class _Device(types.ModuleType):
-    """``torch.cpu`` with what verl asks of ``torch.cuda``: memory that is not counted, and the CPU's random numbers."""
+    """``torch.cpu`` with ``torch.cuda``'s functions that verl calls: uncounted memory, and the CPU's random numbers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -34,13 +34,13 @@ class _Device(types.ModuleType):
 
 
 def _returns(value: Any) -> Any:
-    """Return a method that returns a value, whatever it is given."""
+    """Return a method that returns a value for all arguments."""
     return lambda self, *args, **kwargs: value
 
 
 @PlatformRegistry.register(platform="cpu")
 class CPUPlatform(PlatformBase):
-    """One device, ``cpu``, gloo, and what Ray is told to call a GPU."""
+    """One device, ``cpu``, with gloo, and the resource that Ray counts as a GPU."""
 
     device_name = vendor_name = "cpu"
     device_module = _Device("cpu_device")
@@ -59,7 +59,7 @@ class CPUPlatform(PlatformBase):
     cudart = profiler_start = profiler_stop = _returns(None)
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        """As for GPUs."""
+        """Return Ray's options, the same as for GPUs."""
         return {"num_gpus": num_gpus}
 
 

@@ -1,4 +1,4 @@
-"""verl's state of the data of SFT, one file for each rank of dp, brought to another number of them.
+"""Convert verl's SFT data state, one file per rank of dp, to another number of ranks.
 
 verl's sampler deals one permutation: rank r of n reads its rows r, r + n, and so on.  After as many global batches all
 ranks together have read the same rows whatever n is; what differs is the number that each of them has read.
@@ -20,7 +20,7 @@ _DEALT_TO = "fsdp_runtime_dp"  # of a file that was rewritten; StatefulDataLoade
 
 
 def deal_anew(folder: Path, saved: int, dp: int) -> None:
-    """Rewrite the files of a checkpoint for ``dp`` ranks; nothing if they are, or if there are none.  One process."""
+    """Rewrite the files of a checkpoint for ``dp`` ranks; nothing if they fit or are missing.  One process."""
     first = folder / "data_0.pt"
     if not first.is_file():
         return
@@ -49,7 +49,7 @@ def deal_anew(folder: Path, saved: int, dp: int) -> None:
 
 
 def _holders(state: Any) -> Iterator[dict[str, Any]]:
-    """Yield the dicts that count samples, wherever the number of workers puts them."""
+    """Yield the dicts that count samples; their place depends on the number of workers."""
     if isinstance(state, dict):
         if _COUNT in state:
             yield state

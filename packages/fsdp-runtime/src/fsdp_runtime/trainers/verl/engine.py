@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class FsdpRuntimeEngine(BaseEngine):
-    """What both kinds of models share, built from verl's configs of model, optimizer and checkpoints, and its own."""
+    """The shared engine of both kinds of models, from verl's model, optimizer and checkpoint configs and its own."""
 
     value_head = False
     scorer: Any  # of a model: returns values of this rank's tokens, by verl's names
@@ -82,15 +82,15 @@ class FsdpRuntimeEngine(BaseEngine):
         return bool(self.engine_config.optimizer_offload) and not self.engine_config.offload_policy
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's index among those that read different samples."""
+        """This rank's index among ranks that read different samples."""
         return self._dp.get_local_rank()
 
     def get_data_parallel_size(self) -> int:
-        """How many ranks read different samples."""
+        """The number of ranks that read different samples."""
         return self._dp.size()
 
     def get_data_parallel_group(self) -> Any:
-        """The group of the ranks that read different samples."""
+        """The group of ranks that read different samples."""
         return self._dp.get_group()
 
     def is_mp_src_rank_with_outputs(self) -> bool:
@@ -139,7 +139,7 @@ class FsdpRuntimeEngine(BaseEngine):
 
     @first_rank_speaks()
     def optimizer_step(self) -> float:
-        """Clip gradients and step, or skip the step where their norm is not finite; return the norm before clipping."""
+        """Clip gradients and step, or skip the step if their norm is not finite; return the norm before clipping."""
         self._require_training()
         limit, parameters = self.optimizer_config.clip_grad, trained_parameters(self.module)
         norms = rl_logprobs()
@@ -222,7 +222,7 @@ class FsdpRuntimeEngine(BaseEngine):
             torch.autograd.backward(torch.stack([values.sum() * 0 for values in scores.values()]).sum())
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move parts to the host (``"cpu"``) or back (the device's name); a part that is there stays."""
+        """Move parts to the host (``"cpu"``) or to the device (its name); a part already there stays."""
         if grad and not model:
             raise OptionError("gradients move with the model: give model=True")
         if self.engine_config.offload_policy or get_device_name() == "cpu":
@@ -261,12 +261,12 @@ class FsdpRuntimeEngine(BaseEngine):
         return self._streamed(self._own_shards().specs()), None
 
     def prime_delta_snapshots(self) -> None:
-        """Take the present weights as those that the rollout has."""
+        """Take the present weights as the rollout's weights."""
         with self._residency.present("parameters", "buffers"):
             self._own_shards().remember()
 
     def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], dict[str, Any] | None]:
-        """Return what changed since the last call or :meth:`prime_delta_snapshots`, by the checkpoint's tensors."""
+        """Return changes since the last call or :meth:`prime_delta_snapshots`, by the checkpoint's tensors."""
         return self._streamed(self._own_shards().changes()), None
 
     def _own_shards(self) -> export.Shards:
@@ -302,7 +302,7 @@ class FsdpRuntimeEngine(BaseEngine):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Run as the base model inside: the reference of a policy with an adapter."""
+        """Disable the adapter inside: the base model is the reference of a policy with an adapter."""
         if not hasattr(self.module, "peft_config"):
             yield
             return
@@ -321,7 +321,7 @@ class LanguageModelEngine(FsdpRuntimeEngine):
 
 
 class ValueModelEngine(FsdpRuntimeEngine):
-    """Critics: one value a token."""
+    """Critics: one value per token."""
 
     value_head = True
     scorer = TokenValues

@@ -1,4 +1,4 @@
-"""Weights for verl's rollout: full tensors, adapters by themselves, shards, and what changed since the last time."""
+"""Weights for verl's rollout: full tensors, adapters alone, shards, and changes since the last export."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ADAPTER = "default"
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapter's factors in full, by the names that peft gives them on disk.  Collective."""
+    """Yield the adapter's factors in full, by peft's names on disk.  Collective."""
     for name, tensor in adapter_tensors(model, state_entries(model), ADAPTER).items():
         full = tensor.detach()
         yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
 
 def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under an adapter, by the names that a rollout with adapters has for them.  Collective."""
+    """Yield the weights under an adapter, by the names of a rollout with adapters.  Collective."""
     # A rollout with adapters wraps the layers that have one: vLLM's loader takes ``….base_layer.weight`` for these.
     config = model.peft_config[ADAPTER]
     with model.disable_adapter():
@@ -46,7 +46,7 @@ def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
 
 class Shards:
-    """This rank's blocks of the checkpoint's tensors, and what changed of them since a snapshot."""
+    """This rank's blocks of the checkpoint's tensors, and their changes since a snapshot."""
 
     # Blocks that several ranks hold are sent by the first of these. The gathering group of verl's checkpoint engine is
     # the world in every entry, so that all ranks pass the same entries in the same order.
@@ -58,7 +58,7 @@ class Shards:
         self._is_primed = False
 
     def blocks(self) -> Iterator[tuple[str, int, Tensor, BlockPlacement, bool]]:
-        """Yield name, number, values, place and whether this rank sends them, in one order on all ranks."""
+        """Yield each block's name, number, values, place and whether this rank sends it, in one order on all ranks."""
         # A tensor has as many entries as a rank has blocks of it; a rank with fewer yields empty ones.
         self._shards.refresh()
         layout, local = self._shards.layout, self._shards.local
@@ -90,14 +90,14 @@ class Shards:
             yield name, values, spec
 
     def remember(self) -> None:
-        """Take the present values as those that the rollout has."""
+        """Take the present values as the rollout's values."""
         for name, number, values, _, sends in self.blocks():
             if sends:
                 self._keep(name, number, values)
         self._is_primed = True
 
     def changes(self) -> Iterator[tuple[Any, ...]]:
-        """Yield ``(slots, dtype, counts, indices, values, group)``: what changed, in the flat tensors' coordinates."""
+        """Yield ``(slots, dtype, counts, indices, values, group)``: changes, in the flat tensors' coordinates."""
         if not self._is_primed:  # on every rank, also where a peer sends its blocks
             raise OptionError(
                 "no weights were sent in full, so that nothing says what changed: call prime_delta_snapshots() first"

@@ -1,4 +1,4 @@
-"""Whether fields of a config hold what they are declared as; Python takes ``"False"``, a text of YAML's, as true."""
+"""Check that fields of a config have their declared types; Python takes YAML's text ``"False"`` as true."""
 
 from __future__ import annotations
 

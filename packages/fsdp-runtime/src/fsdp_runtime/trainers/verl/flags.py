@@ -16,7 +16,7 @@ State = Literal["same", "here", "refused"]
 
 
 class Flag(NamedTuple):
-    """One flag: its state, and what there is to say; of a refused one, the entry that sets it and the flag it needs."""
+    """One flag: its state and a note; for a refused flag, the entry that sets it and the flag that it needs."""
 
     state: State
     text: str = ""

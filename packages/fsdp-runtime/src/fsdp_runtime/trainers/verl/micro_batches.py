@@ -30,7 +30,7 @@ class CutBatch:
 
 
 def cut(data: Any, group: Any, *, cp: int, words: int | None) -> CutBatch:
-    """Cut a batch, and write what verl's losses read of all ranks into it; one small collective."""
+    """Cut a batch, and write values of all ranks for verl's losses into it; one small collective."""
     # The ``cp`` ranks that share each row share the limit of tokens too.
     own, names = _own(data, cp, words), sorted(name for name, value in data.items() if isinstance(value, Tensor))
     facts = _gathered([own.tokens, len(own.batches), own.error is not None, crc32(" ".join(names).encode())], group)
@@ -49,7 +49,7 @@ def cut(data: Any, group: Any, *, cp: int, words: int | None) -> CutBatch:
 
 
 class _Rules(NamedTuple):
-    """What a batch says of its cut: samples that stay together; a limit of tokens with ``cp``, or samples of each."""
+    """A batch's settings for its cut: samples that stay together; a token limit with ``cp``, or samples per part."""
 
     forced: int
     limit: int
@@ -78,7 +78,7 @@ def _number(data: Any, name: str) -> int | None:
 
 
 class _Own(NamedTuple):
-    """What a rank makes of its batch: a cut with the number of tokens that count, or an error."""
+    """One rank's cut of its batch with the number of counted tokens, or its error."""
 
     rules: _Rules = _Rules(1, 0, 1, 1)
     batches: Sequence[Any] = ()
@@ -88,7 +88,7 @@ class _Own(NamedTuple):
 
 
 def _own(data: Any, cp: int, words: int | None) -> _Own:
-    """Cut a rank's batch; its error is returned, for its peers do not wait for a rank that has raised."""
+    """Cut a rank's batch; return its error, because its peers do not wait for a rank that has raised."""
     try:
         require_sound(data, words)
         rules = _rules_of(data, cp)
@@ -111,7 +111,7 @@ def _gathered(own: list[int], group: Any) -> list[list[int]]:
 
 
 def _refuse(error: Exception | None, names: list[str], group: Any) -> NoReturn:
-    """Raise the first rank's error, or how fields differ, on every rank; one more collective."""
+    """Raise the first rank's error, or the difference of fields, on every rank; one more collective."""
     known = isinstance(error, FsdpRuntimeError)
     text = str(error) if known else error and f"its batch cannot be read: {type(error).__name__}: {error}"
     every: list[Any] = [None] * dist.get_world_size(group)

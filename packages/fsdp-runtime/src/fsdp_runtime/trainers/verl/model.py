@@ -29,7 +29,7 @@ _VISION_TOWERS = ("visual", "vision_tower", "vision_model")
 
 
 def build_module(model_config: Any, config: FsdpRuntimeEngineConfig, *, value_head: bool) -> nn.Module:
-    """Return the module of a config on the meta device, with the adapter that it asks for."""
+    """Return the module of a config on the meta device, with the config's adapter."""
     hf_config = model_config.hf_config
     code = {"trust_remote_code": True} if model_config.trust_remote_code else {}
     with meta_device():
@@ -138,7 +138,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def optimizer_of(model: nn.Module, optim: Any) -> torch.optim.Optimizer:
-    """Build the optimizer of verl's config, of any class that it names."""
+    """Build the optimizer of verl's config, of any class named there."""
     try:
         optimizer: torch.optim.Optimizer = build_optimizer(trained_parameters(model), optim)
     except (AttributeError, ImportError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What verl imports when it starts: the engines and config groups register themselves.
+"""The module that verl imports at start: it registers the engines and config groups.
 
 A plug-in that fails is logged by verl at DEBUG and left out, so that the user sees "Unknown backend: fsdp_runtime"
 only; ``VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.plugin`` shows the error.

@@ -29,7 +29,7 @@ def way_of(mode: str, *, forward_only: bool, has_loss: bool, asked: bool | None)
 
 @contextmanager
 def recorded_or_replayed(way: Way, model: nn.Module, rows: Rows, micro_batch: Any) -> Iterator[Any]:
-    """Run a forward with routes recorded or replayed; yields those that are recorded."""
+    """Run a forward with routes recorded or replayed; yields recorded routes."""
     if way == "record":
         with record_routes(model) as routes:
             yield routes
@@ -45,7 +45,7 @@ def recorded_or_replayed(way: Way, model: nn.Module, rows: Rows, micro_batch: An
 
 
 def _routes(given: Any, rows: Rows) -> Tensor:
-    """Return verl's ``[samples, length, layers, k]`` as ``[layers, rows * length, k]``, -1 where there is none."""
+    """Return verl's ``[samples, length, layers, k]`` as ``[layers, rows * length, k]``, -1 where no route exists."""
     full = rows.flat(given, -1).to(torch.int32)
     if full.shape[-1] > 1:  # verl fills tokens that were never run with zeros: no token has one expert twice
         full = full.masked_fill((full == 0).all(-1, keepdim=True), -1)

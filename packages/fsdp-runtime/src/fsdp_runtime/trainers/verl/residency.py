@@ -1,4 +1,4 @@
-"""Where parameters, gradients and optimizer state are: verl moves them to the host between phases."""
+"""The devices of parameters, gradients and optimizer state: verl moves them to the host between phases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_runtime.memory.offload import Part, offload, onload
 
 
 class Residency:
-    """Moves parts of a model to the host and back, each once however often verl asks."""
+    """Move parts of a model to the host and back, each part once even if verl asks again."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
@@ -34,7 +34,7 @@ class Residency:
 
     @contextmanager
     def present(self, *parts: Part) -> Iterator[None]:
-        """Have parts on the device inside, and where they were after."""
+        """Keep parts on the device inside, and move them back after."""
         away = [part for part in parts if part in self._away]
         self.onload(away)
         try:

@@ -74,7 +74,7 @@ def rows_of(micro_batch: Any, mesh: DeviceMesh, config: FsdpRuntimeEngineConfig,
 
 
 def idle_rows(mesh: DeviceMesh, config: FsdpRuntimeEngineConfig) -> Rows:
-    """Return a row of padding that no loss reads, for a rank that has fewer micro-batches than its peers."""
+    """Return a row of padding that no loss reads, for a rank with fewer micro-batches than its peers."""
     device = get_device_id()
     length = 2 * config.axes.cp
     ids = torch.zeros((1, length), dtype=torch.int64, device=device)

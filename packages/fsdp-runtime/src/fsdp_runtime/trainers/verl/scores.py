@@ -1,4 +1,4 @@
-"""What verl reads of each token: log-probabilities, entropies and others, without logits where none is needed."""
+"""Per-token values that verl reads: log-probabilities, entropies and others, without logits if unneeded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenValues:
-    """Scores tokens by a critic."""
+    """Score tokens with a critic."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -34,7 +34,7 @@ class TokenValues:
 
 
 class TokenScores:
-    """Scores tokens by a language model: without logits, unless its head is no linear map or a score needs them."""
+    """Score tokens with a language model: without logits, unless its head is not linear or a score needs logits."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._without_logits = model, True
