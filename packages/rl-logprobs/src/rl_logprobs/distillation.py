@@ -46,7 +46,7 @@ def topk_logprobs(
 ) -> TopTokens:
     """Return the ``k`` most probable tokens and their log-probabilities under ``softmax(logits / temperature)``.
 
-    Exactly ``k`` tokens; of equal logits, those with the lower ids, so that the result does not depend on how the
+    Exactly ``k`` tokens; of equal logits, the lower ids are taken, so that the result does not depend on how the
     vocabulary is sharded.  One collective.
 
     Args:
@@ -132,7 +132,7 @@ def logprobs_at(
     One pass over the local logits and one collective forward, none backward.  With a teacher's ids and
     log-probabilities from ``topk_logprobs``, the divergence on the teacher's most probable tokens is
     ``(teacher.logprobs.exp() * (teacher.logprobs - logprobs_at(student_logits, teacher.ids))).sum(-1)``;
-    ``.log_softmax(-1)`` of either renormalises it among those tokens.
+    ``.log_softmax(-1)`` of either renormalises it among these tokens.
 
     Args:
         logits: ``[..., tokens, vocab]``, plain, a DTensor or a local shard, as ``token_statistics`` takes them.

@@ -12,6 +12,6 @@ from rl_logprobs.softmax.row_blocks import represent_tiles, tile_multiplicity
 @contextmanager
 def traced_on_accelerator() -> Iterator[Callable[[], int]]:
     """Compute on CPU or fake tensors as on an accelerator's, and run only representative tiles."""
-    # Yields a function that returns the number of tiles for which the running operator stands.
+    # Yields a function that returns the number of tiles that the running operator represents.
     with assume_accelerator(), represent_tiles():
         yield tile_multiplicity

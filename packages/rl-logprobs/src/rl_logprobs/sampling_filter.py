@@ -27,7 +27,7 @@ class SamplingFilter:
     """The filters of a sampler, applied after the temperature.
 
     Attributes:
-        top_k: keep the ``k`` largest logits, and those that equal the last of them; None keeps all.
+        top_k: keep the ``k`` largest logits, and logits equal to the last of them; None keeps all.
         top_p: keep the most probable tokens that together reach this probability, among those that ``top_k``
             kept (Holtzman et al., arXiv:1904.09751); 1 keeps all.
         min_p: keep tokens at least this probable relative to the most probable (Nguyen et al.,

@@ -208,7 +208,7 @@ class HeadSource:
         )
 
 
-#: What logits come from.
+#: The sources of logits.
 Source = LogitSource | HeadSource
 
 

@@ -74,7 +74,7 @@ def _entries(ids: torch.Tensor, possible: torch.Tensor, ignored: torch.Tensor, s
     require_same_device(ids=ids, tokens=ignored)
     k = ids.shape[-1]
     offsets = torch.arange(ignored.numel() + 1, device=ids.device) * k
-    # Ids of tokens that do not count may be anything, so that k different ones stand for them.
+    # Ids of tokens that do not count may be anything; k different ids replace them.
     filled = torch.where(ignored[..., None], torch.arange(k, device=ids.device), ids)
     support = Support(filled.reshape(-1), offsets)
     tokens = TokenSlice.all_of(source.tokens.shape)

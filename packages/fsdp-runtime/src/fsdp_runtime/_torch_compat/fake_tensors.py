@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 def fake_store() -> Any:
     """The store of torch's process group without peers; both are under ``torch.testing._internal`` in 2.10 to 2.15."""
-    # Importing the module registers the backend ``"fake"``; importing another, what collectives of tensors without data
-    # return, which torch 2.11 and later have built in.
+    # Importing the module registers the backend ``"fake"``; importing another registers results of collectives on
+    # tensors without data, which torch 2.11 and later have built in.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with suppress(ImportError):

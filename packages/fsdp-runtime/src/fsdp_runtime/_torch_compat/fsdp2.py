@@ -120,8 +120,8 @@ def has_gradient_hooks(root: FSDPModule) -> bool:
 
 def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
     """The places of parameters that hold another tensor than FSDP2 will gather (private in torch 2.10 to 2.15)."""
-    # Its first forward takes the parameters that modules hold then, as after ``load_state_dict(assign=True)``, and what
-    # ``functional_call`` lends them, too.
+    # Its first forward takes the parameters that modules hold then, as after ``load_state_dict(assign=True)``, and the
+    # tensors of ``functional_call``, too.
     state: Any = root._get_fsdp_state()
     if state._is_root is None:
         places = [place for each in _fsdp_parameters(root) for place in _places(each._module_info)]  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def reset_after_error(root: FSDPModule) -> None:
 
 def drop_unreduced_gradients(unit: FSDPModule, shards: Container[nn.Parameter] | None = None) -> bool:
     """Drop unreduced accumulated gradients, of some shards or all; return whether there were any."""
-    # They are not where others share a buffer with them, as gradients do that wait for the all-reduce between replicas
+    # Gradients that share a buffer with others are not dropped, such as gradients waiting for the replicas' all-reduce
     # (private in torch 2.10 to 2.15).
     dropped = True
     for group in _parameter_groups(unit):

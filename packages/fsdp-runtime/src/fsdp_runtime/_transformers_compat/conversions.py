@@ -32,7 +32,7 @@ class Translation:
 
 def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:
     """Return the translation of a checkpoint's tensors, by their names in the files, to the model's ``known`` names."""
-    # ``from_pretrained`` renames (and for some architectures merges) what it reads by a table that has no public
+    # ``from_pretrained`` renames (and for some architectures merges) checkpoint tensors by a table without a public
     # reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
     if not is_transformers_model(model):
         return Translation({name: name for name in checkpoint_names}, ())

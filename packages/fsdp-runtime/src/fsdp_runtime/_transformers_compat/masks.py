@@ -32,7 +32,7 @@ def sdpa_mask_between(
     """Build the boolean mask ``[batch, 1, queries, keys]`` of SDPA with transformers' own function."""
     # ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.6 to
     # 5.24). ``documents``, ``positions``, ``subtree_end`` and ``padding`` (false at padding) are ``[batch, seq]``, or
-    # ``None``; positions are those in a document, or on a path of a prefix tree (``PathMask``). With ``use_vmap`` the
+    # ``None``; positions count in a document, or on a path of a prefix tree (``PathMask``). With ``use_vmap`` the
     # mask function takes single indices.
     from transformers.masking_utils import and_masks, padding_mask_function, sdpa_mask
 

@@ -24,7 +24,7 @@ class ParallelismReport:
         fsdp_modules: modules that FSDP2 gathers and frees as one group, the root as ``""``.
         recomputing: modules that recompute their activations in backward.
         compiled: modules that are compiled in place.
-        wrapped: what stands in front of the forward of a module, the outermost first.
+        wrapped: the wrappers around the forward of a module, the outermost first.
         sharded: the mesh axes that each sharded parameter is sharded over.
         replicated: parameters that are replicated over all axes.
         local_bytes: bytes of all parameters on this rank.

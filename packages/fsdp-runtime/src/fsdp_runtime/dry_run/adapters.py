@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class WithAdapters:
     """Build a model with low-rank adapters, all other parameters frozen."""
 
-    source: Any  # what ``estimate`` takes as its model
+    source: Any  # any model argument of ``estimate``
     rank: int = 16  # of the adapters
     # number of adapters of a layer.  One is PEFT's LoRA of every linear layer but the head, and stacked experts get
     # none; several are added to attention, MLPs and stacked experts.

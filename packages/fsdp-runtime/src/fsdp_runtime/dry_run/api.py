@@ -80,7 +80,7 @@ def estimate(
             or one number for all axes.
         progress: called with a step's name, the number of finished steps and the number of all steps.
         micro_batches: forward and backward passes of a step; their gradients add up.
-        offload_activations: move what forward keeps for backward to the host and back; with blocks that recompute,
+        offload_activations: move tensors kept for backward to the host and back; with blocks that recompute,
             their inputs.
         attention_kernels: count the workspaces of these kernels in backward: FlashAttention 2 (also torch's own), 3,
             or none.

@@ -130,7 +130,7 @@ def sweep(
     return rank_candidates(world_size, found)
 
 
-#: What a bound on a mesh's memory leaves for rounding and uneven parts.
+#: The margin of a bound on a mesh's memory for rounding and uneven parts.
 _SLACK = 0.95
 
 

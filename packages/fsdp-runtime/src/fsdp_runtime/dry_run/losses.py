@@ -50,8 +50,8 @@ def clip_function() -> Callable[[Any, float], Any] | None:
 def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
     """Let rl-logprobs compute as on an accelerator, and run only the representative tiles of a loss."""
     # Otherwise a loss of ``T`` tokens would trace a number of operators in proportion to ``T``, and the gradient norm
-    # one in proportion to the parameters. Yields a function that returns the number of tiles for which an operator
-    # stands.
+    # one in proportion to the parameters. Yields a function that returns the number of tiles that an operator
+    # represents.
     try:
         traced_on_accelerator = import_module("rl_logprobs.dry_run").traced_on_accelerator
     except ImportError:

@@ -21,7 +21,7 @@ OnLogits = Callable[[Tensor, Tensor], Tensor]
 #: Computes a loss from hidden states ``[tokens, features]``, the head's weight ``[vocabulary, features]`` and targets.
 OnHidden = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-#: Number of equal parts for which the running one stands.
+#: Number of equal parts that the running part represents.
 multiplicity: ContextVar[int] = ContextVar("multiplicity", default=1)
 
 
@@ -151,7 +151,7 @@ def chunked_vocabulary(rows: int, hidden: Tensor, weight: Tensor, targets: Tenso
 
 
 def _representative(starts: range) -> Iterator[int]:
-    """Yield the first, second and last start; the second stands for all between."""
+    """Yield the first, second and last start; the second represents all between."""
     yield from starts[:1]
     if len(starts) > 2:
         token = multiplicity.set(len(starts) - 2)

@@ -17,7 +17,7 @@ from fsdp_runtime.errors import EstimateError
 #: Tokens of a sequence for which one rank of ``cp`` is enough; longer ones are also tried on several.
 _TOKENS_WITHOUT_CP = 16384
 
-#: What differs between kinds of training: LoRA leaves the model in bfloat16, as it was loaded.
+#: Differences between kinds of training: LoRA leaves the model in bfloat16, as it was loaded.
 _TRAININGS: Mapping[str, Mapping[str, Any]] = {"full": {"master_dtype": "fp32"}, "lora": {}}
 
 

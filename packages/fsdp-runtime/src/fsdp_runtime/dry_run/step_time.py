@@ -2,7 +2,7 @@
 
 The lower bound has every operation at the published rate, attention's masked half left out, and everything overlapped:
 the largest of computing, the memory's bytes and each axis's traffic.  The expected time has the fractions of the rates
-that kernels reach, adds what follows one another (products, attention, the memory's bytes, and the traffic of all axes
+that kernels reach, adds sequential parts (products, attention, the memory's bytes, and the traffic of all axes
 but FSDP2's), and hides FSDP2's traffic behind them as far as it is shorter.  Neither knows launches, stragglers,
 input or the host.
 """

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 Phase = Literal["forward", "loss", "backward", "clip", "optimizer"]
 
-#: The phases of a training step in order; a step without clipping or optimizer lacks those.
+#: The phases of a training step in order; a step without clipping or optimizer lacks their phases.
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "clip", "optimizer")
 
 #: Version of the dicts that ``to_dict`` returns.
@@ -132,7 +132,7 @@ class Traffic:
         nbytes: bytes of this rank's inputs, over all calls.
         bytes_sent: bytes that this rank sends at least, by the ring algorithm: all-gather ``(n-1) x nbytes``,
             reduce-scatter and all-to-all ``(n-1)/n x nbytes``, all-reduce twice that, others ``nbytes``; an all-to-all
-            of uneven parts all that is not for this rank itself.
+            of uneven parts counts all bytes for other ranks.
         seconds: ``bytes_sent`` at the bandwidth given for the axis; ``None`` without one.  A bandwidth-only lower bound
             per collective: no latency or link contention; overlap is not modelled.
     """

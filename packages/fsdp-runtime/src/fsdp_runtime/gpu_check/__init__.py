@@ -1,7 +1,7 @@
 """``python -m fsdp_runtime.gpu_check``: one command that measures properties visible only on GPUs.
 
 ``machine``   devices, versions, and on which device and backend a rank works
-``ranks``     processes of one world, each check on all of them, and what became of it
+``ranks``     processes of one world, each check on all of them, and its result
 ``parity``    a step on every axis against the same step of one process
 ``kernels``   log-probabilities by Triton against torch's operators
 ``memory``    the peak of a step against the dry run's

@@ -13,8 +13,8 @@ class CheckResult:
 
     section: str  # the heading that it stands under
     what: str  # the setting, such as ``"LlamaForCausalLM, tp=2, float32"``
-    figure: str  # what was measured, with its unit
-    bound: str = ""  # what it was compared with; empty if nothing is expected
+    figure: str  # the measured value, with its unit
+    bound: str = ""  # the expected bound; empty without an expectation
     # ``"failed"`` if the figure is out of its bound or the check raised; ``"not run"`` says why in ``figure``
     state: Literal["passed", "failed", "measured", "not run"] = "measured"
 

@@ -32,7 +32,7 @@ def run_checks(world: World, checks: list[Check], show: Callable[[str], None]) -
         failure = ""
         try:
             mp.spawn(_run_rank, (world, checks, folder), nprocs=world.size)  # type: ignore[attr-defined, no-untyped-call]
-        except Exception as error:  # noqa: BLE001  # whatever ended a rank belongs into the report
+        except Exception as error:  # noqa: BLE001  # every error that ended a rank belongs in the report
             failure = str(error).strip().splitlines()[-1]
         lines = Path(folder, "findings").read_text().splitlines() if Path(folder, "findings").exists() else []
     found = [CheckResult(**json.loads(line)) for line in lines]

@@ -1,6 +1,6 @@
 """Measure a training step while it runs: speed, work, memory and traffic, as plain numbers for any logger.
 
-``StepMeter``   times steps and phases; ``StepValues`` is what it found of one step
+``StepMeter``   times steps and phases; ``StepValues`` has its values of one step
 ``ModelFlops``  floating-point operations of a model for given lengths, as model FLOPs utilization counts them
 """
 

@@ -259,7 +259,7 @@ def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
     reads all of them and announces a lost rank; the other ranks follow rank 0.
 
     Args:
-        timeout: seconds.  A thread sends ten heartbeats in this time, whatever the main thread waits for; only code
+        timeout: seconds.  A thread sends ten heartbeats in this time, also while the main thread waits; only code
             that holds Python's global interpreter lock for that long would be taken for dead.
 
     Yields:

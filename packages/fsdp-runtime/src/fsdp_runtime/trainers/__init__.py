@@ -1,6 +1,6 @@
 """Trainers of transformers and TRL on a model that ``parallelize`` has sharded.
 
-Install what they need with ``pip install fsdp-runtime[trainer]`` (transformers, accelerate and rl-logprobs) or
+Install their requirements with ``pip install fsdp-runtime[trainer]`` (transformers, accelerate and rl-logprobs) or
 ``fsdp-runtime[trl]`` (TRL and datasets in addition).  Importing this package imports none of them; the first use of a
 name does, and raises ``BackendError`` where one is not installed.
 

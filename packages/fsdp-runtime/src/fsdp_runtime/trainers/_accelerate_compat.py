@@ -1,6 +1,6 @@
 """Every use of accelerate's private API, with its reason; tested on accelerate 1.15.
 
-``Accelerator`` hands what it has prepared and registered to its own ``save_state`` only, under private names.
+``Accelerator`` keeps prepared and registered objects under private names, for its own ``save_state`` only.
 """
 
 from __future__ import annotations

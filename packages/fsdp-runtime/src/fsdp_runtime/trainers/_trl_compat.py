@@ -1,7 +1,7 @@
 """Every use of TRL's private API, with its reason; tested on TRL 1.13 to 1.16.
 
 TRL's trainers build models, wrap them in adapters and gather over the world by functions of other modules, found under
-global names of the trainer's own.  Inside of :func:`replaced` those names stand for functions of a mesh.
+global names of the trainer's own.  Inside of :func:`replaced` these names are functions of a mesh.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _NEAREST = {
     ("CPO", "ORPO", "TPO", "OnlineDPO"): "DPOTrainer",
     ("A2PO",): "RLOOTrainer",
 }
-#: What lists the weights that are sent, by the names of the checkpoint; the callback that begins training; and the
+#: The method that lists the sent weights, by the names of the checkpoint; the callback that begins training; and the
 #: function that looks up the device's operations a second.  How the names of a packed row's paths begin.
 MANIFEST, BEGINS, PEAK_FLOPS = "_iter_vllm_named_params", "_TrainBeginCallback", "get_peak_flops_per_device"
 TREE = "tree_"

@@ -20,7 +20,7 @@ _REFUSED = {
     "parallelism_config": _MESH,
     **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "compile blocks: parallelize_kwargs={'compile': True}"),
 }
-#: What ``accelerate launch`` sets from a configuration file.
+#: Environment variables that ``accelerate launch`` sets from a configuration file.
 _ENVIRONMENT = tuple(f"ACCELERATE_USE_{kind}" for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"))
 _PRECISIONS = (None, "no", "bf16")
 

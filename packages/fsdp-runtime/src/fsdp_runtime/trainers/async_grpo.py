@@ -35,7 +35,7 @@ class AsyncGRPOMixin(TrlMixin):
     """Let TRL's asynchronous GRPO trainer train on a mesh; see :class:`TrlMixin`.
 
     Rank 0 reads the rollouts and packs a row for every rank of ``dp``; the ranks of one ``tp`` group get the same row.
-    What fails on rank 0, such as a server that does not answer, is raised on every rank.  Pass ``weight_transfer`` on
+    Errors on rank 0, such as a server that does not answer, are raised on every rank.  Pass ``weight_transfer`` on
     every rank: a :class:`~fsdp_runtime.sync.WeightTransfer` is then called on all of them, and another object, or TRL's
     own, on rank 0, with weights that are gathered before.  An adapter (``peft_config``) is sent alone where TRL does
     that: without ``weight_transfer``, to a server started with ``--enable-lora``.  Else it is merged into the weights.
@@ -99,7 +99,7 @@ class AsyncGRPOMixin(TrlMixin):
         is_first = self.accelerator.is_main_process
         own = (self._groups_before_resume, self._trained_groups) if is_first else None
         shared = on_every_rank(lambda: own, None)[0]
-        if not is_first:  # rank 0's own set is the one that its collator adds to
+        if not is_first:  # rank 0's collator adds to its own set
             self._groups_before_resume, self._trained_groups = shared
 
     def _init_lora_sync(self, model: Any) -> bool:

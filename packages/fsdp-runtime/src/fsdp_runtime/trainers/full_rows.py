@@ -1,7 +1,7 @@
 """Full rows for a model under context parallelism: trainers give every rank of ``cp`` the same batch.
 
-A hook in front of the model's own takes this rank's tokens of the inputs, padded to a length that divides.  What is
-computed of each token, such as a log-probability, is gathered, so that every rank has the loss of the full rows and
+A hook in front of the model's own takes this rank's tokens of the inputs, padded to a length that divides.  Per-token
+results, such as log-probabilities, are gathered, so that every rank has the loss of the full rows and
 each its own tokens' part of the gradient, which FSDP2 sums over ``cp``.
 """
 

@@ -169,7 +169,7 @@ class MeshAccelerator(StateMixin, Accelerator):
         every rank reads a stream from its beginning and keeps its own rows.
 
         Raises:
-            OptionError: ``even_batches=False``, with which ranks of ``dp`` would take different numbers of batches; or
+            OptionError: ``even_batches=False``, ranks of ``dp`` would then take different numbers of batches; or
                 ranks would read the rows of a stream in different orders.
         """
         if self._source is not None and self.num_processes > 1 and not self.even_batches:

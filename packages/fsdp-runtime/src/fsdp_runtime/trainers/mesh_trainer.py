@@ -49,14 +49,14 @@ logger = logging.getLogger(__name__)
 class MeshTrainerMixin(LogStepValues):
     """Let a trainer derived from ``transformers.Trainer`` train a model that ``parallelize`` has sharded.
 
-    Put it before the trainer's class: ``class MyTrainer(MeshTrainerMixin, TheirTrainer)``.  What it changes:
+    Put it before the trainer's class: ``class MyTrainer(MeshTrainerMixin, TheirTrainer)``.  Its changes:
 
     - Ranks that differ only in ``tp`` or ``cp`` get the same batches; batches are divided over ``dp``.
     - accelerate neither wraps the model nor moves it.
     - The loss with ``labels`` is computed from logits that are sharded on the vocabulary; label smoothing gathers
       them.
     - The norm of the gradients, and clipping by it, count every shard once.
-    - ``save_model`` writes what ``from_pretrained`` reads; checkpoints resume on this mesh or another.
+    - ``save_model`` writes files for ``from_pretrained``; checkpoints resume on this mesh or another.
     - Logged steps come with the values of a ``StepMeter``.
 
     Args:
@@ -64,8 +64,8 @@ class MeshTrainerMixin(LogStepValues):
             which the trainer then parallelizes.
         mesh: the mesh that it was, or is to be, parallelized on.
         args: the trainer's training arguments.
-        parallelize_kwargs: keywords of ``parallelize`` for the models that the trainer shards itself: this one, those
-            of ``model_init``, references and teachers.
+        parallelize_kwargs: keywords of ``parallelize`` for the models that the trainer shards itself: its model,
+            models of ``model_init``, references and teachers.
         kwargs: the trainer's other arguments, by keyword.
 
     Raises:

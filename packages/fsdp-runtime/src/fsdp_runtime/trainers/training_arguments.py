@@ -25,7 +25,7 @@ _SAMPLING = frozenset({"random", "sequential"})
 
 #: Refused, except by trainers that read all batches on the first rank.
 _DISPATCHED = "accelerator_config's dispatch_batches"
-#: Where an option is set that is refused, its name, and what to do instead.
+#: For each refused option: a test whether it is set, its name, and the alternative.
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
     (lambda args: bool(args.fsdp), "fsdp", "use parallelize(..., fsdp=FSDPOptions(...))"),
     (lambda args: bool(args.deepspeed), "deepspeed", "use MeshSpec(dp_shard=...)"),

@@ -89,7 +89,7 @@ class TrlMixin(MeshTrainerMixin):
         return model, kwargs
 
     def _create_model(self, path: str, architecture: Any = None, **settings: Any) -> nn.Module:
-        """Load the trainer's model, or a reference or teacher; in the place of TRL's ``create_model_from_path``."""
+        """Load the trainer's model, or a reference or teacher, in place of TRL's ``create_model_from_path``."""
         if self._by_name:
             self._by_name = False
             model = self._source.load(path, architecture, self._adapter, **settings)
@@ -105,7 +105,7 @@ class TrlMixin(MeshTrainerMixin):
         return model
 
     def _add_adapter(self, model: Any, config: Any, **options: Any) -> nn.Module:
-        """Shard the model in its adapter; in the place of peft's ``get_peft_model``."""
+        """Shard the model in its adapter, in place of peft's ``get_peft_model``."""
         return self._source.shard(model, config) if self._adapted is None else self._adapted
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:

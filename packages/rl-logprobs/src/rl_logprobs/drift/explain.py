@@ -39,8 +39,8 @@ def explain_drift(
     ``score()`` are the trainer's log-probabilities.  A candidate names a cause (a truncated support, routes, a
     temperature, padding, packing, a padded vocabulary, a dtype, other weights) and gives the keywords with which
     ``score`` computes as the generator did.  At each step the candidate is added that leaves the least drift, or the
-    pair, where no candidate explains nearly all of it; a candidate that later ones make worthless is dropped.  What
-    removes less than 5 % of the remaining drift is no cause.  Every step compares mean absolute differences over the
+    pair, where no candidate explains nearly all of it; a candidate that later candidates make worthless is dropped.  A
+    cause removes at least 5 % of the remaining drift.  Every step compares mean absolute differences over the
     unmasked tokens.
 
     Args:
@@ -51,7 +51,7 @@ def explain_drift(
         candidates: for each name the keywords for ``score``.
         mask: ``[...]``, true where a token counts; by default all do.
         tolerance: a drift of at most so many nats needs no explanation.
-        group: ranks that hold other tokens, over which the statistics are summed, so that all decide the same.
+        group: ranks that hold other tokens, over which the statistics are summed, so that all ranks decide the same.
         progress: called with a line of text before each call of ``score``.
 
     Returns:

@@ -38,7 +38,7 @@ def grad_norm(
     ``device_id``, it needs one collective per axis instead.)
 
     Args:
-        parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed; those without a
+        parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed; parameters without a
             gradient count as zero.  Every rank must pass the same parameters, also those without a gradient.
         norm_type: order of the norm, positive, ``math.inf`` included.
         groups: process groups of ranks with different parameters, such as pipeline stages; the norm then covers

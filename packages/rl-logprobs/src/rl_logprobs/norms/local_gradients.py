@@ -60,7 +60,7 @@ def local_gradients(parameters: Sequence[torch.Tensor]) -> LocalGradients:
 
 def complete_partial_sums(gradients: LocalGradients) -> LocalGradients:
     """Return the gradients with partial sums completed, in copies."""
-    # Sequence-parallel norms leave partial sums on replicated weights. Those over the same mesh axes are reduced
+    # Sequence-parallel norms leave partial sums on replicated weights. Partial sums over the same mesh axes are reduced
     # together, in one all-reduce per axis.
     pending: dict[_PendingReduction, list[int]] = {}
     for placement, keys in gradients.by_placement.items():

@@ -74,7 +74,7 @@ def scale_kernel(
     table, factor, ELEMENT: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a chunk by a factor below 1, or NaN; touch nothing for others."""
+    """Multiply a chunk by a factor below 1, or NaN; touch nothing for other factors."""
     given = tl.load(factor)
     if (given < 1.0) | (given != given):
         scale = given.to(WIDE)

@@ -41,7 +41,7 @@ def group_advantages(
         eps: added to the standard deviation.
 
     Returns:
-        ``[responses]`` in the statistics dtype of the rewards.  A response without others has no baseline: 0.
+        ``[responses]`` in the statistics dtype of the rewards.  A single response has no baseline: 0.
 
     Raises:
         ShapeError: the shapes differ, or a prompt id is out of range.

@@ -32,7 +32,7 @@ class MeanWeights:
     """The denominators of a mean over one global batch; made by ``mean_weights``.
 
     Attributes:
-        per: what has the same weight: each token, each sequence or each group.
+        per: the unit of equal weight: each token, each sequence or each group.
         count: 0-d, the number of tokens, sequences or groups of the whole batch.
         segment_tokens: ``[num_segments]``, the tokens of each sequence or group of the whole batch; None for tokens,
             and where each row is a sequence.
@@ -77,7 +77,7 @@ def mean_weights(
 
     Args:
         masks: for each of this rank's micro-batches, nonzero at scored tokens: ``[..., tokens]``.
-        per: what has the same weight.
+        per: the unit of equal weight.
         segments: for each micro-batch the number of each token's sequence or group, in ``[0, num_segments)`` and the
             same on all ranks.  Required for groups, and for sequences that are packed.  Without it each row is one
             sequence, and ``cp_group`` holds its other tokens.
@@ -93,8 +93,8 @@ def mean_weights(
             for a plain sum (``FSDPOptions(gradient_divide_factor=1)``), and all its ranks for FSDP2 over ``cp`` too.
         length: divide each sequence's sum by this constant instead of its number of tokens (Dr. GRPO,
             arXiv:2503.20783).  With ``per="sequence"`` only.
-        count: divide by this number of units instead of those with a scored token, for example all sequences of a batch
-            from which some were filtered.
+        count: divide by this number of units instead of the units with a scored token, for example all sequences of a
+            batch before filtering.
 
     Returns:
         The weights of the batch, for ``global_mean`` of each of its micro-batches.
@@ -180,11 +180,11 @@ def global_mean(
 
     Args:
         values: ``[..., tokens]`` floating point, differentiable.
-        mask: of the same shape, nonzero at scored tokens: the one that the weights were made from.  To reject a token
+        mask: of the same shape, nonzero at scored tokens: the mask that the weights were made from.  To reject a token
             and count it nevertheless, set its value to 0; to count it no more, leave it out of both masks.
         weights: the weights of the batch; None if this micro-batch is the whole batch.
         segments: the sequences or groups of the tokens, as in the weights.
-        per: without weights, what has the same weight.
+        per: without weights, the unit of equal weight.
         num_segments: without weights, the number of segments.
 
     Returns:

@@ -52,7 +52,7 @@ def ppo_loss(
 
     Args:
         logprobs: log-probabilities under the policy, differentiable, any shape.
-        old_logprobs: those under the policy that the ratio refers to, of the same shape.
+        old_logprobs: log-probabilities under the ratio's old policy, of the same shape.
         advantages: a tensor that broadcasts to that shape.
         mask: of the same shape, nonzero at scored tokens; others have value 0 and gradient 0, whatever their inputs.
         clip_low: the ratio's range starts at ``1 - clip_low``.
@@ -150,7 +150,7 @@ def cispo_loss(
 
     Args:
         logprobs: log-probabilities under the policy, differentiable, any shape.
-        old_logprobs: those under the policy that the ratio refers to, of the same shape.
+        old_logprobs: log-probabilities under the ratio's old policy, of the same shape.
         advantages: a tensor that broadcasts to that shape.
         mask: of the same shape, nonzero at scored tokens; others have value 0 and gradient 0, whatever their inputs.
         clip_high: the weight is at most ``1 + clip_high``.

@@ -77,14 +77,14 @@ def ratio_metrics(
     weights: torch.Tensor | None = None,
     loss: PolicyLoss | None = None,
 ) -> RatioMetrics:
-    """Return the sums from which the metrics of a policy against another follow, without waiting for an accelerator.
+    """Return the sums for metrics of one policy against another, without waiting for an accelerator.
 
     For the drift between trainer and generator pass the generator's log-probabilities as the other's; for the policy's
     step pass the old policy's.  For metrics of sequences, pass their summed log-probabilities.
 
     Args:
         logprobs: log-probabilities of the sampled tokens under the policy, any shape.
-        other_logprobs: those under the policy that sampled, of the same shape.
+        other_logprobs: log-probabilities under the policy that sampled, of the same shape.
         mask: of the same shape, nonzero at scored tokens.
         weights: importance weights of the same shape, for the effective sample size; by default the ratios.
         loss: a policy loss of the same tokens, for its clip fractions.

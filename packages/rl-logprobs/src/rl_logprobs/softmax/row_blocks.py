@@ -16,7 +16,7 @@ from rl_logprobs.devices import has_cpu_costs
 CPU_WORKSPACE = 1 << 18
 ACCELERATOR_WORKSPACE = 1 << 23
 
-#: Number of equal tiles that the running one stands for; None outside of ``represent_tiles``.
+#: Number of equal tiles that the running tile represents; None outside of ``represent_tiles``.
 _multiplicity: ContextVar[int | None] = ContextVar("tile_multiplicity", default=None)
 
 
@@ -24,7 +24,7 @@ _multiplicity: ContextVar[int | None] = ContextVar("tile_multiplicity", default=
 def represent_tiles() -> Iterator[None]:
     """Run only the first, the second and the last of a loop's tiles within the context."""
     # For a dry run on tensors without data: tiles between the first and the last run the same operators on the same
-    # shapes, so the second stands for them, and the results are wrong in value but not in shape. The peak of live bytes
+    # shapes, so the second represents them, and the results are wrong in value but not in shape. The peak of live bytes
     # is right for all tiles, and ``tile_multiplicity`` has the factor for counts. Applies to the current thread, which
     # also runs the backward pass of CPU tensors.
     token = _multiplicity.set(1)
@@ -35,7 +35,7 @@ def represent_tiles() -> Iterator[None]:
 
 
 def tile_multiplicity() -> int:
-    """Return the number of tiles that the running tile stands for, over all nested loops; 1 if every tile runs."""
+    """Return the number of tiles that the running tile represents, over all nested loops; 1 if every tile runs."""
     return _multiplicity.get() or 1
 
 
@@ -71,7 +71,7 @@ def rows_per_workspace(width: int, device: torch.device, *, fraction: float = 1.
 def row_blocks(max_rows: int, *tensors: torch.Tensor) -> Iterator[tuple[slice, list[torch.Tensor]]]:
     """Yield views ``[rows <= max_rows, width]`` of tensors ``[..., width]`` in token order, with their token slice."""
     # Never copies. Where the leading dims of a tensor cannot be merged by a view (as in ``logits[:, :-1]``), blocks end
-    # at the boundary of what can be viewed, at the same tokens for all tensors.
+    # at the boundary of a possible view, at the same tokens for all tensors.
     start = 0
     for views in _merged_views(tensors):
         tokens = views[0].shape[0]

@@ -1,7 +1,7 @@
 """The logits of the kept ids from hidden states and the LM head, on every rank of a sharded vocabulary.
 
-Two ways.  *By entry*: one dot product per kept id, which reads the kept rows of the head and no others.  *By token*:
-the logits of a few tokens at a time, from which the kept ones are taken.  A product of matrices costs far less per
+Two methods.  *By entry*: one dot product per kept id, which reads the kept rows of the head alone.  *By token*:
+the logits of a few tokens at a time, then the kept logits of these.  A product of matrices costs far less per
 logit than single dot products, so that large kept sets are cheaper by token.
 """
 

@@ -16,7 +16,7 @@ from rl_logprobs.dtypes import is_integral
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError, SupportError
 from rl_logprobs.targets import require_ascending
 
-#: What becomes of a target outside its kept set.
+#: The treatment of a target outside its kept set.
 Missing = Literal["error", "-inf"]
 
 
@@ -41,13 +41,13 @@ class Support:
     arXiv:2512.02556, section 3.1).
 
     Rows follow the targets: row ``i`` belongs to the ``i``-th of the flattened targets.  Where targets are shifted
-    (``shift=True``), rows are too: the row of a token is the set from which that token was drawn.
+    (``shift=True``), rows are too: the row of a token is the set that the token was drawn from.
 
     Attributes:
         ids: ``[entries]`` int64 vocabulary ids, in any order within a row.
         offsets: ``[tokens + 1]`` int64, the start of each row in ``ids``, and the number of entries at the end.  A row
             may be empty where the target is not scored (prompt, padding).
-        missing_target: what happens to a target outside its row: ``"error"``, or ``"-inf"`` for a log-probability of
+        missing_target: the treatment of a target outside its row: ``"error"``, or ``"-inf"`` for a log-probability of
             ``-inf`` without a gradient.
 
     Raises:
@@ -169,7 +169,7 @@ class Support:
 
         Raises:
             ShapeError: a completion does not fit into its row, or the numbers of masks and starts differ.
-            DtypeError: a mask is neither of the two, or what should be an integer is not.
+            DtypeError: a mask is neither of the two, or a value that should be an integer is not.
 
         Example:
             >>> from rl_logprobs import Support

@@ -14,7 +14,7 @@ from itertools import groupby
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks
 from fsdp_runtime.dry_run.scale.summary import StepRegion, Tape, TapeEntry
 
-#: What a storage of a group is known by: phase, operator, bytes and number among equals.
+#: The key of a storage in a group: phase, operator, bytes and number among equals.
 Key = tuple[str, str, int, int]
 
 

@@ -16,8 +16,8 @@ from fsdp_runtime.model.structure import ModelStructure, inspect_model
 _INDEX_ATTRS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
 _COUNT_ATTRS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
-#: Repeated blocks in the smaller trace: the first and the last block differ from those between them in the neighbours
-#: that FSDP2 gathers at the same time, so at least one has to stand between them.
+#: Repeated blocks in the smaller trace: the first and the last block have other neighbours that FSDP2 gathers at
+#: the same time than inner blocks, so at least one inner block is needed.
 _MIN_BLOCKS = 3
 
 
@@ -45,7 +45,7 @@ class RepeatedBlocks:
         return self.blocks - (self.count - count) * self.period
 
     def block_indices(self, count: int) -> list[int]:
-        """Return the indices of those blocks."""
+        """Return the indices of the blocks in ``count`` groups."""
         end = self.start + count * self.period
         return [*range(end), *range(end + (self.count - count) * self.period, self.blocks)]
 

@@ -61,7 +61,7 @@ class Summary:
     bytes_moved: int  # bytes that operators without any read and write in forward and backward
     replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # number and bytes by name pattern
     assumptions: tuple[Assumption, ...] = ()  # of results that depend on data, and of modules that were left out
-    untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the same of what got no gradient
+    untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the same for parameters without gradients
 
 
 def summarize(recording: Recording, blocks: Sequence[str], vocabulary: set[int]) -> Summary:

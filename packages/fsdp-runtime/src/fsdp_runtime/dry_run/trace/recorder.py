@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         modules: ModuleTracker,
-        multiplicity: Callable[[], int],  # equal calls for which the running operator stands
+        multiplicity: Callable[[], int],  # equal calls that the running operator represents
         *,
         compiled: Sequence[str],  # paths of compiled modules
         attention: AttentionKernels,

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 GROUP, NAME, PLUGIN = "verl.plugins", "fsdp_runtime", "fsdp_runtime.trainers.verl.plugin"
 CPU_PLATFORM = "fsdp_runtime.trainers.verl.cpu_platform"
-#: What this engine was tested with: from, and below.
+#: Tested verl versions: from the first, below the second.
 TESTED = ("0.9.1", "0.10")
-#: What verl 0.9.1 imports and does not require, by what fails without it.
+#: Packages that verl 0.9.1 imports but does not require, with the part that fails without each.
 _NEEDED = {
     "ray": "import verl",
     "peft": "import verl.workers.engine",
@@ -131,7 +131,7 @@ def _registered() -> Iterator[CheckLine]:
 def _has_engine(kind: str, device: str) -> bool:
     from verl.workers.engine.base import EngineRegistry
 
-    variable = "VERL_ENGINE_DEVICE"  # what verl's registry looks up instead of this machine's device
+    variable = "VERL_ENGINE_DEVICE"  # verl's registry uses it instead of this machine's device
     before = os.environ.get(variable)
     os.environ[variable] = device
     try:

@@ -15,7 +15,7 @@ from fsdp_runtime.trainers.verl.flags import refuse
 from fsdp_runtime.trainers.verl.verl_api import ActorConfig, CriticConfig, EngineConfig, HFModelConfig, PrecisionType
 
 STRATEGY = "fsdp_runtime"
-#: Fields of verl's other engines, and what says the same here.
+#: Fields of verl's other engines, and the fields with the same meaning here.
 ELSEWHERE = {
     "fsdp_config": "fsdp_runtime",
     "tensor_model_parallel_size": "tp",
@@ -127,7 +127,7 @@ class FsdpRuntimeEngineConfig(EngineConfig):
         return self.compute_dtype if self.forward_only else torch.float32
 
 
-#: What a role hands to the engine and the optimizer.
+#: Settings that a role copies to the engine and the optimizer.
 _JOINED = ("freeze_vision_tower", "pad_to_length", "grad_clip", "ulysses_sequence_parallel_size")
 
 

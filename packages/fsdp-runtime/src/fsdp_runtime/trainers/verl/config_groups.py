@@ -14,9 +14,9 @@ from fsdp_runtime.trainers.verl.config import STRATEGY, FsdpRuntimeEngineConfig
 from fsdp_runtime.trainers.verl.flags import FLAGS
 
 _HERE = "fsdp_runtime.trainers.verl.config"
-#: What a reference does not take from its actor.
+#: Fields that a reference does not take from its actor.
 _OF_TRAINING = {"_target_", "strategy", "forward_only", "param_offload", "optimizer_offload", "offload_policy"}
-#: Fields of verl's own engine that its commands do not set there, and those that have fields.
+#: Fields of verl's own engine that its commands do not set there, and fields with subfields.
 _NOT_THEIRS = {"_target_", "strategy", "forward_only", "router_replay", "turbo_config", "mixed_precision"}
 _NESTED: dict[str, Any] = {"wrap_policy": {"min_num_params": None}, "qat": {"enable": None}}
 _REPLAY = {

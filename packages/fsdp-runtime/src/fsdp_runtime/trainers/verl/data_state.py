@@ -1,7 +1,7 @@
 """Convert verl's SFT data state, one file per rank of dp, to another number of ranks.
 
 verl's sampler deals one permutation: rank r of n reads its rows r, r + n, and so on.  After as many global batches all
-ranks together have read the same rows whatever n is; what differs is the number that each of them has read.
+ranks together have read the same rows for every n; only the number of rows per rank differs.
 """
 
 from __future__ import annotations

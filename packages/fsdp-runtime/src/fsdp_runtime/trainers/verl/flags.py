@@ -1,7 +1,7 @@
 """The effect of each verl flag on this engine, as data for the guide's table, refusals and ``verl-check``.
 
-A flag is in one of three states.  *same*: verl's trainer reads it, or the engine does what verl's own does.  *here*:
-the meaning is kept in another way, which the text says.  *refused*: an error at start with the way out.
+A flag is in one of three states.  *same*: verl's trainer reads it, or the engine does the same as verl's own.  *here*:
+the engine keeps the meaning by another method, named in the text.  *refused*: an error at start with the way out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cut a batch into verl's micro-batches, the same number on every rank of ``dp``.
 
 verl splits its batches evenly and by tokens; a rank that has fewer samples than its peers have micro-batches gets idle
-ones, so that all ranks take part in each collective.  What cannot be cut is refused on every rank.
+ones, so that all ranks take part in each collective.  Every rank refuses a batch that cannot be cut.
 """
 
 from __future__ import annotations

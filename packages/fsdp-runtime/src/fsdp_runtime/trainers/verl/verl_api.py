@@ -22,7 +22,7 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
 from verl.workers.engine.utils import enable_full_determinism, postprocess_batch_func, prepare_micro_batches
 
-#: What is called or overridden of verl 0.9.1, by module.
+#: Called or overridden functions of verl 0.9.1, by module.
 _USED = {
     "verl.workers.engine.base": """
         BaseEngine.initialize(self)
