@@ -75,7 +75,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 def foreach_norm(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the norm of each tensor in few kernel launches, accumulated and returned in ``dtype``."""
     # torch 2.10 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds
-    # ``torch.foreach``); ``torch.nn.utils.get_total_norm`` uses the same one but returns the total only.
+    # ``torch.foreach``); ``torch.nn.utils.get_total_norm`` uses the same function but returns the total only.
     return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype))
 
 
@@ -118,7 +118,7 @@ _joint_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.P
 
 def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the process group of all ranks of a mesh, created at their first call; None if they cannot create it."""
-    # torch 2.10 to 2.15 have no public group over several dims of a mesh (pytorch/pytorch#132632 added a private one,
+    # torch 2.10 to 2.15 have no public group over several dims of a mesh (pytorch/pytorch#132632 added a private group,
     # which all ranks of the world must create together). A world bound to a device (``device_id`` of
     # ``init_process_group``) splits its communicator for a new group, which needs every rank. Otherwise the ranks
     # rendezvous under a name that contains the number of groups that each belongs to. Ranks in different numbers of

@@ -2,7 +2,7 @@
 
 A *permutation* lists each token's position in the sequence, for the tokens of rank 0, then of rank 1, and so on
 (torch's ``context_parallel`` makes one when an ``arange`` is among its buffers).  Shift targets in the full sequence,
-then shard them: the last token of a rank is scored against the right one, and no logits are gathered.
+then shard them: the last token of a rank is scored against the right target, and no logits are gathered.
 
     targets = sequence_shard(next_token_targets(token_ids), permutation, group)
     logprobs = gather_sequence(token_logprobs(logits, targets), permutation, group)

@@ -36,7 +36,7 @@ def kl_estimate(
 
     With ``r = reference_logprobs - logprobs`` (Schulman, "Approximating KL Divergence", 2020): ``k1 = -r`` is
     unbiased and may be negative, ``k2 = r**2 / 2`` is biased with low variance, ``k3 = exp(r) - 1 - r`` is
-    unbiased and never negative (the one in GRPO, arXiv:2402.03300, equation 4).
+    unbiased and never negative (used in GRPO, arXiv:2402.03300, equation 4).
 
     An unbiased *value* does not make its gradient the divergence's.  For tokens that the policy itself sampled, the
     gradient of ``k1`` is 0 on average, the gradient of ``k3`` is ``KL(reference || policy)``'s, and the gradient of

@@ -1,6 +1,6 @@
 """Every use of a private torch API in this package, by subject, with its reason and the versions it works on.
 
-``tests/test_torch_compat.py`` fails where a later torch has the function that one here replaces.
+``tests/test_torch_compat.py`` fails where a later torch has a substitute for a function here.
 """
 
 from fsdp_runtime._torch_compat.attention import *  # noqa: F403

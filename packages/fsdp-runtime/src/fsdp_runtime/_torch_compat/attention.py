@@ -68,7 +68,7 @@ def _flash_operators(query: Tensor) -> tuple[Any, Any]:
 def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return the causal mask of the last ``queries`` of ``keys`` tokens, in a form that kernels do not materialize."""
     # torch 2.10 to 2.15 cannot make a ``CausalBias`` inside a dispatch mode, such as selective checkpointing, and
-    # compiles it only with a graph break (no upstream issue found); there the mask is an ordinary one.
+    # compiles it only with a graph break (no upstream issue found); there the mask is an ordinary tensor.
     if torch.compiler.is_compiling():
         return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     with _disable_current_modes():

@@ -17,7 +17,7 @@ from fsdp_runtime._torch_compat.meshes import local_tensor
 def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
     """Raise ``freed()`` if backward reads a tensor saved inside the ``with`` that has lost its storage."""
     # torch's own error is about the storage, and torch turns its check for changes in place off for tensors with hooks
-    # (2.10 to 2.15, since pytorch/pytorch#60975), so that is done here; the version of a tensor is not public.
+    # (2.10 to 2.15, since pytorch/pytorch#60975), so this function checks them; the version of a tensor is not public.
 
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
         return tensor, tensor._version

@@ -77,8 +77,8 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 def clear_dtensor_caches() -> None:
     """Empty DTensor's caches of decisions for a mesh, which a later, equal mesh would get."""
-    # Meshes are equal by shape and names; the groups of one that is gone cannot be used, nor can another rank's
-    # offsets. Private in torch 2.10 to 2.15, and not all there in 2.10.
+    # Meshes are equal by shape and names; the groups of a deleted mesh cannot be used, nor can another rank's
+    # offsets. Private in torch 2.10 to 2.15, and 2.10 lacks some of them.
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]

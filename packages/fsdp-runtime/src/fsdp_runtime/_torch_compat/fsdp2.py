@@ -16,7 +16,7 @@ from fsdp_runtime._torch_compat.meshes import local_tensor
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
     """FSDP2's sharded parameters by owning module and name; tied ones under every owner."""
     # While a unit is gathered its modules hold other tensors, in the dtype of the mixed-precision policy, and torch
-    # 2.10 to 2.15 have no public way to the shards but to drop the gathered ones (``FSDPModule.reshard``;
+    # 2.10 to 2.15 give the shards publicly only after the gathered tensors are dropped (``FSDPModule.reshard``;
     # pytorch/pytorch#120879).
     found: dict[tuple[nn.Module, str], nn.Parameter] = {}
     for fsdp_parameter in _fsdp_parameters(model):
@@ -28,7 +28,7 @@ def initialize_root(root: FSDPModule) -> None:
     """Initialize FSDP2's state of a root and the modules below it, as the root's first forward does."""
     # Until then gradients of the root's own parameters are not reduced, since a backward does not know the root.
     # ``unshard()`` initializes one module's parameters only; torch 2.10 to 2.15 have no public function for all
-    # (introduced so in pytorch/pytorch#117881). A module below that ran before took itself for the root, which torch
+    # (introduced so in pytorch/pytorch#117881). A submodule that ran earlier took itself for the root, which torch
     # refuses.
     state: Any = root._get_fsdp_state()
     if state._is_root is None:
@@ -85,7 +85,7 @@ def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
 
 def reduce_gradients(root: FSDPModule) -> None:
     """Reduce the gradients that are not reduced yet, as FSDP2 does at the end of a backward."""
-    # A backward through none of the FSDP modules' outputs does not end so, and torch 2.10 to 2.15 have no public call.
+    # A backward through no FSDP module's output skips this reduction; torch 2.10 to 2.15 have no public call for it.
     state: Any = root._get_fsdp_state()
     state._root_post_backward_final_callback()
 
@@ -120,7 +120,7 @@ def has_gradient_hooks(root: FSDPModule) -> bool:
 
 def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
     """The places of parameters that hold another tensor than FSDP2 will gather (private in torch 2.10 to 2.15)."""
-    # Its first forward takes the parameters that modules hold then, as after ``load_state_dict(assign=True)``, and the
+    # The first forward takes parameters that modules then hold, as after ``load_state_dict(assign=True)``, and the
     # tensors of ``functional_call``, too.
     state: Any = root._get_fsdp_state()
     if state._is_root is None:
@@ -206,7 +206,7 @@ def reset_after_error(root: FSDPModule) -> None:
         each._training_state = type(each._training_state).IDLE
         for group in _groups_of(each):
             group._training_state = type(group._training_state).IDLE
-            group.wait_for_unshard()  # of a module that was to be gathered early
+            group.wait_for_unshard()  # of a prefetched module
             group.reshard()
             if passes != {"FORWARD"}:
                 _drop_unreduced(group)
@@ -283,5 +283,5 @@ def _set_groups(state: Any, groups: list[Any]) -> None:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # several a unit in newer versions
+    groups = getattr(state, "_fsdp_param_groups", None)  # several per unit in newer versions
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]

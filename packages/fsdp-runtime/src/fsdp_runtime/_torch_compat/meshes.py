@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Placement
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
     """Flatten several axes of a mesh into one, registered under ``name``; a repeated call returns the same mesh."""
     # Only ranks of the mesh take part. ``DeviceMesh._flatten`` has no public equivalent in torch 2.10 to 2.15; torch's
-    # own tutorials and torchtitan use it (pytorch/pytorch#133838, and #159013 on a public form). It makes groups that
-    # every rank of the world must make, so that a mesh over a part of the world is given the group instead.
+    # own tutorials and torchtitan use it (pytorch/pytorch#133838, and #159013 on a public form). Every rank of the
+    # world must make its groups, so a mesh over a part of the world gets the group from here.
     root, sliced = root_mesh(mesh), mesh[axes] if len(axes) > 1 else mesh[axes[0]]
     if name in root._flatten_mapping or root.size() == dist.get_world_size():
         return sliced._flatten(name)
@@ -40,11 +40,11 @@ def _group_of_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = (), **options: Any) -> dist.ProcessGroup:
     """Make a process group on its global ranks only; this rank is among them."""
-    # They meet under a name that contains the number of groups that each belongs to, which torch 2.10 to 2.15 keep
+    # Ranks meet under a name with the number of groups that each rank belongs to, which torch 2.10 to 2.15 keep
     # private: ranks in fewer groups than others first make groups of themselves. The groups of ``connecting`` together
     # connect them, in the same order on every rank. In a world that is bound to a device (``device_id`` of
     # ``init_process_group``) torch splits the world's communicator for a new group, in which every rank must take part;
-    # the group is made as in a world that is not bound.
+    # the group is made as in an unbound world.
     most = _group_count()
     for each in connecting:
         counts = [0] * dist.get_world_size(each)

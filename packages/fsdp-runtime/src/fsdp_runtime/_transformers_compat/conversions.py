@@ -17,7 +17,7 @@ from fsdp_runtime._transformers_compat.release import require_known_release
 class Conversion:
     """One use of a ``WeightConverter``: tensors that are fused, merged or cut into others."""
 
-    sources: tuple[str, ...]  # names of the tensors that go in, in transformers' order
+    sources: tuple[str, ...]  # names of the input tensors, in transformers' order
     run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # by name; the results by their final names
 
 
@@ -25,7 +25,7 @@ class Conversion:
 class Translation:
     """The renamings and conversions of tensors from one side to the other."""
 
-    renamed: Mapping[str, str]  # names on the other side, for tensors that stay as they are
+    renamed: Mapping[str, str]  # names on the other side, for unchanged tensors
     conversions: Sequence[Conversion]  # of the other names
     rules: list[Any] = field(default_factory=list)  # the rules that applied, for :func:`remember_rules`
 

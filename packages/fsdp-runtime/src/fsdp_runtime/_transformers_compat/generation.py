@@ -32,10 +32,10 @@ def read_generation_settings(folder: Path) -> dict[str, Any] | None:
 def generation_config(model: Any, stored: Mapping[str, Any], adopted: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return the config of ``stored`` with and without the user's changes to the model's; a user's config unchanged.
 
-    ``adopted`` are the two that an earlier load has returned.
+    ``adopted`` are the two configs that an earlier load has returned.
     """
-    # The model's constructor derives a config from the model's and marks it by ``_from_model_config``; a user's own one
-    # has no such mark. ``_original_object_hash`` tells whether it has changed since (5.6 to 5.24).
+    # The model's constructor derives a config from the model's and marks it by ``_from_model_config``; a user's own
+    # config has no such mark. ``_original_object_hash`` tells whether it has changed since (5.6 to 5.24).
     current = model.generation_config
     if current is None or not (current is adopted[0] or current._from_model_config):
         return current, None

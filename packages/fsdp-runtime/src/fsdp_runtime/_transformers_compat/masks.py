@@ -47,7 +47,7 @@ def sdpa_mask_between(
     if padding is not None:
         mask_function = and_masks(mask_function, padding_mask_function(padding))
     device = queries.device
-    # The function adds offsets to indices: vectors of them make places out of indices.
+    # The function adds offsets to indices: vectors of offsets turn indices into positions.
     offsets = {
         "q_offset": queries - torch.arange(len(queries), device=device),
         "kv_offset": keys - torch.arange(len(keys), device=device),
@@ -92,8 +92,8 @@ class PathMask:
 
 def build_masks_along_paths(current: ContextVar[PathMask | None], implementations: Iterable[str]) -> None:
     """Let transformers' own mask functions build masks along the paths of prefix trees, if the batch has trees."""
-    # The registered functions are replaced by ones that call them, once a process; without trees nothing changes. The
-    # model's implementation of attention keeps its name, which some models compare with the names that they know.
+    # The registered functions are wrapped, once per process; without trees nothing changes. The
+    # model's implementation of attention keeps its name, because some models compare it with known names.
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -148,7 +148,7 @@ def is_causal_mask_function(mask_function: Any) -> bool:
 @contextmanager
 def fake_tensors_are_data() -> Iterator[None]:
     """Let transformers treat fake tensors as tensors with data, as it does in training."""
-    # It takes them for a graph being traced, and then builds attention masks that a real run finds it can do without.
+    # transformers takes them for a traced graph, and then builds attention masks that a real run skips.
     if (utilities := sys.modules.get("transformers.utils.import_utils")) is None:
         yield
         return

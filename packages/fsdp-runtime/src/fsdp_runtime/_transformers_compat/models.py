@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-#: The methods of transformers' models that run a tower, by the medium.
+#: The methods of transformers' models that run a tower, by medium.
 MEDIA_METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
 
 

@@ -63,7 +63,7 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
         model: any model.
 
     Returns:
-        The report; ``str()`` of it is a summary of a few lines.
+        The report; its ``str()`` is a summary of a few lines.
 
     Example:
         >>> from torch import nn

@@ -23,7 +23,7 @@ def assert_finite_gradients(model: nn.Module) -> None:
     """Raise on every rank unless every gradient on every rank is finite.
 
     Collective over the ranks of the model's mesh; call it after backward and before the optimizer's step.  One
-    all-reduce of one number per mesh axis, which the host waits for; a second exchange only after a failure.
+    all-reduce of one number per mesh axis; the host waits for it.  A second exchange only after a failure.
 
     Args:
         model: plain or parallelized.

@@ -18,8 +18,8 @@ class WithAdapters:
 
     source: Any  # any model argument of ``estimate``
     rank: int = 16  # of the adapters
-    # number of adapters of a layer.  One is PEFT's LoRA of every linear layer but the head, and stacked experts get
-    # none; several are added to attention, MLPs and stacked experts.
+    # number of adapters of a layer.  One adapter is PEFT's LoRA of every linear layer but the head, not of stacked
+    # experts; several are added to attention, MLPs and stacked experts.
     adapters: int = 1
 
     def __post_init__(self) -> None:

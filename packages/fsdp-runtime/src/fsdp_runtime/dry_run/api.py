@@ -42,7 +42,7 @@ def estimate(
 ) -> Estimate:
     """Run one training step of a model on fake tensors, as one rank of a simulated mesh.
 
-    Parallelization, forward, loss, backward, gradient clipping and the optimizer step are the real ones.  Tensors have
+    Parallelization, forward, loss, backward, gradient clipping and the optimizer step are the real code.  Tensors have
     shapes and no data, and a fake process group (``torch.distributed``'s own, for tests) answers every collective at
     once.  Of identical blocks only a few run, in two traces that differ by one period of blocks; the difference is
     added for every other block.  ``exact=True`` traces all blocks.
@@ -70,9 +70,9 @@ def estimate(
         offload: FSDP2 keeps shards, gradients and optimizer state on the host.
         assume_gradients: count gradients and optimizer state of trainable parameters that the step does not reach,
             such as a vision tower's: the step has text and no images.
-        routing: on a mesh with ``ep``, where the tokens of a mixture go: ``"balanced"``, as if its router chose any
-            experts equally often; or ``"worst"``, every token of every rank to as many of this rank's experts as it
-            can.
+        routing: on a mesh with ``ep``, the routes of a mixture's tokens: ``"balanced"``, as if its router chose any
+            experts equally often; or ``"worst"``, every token of every rank to as many of this rank's experts as
+            possible.
         exact: trace every block.
         rank: the rank to simulate; rank 0 holds the largest shards.
         device_memory: bytes of a device, or ``"80GiB"``; the result then says whether the peak fits.

@@ -59,11 +59,11 @@ def sweep(
         ep: sizes of the axis that a mixture's experts are divided over.
         sequence_parallel: the values to try.
         activation_checkpointing: the modes to try.
-        context_parallel: the ways of attention to try on meshes with ``cp``.
+        context_parallel: the attention methods to try on meshes with ``cp``.
         device_flops: operations per second that a device achieves, such as ``"400TFLOP/s"``.
         hardware: ``"A100"``, ``"H100"``, ``"H200"`` or ``"B200"``: order by the expected time on it (``step_time``).
         enough: stop after so many meshes that fit, the least divided ones first, and leave out those that cannot fit by
-            the dry runs before them: state is as large on any mesh, and ``tp`` and ``cp`` divide the rest by no more
+            earlier dry runs: state is as large on any mesh, and ``tp`` and ``cp`` divide the rest by no more
             than their sizes; by default all run.
         workers: number of processes; 0 runs all dry runs in this process.
         progress: called first with the expected time, then after each candidate with its label,

@@ -41,7 +41,7 @@ def _gathered(logits: Tensor) -> Tensor:
 
 def compiled_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """A compiled cross-entropy: float32 copies of logits exist inside of kernels only, gradients in bfloat16."""
-    # Of logits that are sharded over ``tp`` each rank reads its columns.
+    # Each rank reads its columns of logits that are sharded over ``tp``.
     local = logits.to_local() if isinstance(logits, DTensor) else logits
     return _Compiled.apply(local.flatten(0, 1))  # type: ignore[no-untyped-call,no-any-return]
 
@@ -203,7 +203,7 @@ ON_LOGITS: Mapping[str, OnLogits] = {
     "compiled": compiled_logits,
     "cross-entropy": own_dtype_logits,
 }
-#: By name: losses on hidden states, with the number of a name that gives none after a colon.
+#: By name: losses on hidden states, with the default of the number after a colon.
 ON_HIDDEN: Mapping[str, tuple[Callable[[int, Tensor, Tensor, Tensor], Tensor], int]] = {
     "chunked": (chunked_tokens, 8),  # parts of the tokens
     "chunked-float32": (chunked_float32, 256),  # tokens of a part

@@ -210,7 +210,7 @@ def _inputs(model: nn.Module, mesh: DeviceMesh, step: StepConfig) -> dict[str, T
             inputs[name] = torch.zeros(shape, dtype=torch.int64)
     if axis_size(mesh, "cp") > 1:
         inputs = sequence_layout(mesh, length=step.seq_len).shard_batch(inputs)
-        del inputs["position_ids"]  # the model fills them in; given ones would be searched for packed documents
+        del inputs["position_ids"]  # the model fills them in; given positions would be searched for packed documents
     return inputs
 
 

@@ -97,7 +97,7 @@ class Sweep:
 
     Args:
         world_size: number of ranks.
-        candidates: the ways to train that were compared.
+        candidates: the compared meshes with options.
         ranked_by: the criteria of the order, in words.
     """
 
@@ -136,7 +136,7 @@ class Recipe:
     training: str  # ``"full"`` or ``"lora"``
     seq_len: int  # tokens per sequence
     found: Sweep  # the meshes, best first
-    without_adapters: tuple[str, ...] = ()  # names of linear layers that LoRA leaves as they are
+    without_adapters: tuple[str, ...] = ()  # names of linear layers without LoRA
     auto_class: str = "AutoModelForCausalLM"  # of transformers, which builds the model
     checkpoint: str = "CHECKPOINT"  # the directory of the model
 

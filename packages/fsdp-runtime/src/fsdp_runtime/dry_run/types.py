@@ -123,8 +123,8 @@ class Traffic:
     """Collectives of one kind, over one axis, in one phase of one step.
 
     Args:
-        axis: the mesh axis: one of the mesh's own, a flattened one (``"dp_shard_cp"``), ``"efsdp"``, ``"ep"``, or
-            ``"ranks 0,1,…"``; the first where several have the same ranks.
+        axis: the mesh axis: an axis of the mesh, a flattened axis (``"dp_shard_cp"``), ``"efsdp"``, ``"ep"``, or
+            ``"ranks 0,1,…"``; the first axis if several have the same ranks.
         ranks: number of ranks that take part.
         phase: the phase of the step.
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, ``"broadcast"``, …
@@ -169,7 +169,7 @@ class Assumption:
     Args:
         operator: an operator with a data-dependent result, such as ``"aten.nonzero.default"``; ``""`` for other
             assumptions.
-        module: path of the module that called it, or that the assumption is about; block indices as ``*``.
+        module: path of the module that called the operator, or of the assumption; block indices as ``*``.
         assumption: the assumed result and its effect in words, or that the module was left out of the estimate.
         counted: whether the module's work is in the numbers; ``False`` if it had to be left out.
     """
@@ -199,7 +199,7 @@ class Settings:
 
     Args:
         model: the model's class.
-        parameters: elements of all its parameters, tied ones once.
+        parameters: elements of all its parameters, tied parameters once.
         mesh: axis to size, in the mesh's order, axes of size 1 included; last ``ep``, which divides the same ranks
             again.
         world_size: number of ranks.
@@ -216,8 +216,8 @@ class Settings:
         offload: whether shards and optimizer state stay on the host.
         blocks: number of repeated blocks of the model.
         traced: numbers of blocks that each trace ran: one for an exact trace, two if the rest was scaled.
-        scaling: which blocks were traced and how the others were scaled, in words.
-        routing: the routes that were assumed on a mesh with ``ep``.
+        scaling: the traced blocks and the scaling of the other blocks, in words.
+        routing: the assumed routes on a mesh with ``ep``.
         context_parallel: how attention spans the ranks of ``cp``.
         micro_batches: forward and backward passes of a step.
         compiled: whether blocks are compiled.
@@ -271,7 +271,7 @@ class Estimate:
         device_memory: bytes of a device, if given.
         advice: changes that lower the peak, largest savings first.
         seconds: duration of the dry run.
-        flops_by_kind: the operations of matrix products, grouped ones, and attention with its masked half.
+        flops_by_kind: the operations of matrix products, grouped matrix products, and attention with its masked half.
         bytes_moved: bytes that the other operators of forward and backward read and write, none of them fused.
     """
 

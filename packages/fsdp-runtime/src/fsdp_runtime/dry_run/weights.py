@@ -88,7 +88,7 @@ def describe_weights(
         transfer: the plan of a sync, to count it too.
 
     Returns:
-        One for each call; ``str()`` of it is a line.
+        One result per call; its ``str()`` is a line.
 
     Raises:
         OptionError: ``ranks_per_host`` is not positive.

@@ -11,7 +11,7 @@ from typing import Literal
 class CheckResult:
     """The finding of one check."""
 
-    section: str  # the heading that it stands under
+    section: str  # the heading above it
     what: str  # the setting, such as ``"LlamaForCausalLM, tp=2, float32"``
     figure: str  # the measured value, with its unit
     bound: str = ""  # the expected bound; empty without an expectation

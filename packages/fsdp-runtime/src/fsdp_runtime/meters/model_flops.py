@@ -14,7 +14,7 @@ from fsdp_runtime.routing.routers import routers_of
 
 #: A multiply-add is two operations.
 _MULTIPLY_ADD = 2
-#: Of a product with a weight that is trained: forward, gradient of its input, gradient of the weight.
+#: Passes of a product with a trained weight: forward, gradient of its input, gradient of the weight.
 _TRAINED, _FROZEN = 3, 2
 
 
@@ -49,7 +49,7 @@ class ModelFlops:
     """The operations of forward and backward of a model's text, without recomputation.
 
     Counted are products with weights and attention, as in `PaLM's appendix B <https://arxiv.org/abs/2204.02311>`_, but
-    with the mask that is used: causal attention has half of the pairs, a sliding window fewer, and documents of packed
+    with the actual mask: causal attention has half of the pairs, a sliding window fewer, and documents of packed
     rows do not see one another.  A token uses ``top_k`` of a mixture's experts.  A frozen weight has no gradient.  Left
     out are norms, activation functions, recurrences of linear attention, and towers of images and sound.
 

@@ -71,15 +71,15 @@ class StepValues:
 class StepMeter:
     """Measure training steps of a parallelized model.
 
-    The end of each step and phase waits for the device, so that its time is its own; leave ``phase`` out where that
-    would cost overlap.  One small all-reduce over ``dp`` a step adds up tokens and operations.
+    The end of each step and phase waits for the device, so that phases do not share time; leave ``phase`` out if the
+    wait would cost overlap.  One small all-reduce over ``dp`` per step adds up tokens and operations.
 
     Args:
         model: the model, after ``parallelize`` or on one process.
         mesh: its mesh; ``None`` on one process.
         peak_flops: operations a second of one device for the dtype in use; by default the bfloat16 rate that its maker
-            publishes, and none for a device that is not known.
-        flops: the model's operations, where they are not to be counted from its modules.
+            publishes, and no number for an unknown device.
+        flops: the model's operations, if they should not be counted from its modules.
 
     Raises:
         ModelError: the operations cannot be counted; see :meth:`ModelFlops.of`.

@@ -30,8 +30,8 @@ def stop_on_signal(signals: Sequence[int] = (signal.SIGTERM,)) -> Iterator[Calla
         received a signal.  Collective over the world, a few bytes per rank.
 
     Raises:
-        OptionError: a number is none of a signal.
-        ValueError: not called in the main thread, the only one in which Python can install handlers.
+        OptionError: a number is not a signal's.
+        ValueError: not called in the main thread, the only thread in which Python can install handlers.
 
     Example:
         >>> import os, signal

@@ -2,10 +2,10 @@
 
 Install their requirements with ``pip install fsdp-runtime[trainer]`` (transformers, accelerate and rl-logprobs) or
 ``fsdp-runtime[trl]`` (TRL and datasets in addition).  Importing this package imports none of them; the first use of a
-name does, and raises ``BackendError`` where one is not installed.
+name does, and raises ``BackendError`` where a package is missing.
 
-A loop of yours:   ``MeshAccelerator``, the Accelerator of accelerate on a mesh
-Any trainer:       ``on_mesh``, as in ``on_mesh(trl.DPOTrainer)``; ``MeshTrainerMixin``, the part that all share
+Your own loop:     ``MeshAccelerator``, the Accelerator of accelerate on a mesh
+Any trainer:       ``on_mesh``, as in ``on_mesh(trl.DPOTrainer)``; ``MeshTrainerMixin``, their shared part
 For short:         ``Trainer``, ``SFTTrainer``, ``GRPOTrainer``: the classes of transformers and TRL
 """
 

@@ -2,7 +2,7 @@
 
 - ``get_model_parallelizer(model)`` takes ``type(model).parallelizer``, an object with ``parallelize(model,
   mesh_context)``; classes without the attribute get Automodel's default.  The attribute is Automodel's contract for
-  Automodel's classes; here ``PreTrainedModel`` gets it, and a class that has one keeps it.
+  Automodel's classes; here ``PreTrainedModel`` gets it, and a class with the attribute keeps it.
 - ``MeshContext`` has ``device_mesh`` over ``pp, dp_replicate, dp_shard, cp, tp``, ``moe_mesh`` over ``pp, ep_shard,
   ep``, ``strategy_config`` (an ``FSDP2Config``), ``moe_parallel_config``, ``activation_checkpointing`` and
   ``reapply_trainability``.
@@ -11,7 +11,7 @@
   for a sharder; its ``shard_batch(cp_mesh, tp_mesh, batch, loss_mask, padding_token_id)`` returns a factory of
   contexts, the batch and a ``ShardLayout``.
 - Recipes divide the gradients of DTensors on an axis ``ep`` by their own ratio of ranks; a parameter with the attribute
-  ``_nemo_model_owned_grad_divisor`` is divided by that.
+  ``_nemo_model_owned_grad_divisor`` is divided by its value.
 - ``attach_context_parallel_hooks(model)`` removes attention masks: the model's own context parallelism is causal only.
 - ``ModelSupports.supports_ep`` asks for one of Automodel's classes before a model is built with ``ep_size > 1``.
 """

@@ -1,7 +1,7 @@
 """Every use of TRL's private API, with its reason; tested on TRL 1.13 to 1.16.
 
 TRL's trainers build models, wrap them in adapters and gather over the world by functions of other modules, found under
-global names of the trainer's own.  Inside of :func:`replaced` these names are functions of a mesh.
+global names of the trainer's module.  Inside of :func:`replaced` these names are functions of a mesh.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _NEAREST = {
     ("A2PO",): "RLOOTrainer",
 }
 #: The method that lists the sent weights, by the names of the checkpoint; the callback that begins training; and the
-#: function that looks up the device's operations a second.  How the names of a packed row's paths begin.
+#: function that looks up the device's operations a second.  The prefix of the names of a packed row's paths.
 MANIFEST, BEGINS, PEAK_FLOPS = "_iter_vllm_named_params", "_TrainBeginCallback", "get_peak_flops_per_device"
 TREE = "tree_"
 
@@ -164,7 +164,7 @@ def reference_columns(trainer_class: type) -> tuple[str, str]:
     """Return the columns of the reference's log-probabilities, in the order of ``compute_ref_log_probs``."""
     import trl
 
-    # KTO has the second one only where its loss estimates a KL divergence.
+    # KTO has the second column only if its loss estimates a KL divergence.
     return (
         ("ref_logps", "ref_KL_logps")
         if issubclass(trainer_class, trl.KTOTrainer)

@@ -34,7 +34,7 @@ class StateMixin(_AnyAccelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save models, optimizers, schedulers, random states and registered objects, to resume on this mesh or another.
 
-        One ``save_training_state`` a model, with the optimizers of its parameters.  The folder, which is returned, is
+        One ``save_training_state`` per model, with the optimizers of its parameters.  The returned folder is
         the same on every rank; ``automatic_checkpoint_naming`` gives it a name.
         """
         if kwargs or not safe_serialization:
@@ -60,7 +60,7 @@ class StateMixin(_AnyAccelerator):
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Load a ``save_state`` folder into prepared objects; random states on the same mesh only.
 
-        Without a folder the newest one of ``automatic_checkpoint_naming`` is loaded.
+        Without a folder the newest folder of ``automatic_checkpoint_naming`` is loaded.
         """
         if load_kwargs or kwargs:
             raise OptionError(f"load_state takes no {', '.join(sorted(kwargs)) or 'load_kwargs'} on a mesh")

@@ -37,8 +37,8 @@ class AsyncGRPOMixin(TrlMixin):
     Rank 0 reads the rollouts and packs a row for every rank of ``dp``; the ranks of one ``tp`` group get the same row.
     Errors on rank 0, such as a server that does not answer, are raised on every rank.  Pass ``weight_transfer`` on
     every rank: a :class:`~fsdp_runtime.sync.WeightTransfer` is then called on all of them, and another object, or TRL's
-    own, on rank 0, with weights that are gathered before.  An adapter (``peft_config``) is sent alone where TRL does
-    that: without ``weight_transfer``, to a server started with ``--enable-lora``.  Else it is merged into the weights.
+    own, on rank 0, with gathered weights.  An adapter (``peft_config``) is sent alone if TRL does
+    so: without ``weight_transfer``, to a server started with ``--enable-lora``.  Else it is merged into the weights.
     """
 
     _takes_dispatched_batches = True
@@ -195,7 +195,7 @@ def _with_subtree_ends(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Describe a packed row by ``subtree_end`` of each token, in place of the paths of TRL's kernel."""
     paths = {name: kwargs[name] for name in kwargs if name.startswith(TREE)}
     kwargs = {name: value for name, value in kwargs.items() if name not in paths}
-    if paths:  # of segments in pre-order: a token's subtree ends with the last segment that has it on its path
+    if paths:  # segments in pre-order: a token's subtree ends with the last segment with the token on its path
         seen, ends, path_ends = (paths[TREE + name] for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k"))
         last = ends[1:].long().repeat_interleave(path_ends.diff())
         subtree_end = torch.zeros_like(kwargs["position_ids"][0]).scatter_reduce(0, seen, last, "amax")

@@ -1,7 +1,7 @@
 """NeMo Automodel on the plans of this package: its recipes shard every Hugging Face class by ``parallelize``.
 
-Importing this module is all: ``import fsdp_runtime.trainers.automodel``, before the recipe builds its model.  Classes
-of Automodel's own that bring a parallelizer keep it, as do the strategies DDP and Megatron-FSDP.
+Importing this module is enough: ``import fsdp_runtime.trainers.automodel``, before the recipe builds its model.
+Automodel's classes with a parallelizer keep it, and so do the strategies DDP and Megatron-FSDP.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REFUSED = {
     "enable_async_tensor_parallel": "it is not covered: leave it out",
     "enable_compile": "Automodel's compile runs after sharding and is not covered: leave it out",
 }
-#: What recipes call for a sharder of batches.
+#: The method that recipes call for a sharder of batches.
 _PREPARES = "prepare_model_inputs_for_cp"
 
 
@@ -72,7 +72,7 @@ class MeshParallelizer(ModelParallelizer):
             mesh_context.reapply_trainability(model)
         parallelize(model, adopted, fsdp=fsdp, logits="full", **options)
         keep_expert_gradients(model)
-        materialize(model)  # recipes would do it without the attributes and hooks of parameters
+        materialize(model)  # recipes would lose the attributes and hooks of parameters
         if axis_size(adopted, "cp") > 1:
             model.__dict__[_PREPARES] = _Sharder(adopted).prepare
         return model

@@ -78,8 +78,8 @@ def divergence_loss(
     """Compute TRL's ``_chunked_divergence_loss`` from heads that may be sharded on the vocabulary.
 
     Hidden states are ``[batch, tokens, features]``, the same on every rank of ``tp``, and weights ``[vocab,
-    features]``. ``beta`` is 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.  ``chunk_size`` is of TRL
-    before 1.15 and is not used; ``heads`` are bias, scale and soft cap of both heads, by TRL's names.  With ``rows``
+    features]``. ``beta`` is 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.  ``chunk_size``, of TRL
+    before 1.15, is not used; ``heads`` are bias, scale and soft cap of both heads, by TRL's names.  With ``rows``
     hidden states belong to this rank's tokens, prompts included.
 
     Returns the loss, the sum of the student's entropy without gradient, and the number of tokens that count.
@@ -179,7 +179,7 @@ class GKDMixin(TrlMixin):
         total = divergence.sum()
         if num_items_in_batch is None:
             return total / valid.sum().clamp(min=1)
-        # TRL divides by the labels of all ranks, and leaves the sum over them to a mean.
+        # TRL divides by the labels of all ranks, and a mean over ranks takes the place of their sum.
         ranks: int = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         mean: Tensor = total * ranks / num_items_in_batch
         return mean

@@ -27,13 +27,13 @@ It takes the same arguments, by keyword, ``mesh`` and ``parallelize_kwargs``; se
 
 @cache
 def on_mesh(trainer_class: type) -> Any:
-    """Return a class that trains a transformers or TRL trainer, or a subclass of one, on a mesh.
+    """Return the class of a transformers or TRL trainer, or of a subclass, for training on a mesh.
 
-    Its instances take the arguments of ``trainer_class`` by keyword, but the model, and
+    Its instances take the model, the arguments of ``trainer_class`` by keyword, and
 
-    - ``mesh``: the ``DeviceMesh``.  Batches are divided over its ``dp``; the ranks of ``tp`` and ``cp`` get the same.
-    - ``parallelize_kwargs``: keywords of ``parallelize``, for models that are not sharded yet.  A model that is has its
-      own.
+    - ``mesh``: the ``DeviceMesh``.  Batches are divided over its ``dp``; ``tp`` and ``cp`` ranks get the same batches.
+    - ``parallelize_kwargs``: keywords of ``parallelize``, for models that are not sharded yet.  A sharded model has
+      its own.
 
     Losses, gradient norms and weights are the same as with the trainer of one process and the same samples a step.
 
@@ -41,7 +41,7 @@ def on_mesh(trainer_class: type) -> Any:
         trainer_class: a class that derives from ``transformers.Trainer``.
 
     Raises:
-        OptionError: it does not, or it is one of TRL's experimental trainers with its own code for the loss or the
+        OptionError: it does not, or TRL's experimental trainer has its own code for the loss or the
             batches.
 
     Example:

@@ -1,8 +1,8 @@
 """Full rows for a model under context parallelism: trainers give every rank of ``cp`` the same batch.
 
-A hook in front of the model's own takes this rank's tokens of the inputs, padded to a length that divides.  Per-token
-results, such as log-probabilities, are gathered, so that every rank has the loss of the full rows and
-each its own tokens' part of the gradient, which FSDP2 sums over ``cp``.
+A hook in front of the model's own hook takes this rank's tokens of the inputs, padded to a divisible length.  Per-token
+results, such as log-probabilities, are gathered.  Every rank then has the loss of the full rows and its own tokens'
+part of the gradient, which FSDP2 sums over ``cp``.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _before(attention: Any, module: nn.Module, args: tuple[Any, ...], kwargs: di
     rows = FullRows(
         layout, length, attention.group, {name: kwargs[name] for name in taken if kwargs.get(name) is not None}
     )
-    left = taken if kwargs.get("position_ids") is None else (*taken, *BOUNDARIES)  # positions say them of any part
+    left = taken if kwargs.get("position_ids") is None else (*taken, *BOUNDARIES)  # positions give any part's documents
     kwargs = {name: value for name, value in kwargs.items() if name not in left}
     if layout.length > length and kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)

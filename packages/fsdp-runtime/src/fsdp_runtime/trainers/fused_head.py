@@ -1,7 +1,7 @@
 """TRL's fused LM head for models with logits sharded on the vocabulary.
 
 TRL's trainers call ``model(..., labels=labels, fused_lm_head=True)`` for log-probabilities in place of logits; its own
-``add_fused_lm_head`` gathers the head's full weight on every rank.  The one here runs the head as it is sharded.
+``add_fused_lm_head`` gathers the head's full weight on every rank.  The function here runs the sharded head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_fused_lm_head(
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
     """Patch ``model.forward`` as ``trl.trainer.utils.add_fused_lm_head`` does, with the same arguments."""
-    # The model is no ``PeftModel``; ``outputs`` are among ``log_probs``, ``entropy``, ``is_top1``, ``mean_logits`` and
+    # The model is no ``PeftModel``; ``outputs`` may be ``log_probs``, ``entropy``, ``is_top1``, ``mean_logits`` and
     # ``log_sum_sq_probs``.
     if cast_lm_head_to_fp32:
         raise OptionError("cast_lm_head_to_fp32=True replaces the sharded head: keep it False, or load float32 weights")
@@ -64,7 +64,7 @@ def add_fused_lm_head(
         targets = next_labels(labels) if shift_labels is None else shift_labels
         found = per_position(plain.logits, targets, temperature=temperature, fields=outputs, rows=rows)
         mask = targets != -100
-        if shift_labels is None:  # the last position predicts none
+        if shift_labels is None:  # the last position predicts no label
             mask, found = mask[:, :-1], {name: value[:, :-1] for name, value in found.items()}
         loss, aux_loss = _loss(self.config, plain, found["log_probs"], mask, num_items_in_batch)
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
@@ -82,7 +82,7 @@ def _loss(config: Any, plain: Any, log_probs: Tensor, mask: Tensor, items: Any) 
 
 def add_chunked_head(model: Any, chunk_size: int, is_vlm: bool = False) -> None:
     """Patch ``model.forward`` as TRL before 1.15 does (``_patch_chunked_ce_lm_head``), with a sharded head."""
-    # ``chunk_size`` is not used: logits are not held longer than by the model itself.
+    # ``chunk_size`` is not used: logits live no longer than in the model itself.
     forward = model.forward
 
     @functools.wraps(type(model).forward)

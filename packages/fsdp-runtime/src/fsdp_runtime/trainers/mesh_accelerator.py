@@ -1,6 +1,6 @@
 """accelerate's ``Accelerator`` over the data-parallel ranks of a mesh instead of the world.
 
-A training loop asks its accelerator which part of the batch is its own and how to bring the parts together.  Ranks that
+A training loop asks its accelerator which part of the batch is its own and how to combine the parts.  Ranks that
 differ only in ``cp`` or ``tp`` compute on the same batch, so to the loop they are one process.
 """
 
@@ -49,7 +49,7 @@ class MeshAccelerator(StateMixin, Accelerator):
     ``prepare`` shards models in place of wrapping them, deals batches over ``dp`` and gives the shards to
     optimizers built earlier.  Losses, norms and weights are the same as with ``Accelerator`` on one process per rank
     of ``dp``.  Ranks that differ only in ``cp`` or ``tp`` get the same batches; ``is_main_process`` and the barriers
-    concern all ranks.  :func:`over_mesh` makes one of the accelerator of a trainer.
+    concern all ranks.  :func:`over_mesh` converts a trainer's accelerator.
 
     Args:
         mesh: of :class:`fsdp_runtime.MeshSpec`, over all ranks.
@@ -95,13 +95,13 @@ class MeshAccelerator(StateMixin, Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, data loaders and schedulers, in any order; return them in the same order.
 
-        A model that is not sharded yet is parallelized, in place; one on the meta device stays there until
+        A model that is not sharded yet is parallelized, in place; a model on the meta device stays there until
         ``load_weights``.  Optimizers that hold its parameters then hold the shards.  Sharded models and data loaders
-        are taken as they are.
+        are used unchanged.
 
         Raises:
-            ModelError: an optimizer holds parameters of no model that is, or was, prepared, or has stepped with the
-                parameters that are to be replaced; or a model is sharded on another mesh, or is a module
+            ModelError: an optimizer's parameters belong to no prepared model, or it has stepped with parameters to be
+                replaced; or a model is sharded on another mesh, or is a module
                 without blocks.
             OptionError: ``device_placement`` is of another length.
         """
@@ -112,13 +112,13 @@ class MeshAccelerator(StateMixin, Accelerator):
             optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
             plain = [each for each in models if not is_sharded(each)]
             check_parameters(optimizers, [*models, *self._models], plain)
-            if len(plain) > 1:  # else the first would be sharded where another is refused
+            if len(plain) > 1:  # else the first model would be sharded before another is refused
                 for model in plain:
                     self._source.check(model)
             for model in models:
                 with follow_parameters(model, [*optimizers, *self._optimizers]):
                     self._shard(model)
-        self._preparing = models  # which may follow their optimizers
+        self._preparing = models  # schedulers may follow their optimizers
         try:
             return super().prepare(*args, device_placement=device_placement)
         finally:
@@ -169,7 +169,7 @@ class MeshAccelerator(StateMixin, Accelerator):
         every rank reads a stream from its beginning and keeps its own rows.
 
         Raises:
-            OptionError: ``even_batches=False``, ranks of ``dp`` would then take different numbers of batches; or
+            OptionError: ``even_batches=False``: ranks of ``dp`` would then take different numbers of batches; or
                 ranks would read the rows of a stream in different orders.
         """
         if self._source is not None and self.num_processes > 1 and not self.even_batches:
@@ -189,8 +189,8 @@ class MeshAccelerator(StateMixin, Accelerator):
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if self.model_group is not None and "begin" not in vars(prepared):
             prepared.begin = partial(self._begin_epoch, prepared.begin)
-            if self.num_processes == 1:  # of this one and those that skip batches
-                prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # that samplers draw from in one process
+            if self.num_processes == 1:  # of this loader and of loaders that skip batches
+                prepared.rng_types = [*(prepared.rng_types or ()), "torch"]  # samplers draw from it in one process
                 if isinstance(generator := getattr(data_loader.dataset, "generator", None), torch.Generator):
                     prepared.synchronized_generator = generator
                     prepared.rng_types.append("generator")
@@ -271,7 +271,7 @@ class MeshAccelerator(StateMixin, Accelerator):
     def gather_from_first(self, tensor: Tensor) -> Tensor:
         """Gather, and give every rank of ``cp`` and ``tp`` the first rank's values, bit for bit.
 
-        For values that need not be the same on all of them, such as rewards from a sampled judge.
+        For values that may differ between these ranks, such as rewards from a sampled judge.
         """
         gathered: Tensor = self.gather(tensor)
         if (group := self.model_group) is not None:
@@ -284,7 +284,7 @@ class MeshAccelerator(StateMixin, Accelerator):
         ``scale`` is not applied, as in accelerate on everything but XLA.
 
         Raises:
-            OptionError: another reduction than these and ``"none"``, which leaves tensors as they are.
+            OptionError: another reduction than these and ``"none"``, which leaves tensors unchanged.
         """
         if reduction not in ("sum", "mean", "max", "none"):
             raise OptionError(f"reduction={reduction!r}: choose one of sum, mean, max, none")

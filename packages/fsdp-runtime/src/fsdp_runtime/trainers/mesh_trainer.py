@@ -60,9 +60,9 @@ class MeshTrainerMixin(LogStepValues):
     - Logged steps come with the values of a ``StepMeter``.
 
     Args:
-        model: a model after ``parallelize`` and ``load_weights``; or one that is not sharded yet, with its weights,
+        model: a model after ``parallelize`` and ``load_weights``; or an unsharded model with its weights,
             which the trainer then parallelizes.
-        mesh: the mesh that it was, or is to be, parallelized on.
+        mesh: the mesh of the model, also of a model to be parallelized.
         args: the trainer's training arguments.
         parallelize_kwargs: keywords of ``parallelize`` for the models that the trainer shards itself: its model,
             models of ``model_init``, references and teachers.
@@ -72,7 +72,7 @@ class MeshTrainerMixin(LogStepValues):
         BackendError: rl-logprobs is not installed.
         MeshError: the mesh has other axes.
         ModelError: the model is parallelized on another mesh, has no weights yet, or fewer tokens than the tokenizer.
-        OptionError: an option that cannot be right on a sharded model, or fewer samples than ranks of ``dp``.
+        OptionError: an option that would be wrong on a sharded model, or fewer samples than ranks of ``dp``.
     """
 
     accelerator: MeshAccelerator
@@ -203,7 +203,7 @@ class MeshTrainerMixin(LogStepValues):
         if self.args.average_tokens_across_devices and isinstance(inputs.get("labels"), Tensor):
             if num_items_in_batch is None:  # classes that say ``accepts_loss_kwargs = False``: most with images
                 if self._has_own_loss and not count.is_of_model(found[0] if return_outputs else found):
-                    return found  # a subclass's own loss, which is a rank's as under DDP
+                    return found  # a subclass's own loss is a rank's loss, as under DDP
                 weight = self._share_of_labels(inputs) * ranks
             elif count.is_ignored:  # the trainer has multiplied a mean by the ranks
                 weight = self._share_of_labels(inputs)

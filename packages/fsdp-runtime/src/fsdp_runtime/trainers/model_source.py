@@ -22,7 +22,7 @@ from fsdp_runtime.weights import init_adapters, load_weights
 
 #: Arguments of ``from_pretrained`` that concern one process alone, or are its defaults here.
 _DROPPED = ("device_map", "low_cpu_mem_usage", "use_cache")
-#: How the attention functions begin that ``parallelize`` registers with transformers.
+#: The prefix of attention functions that ``parallelize`` registers with transformers.
 _OWN_ATTENTION = "context_parallel_"
 
 
@@ -71,7 +71,7 @@ class ModelSource:
 
     def load(self, path: str, architecture: Any = None, adapter: Any = None, **settings: Any) -> nn.Module:
         """Build a model under ``meta_device``, shard it and load the checkpoint: every rank reads its own slices."""
-        # A class that the checkpoint was not saved from, as one with a fresh score head, is loaded in full and then
+        # A class that differs from the checkpoint's, as with a fresh score head, is loaded in full and then
         # sharded. Without an architecture the class is the checkpoint's own.
         import transformers
 

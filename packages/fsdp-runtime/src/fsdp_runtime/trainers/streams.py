@@ -65,7 +65,7 @@ class StreamPart(IterableDatasetShard):
             )
 
 
-#: Globals of accelerate's module that make it deal the rows of every stream, and no stream's files.
+#: Globals of accelerate's module that make it deal the rows of every stream, and never its files.
 DEALING_ROWS = {"IterableDatasetShard": StreamPart, "is_datasets_available": lambda: False}
 
 

@@ -46,7 +46,7 @@ _OTHER_MODELS = ("ref_model", "teacher_model")
 class TrlMixin(MeshTrainerMixin):
     """Let a trainer of TRL train on a mesh; see :class:`MeshTrainerMixin`.
 
-    The model may be a path, which every rank then reads its shards of, and ``peft_config`` wraps it before it is
+    The model may be a path: every rank then reads its shards from it.  ``peft_config`` wraps the model before it is
     sharded.  References and teachers that TRL loads come onto the same mesh.
     """
 
@@ -93,7 +93,7 @@ class TrlMixin(MeshTrainerMixin):
         if self._by_name:
             self._by_name = False
             model = self._source.load(path, architecture, self._adapter, **settings)
-            if self._adapter is not None:  # TRL is given the whole where it would wrap the model
+            if self._adapter is not None:  # TRL gets the full model where it would wrap it
                 self._adapted, model = model, base_model(model)
             return model
         if self._given_reference is not None:
@@ -202,7 +202,7 @@ class GeneratingMixin(TrlMixin):
         gathering = {"gather": self.accelerator.gather_from_first, "gather_object": self.accelerator.gather_objects}
         attributes: dict[str, Any] = self.__dict__
         logs_images = attributes.get("log_multimodal", False)
-        attributes["log_multimodal"] = False  # TRL gathers images over the ranks that have some
+        attributes["log_multimodal"] = False  # TRL gathers images over the ranks with images
         try:
             with replaced(type(self), gathering):
                 found = super()._generate_and_score_completions(inputs)

@@ -23,7 +23,7 @@ class LocalGradients:
 
     parts: dict[int, torch.Tensor]  # local tensors, by the ``id`` of their parameters
     # ids of parameters, grouped by their gradients' mesh and placements; None for plain tensors. Reading these
-    # from a DTensor takes as long as adding up a small one, so each is read once.
+    # from a DTensor takes as long as adding up a small tensor, so each is read once.
     by_placement: dict[MeshPlacements | None, list[int]]
 
 

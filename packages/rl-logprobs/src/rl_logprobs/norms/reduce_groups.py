@@ -1,7 +1,7 @@
 """The ranks over which a norm is summed, and the weight of each gradient in the sum.
 
 Parameters of one model usually have several meshes (the FSDP axis alone, FSDP and tensor parallelism).  Norms over a
-mesh that is part of a larger one are summed over the larger one: every rank adds its local part, scaled down by the
+mesh that is part of a larger one are summed over the larger mesh: every rank adds its local part, scaled down by the
 number of ranks that hold the same part, so that one collective serves both.
 """
 

@@ -21,7 +21,7 @@ class PolicyLoss(NamedTuple):
 
     Attributes:
         loss: the loss, differentiable.
-        ratio: probability under the policy over that under the old policy; for GSPO of the sequence.
+        ratio: probability under the policy over the probability under the old policy; for GSPO of the sequence.
         clipped_low: bool, the ratio is below its range, and the token has no gradient for it.
         clipped_high: bool, the ratio is above its range, and the token has no gradient for it.
         dual_clipped: bool, the loss of a negative advantage is at its bound.

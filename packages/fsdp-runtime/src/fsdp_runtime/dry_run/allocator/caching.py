@@ -32,7 +32,7 @@ class AllocatorSettings:
 
     expandable_segments: bool = False  # whether segments grow
     max_split_size: int | None = None  # bytes from which a block is not split, ``None`` for any
-    garbage_collection_threshold: float = 0.0  # share of ``device_memory`` at which unused segments go; 0 for never
+    garbage_collection_threshold: float = 0.0  # share of ``device_memory`` that releases unused segments; 0: never
     roundup_power2_divisions: int = 0  # sizes between two powers of two to round up to; 0: multiples of 512 bytes
     device_memory: int | None = None  # bytes that can be reserved, ``None`` for any number
 
@@ -126,7 +126,7 @@ class CachingAllocator:
             return None
         block = free.at[free.keys[index][1]]
         if self.settings.expandable_segments:
-            # A block that can grow counts with the size that it can grow to.
+            # A block that can grow counts with its largest size.
             while index + 1 < len(free.keys):
                 other = free.at[free.keys[index + 1][1]]
                 if _expandable_size(other) >= _expandable_size(block):

@@ -92,6 +92,6 @@ class _Expansion:
             return None
         group = (region.block - self._repeated.start) // self._repeated.period
         last = self._repeated.min_count
-        # Code after the last block belongs to no group in forward, and none does in the loss.
+        # Code after the last block belongs to no group in forward, and neither does the loss.
         is_after = not region.inside and (region.phase == "loss" or (region.phase == "forward" and group == last))
         return None if group > last or is_after else group

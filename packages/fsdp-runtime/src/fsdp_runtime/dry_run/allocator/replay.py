@@ -1,6 +1,6 @@
 """Replay the steps of a training run on the caching allocator, from the first step.
 
-The first step decides much: the optimizer makes its state at its end, in memory that activations have left, and so
+The first step decides much: the optimizer makes its state at its end, in memory freed by activations, and so
 splits blocks that the second step would need whole.
 """
 
@@ -39,8 +39,8 @@ def reserved_bytes(
 ) -> int | None:
     """Return the most bytes that the allocator reserves in a step; ``None`` if the tape's blocks allocate differently.
 
-    It releases cached blocks where the device would not have enough for more: ``available`` bytes, ``None`` for any
-    number.  ``smaller`` is the tape of a trace with one group of blocks less, ``workspaces`` are bytes that libraries
+    The allocator releases cached blocks if the device lacks memory: ``available`` bytes, ``None`` for any
+    number.  ``smaller`` is the tape of a trace with one fewer group of blocks, ``workspaces`` are bytes that libraries
     allocate for good, and ``on_host`` categories that are not on the device.
     """
     try:

@@ -17,7 +17,7 @@ from fsdp_runtime.errors import BackendError
 #: Number of candidates of a sweep that are drawn, best first.
 MAX_BARS = 24
 
-#: matplotlib's colours of the categories of memory, and of axes and collectives; they have none in common.
+#: matplotlib's colours of the categories of memory, and of axes and collectives; no colour is in both.
 _MEMORY, _TRAFFIC = "tab10", "Dark2"
 #: The part of a bar that no live tensor fills.
 _BESIDES = "allocator, context, NCCL"

@@ -36,7 +36,7 @@ img { display: block; width: 100%; margin: 1rem 0; }
 
 def html_report(found: Estimate | Sweep) -> str:
     """Return the page: all sections of an estimate, or a sweep's ranking and the sections of its best candidate."""
-    # The charts are in it where matplotlib is installed; otherwise the page names the extra that installs it.
+    # The page has charts if matplotlib is installed; otherwise it names the extra that installs matplotlib.
     if isinstance(found, Sweep):
         title = f"Dry runs on {found.world_size:,} ranks"
         best = found.best

@@ -4,8 +4,8 @@
 
     ``ranks * (1 - C(experts - experts / ranks, top_k) / C(experts, top_k))``
 
-ranks on average: each rank has one of its experts unless all are chosen among the others'.  ``worst`` is a router that
-gives every token of every rank as many of the simulated rank's experts as it can, and others' evenly besides.
+ranks on average: each rank has one of its experts unless all are chosen from other ranks.  ``worst`` is a router that
+gives every token of every rank as many of the simulated rank's experts as possible, and other experts evenly.
 """
 
 from __future__ import annotations

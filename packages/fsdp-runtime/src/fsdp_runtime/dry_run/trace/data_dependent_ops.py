@@ -77,6 +77,6 @@ def _selected(tensor: Tensor, experts: int | None) -> int:
     """Return the selected elements of a mask: every expert, or an even share of tokens."""
     if experts is None:
         return tensor.numel()
-    if tensor.numel() in (experts, experts + 1):  # some models count an expert for tokens that have none
+    if tensor.numel() in (experts, experts + 1):  # some models count an expert for tokens without experts
         return experts
     return -(-tensor.numel() // experts)

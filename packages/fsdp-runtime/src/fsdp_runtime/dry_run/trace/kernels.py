@@ -1,6 +1,6 @@
 """Costs of operators on an accelerator: operations and bytes moved, workspaces, buffers on other streams.
 
-Operations are counted by torch's formulas, and by formulas of our own for operators that torch lacks.
+Operations are counted by torch's formulas, and by our own formulas for operators that torch lacks.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def require_sound(data: Any, words: int | None) -> None:
         raise OptionError("it has no samples: give a batch of at least as many samples as ranks of dp")
     lengths = ids.offsets().diff()
     _require("has no tokens: leave it out", lengths > 0)
-    of_samples = data["loss_mask"].is_nested and "response_mask" not in data  # else it is of responses
+    of_samples = data["loss_mask"].is_nested and "response_mask" not in data  # else the mask covers responses only
     for name in ("position_ids", "loss_mask") if of_samples else ("position_ids",):
         found = data[name].offsets().diff()
         _require(f"has {{}} {name} for {{}} tokens: give one a token", found == lengths, found, lengths)
@@ -40,7 +40,7 @@ def require_sound(data: Any, words: int | None) -> None:
     inside = (flat >= 0) & (flat < words) if words else flat >= 0
     problem = f"has the token id {{}}, outside of the model's vocabulary of {words}: tokenize it for this model"
     _require(problem, inside, flat, samples=samples)
-    given = tensordict_utils.get_non_tensor_data(data, "temperature", 1.0)  # a batch of SFT has none
+    given = tensordict_utils.get_non_tensor_data(data, "temperature", 1.0)  # a batch of SFT has no temperature
     given = torch.as_tensor(given, dtype=torch.float32)
     if given.shape not in ((), lengths.shape):
         raise OptionError(f"temperature has shape {[*given.shape]}: give a number, or one of each sample")

@@ -50,7 +50,7 @@ def check() -> Iterator[CheckLine]:
     except PackageNotFoundError:
         yield CheckLine("error", "verl is not installed: pip install 'fsdp-runtime[verl]'")
         return
-    from packaging.version import Version  # which verl requires
+    from packaging.version import Version  # a requirement of verl
 
     found = Version(installed)
     tested = Version(TESTED[0]) <= found < Version(TESTED[1])

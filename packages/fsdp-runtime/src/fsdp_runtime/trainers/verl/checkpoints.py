@@ -74,7 +74,7 @@ class Checkpoints:
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint of this engine, saved on any mesh, or the Hugging Face weights of a verl checkpoint."""
-        # verl's state of the data of SFT follows: where it is of another number of ranks of dp, its files are
+        # verl loads its SFT data state later: if it was saved with another number of dp ranks, its files are
         # rewritten.
         contents = contents_of(self._config, "load_contents")
         dp = len(list(folder.glob("data_*.pt")))

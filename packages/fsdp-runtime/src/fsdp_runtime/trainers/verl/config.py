@@ -61,7 +61,7 @@ class FsdpRuntimeEngineConfig(EngineConfig):
     # state on the host
     offload_policy: bool = False
     reshard_after_forward: bool = True  # free gathered parameters after each block
-    reshard_last_block: bool = False  # also of the last one
+    reshard_last_block: bool = False  # also after the last block
     prefetch_forward: int = 0  # blocks gathered ahead in forward
     prefetch_backward: int = 1  # blocks gathered ahead in backward
     frozen_params: str = "layer"  # ``layer``, ``root`` or ``replicate``
@@ -72,7 +72,7 @@ class FsdpRuntimeEngineConfig(EngineConfig):
     mixed_precision: dict[str, Any] | None = None  # verl's: ``param_dtype`` and ``reduce_dtype``
     use_no_sync_for_gradient_accumulation: bool = True  # reduce gradients after the last micro-batch only
     pad_to_length: bool = False  # round packed rows up to a multiple of ``pad_to_length_bucket`` tokens
-    pad_to_length_bucket: int = 1024  # that multiple
+    pad_to_length_bucket: int = 1024  # the multiple of ``pad_to_length``
     entropy_from_logits_with_chunking: bool = False  # always so here: entropies are computed a tile of logits at a time
     entropy_from_logits_chunk_size: int = 2048  # not used: the device decides the size of the tiles
     entropy_checkpointing: bool = False  # always so here: backward computes the tiles again

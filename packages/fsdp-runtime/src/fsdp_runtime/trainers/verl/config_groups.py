@@ -1,6 +1,6 @@
 """Config groups of Hydra: ``engine=fsdp_runtime`` and ``model_engine=fsdp_runtime`` need no file.
 
-verl is imported before ``@hydra.main`` runs, so that groups in Hydra's ``ConfigStore`` are found beside verl's files.
+verl is imported before ``@hydra.main`` runs, so that Hydra finds groups of its ``ConfigStore`` beside verl's files.
 """
 
 from __future__ import annotations

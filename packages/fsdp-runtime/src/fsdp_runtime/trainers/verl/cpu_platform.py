@@ -2,7 +2,7 @@
 
 ``VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.cpu_platform`` registers it, and nothing else does: verl takes a
 registered CPU platform on every machine without a GPU, also on the driver nodes of a GPU cluster.  verl imports this
-file while it is imported itself, so that nothing here imports more of verl than is used.
+file during its own import, so that this file imports no unused part of verl.
 """
 
 from __future__ import annotations

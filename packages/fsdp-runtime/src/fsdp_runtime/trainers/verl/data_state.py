@@ -42,7 +42,7 @@ def deal_anew(folder: Path, saved: int, dp: int) -> None:
             raise _refused(folder, saved, dp, f"counts {rows} rows, which do not divide")
         holder[_COUNT] = rows // dp
     state[_DEALT_TO] = dp
-    for rank in reversed(range(dp)):  # the first comes last: it says that all are written
+    for rank in reversed(range(dp)):  # the first file comes last: it shows that all files are written
         written = folder / f".data_{rank}.pt"
         torch.save(state, written)
         os.replace(written, folder / f"data_{rank}.pt")

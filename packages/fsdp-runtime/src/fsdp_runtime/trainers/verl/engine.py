@@ -52,7 +52,7 @@ class FsdpRuntimeEngine(BaseEngine):
     """The shared engine of both kinds of models, from verl's model, optimizer and checkpoint configs and its own."""
 
     value_head = False
-    scorer: Any  # of a model: returns values of this rank's tokens, by verl's names
+    scorer: Any  # of a model: returns this rank's per-token values, by verl's names
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
@@ -243,9 +243,9 @@ class FsdpRuntimeEngine(BaseEngine):
         self, layered_summon: bool = False, base_sync_done: bool | None = None, **kwargs: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """Return an iterator over the weights for the rollout, which every rank exhausts, and an adapter's config."""
-        # An adapter that is not merged is sent alone once the rollout has the base model's weights
-        # (``base_sync_done``); earlier they are sent. Checkpoint engines that send no adapters omit that argument, and
-        # get the adapter merged. ``layered_summon``, to gather a part at a time, is always so here.
+        # An unmerged adapter is sent alone once the rollout has the base model's weights (``base_sync_done``). Earlier
+        # the base weights are sent. Checkpoint engines without adapters omit the argument, and get the adapter merged.
+        # ``layered_summon``, to gather a part at a time, is always so here.
         merges = (self.model_config.get("lora", None) or {}).get("merge", False)
         dtype = self._sync_dtype()
         if not hasattr(self.module, "peft_config") or merges or base_sync_done is None:

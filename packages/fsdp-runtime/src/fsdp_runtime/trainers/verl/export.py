@@ -38,7 +38,7 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights under an adapter, by the names of a rollout with adapters.  Collective."""
-    # A rollout with adapters wraps the layers that have one: vLLM's loader takes ``….base_layer.weight`` for these.
+    # A rollout with adapters wraps the adapted layers: vLLM's loader takes ``….base_layer.weight`` for these.
     config = model.peft_config[ADAPTER]
     with model.disable_adapter():
         for name, tensor in stream_weights(model, dtype=dtype):
@@ -59,7 +59,7 @@ class Shards:
 
     def blocks(self) -> Iterator[tuple[str, int, Tensor, BlockPlacement, bool]]:
         """Yield each block's name, number, values, place and whether this rank sends it, in one order on all ranks."""
-        # A tensor has as many entries as a rank has blocks of it; a rank with fewer yields empty ones.
+        # A tensor has as many entries as the most blocks on a rank; a rank with fewer blocks yields empty entries.
         self._shards.refresh()
         layout, local = self._shards.layout, self._shards.local
         for name, tensor in layout.tensors.items():

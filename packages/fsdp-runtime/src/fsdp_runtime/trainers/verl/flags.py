@@ -1,7 +1,7 @@
 """The effect of each verl flag on this engine, as data for the guide's table, refusals and ``verl-check``.
 
 A flag is in one of three states.  *same*: verl's trainer reads it, or the engine does the same as verl's own.  *here*:
-the engine keeps the meaning by another method, named in the text.  *refused*: an error at start with the way out.
+the engine keeps the meaning by another method, named in the text.  *refused*: an error at start names the fix.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _same(names: str) -> dict[str, Flag]:
     return dict.fromkeys(names.split(), _SAME)
 
 
-#: By the name of verl's dataclass; fields that it inherits are in the entry of the class that declares them.
+#: By the name of verl's dataclass; inherited fields are in the entry of the declaring class.
 FLAGS: dict[str, dict[str, Flag]] = {
     "EngineConfig": {
         **_same(

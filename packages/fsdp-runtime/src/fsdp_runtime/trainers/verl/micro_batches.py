@@ -25,7 +25,7 @@ class CutBatch:
     """A rank's micro-batches of one batch."""
 
     batches: Sequence[Any]  # the micro-batches
-    indices: Any  # of dynamic micro-batches the samples of each; ``None`` for equal ones
+    indices: Any  # samples of each dynamic micro-batch; ``None`` for equal micro-batches
     count: int  # the largest number on any rank; the rest are idle
 
 
@@ -40,7 +40,7 @@ def cut(data: Any, group: Any, *, cp: int, words: int | None) -> CutBatch:
     batches, indices, count = own.batches, own.indices, max(numbers)
     if own.rules.limit and len(batches) < (most := min(count, len(data) // own.rules.forced)):
         more, indices_of_more = prepare_micro_batches(data, same_micro_num_in_dp=False, min_num_micro_batch=most)
-        if len(more) <= count:  # verl cuts on where a balanced cut passes the limit of tokens; idle ones do as well
+        if len(more) <= count:  # verl cuts further if a balanced cut passes the token limit; idle ones serve too
             batches, indices = more, indices_of_more
     of_all = {"dp_size": len(facts), "batch_num_tokens": sum(tokens)}
     for each in (data, *batches):

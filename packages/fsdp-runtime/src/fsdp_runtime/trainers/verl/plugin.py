@@ -1,7 +1,7 @@
 """The module that verl imports at start: it registers the engines and config groups.
 
-A plug-in that fails is logged by verl at DEBUG and left out, so that the user sees "Unknown backend: fsdp_runtime"
-only; ``VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.plugin`` shows the error.
+A plug-in that fails is logged by verl at DEBUG and left out, and the user sees only
+"Unknown backend: fsdp_runtime"; ``VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.plugin`` shows the error.
 """
 
 from __future__ import annotations

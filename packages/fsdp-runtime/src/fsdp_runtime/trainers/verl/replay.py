@@ -18,7 +18,7 @@ Way = Literal["none", "record", "replay"]
 
 def way_of(mode: str, *, forward_only: bool, has_loss: bool, asked: bool | None) -> Way:
     """Return how a forward treats routes."""
-    # verl's worker says so in the batch (``asked``) for its own names of engines only; for others the call tells:
+    # verl's worker sets ``asked`` in the batch for its own engine names only; for other engines the call decides:
     # ``compute_log_prob`` runs forward without a loss.
     if mode == "disabled" or asked is False:
         return "none"
@@ -47,7 +47,7 @@ def recorded_or_replayed(way: Way, model: nn.Module, rows: Rows, micro_batch: An
 def _routes(given: Any, rows: Rows) -> Tensor:
     """Return verl's ``[samples, length, layers, k]`` as ``[layers, rows * length, k]``, -1 where no route exists."""
     full = rows.flat(given, -1).to(torch.int32)
-    if full.shape[-1] > 1:  # verl fills tokens that were never run with zeros: no token has one expert twice
+    if full.shape[-1] > 1:  # verl fills unrun tokens with zeros: no token has one expert twice
         full = full.masked_fill((full == 0).all(-1, keepdim=True), -1)
     return full.flatten(0, 1).transpose(0, 1).contiguous()
 

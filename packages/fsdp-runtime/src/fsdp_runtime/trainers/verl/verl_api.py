@@ -77,7 +77,7 @@ _USED = {
     "verl.utils.py_functional": "convert_to_regular_types(obj)",
     "verl.workers.config.optimizer": "build_optimizer(parameters, config)",
 }
-#: The parameters of each, by path.
+#: The parameters of each function, by path.
 SIGNATURES = {
     f"{module}.{name}": tuple(re.split(r",\s+", parameters))
     for module, text in _USED.items()
