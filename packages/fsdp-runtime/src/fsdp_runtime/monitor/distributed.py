@@ -27,7 +27,7 @@ _ROUNDS = 10
 #: Monitors are numbered equally on every rank.
 _numbers = itertools.count()
 
-#: At its end, rank 0 reads this often whether the other ranks have finished; detector rounds stay an interval apart.
+#: At its end, rank 0 reads this often whether the other ranks have finished; detector rounds keep their interval.
 _END_SECONDS = 0.1
 
 

@@ -101,8 +101,7 @@ class MeshAccelerator(StateMixin, Accelerator):
 
         Raises:
             ModelError: an optimizer's parameters belong to no prepared model, or it has stepped with parameters to be
-                replaced; or a model is sharded on another mesh, or is a module
-                without blocks.
+                replaced; or a model is sharded on another mesh, or is a module without blocks.
             OptionError: ``device_placement`` is of another length.
         """
         if device_placement is not None and len(device_placement) != len(args):
@@ -118,7 +117,7 @@ class MeshAccelerator(StateMixin, Accelerator):
             for model in models:
                 with follow_parameters(model, [*optimizers, *self._optimizers]):
                     self._shard(model)
-        self._preparing = models  # schedulers may follow their optimizers
+        self._preparing = models  # models may follow their optimizers
         try:
             return super().prepare(*args, device_placement=device_placement)
         finally:
