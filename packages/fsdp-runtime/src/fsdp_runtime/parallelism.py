@@ -115,7 +115,7 @@ class Parallelism:
             for step, found in self.steps:
                 step.apply(model, self.setup, found)
         runtime_state(model).one_rank = self.setup.meshes.one_rank
-        watch_optimizers()
+        watch_optimizers(model)
         guard_methods(model)
         refuse_until_loaded(model, self.structure.blocks)
 

@@ -10,6 +10,7 @@ import peft
 import pytest
 import transformers
 
+from fsdp_runtime import OptionError
 from fsdp_runtime.trainers._trl_compat import replaced
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -174,3 +175,23 @@ def test_an_adapter_of_a_policy_trains_as_in_one_process(
     found = two_ranks.run(_adapted, dense, tmp_path / "mesh", {"cp": 2}, name, timeout=200)[0]
     expected = _adapted(dense, tmp_path / "alone", None, name)
     assert differences(found, expected, ("loss", "grad_norm", *trainers()[name][-1])) == {}
+
+
+def _routers(folder: Path, output: Path) -> list[str]:
+    """What trainers say at construction of a mixture with the auxiliary loss of its routers."""
+    forget_accelerate()
+    model, mesh = model_on(folder, {"cp": 2})
+    said = []
+    for name, options in (("GRPO", {}), ("DPO", {}), ("SFT", {}), ("SFT", {"padding_free": True, "max_length": None})):
+        try:
+            build(model, mesh, 1, name=name, output=str(output), router_aux_loss_coef=0.1, **options)
+            said.append("")
+        except OptionError as error:
+            said.append(str(error))
+    return said
+
+
+def test_losses_of_routers_beside_padding_are_refused_first(two_ranks: RankPool, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", architecture="Qwen3NextForCausalLM")
+    for said in two_ranks.run(_routers, folder, tmp_path / "out"):
+        assert ["router_aux_loss_coef=0.0" in each for each in said] == [True, True, True, False]

@@ -42,7 +42,7 @@ def take_first_values(model: nn.Module, groups: Sequence[ProcessGroup]) -> tuple
     tensors = dict(sorted(_named_tensors(model), key=lambda item: item[0]))
     if not groups or not tensors:
         return ()
-    if not (differing := [name for name, differs in zip(tensors, _differ(tensors, groups), strict=True) if differs]):
+    if not (differing := [name for name, differs in zip(tensors, differ(tensors, groups), strict=True) if differs]):
         return ()
     for name in differing:
         for group in groups:
@@ -73,7 +73,7 @@ def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
         yield from _parts(f"{name}.{part}", getattr(tensor, part))
 
 
-def _differ(tensors: dict[str, Tensor], groups: Sequence[ProcessGroup]) -> list[bool]:
+def differ(tensors: dict[str, Tensor], groups: Sequence[ProcessGroup]) -> list[bool]:
     """Return for each tensor whether ranks hold different bits: one all-reduce per axis, and one device wait."""
     device = next((tensor.device for tensor in tensors.values() if tensor.device.type not in ("cpu", "meta")), None)
     device = device or required_device(groups) or torch.device("cpu")

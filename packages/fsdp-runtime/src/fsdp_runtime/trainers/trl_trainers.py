@@ -21,7 +21,7 @@ from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import axis_size, submesh
-from fsdp_runtime.steps.context.step import whole_rows
+from fsdp_runtime.steps.context.step import inputs_of, under_context_parallelism, whole_rows
 from fsdp_runtime.steps.outputs.generation import full_logits
 from fsdp_runtime.trainers._trl_compat import (
     CHUNKED_HEAD,
@@ -53,6 +53,7 @@ class TrlMixin(MeshTrainerMixin):
     _adapted: nn.Module | None
 
     def __init__(self, model: Any = None, *, mesh: DeviceMesh, args: Any = None, **kwargs: Any) -> None:
+        _refuse_images_over_cp(mesh, kwargs)
         functions: dict[str, Any] = {
             "add_fused_lm_head": add_fused_lm_head,
             CHUNKED_HEAD: add_chunked_head,
@@ -69,6 +70,7 @@ class TrlMixin(MeshTrainerMixin):
         self._adds_reference = adds_reference_adapter(type(self), args, kwargs.get("ref_model"))
         with replaced(type(self), functions):
             super().__init__(model, mesh=mesh, args=args, **kwargs)
+        self._refuse_router_logits_over_cp()
 
     def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if isinstance(model, nn.Module):
@@ -87,6 +89,19 @@ class TrlMixin(MeshTrainerMixin):
             if isinstance(kwargs.get(name), nn.Module):
                 kwargs = {**kwargs, name: self._shard_other(kwargs[name])}
         return model, kwargs
+
+    def _refuse_router_logits_over_cp(self) -> None:
+        """Refuse the auxiliary loss of routers where rows have a padding mask, which counts tokens of the full rows."""
+        is_padded = not getattr(self, "padding_free", False)
+        if not (is_padded and getattr(self, "aux_loss_enabled", False) and under_context_parallelism(self.model)):
+            return
+        if inputs_of(self.model).cuts_padding:
+            raise OptionError(
+                f"the auxiliary loss of the routers of {type(base_model(self.model)).__name__} reads router logits "
+                f"beside a padding mask, and cp={axis_size(self.mesh, 'cp')} divides the rows: set "
+                "router_aux_loss_coef=0.0 in the trainer's arguments, or output_router_logits=False in the config for "
+                "ORPO and CPO; set padding_free=True for SFT and DPO; or use cp=1"
+            )
 
     def _create_model(self, path: str, architecture: Any = None, **settings: Any) -> nn.Module:
         """Load the trainer's model, or a reference or teacher, in place of TRL's ``create_model_from_path``."""
@@ -218,6 +233,21 @@ class GeneratingMixin(TrlMixin):
         images = [[*_images_of(prompt), *_images_of(completion)] for prompt, completion in pairs]
         if any(images):
             self._logs["images"].extend(images)
+
+
+def _refuse_images_over_cp(mesh: DeviceMesh, kwargs: Mapping[str, Any]) -> None:
+    """Raise :class:`OptionError` where a trainer's own collator would give images to ranks of ``cp``."""
+    if axis_size(mesh, "cp") == 1 or kwargs.get("data_collator") is not None:
+        return
+    for name in ("train_dataset", "eval_dataset"):
+        given = kwargs.get(name)
+        for dataset in given.values() if isinstance(given, Mapping) else (given,):
+            if columns := {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
+                raise OptionError(
+                    f"the column {min(columns)!r} of {name}: TRL's collators give images without the position_ids of "
+                    f"full rows, which cp={axis_size(mesh, 'cp')} needs: use cp=1 (tp and dp take images), or train "
+                    "on text alone"
+                )
 
 
 def _images_of(messages: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@
 - An optimizer from before ``parallelize`` holds parameters whose gradients are never set.
 - No rank reduces the gradients of plain parameters next to shards, such as those of a head around a model, but the
   user; where they are of a rank's own batch, each rank would step to other values, without an error.
+- Such parameters, drawn after another seed on each rank, would stay different.
 - A plain parameter that has met a DTensor, as a learned temperature the logits, has a DTensor as its gradient, a
   partial sum: a step gets the sum.
 - One call of a fused or ``foreach`` step takes the tensors of a group together, and torch refuses lists of plain
@@ -12,20 +13,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.sharded.initial_values import differ
 from fsdp_runtime.steps.guards.replaced_parameters import refuse_replaced
 
 #: What optimizers of torch and transformers do, by the names of their classes, that DTensors cannot.
@@ -36,17 +40,24 @@ _CANNOT = {
 }
 #: Optimizers of torch whose fused step has no sharding strategy for DTensors in torch 2.10 to 2.14.
 _CANNOT_FUSED = ("Adagrad", "SGD")
-#: Optimizers whose plain parameters have had equal gradients, other than 0, on every rank.
-_compared: WeakSet[Optimizer] = WeakSet()
+#: Optimizers, with the number of their plain parameters that have had equal gradients, other than 0, on every rank.
+_compared: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+#: Models that were parallelized.
+_models: WeakSet[nn.Module] = WeakSet()
 #: The relative difference of sums of gradients that reductions in another order explain, in float32 and narrower.
 _TOLERANCE = 1e-3
 #: The attribute of an optimizer that holds its own groups during a step.
 _GROUPS = "_fsdp_runtime_groups"
 
 
+def watch_optimizers(model: nn.Module) -> None:
+    """Check and divide the steps of every optimizer, of a parallelized model's parameters or others."""
+    _models.add(model)
+    _watch()
+
+
 @cache
-def watch_optimizers() -> None:
-    """Check and divide the steps of every optimizer, once per process."""
+def _watch() -> None:
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_restore)
 
@@ -69,8 +80,8 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     for parameter in plain:
         if isinstance(parameter.grad, DTensor):
             parameter.grad = parameter.grad.full_tensor()
-    if optimizer not in _compared:
-        _compare(optimizer, [each for each in plain if each.requires_grad], shards)
+    if plain and _compared.get(optimizer) != len(plain):
+        _compare(optimizer, [each for each in plain if each.requires_grad], shards or _shards_beside(plain))
     # Only torch's own optimizers are divided: others may write to the group that they step, as schedule-free ones do,
     # and that would be lost.
     if type(optimizer).__module__.startswith("torch.optim."):
@@ -114,13 +125,14 @@ def _is_even(shard: DTensor) -> bool:
 
 
 def _compare(optimizer: Optimizer, plain: Sequence[torch.Tensor], shards: Sequence[DTensor]) -> None:
-    """Compare the gradients of plain parameters over the ranks, until a step has some other than 0."""
+    """Compare plain parameters and their gradients over the ranks, until a step has gradients other than 0."""
     meshes = dict.fromkeys(each.device_mesh for each in shards if plain)
     groups = {axis: mesh.get_group(axis) for mesh in meshes for axis in mesh.mesh_dim_names or ()}
     groups = {a: g for a, g in groups.items() if dist.get_world_size(g) > 1 and dist.get_backend(g) != "fake"}
     if not groups:
         return
     device = next(iter(meshes)).device_type
+    _compare_values(optimizer, plain, groups, device)
     sums = torch.stack([_sum(parameter, device) for parameter in plain])
     bounds = torch.cat([sums, -sums])
     for group in groups.values():
@@ -134,7 +146,39 @@ def _compare(optimizer: Optimizer, plain: Sequence[torch.Tensor], shards: Sequen
             "over the ranks before the step"
         )
     if bool(sums.any()):
-        _compared.add(optimizer)
+        _compared[optimizer] = sum(
+            not isinstance(each, DTensor) for g in optimizer.param_groups for each in g["params"]
+        )
+
+
+def _compare_values(
+    optimizer: Optimizer, plain: Sequence[torch.Tensor], groups: Mapping[str, ProcessGroup], device: str
+) -> None:
+    tensors = {str(index): parameter.detach() for index, parameter in enumerate(plain)}
+    unequal = [each for each, differs in zip(plain, differ(tensors, [*groups.values()]), strict=True) if differs]
+    if far := [each for each in unequal if _is_far(each, groups, device)]:
+        raise ModelError(
+            f"{len(far)} of {len(plain)} parameters of this {type(optimizer).__name__} that are no shards (first of "
+            f"shape {tuple(far[0].shape)}) have other values on other ranks of {', '.join(groups)}: put their module "
+            "into the model before parallelize, or draw it after the same seed on every rank, as torch.manual_seed(0)"
+        )
+
+
+def _is_far(parameter: torch.Tensor, groups: Mapping[str, ProcessGroup], device: str) -> bool:
+    """Return whether values of the ranks differ by more than reductions in another order explain.  Collective."""
+    values = parameter.detach().to(device, torch.float32)
+    bounds = torch.stack([values, -values])
+    for group in groups.values():
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(parameter.dtype).eps)
+    return bool(bounds.sum(0).max() > tolerance * bounds.abs().max())
+
+
+def _shards_beside(plain: Sequence[torch.Tensor]) -> list[DTensor]:
+    """Return the shards of the parallelized models that have one of the parameters."""
+    ids = {*map(id, plain)}
+    models = [model for model in _models if any(id(parameter) in ids for parameter in model.parameters())]
+    return [each for model in models for each in model.parameters() if isinstance(each, DTensor)]
 
 
 def _sum(parameter: torch.Tensor, device: str) -> torch.Tensor:
