@@ -77,6 +77,12 @@ def _head_around() -> None:
     torch.optim.SGD([*model.parameters(), scale]).step()
 
 
+def _head_of_other_values() -> None:
+    model = parallelize(tiny_model("LlamaForCausalLM"), MeshSpec(tp=2).build(device_type="cpu"))
+    model.scale = nn.Parameter(torch.full((), 1.0 + dist.get_rank(), dtype=torch.float64))
+    torch.optim.SGD([model.scale]).step()
+
+
 PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
 CASES: Provocations = {
     "fsdp_runtime/steps/context/inputs.py": {"some ranks of cp are given media": _media_over_cp},
@@ -85,7 +91,10 @@ CASES: Provocations = {
         "and others have none": lambda: _media(PIXELS, {}),
         "have different media": lambda: _media({"input_ids": ids(1, 4), **PIXELS}, {"input_ids": ids(1, 4), **SOUND}),
     },
-    "fsdp_runtime/steps/guards/optimizers.py": {"as nothing reduces them": _head_around},
+    "fsdp_runtime/steps/guards/optimizers.py": {
+        "as nothing reduces them": _head_around,
+        "draw it after the same seed": _head_of_other_values,
+    },
     "fsdp_runtime/steps/random_states.py": {"drew different amounts": _uneven_dropout},
     "fsdp_runtime/steps/guards/check_inputs.py": {"were given different inputs": _other_inputs},
 }
