@@ -160,7 +160,12 @@ def _tokens_that_ranks_do_not_divide(head: str) -> list[list[Tensor]]:
         torch.manual_seed(0)
         cls: Any = getattr(transformers, head)
         bert = head.startswith("Bert")
-        model = cls(config if bert else transformers.LlamaConfig(**llama, num_hidden_layers=1, classifier_dropout=0.3))
+        other: Any = transformers.LlamaConfig(**llama, num_hidden_layers=1, classifier_dropout=0.3)
+        if head.startswith("Falcon"):  # which calls F.dropout in its blocks
+            other = transformers.FalconConfig(
+                vocab_size=131, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, hidden_dropout=0.3
+            )
+        model = cls(config if bert else other)
         parallelize(
             model.double().train(),
             mesh_for({"tp": 2}),
@@ -181,7 +186,9 @@ def _full_gradient(parameter: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-@pytest.mark.parametrize("head", ["BertForMaskedLM", "BertForTokenClassification", "LlamaForTokenClassification"])
+@pytest.mark.parametrize(
+    "head", ["BertForMaskedLM", "BertForTokenClassification", "LlamaForTokenClassification", "FalconForCausalLM"]
+)
 def test_dropout_of_tokens_that_ranks_do_not_divide_is_recomputed_alike(two_ranks: RankPool, head: str) -> None:
     (first, recomputed), (second, _) = two_ranks.run(_tokens_that_ranks_do_not_divide, head)
     for one, again, other in zip(first, recomputed, second, strict=True):

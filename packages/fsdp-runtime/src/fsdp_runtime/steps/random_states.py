@@ -80,6 +80,12 @@ class RandomStates(Step):
         if isinstance(plan, Plan) and plan.sequence_parallel:
             dropouts = [module for module in model.modules() if isinstance(module, _DROPOUT)]
             wrap(dropouts, _OwnTokens, states=states, offset=offset)
+            functional: dict[tuple[str, ...], list[nn.Module]] = defaultdict(list)
+            for module in model.modules():
+                if module not in alone and (amounts := tuple(_functional_amounts(module))):
+                    functional[amounts].append(module)
+            for amounts, modules in functional.items():
+                wrap(modules, _OwnTokensOfFunctions, states=states, offset=offset, amounts=amounts)
 
 
 #: A module, it or its config, and an attribute that says how much the module draws.
@@ -109,6 +115,14 @@ def _names(module: nn.Module) -> Iterator[str]:
     yield from (f"config.{name}" for name in _amounts(getattr(module, "config", None)))
     for path, part in module.named_modules():
         yield from (f"{path}.{name}".removeprefix(".") for name in _amounts(part))
+
+
+def _functional_amounts(module: nn.Module) -> Iterator[str]:
+    """Yield the names of the amounts by which a module's own code may call ``F.dropout``."""
+    read = {name for name in referenced_names(type(module)) if "dropout" in name}
+    if not isinstance(module, _DROPOUT) and any(not isinstance(getattr(module, n, None), nn.Module) for n in read):
+        yield from (f"config.{name}" for name in _amounts(getattr(module, "config", None)))
+        yield from _amounts(module)
 
 
 def _drops_weights_alone(mixer: TokenMixer) -> bool:
@@ -209,12 +223,46 @@ class _OwnTokens(Wrapper):
 
     def forward(self, activations: Tensor) -> Tensor:
         forward = super().forward  # type: ignore[misc]
-        if torch.compiler.is_compiling() or not (self.training and self.p and isinstance(activations, DTensor)):  # type: ignore[attr-defined]
-            return forward(activations)  # type: ignore[no-any-return]
-        if not any(placement.is_shard() for placement in activations.placements):
+        if torch.compiler.is_compiling() or not (self.training and self.p and _is_divided(activations)):  # type: ignore[attr-defined]
             return forward(activations)  # type: ignore[no-any-return]
         with self.states.seeded(_draw() + self.offset):
             return forward(activations)  # type: ignore[no-any-return]
+
+
+def _is_divided(activations: Any) -> bool:
+    return isinstance(activations, DTensor) and any(placement.is_shard() for placement in activations.placements)
+
+
+class _OwnTokensOfFunctions(Wrapper):
+    """The same of a module that calls ``F.dropout`` between its layers."""
+
+    effect = _OwnTokens.effect
+    states: ClassVar[Generators]
+    offset: ClassVar[int]
+    amounts: ClassVar[tuple[str, ...]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]
+        draws = self.training and any((attrgetter(name)(self) or 0) > 0 for name in self.amounts)  # type: ignore[attr-defined]
+        if torch.compiler.is_compiling() or not draws:
+            return forward(*args, **kwargs)
+        with _DrawsForTokens(self.states, self.offset):
+            return forward(*args, **kwargs)
+
+
+class _DrawsForTokens(TorchFunctionMode):
+    """Dropout of activations that are sharded on the sequence draws from a seed of this rank."""
+
+    def __init__(self, states: Generators, offset: int) -> None:
+        super().__init__()
+        self.states, self.offset = states, offset
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not nn.functional.dropout or not _is_divided(args[0] if args else kwargs.get("input")):
+            return function(*args, **kwargs)
+        with self.states.seeded(_draw() + self.offset):
+            return function(*args, **kwargs)
 
 
 class _DrawsForHeads(TorchFunctionMode):
