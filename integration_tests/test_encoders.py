@@ -16,10 +16,10 @@ from coverage.measure import gradient_errors
 from coverage.packing import PACKED_BOUND, measure_packing
 from fsdp_runtime import LayoutError, ModelError, parallelize, sequence_layout
 from fsdp_runtime.model import inspect_model
+from fsdp_runtime.model.positions import derived_positions
 from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.context.step import check_context_parallel
 from fsdp_runtime.steps.documents import isolation as run
-from fsdp_runtime.steps.documents.positions import derived_positions
 from fsdp_runtime.steps.documents.step import check_packing
 from harness.float64 import compute_in_float64
 from harness.models import VOCAB

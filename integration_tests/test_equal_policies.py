@@ -18,7 +18,7 @@ from coverage.shrink import VOCAB
 from coverage.table import entries, tiny_model
 from fsdp_runtime import parallelize, replay_routes, submesh
 from fsdp_runtime.batching import PackedRow, pack
-from fsdp_runtime.routing.routers import find_routers
+from fsdp_runtime.steps.routing.routers import find_routers
 from harness.float64 import compute_in_float64
 from harness.options import CONTIGUOUS, load_balancer_of
 from harness.parity import gradient_errors, largest, mesh_for

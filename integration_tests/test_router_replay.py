@@ -16,7 +16,7 @@ from coverage.shrink import VOCAB
 from coverage.table import entries, tiny_model
 from fsdp_runtime import ModelError, Routes, parallelize, record_routes, replay_routes, sequence_layout
 from fsdp_runtime.errors import RoutesError
-from fsdp_runtime.routing.routers import find_routers
+from fsdp_runtime.steps.routing.routers import find_routers
 from harness.float64 import compute_in_float64
 from harness.options import CONTIGUOUS, load_balancer_of
 from harness.parity import largest, logits_of, mesh_for, own_part

@@ -28,10 +28,10 @@ from fsdp_runtime import (
     sequence_layout,
     submesh,
 )
+from fsdp_runtime._transformers_compat import prefix_attention
 from fsdp_runtime.batching import MicroBatches, TreeRow, pack_tree
-from fsdp_runtime.routing.routers import find_routers
 from fsdp_runtime.steps import SharedPrefixes
-from fsdp_runtime.steps.documents import prefix_attention
+from fsdp_runtime.steps.routing.routers import find_routers
 from harness import models
 from harness.float64 import compute_in_float64
 from harness.options import CONTIGUOUS, load_balancer_of

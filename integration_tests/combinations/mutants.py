@@ -19,11 +19,11 @@ from combinations import scenario
 from combinations.cases import Case
 from fsdp_runtime import OptionError, parallelism
 from fsdp_runtime.memory import offload
-from fsdp_runtime.routing import replay
 from fsdp_runtime.steps import checkpointing
 from fsdp_runtime.steps.context import exchange
 from fsdp_runtime.steps.documents import step as documents
 from fsdp_runtime.steps.fsdp import step as fsdp
+from fsdp_runtime.steps.routing import replay
 from fsdp_runtime.steps.tensor import step as tensor
 from fsdp_runtime.training_state import load
 from fsdp_runtime.weights.stream import ExportedModel

@@ -21,14 +21,14 @@ from fsdp_runtime.memory.offload import offload, onload
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import MeshSpec, adopt_mesh, submesh
 from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
-from fsdp_runtime.routing.replay import record_routes, replay_routes
-from fsdp_runtime.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.steps.checkpointing import SelectiveCheckpoint
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
 from fsdp_runtime.steps.outputs.lm_head import forward_with_lm_head
+from fsdp_runtime.steps.routing.replay import record_routes, replay_routes
+from fsdp_runtime.steps.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.steps.tensor.lora import save_adapter
 from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
 from fsdp_runtime.weights import (

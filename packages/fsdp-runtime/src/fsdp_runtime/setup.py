@@ -15,8 +15,7 @@ from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_masked_language_model, is_transformers_model
 from fsdp_runtime.errors import ModelError
-from fsdp_runtime.model.structure import ModelStructure, inspect_model
-from fsdp_runtime.steps.documents.positions import (
+from fsdp_runtime.model.positions import (
     DerivedPositions,
     cuts_padding_mask,
     derived_positions,
@@ -24,7 +23,8 @@ from fsdp_runtime.steps.documents.positions import (
     masks_embeddings,
     needs_full_row,
 )
-from fsdp_runtime.steps.documents.token_mixers import TokenMixer, is_bidirectional, makes_own_masks, token_mixers
+from fsdp_runtime.model.structure import ModelStructure, inspect_model
+from fsdp_runtime.model.token_mixers import TokenMixer, is_bidirectional, makes_own_masks, token_mixers
 from tp_plans import Plan
 
 T = TypeVar("T")

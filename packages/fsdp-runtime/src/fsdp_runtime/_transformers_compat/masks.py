@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_runtime._transformers_compat.prefix_attention import QueryRun, attend_in_runs, query_runs, remember_runs
 from fsdp_runtime.errors import LayoutError, ModelError
-from fsdp_runtime.steps.documents.prefix_attention import QueryRun, attend_in_runs, query_runs, remember_runs
 
 
 def sdpa_mask_between(

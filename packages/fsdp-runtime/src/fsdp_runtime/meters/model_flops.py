@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure, inspect_model
-from fsdp_runtime.routing.routers import routers_of
+from fsdp_runtime.steps.routing.routers import routers_of
 
 #: A multiply-add is two operations.
 _MULTIPLY_ADD = 2

@@ -18,12 +18,12 @@ from fsdp_runtime._torch_compat import has_forward
 from fsdp_runtime._transformers_compat.models import disable_cache, given_cache, is_cache
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.routing.routers import routers_of
-from fsdp_runtime.routing.session import CarriedRoutes
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.step import packing_of
+from fsdp_runtime.steps.routing.routers import routers_of
+from fsdp_runtime.steps.routing.session import CarriedRoutes
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
 from fsdp_runtime.values import require_one_of
 from fsdp_runtime.wrap import Wrapper, wrap

@@ -26,11 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.generators import Generators
+from fsdp_runtime.model.token_mixers import TokenMixer
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.context.methods import is_sharded
 from fsdp_runtime.steps.documents.isolation import uses_interface
-from fsdp_runtime.steps.documents.token_mixers import TokenMixer
 from fsdp_runtime.wrap import Wrapper, hook_model, wrap
 from tp_plans import Plan
 from tp_plans.runtime import computes, referenced_names

@@ -10,10 +10,10 @@ from fsdp_runtime.sync.digests import digest, digest_layout, verify_transfer
 from fsdp_runtime.sync.execute import execute_transfer
 from fsdp_runtime.sync.groups import transfer_group
 from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.sync.vllm_source import WeightSource
 from fsdp_runtime.sync.weight_sync import SyncReport, WeightSync
 from fsdp_runtime.sync.weight_transfer import WeightTransfer
+from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import WeightExport
 
 __all__ = [

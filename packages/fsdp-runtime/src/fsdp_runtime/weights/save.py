@@ -46,12 +46,12 @@ from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
 from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, require_seen, work_directory
-from fsdp_runtime.sync.quantize.formats import Quantization
 from fsdp_runtime.weights.companion_files import copy_companions, files_in_order, leave_out_present
 from fsdp_runtime.weights.export import ExportedTensor, MergedShards
 from fsdp_runtime.weights.file_plan import WriteStep
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, ExportedModel, WeightExport
 from fsdp_runtime.weights.write_blocks import BlockWriter, SaveReport
 from fsdp_runtime.weights.write_plan import PlannedFile, plan_files, plan_writes, shard_name

@@ -16,9 +16,9 @@ from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.sharded.collectives import first_rank_speaks, mesh_ranks, own_rank
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
-from fsdp_runtime.sync.quantize.formats import Quantization, require_quantization
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, class_keeps, export_groups
 from fsdp_runtime.weights.naming import Names
+from fsdp_runtime.weights.quantize.formats import Quantization, require_quantization
 
 #: Names and full tensors, all of one dtype.
 Bucket = list[tuple[str, Tensor]]

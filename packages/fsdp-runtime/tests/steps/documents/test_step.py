@@ -14,8 +14,8 @@ from torch import nn
 from fsdp_runtime import LayoutError, MeshSpec, ModelError, OptionError, parallelize
 from fsdp_runtime._transformers_compat.models import CACHES
 from fsdp_runtime.model import inspect_model
+from fsdp_runtime.model.token_mixers import token_mixers
 from fsdp_runtime.steps import SharedPrefixes
-from fsdp_runtime.steps.documents.token_mixers import token_mixers
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.model.token_mixers import TokenMixer, Way, has_inner_mixer
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_features, gather_tokens
 from fsdp_runtime.steps.context.local_recurrences import OwnTokens, forward_on_own_tokens
@@ -35,7 +36,6 @@ from fsdp_runtime.steps.documents.isolation import (
     uses_interface,
 )
 from fsdp_runtime.steps.documents.recurrences import mix_in
-from fsdp_runtime.steps.documents.token_mixers import TokenMixer, Way, has_inner_mixer
 from fsdp_runtime.wrap import Wrapper, wrap
 
 

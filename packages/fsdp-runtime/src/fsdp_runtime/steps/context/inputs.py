@@ -24,13 +24,13 @@ from fsdp_runtime._transformers_compat.models import (
     with_loss_function,
 )
 from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.model.positions import DerivedPositions
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.media import Media
 from fsdp_runtime.steps.context.outputs import GlobalRows, KeptLogits, LossOfRows
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout, load_balancer_of
 from fsdp_runtime.steps.documents.documents import Documents, find_documents
-from fsdp_runtime.steps.documents.positions import DerivedPositions
 
 #: Inputs that a rank gives for its own tokens.
 _OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")

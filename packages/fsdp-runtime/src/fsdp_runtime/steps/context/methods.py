@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.steps.documents.token_mixers import TokenMixer
+from fsdp_runtime.model.token_mixers import TokenMixer
 from tp_plans import ColwiseParallel, Plan
 from tp_plans.runtime import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
 

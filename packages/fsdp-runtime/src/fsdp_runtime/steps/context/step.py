@@ -29,7 +29,9 @@ from fsdp_runtime._transformers_compat.models import (
     scores_rows,
 )
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.positions import DerivedPositions
 from fsdp_runtime.model.structure import inspect_model
+from fsdp_runtime.model.token_mixers import attend_between_layers
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
@@ -53,11 +55,9 @@ from fsdp_runtime.steps.context.methods import (
 )
 from fsdp_runtime.steps.context.sharding import LOAD_BALANCERS, LoadBalancer
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
-from fsdp_runtime.steps.documents.positions import DerivedPositions
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import keeps_documents_apart
-from fsdp_runtime.steps.documents.token_mixers import attend_between_layers
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.values import require_bool, require_one_of
 from fsdp_runtime.wrap import hook_forward, hook_model

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.model.token_mixers import MASK, Way, is_bidirectional
 from fsdp_runtime.steps.documents.documents import DocumentBatch, Documents
-from fsdp_runtime.steps.documents.token_mixers import MASK, Way, is_bidirectional
 from fsdp_runtime.wrap import Wrapper
 from tp_plans.runtime import referenced_names
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import has_values
+from fsdp_runtime.model.token_mixers import TokenMixer, has_inner_mixer
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments
 from fsdp_runtime.steps.documents.sequence_functions import (
     Call,
@@ -21,7 +22,6 @@ from fsdp_runtime.steps.documents.sequence_functions import (
     takes_boundaries,
     with_functions,
 )
-from fsdp_runtime.steps.documents.token_mixers import TokenMixer, has_inner_mixer
 from fsdp_runtime.steps.saved_tensors import unrecorded
 from fsdp_runtime.wrap import Wrapper, wrap
 

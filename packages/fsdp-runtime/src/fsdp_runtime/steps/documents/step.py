@@ -14,13 +14,13 @@ from fsdp_runtime._peft_compat import model_of_rows
 from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.models import given_cache
 from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.model.token_mixers import Way
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.documents.documents import find_documents
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, PackedMixer
 from fsdp_runtime.steps.documents.recurrences import compute_rows
-from fsdp_runtime.steps.documents.token_mixers import Way
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
 from fsdp_runtime.values import require_bool
 from fsdp_runtime.wrap import hook_model, wrap

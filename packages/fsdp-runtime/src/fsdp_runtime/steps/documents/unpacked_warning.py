@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime.model.token_mixers import TokenMixer
 from fsdp_runtime.setup import ModelFacts
 from fsdp_runtime.steps.documents.documents import Documents, find_documents
 from fsdp_runtime.steps.documents.isolation import mask_argument
-from fsdp_runtime.steps.documents.token_mixers import TokenMixer
 from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)

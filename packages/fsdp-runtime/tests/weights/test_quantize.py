@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsdp_runtime import OptionError, parallelize, save_weights, stream_weights
 from fsdp_runtime.sharded.hashing import hash_bits
 from fsdp_runtime.sync import Quantization, WeightExport
-from fsdp_runtime.sync.quantize.kernels import FP8_MAX
+from fsdp_runtime.weights.quantize.kernels import FP8_MAX
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from fsdp_runtime._transformers_compat import prefix_attention
+from fsdp_runtime._transformers_compat.prefix_attention import attend_in_runs, query_runs, remember_runs
 from fsdp_runtime.batching import TreeRow, pack_tree
-from fsdp_runtime.steps.documents import prefix_attention
-from fsdp_runtime.steps.documents.prefix_attention import attend_in_runs, query_runs, remember_runs
 
 HEADS, KEY_HEADS, HEAD_DIM = 6, 2, 8
 

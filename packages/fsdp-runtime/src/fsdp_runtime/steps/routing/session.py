@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import RoutesError
-from fsdp_runtime.routing.routers import Router, Routers
-from fsdp_runtime.routing.selections import SELECTIONS
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.steps.routing.routers import Router, Routers
+from fsdp_runtime.steps.routing.selections import SELECTIONS
 from fsdp_runtime.wrap import replace_forward, restore_forward
 
 

@@ -21,8 +21,8 @@ from fsdp_runtime import (
     replay_routes,
 )
 from fsdp_runtime.errors import RoutesError
-from fsdp_runtime.routing import selections
-from fsdp_runtime.routing.routers import find_routers
+from fsdp_runtime.steps.routing import selections
+from fsdp_runtime.steps.routing.routers import find_routers
 from harness.float64 import compute_in_float64
 from harness.models import jitter
 from harness.pairwise import pairwise_first

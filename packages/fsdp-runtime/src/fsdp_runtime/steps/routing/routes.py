@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import RoutesError
-from fsdp_runtime.routing.routers import Router, Routers
+from fsdp_runtime.steps.routing.routers import Router, Routers
 
 #: The expert id of a missing route.
 HOLE = -1

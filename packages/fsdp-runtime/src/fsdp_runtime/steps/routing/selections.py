@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp_runtime.errors import ModelError, RoutesError
-from fsdp_runtime.routing.routers import Router
+from fsdp_runtime.steps.routing.routers import Router
 
 _TOPK = (torch.topk, Tensor.topk)
 _MAX = (torch.max, Tensor.max)

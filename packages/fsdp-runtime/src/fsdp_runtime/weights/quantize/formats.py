@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
-from fsdp_runtime.sync.quantize.kernels import (
+from fsdp_runtime.weights.quantize.kernels import (
     BLOCK,
     FP8,
     MX_GROUP,

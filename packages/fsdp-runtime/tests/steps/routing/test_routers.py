@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime import ModelError, record_routes, replay_routes
-from fsdp_runtime.routing.routers import find_routers
+from fsdp_runtime.steps.routing.routers import find_routers
 
 HIDDEN, EXPERTS = 4, 6
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from fsdp_runtime._torch_compat import fingerprint, hooked_before, is_compiled, set_compiled_call
 from fsdp_runtime._transformers_compat.recomputation import checkpointing_through
 from fsdp_runtime.errors import ModelError, RoutesError
-from fsdp_runtime.routing.routers import Router, Routers, find_routers
-from fsdp_runtime.routing.routes import Routes, checked_routes, fill_recorded, has_holes
-from fsdp_runtime.routing.session import CarriedRoutes, Session, activated
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
+from fsdp_runtime.steps.routing.routers import Router, Routers, find_routers
+from fsdp_runtime.steps.routing.routes import Routes, checked_routes, fill_recorded, has_holes
+from fsdp_runtime.steps.routing.session import CarriedRoutes, Session, activated
 from fsdp_runtime.wrap import hook_forward
 from tp_plans.runtime import ancestors
 
