@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_runtime.weights.quantized_shards import QuantizedShards
+from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

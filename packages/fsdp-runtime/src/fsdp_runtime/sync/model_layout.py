@@ -18,7 +18,7 @@ from fsdp_runtime.weights.adapters import saved_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, MergedShards
 from fsdp_runtime.weights.file_plan import ExportedPieces
 from fsdp_runtime.weights.held_tensors import HeldTensors
-from fsdp_runtime.weights.quantized_shards import QuantizedShards
+from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
 
