@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_runtime import FSDPOptions, parallelize
+from fsdp_runtime import FSDP2, parallelize
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -29,7 +29,7 @@ def _trained(mesh: dict[str, int], **options: Any) -> tuple[list[torch.Tensor], 
 
 def _offloaded_and_not(mesh: dict[str, int]) -> dict[str, Any]:
     expected, norm, _ = _trained(mesh)
-    actual, offloaded_norm, devices = _trained(mesh, fsdp=FSDPOptions(offload_policy=CPUOffloadPolicy()))
+    actual, offloaded_norm, devices = _trained(mesh, fsdp=FSDP2(offload_policy=CPUOffloadPolicy()))
     return {
         "same": all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True)),
         "norms": (float(norm), float(offloaded_norm)),

@@ -82,7 +82,7 @@ def real_step(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
     master = options.pop("master", False)
     if master:
         policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        options["fsdp"] = fsdp_runtime.FSDPOptions(mp_policy=policy)
+        options["fsdp"] = fsdp_runtime.FSDP2(mp_policy=policy)
     # The comparison of the first inputs is no part of a step that the dry run describes.
     options["steps"] = (*options.get("steps", ()), CheckInputs("never"))
     fsdp_runtime.parallelize(model, mesh, **options)

@@ -46,7 +46,7 @@ def _loss(model: nn.Module, part: slice, layout: Any = None, **ranks: Any) -> No
 def _by_runtime(model: nn.Module, axes: dict[str, int], by: str, factor: float | None) -> nn.Module:
     """Backward on a mesh of ``parallelize``, which divides by ``factor``."""
     mesh = mesh_for(axes)
-    fsdp_runtime.parallelize(model, mesh, fsdp=fsdp_runtime.FSDPOptions(gradient_divide_factor=factor))
+    fsdp_runtime.parallelize(model, mesh, fsdp=fsdp_runtime.FSDP2(gradient_divide_factor=factor))
     data = fsdp_runtime.submesh(mesh, "dp")
     share = 4 // data.size()
     part = slice(data.get_local_rank() * share, (data.get_local_rank() + 1) * share)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_runtime import FSDPOptions, parallelize
+from fsdp_runtime import FSDP2, parallelize
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
 from harness.pairwise import alternating_first, pairwise_first
 from harness.parity import Case, assert_parity, compare, mesh_for
@@ -103,8 +103,8 @@ def test_full_logits_give_the_hugging_face_loss(two_ranks: RankPool, options: di
 OPTIONS: list[dict[str, Any]] = [
     {"activation_checkpointing": "block"},
     {"logits": "full"},
-    {"fsdp": FSDPOptions(offload_policy=CPUOffloadPolicy())},
-    {"fsdp": FSDPOptions(reshard_after_forward=False)},
+    {"fsdp": FSDP2(offload_policy=CPUOffloadPolicy())},
+    {"fsdp": FSDP2(reshard_after_forward=False)},
 ]
 
 

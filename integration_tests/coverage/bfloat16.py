@@ -19,7 +19,7 @@ from coverage.measure import Refused, default_dtype
 from coverage.outcome import Outcome, failure
 from coverage.shrink import VOCAB
 from coverage.table import coverage_entries, tiny_model
-from fsdp_runtime import FSDPOptions, FsdpRuntimeError, parallelize
+from fsdp_runtime import FSDP2, FsdpRuntimeError, parallelize
 from harness.float64 import compute_in_float64
 from harness.parity import largest, logits_of, mesh_for, own_part
 from harness.ranks import RankPool, RanksFailed
@@ -57,7 +57,7 @@ def measure_bfloat16(name: str) -> dict[str, Differences]:
         raise Refused(f"one process cannot run it in bfloat16: {error}") from error
 
     def differences(policy: MixedPrecisionPolicy) -> Differences:
-        options = FSDPOptions(mp_policy=policy)
+        options = FSDP2(mp_policy=policy)
         try:
             candidate = parallelize(copy.deepcopy(model), mesh_for({"dp_shard": 2}), fsdp=options, **entry.options)
         except (TpPlansError, FsdpRuntimeError) as error:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import FSDPOptions, forward_with_lm_head, parallelize, unsharded
+from fsdp_runtime import FSDP2, forward_with_lm_head, parallelize, unsharded
 from fsdp_runtime.model import inspect_model
-from fsdp_runtime.steps import FSDP2, CheckInputs
+from fsdp_runtime.steps import CheckInputs
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.trainers import training_arguments as trainers
@@ -65,14 +65,14 @@ def _without_megatron() -> None:
 
 
 def _outside_forward() -> None:
-    with parallelized(_llama(), fsdp=FSDPOptions(mp_policy=MixedPrecisionPolicy())) as model:
+    with parallelized(_llama(), fsdp=FSDP2(mp_policy=MixedPrecisionPolicy())) as model:
         model.model(ids(1, 4), use_cache=False)
 
 
 def _frozen() -> None:
     model = _llama()
     model.model.embed_tokens.weight.requires_grad_(False)
-    refuse(model, DP, fsdp=FSDPOptions(frozen_params="replicate", mp_policy=BF16))
+    refuse(model, DP, fsdp=FSDP2(frozen_params="replicate", mp_policy=BF16))
 
 
 def _loss(model: Any, **options: Any) -> Any:
@@ -231,17 +231,14 @@ CASES: Provocations = {
     "fsdp_runtime/steps/guards/check_inputs.py": {
         "give a number of forwards": lambda: CheckInputs("always"),  # type: ignore[arg-type]
     },
-    "fsdp_runtime/steps/fsdp/options.py": {
-        "give a number of blocks": lambda: FSDPOptions(prefetch_forward=-1),
-        "torch takes dtypes there": lambda: FSDPOptions(mp_policy=MixedPrecisionPolicy("bf16")),  # type: ignore[arg-type]
-        "give a positive number": lambda: FSDPOptions(gradient_divide_factor=-1.0),
-        "without a dtype to compute in": lambda: refuse(
-            Own(), DP, plan=None, fsdp=FSDPOptions(master_dtype=torch.float32)
-        ),
+    "fsdp_runtime/steps/fsdp/step.py": {
+        "give a number of blocks": lambda: FSDP2(prefetch_forward=-1),
+        "torch takes dtypes there": lambda: FSDP2(mp_policy=MixedPrecisionPolicy("bf16")),  # type: ignore[arg-type]
+        "give a positive number": lambda: FSDP2(gradient_divide_factor=-1.0),
+        "without a dtype to compute in": lambda: refuse(Own(), DP, plan=None, fsdp=FSDP2(master_dtype=torch.float32)),
         "frozen_params='replicate' keeps": _frozen,
     },
-    "fsdp_runtime/steps/fsdp/step.py": {
-        "not FSDPOptions": lambda: FSDP2(3),  # type: ignore[arg-type]
+    "fsdp_runtime/steps/fsdp/root.py": {
         "is called outside of the model's own": _outside_forward,
     },
     "fsdp_runtime/steps/outputs/lm_head.py": {

@@ -9,18 +9,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import ContextAttention, FSDPOptions, MeshSpec, adopt_mesh, offload, parallelize, submesh
+from fsdp_runtime import FSDP2, ContextAttention, MeshSpec, adopt_mesh, offload, parallelize, submesh
 from fsdp_runtime.mesh import fsdp_mesh
 from fsdp_runtime.mesh.experts import expert_view
 from fsdp_runtime.parallelism import resolve_parallelism
-from fsdp_runtime.steps import FSDP2, ContextParallel, SharedPrefixes, TensorParallel
+from fsdp_runtime.steps import ContextParallel, SharedPrefixes, TensorParallel
 from fsdp_runtime.steps.context.step import check_context_parallel, replace_attention
 from fsdp_runtime.steps.documents.step import check_packing
 from harness.models import tiny_model
 from refusals import Provocations
 from refusals.worlds import Own, cpm_ant, facts_with, headed, parallelized, refuse, refuse_on, world
 
-POLICY = FSDPOptions(mp_policy=MixedPrecisionPolicy())
+POLICY = FSDP2(mp_policy=MixedPrecisionPolicy())
 
 
 def _again(axes: dict[str, int] | None = None, **options: Any) -> None:
@@ -98,14 +98,14 @@ CASES: Provocations = {
             lambda: refuse(Own(), {"cp": 2}, plan=None, context_parallel="p2p"),
             lambda: ContextParallel(load_balancer="zigzag"),  # type: ignore[arg-type]
             lambda: refuse(Own(), plan=None, activation_checkpointing="sometimes"),
-            lambda: FSDPOptions(frozen_params="some"),  # type: ignore[arg-type]
+            lambda: FSDP2(frozen_params="some"),  # type: ignore[arg-type]
         ),
         "write True or False": (
-            lambda: FSDPOptions(reshard_after_forward="no"),  # type: ignore[arg-type]
+            lambda: FSDP2(reshard_after_forward="no"),  # type: ignore[arg-type]
             lambda: refuse(Own(), plan=None, packed_sequences="yes"),
         ),
-        "}: give {example} or None": lambda: FSDPOptions(mp_policy="bf16"),  # type: ignore[arg-type]
-        "give a floating dtype": lambda: FSDPOptions(master_dtype=torch.int8),
+        "}: give {example} or None": lambda: FSDP2(mp_policy="bf16"),  # type: ignore[arg-type]
+        "give a floating dtype": lambda: FSDP2(master_dtype=torch.int8),
     },
     "fsdp_runtime/setup.py": {
         "is not a transformers model": (
@@ -132,7 +132,7 @@ CASES: Provocations = {
         ),
     },
     "fsdp_runtime/keywords.py": {
-        "by {first}= and steps=": lambda: refuse(Own(), plan=None, fsdp=FSDPOptions(), steps=(FSDP2(), FSDP2())),
+        "by {first}= and steps=": lambda: refuse(Own(), plan=None, fsdp=FSDP2(), steps=(FSDP2(), FSDP2())),
         "give steps, such as": lambda: refuse(Own(), plan=None, steps=(FSDP2,)),
     },
     "fsdp_runtime/parallelism.py": {

@@ -49,7 +49,7 @@ class Trainer:
             plan="auto",
             sequence_parallel=sequence_parallel,
             activation_checkpointing="block" if activation_checkpointing else "none",
-            fsdp=fsdp_runtime.FSDPOptions(mp_policy=policy),
+            fsdp=fsdp_runtime.FSDP2(mp_policy=policy),
         )
         fsdp_runtime.load_weights(self.model, checkpoint)
         self.reset_optimizer()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime import (
-    FSDPOptions,
+    FSDP2,
     MeshSpec,
     load_training_state,
     load_weights,
@@ -24,7 +24,7 @@ from fsdp_runtime.steps import ContextParallel
 
 def sharded(model: nn.Module, directory: Path) -> nn.Module:
     mesh = MeshSpec(dp_shard=-1, tp=2).build(device_type="cpu")
-    options = FSDPOptions(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    options = FSDP2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     method = ContextParallel("ring", load_balancer=None)
     try:
         model = parallelize(model, mesh, context_parallel=method, activation_checkpointing="block", fsdp=options)

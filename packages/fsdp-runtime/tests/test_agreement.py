@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fsdp_runtime import (
-    FSDPOptions,
+    FSDP2,
     MeshSpec,
     ModelError,
     OptionError,
@@ -323,4 +323,4 @@ def test_values_of_options_are_described_alike_in_all_processes() -> None:
     assert agreement._text({"b", "a"}) == "{'a', 'b'}"
     assert agreement._text(shard).endswith("shard")
     assert agreement._text(object()) == "builtins.object()"
-    assert "mp_policy=None" in agreement._text(FSDPOptions(mp_policy=None))
+    assert "mp_policy=None" in agreement._text(FSDP2(mp_policy=None))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_runtime
-from fsdp_runtime import FSDPOptions, MeshSpec
+from fsdp_runtime import FSDP2, MeshSpec
 from harness.ranks import RankPool
 from tp_plans import ColwiseParallel, Plan, RowwiseParallel, TpPlansError
 
@@ -53,7 +53,7 @@ class Run:
         fsdp_runtime.parallelize(self.model, self.tp_mesh, plan=PLAN)
 
     def shard_with_options(self) -> None:
-        options = FSDPOptions(prefetch_forward=1, reshard_after_forward=False)
+        options = FSDP2(prefetch_forward=1, reshard_after_forward=False)
         fsdp_runtime.parallelize(self.model, self.mesh, plan=None, activation_checkpointing="block", fsdp=options)
 
     def new_optimizer(self) -> None:

@@ -41,6 +41,11 @@ def test_the_top_level_has_few_names_and_every_one_is_found() -> None:
         package.nothing  # noqa: B018
 
 
+def test_an_old_name_names_the_new_one() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'FSDPOptions': use FSDP2"):
+        import_module("fsdp_runtime").FSDPOptions  # noqa: B018
+
+
 @pytest.mark.parametrize("room", ["cli", "dry_run", "mesh", "trainers"])
 def test_a_room_of_the_command_line_or_of_an_extra_opens_without_torch(room: str) -> None:
     script = f"import sys, fsdp_runtime.{room}; print('torch' in sys.modules)"

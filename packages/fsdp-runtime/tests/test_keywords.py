@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 from torch import nn
 
-from fsdp_runtime import FSDPOptions, OptionError, parallelize
+from fsdp_runtime import OptionError, parallelize
 from fsdp_runtime.dry_run import estimate
 from fsdp_runtime.keywords import Options, steps_of
 from fsdp_runtime.steps import (
@@ -64,8 +64,8 @@ def test_keywords_left_out_are_those_of_parallelize() -> None:
         ({"compile": True}, Compile()),
         ({"compile": {"backend": "eager"}}, Compile({"backend": "eager"})),
         ({"compile": Compile(async_tensor_parallel=True)}, Compile(async_tensor_parallel=True)),
-        ({"fsdp": FSDPOptions(prefetch_forward=1)}, FSDP2(FSDPOptions(prefetch_forward=1))),
-        ({"fsdp": FSDP2()}, FSDP2()),
+        ({"fsdp": FSDP2(prefetch_forward=1)}, FSDP2(prefetch_forward=1)),
+        ({"fsdp": None}, FSDP2()),
         ({"steps": (ExpertParallel("other"),)}, ExpertParallel("other")),
         ({"steps": (CheckInputs(), SharedPrefixes())}, SharedPrefixes()),
     ],
@@ -87,7 +87,7 @@ def test_nothing_is_compiled_unless_asked_for() -> None:
             "ContextParallel is given 2 times, by context_parallel= and steps=: give one",
         ),
         ({"steps": (ExpertParallel(), ExpertParallel())}, "ExpertParallel is given 2 times"),
-        ({"fsdp": "bf16"}, "fsdp is of type str, not FSDPOptions"),
+        ({"fsdp": "bf16"}, "fsdp='bf16' is of type str: give FSDP2"),
         ({"steps": "fsdp"}, "steps has 'f' of type str: give steps, such as ExpertParallel()"),
         ({"steps": (None,)}, "steps has None of type NoneType: give steps"),
         ({"steps": (ExpertParallel,)}, "steps has .*ExpertParallel.* of type type: give steps"),
@@ -122,9 +122,7 @@ def test_a_new_option_touches_its_step_alone() -> None:
 def test_a_dry_run_takes_the_options_of_fsdp() -> None:
     config = tiny_config("LlamaForCausalLM")
     sharded, kept = (
-        estimate(
-            config, {"dp_shard": 2}, seq_len=8, attention_kernels="none", fsdp=FSDPOptions(reshard_after_forward=each)
-        )
+        estimate(config, {"dp_shard": 2}, seq_len=8, attention_kernels="none", fsdp=FSDP2(reshard_after_forward=each))
         for each in (True, False)
     )
     assert kept.memory.peak.total > sharded.memory.peak.total

@@ -10,7 +10,7 @@ from torch import nn
 import fsdp_runtime
 import fsdp_runtime.sync
 import tp_plans
-from fsdp_runtime import FSDPOptions, MeshSpec
+from fsdp_runtime import FSDP2, MeshSpec
 from fsdp_runtime.batching import pack, pack_tree
 from fsdp_runtime.dry_run import estimate, sweep
 from fsdp_runtime.mesh import fsdp_mesh, rank_info_from_env
@@ -179,7 +179,7 @@ TREE = pack_tree([SAMPLES], budget=8).rows()[0]
 ROUTES = fsdp_runtime.Routes({"model.layers.0.mlp.gate": torch.tensor([[0, 1], [2, 3]])})
 
 CALLS = {
-    "FSDPOptions": Call(FSDPOptions),
+    "FSDP2": Call(FSDP2),
     "MeshSpec": Call(MeshSpec),
     "MeshSpec.resolve": Call(MeshSpec(dp_shard=-1).resolve, lambda: {"world_size": 8}),
     "MeshSpec.build": Call(MeshSpec().build),

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import (
-    FSDPOptions,
+    FSDP2,
     FsdpRuntimeError,
     MeshSpec,
     ModelError,
@@ -190,7 +190,7 @@ def test_compiled_blocks_compute_the_same_on_the_mesh(four_ranks: RankPool, opti
 
 
 def _fsdp_settings() -> tuple[bool, bool]:
-    fsdp = FSDPOptions(offload_policy=CPUOffloadPolicy(), reshard_after_forward=False)
+    fsdp = FSDP2(offload_policy=CPUOffloadPolicy(), reshard_after_forward=False)
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
     model = parallelize(tiny_model("LlamaForCausalLM"), mesh, fsdp=fsdp)
     state = fully_shard.state(model.model.layers[0])
@@ -245,7 +245,7 @@ def test_a_single_process_keeps_a_plain_model_and_only_watches_for_packed_rows()
 def _mixed_precision() -> dict[str, Any]:
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = parallelize(tiny_model("LlamaForCausalLM", dtype=torch.float32), mesh, fsdp=FSDPOptions(mp_policy=policy))
+    model = parallelize(tiny_model("LlamaForCausalLM", dtype=torch.float32), mesh, fsdp=FSDP2(mp_policy=policy))
     logits = model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits
     logits.float().sum().backward()
     return {
@@ -367,7 +367,7 @@ class _Marks(Step):
 def test_a_step_from_outside_is_checked_and_applied_in_its_place() -> None:
     mark, mesh = _Marks(), MeshSpec().build(device_type="cpu")
     model = tiny_model("LlamaForCausalLM")
-    fsdp = FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    fsdp = FSDP2(mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     resolved = resolve_parallelism(model, mesh, fsdp=fsdp, activation_checkpointing="block", steps=(mark,))
     assert mark.seen == ["checked"]
     resolved.apply(model)
@@ -378,6 +378,6 @@ def test_a_step_from_outside_is_checked_and_applied_in_its_place() -> None:
 def test_resolving_changes_nothing() -> None:
     model = tiny_model("LlamaForCausalLM")
     before = _state(model)
-    options = FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    options = FSDP2(mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     resolve_parallelism(model, MeshSpec().build(device_type="cpu"), activation_checkpointing="block", fsdp=options)
     assert _state(model) == before

@@ -1,7 +1,7 @@
 """Everything between a model and a running mesh: plans applied, FSDP2, weights in and out.
 
 Mesh:        ``MeshSpec``, ``adopt_mesh``, ``submesh``
-Parallelize: ``parallelize``, ``FSDPOptions``, ``SelectiveCheckpoint``, ``ContextAttention``, ``describe_parallelism``,
+Parallelize: ``parallelize``, ``FSDP2``, ``SelectiveCheckpoint``, ``ContextAttention``, ``describe_parallelism``,
              ``resolve_parallelism``, ``Parallelism``
 Train:       ``sequence_layout``, ``forward_with_lm_head``, ``no_sync``, ``unsharded``, ``offload``, ``onload``,
              ``assert_inputs_equal``, ``assert_finite_gradients``, ``assert_replicas_equal``
@@ -31,4 +31,4 @@ if TYPE_CHECKING:
 else:
     from fsdp_runtime._lazy import lazy_names
 
-    __getattr__, __dir__ = lazy_names(__name__, "fsdp_runtime._api")
+    __getattr__, __dir__ = lazy_names(__name__, "fsdp_runtime._api", renamed={"FSDPOptions": "FSDP2"})

@@ -24,7 +24,7 @@ from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
 from fsdp_runtime.steps.checkpointing import SelectiveCheckpoint
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.sharding import sequence_layout
-from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
 from fsdp_runtime.steps.outputs.lm_head import forward_with_lm_head
 from fsdp_runtime.steps.routing.replay import record_routes, replay_routes
@@ -42,9 +42,9 @@ from fsdp_runtime.weights import (
 )
 
 __all__ = [
+    "FSDP2",
     "BackendError",
     "ContextAttention",
-    "FSDPOptions",
     "FsdpRuntimeError",
     "GradientError",
     "LayoutError",

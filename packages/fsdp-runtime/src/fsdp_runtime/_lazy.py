@@ -11,7 +11,11 @@ from fsdp_runtime.errors import BackendError
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str] | str, *, extras: Mapping[str, str] | None = None
+    package: str,
+    homes: Mapping[str, str] | str,
+    *,
+    extras: Mapping[str, str] | None = None,
+    renamed: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package (PEP 562).
 
@@ -19,6 +23,7 @@ def lazy_names(
         package: the package's ``__name__``.
         homes: for each public name the module that has it; or one module, whose ``__all__`` are the names.
         extras: for a module, the extra of fsdp-runtime that installs what it imports.
+        renamed: for an old name, the new one.
     """
 
     def names() -> Mapping[str, str]:
@@ -28,7 +33,8 @@ def lazy_names(
         # Other private names are submodules, which the import system finds.
         home = None if name.startswith("_") and name != "__all__" else names().get(name)
         if home is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            hint = f": use {renamed[name]}" if renamed and name in renamed else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         try:
             value = getattr(import_module(home), name)
         except ModuleNotFoundError as error:

@@ -15,7 +15,6 @@ from fsdp_runtime.steps.compile import Compile
 from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.context.step import ContextParallel
 from fsdp_runtime.steps.documents.step import PackedSequences
-from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.tensor.step import Logits, PlanSource, TensorParallel
 
@@ -31,7 +30,7 @@ def parallelize(
     logits: Logits = "sharded",
     activation_checkpointing: CheckpointMode | ActivationCheckpointing = "none",
     compile: bool | Mapping[str, Any] | Compile = False,  # noqa: A002  # torch's word
-    fsdp: FSDPOptions | FSDP2 | None = None,
+    fsdp: FSDP2 | None = None,
     steps: Sequence[Step] = (),
     **unknown: Never,
 ) -> nn.Module:
@@ -63,7 +62,7 @@ def parallelize(
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in
             backward; or a ``SelectiveCheckpoint`` with the operators whose results are kept.
         compile: compile every block in place: ``True``, or keywords of ``torch.compile``.
-        fsdp: settings of FSDP2: dtypes, CPU offload, resharding, prefetching, frozen parameters.
+        fsdp: ``FSDP2(...)``: dtypes, CPU offload, resharding, prefetching, frozen parameters.
         steps: steps that have no keyword (``ExpertParallel``, ``SharedPrefixes``, ``CheckInputs``), or your own.
         unknown: refused by name.
 
@@ -83,11 +82,11 @@ def parallelize(
         >>> import torch
         >>> from torch import nn
         >>> from torch.distributed.fsdp import MixedPrecisionPolicy
-        >>> from fsdp_runtime import FSDPOptions, MeshSpec, parallelize
+        >>> from fsdp_runtime import FSDP2, MeshSpec, parallelize
         >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]))
         >>> mesh = MeshSpec(dp_shard=-1).build(device_type="cpu")
-        >>> options = FSDPOptions(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        >>> model = parallelize(model, mesh, activation_checkpointing="block", fsdp=options)
+        >>> fsdp = FSDP2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        >>> model = parallelize(model, mesh, activation_checkpointing="block", fsdp=fsdp)
         >>> type(next(model.parameters())).__name__
         'DTensor'
     """

@@ -14,10 +14,9 @@ from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.context.step import ContextParallel
 from fsdp_runtime.steps.documents.step import PackedSequences
 from fsdp_runtime.steps.experts.step import ExpertParallel
-from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.tensor.step import Logits, PlanSource, TensorParallel
-from fsdp_runtime.values import require_one_of
+from fsdp_runtime.values import require_instance, require_one_of
 
 
 class Options(TypedDict, total=False):
@@ -30,7 +29,7 @@ class Options(TypedDict, total=False):
     logits: Logits
     activation_checkpointing: CheckpointMode | ActivationCheckpointing
     compile: bool | Mapping[str, Any] | Compile
-    fsdp: FSDPOptions | FSDP2 | None
+    fsdp: FSDP2 | None
     steps: Sequence[Step]
 
 
@@ -42,7 +41,7 @@ _FIELDS: Mapping[type[Step], Mapping[str, str]] = {
     ContextParallel: {"context_parallel": "method"},
     ActivationCheckpointing: {"activation_checkpointing": "mode"},
     Compile: {"compile": "options"},
-    FSDP2: {"fsdp": "options"},
+    FSDP2: {"fsdp": ""},
 }
 #: The values of keywords that are left out.
 _DEFAULTS: Mapping[str, Any] = {
@@ -62,6 +61,7 @@ def steps_of(**options: Unpack[Options]) -> tuple[Step, ...]:
     for name in options:
         steps = "; other options are fields of the classes in fsdp_runtime.steps"
         require_one_of("keyword", name, Options.__annotations__, or_else=steps)
+    require_instance("fsdp", options.get("fsdp"), FSDP2, "FSDP2(...)")
     given = tuple(options.pop("steps", ()))
     for step in given:
         if not isinstance(step, Step):
@@ -81,7 +81,9 @@ def _step(kind: type[Step], fields: Mapping[str, str], options: Mapping[str, Any
         raise OptionError(f"{kind.__name__} is given {len(values)} times, by {first or 'steps'}= and steps=: give one")
     if values:
         return replace(values[0], **{fields[name]: value for name, value in changed.items()})
+    if kind is FSDP2:
+        return FSDP2()
     wanted = {fields[name]: changed.get(name, _DEFAULTS[name]) for name in fields}
     if kind is Compile and isinstance(wanted["options"], bool):
         return Compile() if wanted["options"] else None
-    return FSDP2() if kind is FSDP2 and wanted["options"] is None else kind(**wanted)
+    return kind(**wanted)

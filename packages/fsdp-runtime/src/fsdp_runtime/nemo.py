@@ -28,7 +28,6 @@ from fsdp_runtime.parallelism import resolve_steps
 from fsdp_runtime.setup import Meshes, Setup
 from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
-from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from tp_plans import Plan, from_hugging_face, resolve_plan
@@ -81,9 +80,9 @@ def fsdp2_strategy_parallelize(
     fsdp_mesh = join_axes(replicas, shards) if replicas is not None and replicas.size() > 1 else shards
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None  # NeMo RL passes a class too
     tp_mesh = device_mesh[tp_mesh_name] if tp_mesh_name in names else None
-    options = FSDPOptions(mp_policy=mp_policy, offload_policy=offload)
+    fsdp = FSDP2(mp_policy=mp_policy, offload_policy=offload)
     plan = _SeedPlan(tp_shard_plan, sequence_parallel)
-    return _applied(model, _meshes(tp_mesh, fsdp_mesh), plan, options, recompute=activation_checkpointing)
+    return _applied(model, _meshes(tp_mesh, fsdp_mesh), plan, fsdp, recompute=activation_checkpointing)
 
 
 def _parallelize_model(
@@ -114,15 +113,13 @@ def _parallelize_model(
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     offload = CPUOffloadPolicy() if cpu_offload else None
-    options = FSDPOptions(mp_policy=policy, offload_policy=offload)
+    fsdp = FSDP2(mp_policy=policy, offload_policy=offload)
     plan = _SeedPlan(custom_parallel_plan, sequence_parallel)
-    return _applied(model, _meshes(tp_mesh, dp_mesh), plan, options, recompute=activation_checkpointing)
+    return _applied(model, _meshes(tp_mesh, dp_mesh), plan, fsdp, recompute=activation_checkpointing)
 
 
-def _applied(
-    model: nn.Module, meshes: Meshes, plan: TensorParallel, options: FSDPOptions, *, recompute: bool
-) -> nn.Module:
-    steps = (plan, ActivationCheckpointing("mlp" if recompute else "none"), FSDP2(options))
+def _applied(model: nn.Module, meshes: Meshes, plan: TensorParallel, fsdp: FSDP2, *, recompute: bool) -> nn.Module:
+    steps = (plan, ActivationCheckpointing("mlp" if recompute else "none"), fsdp)
     resolve_steps(model, meshes, steps, allow_dtensors=True).apply(model)
     return model
 

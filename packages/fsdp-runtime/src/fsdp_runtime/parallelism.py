@@ -32,7 +32,6 @@ from fsdp_runtime.steps.context.step import ContextParallel, under_context_paral
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import PackedSequences
 from fsdp_runtime.steps.experts.step import ExpertParallel
-from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.guards.methods import guard_methods
@@ -155,8 +154,8 @@ def resolve_parallelism(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Op
         raise ModelError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
     require_axes(mesh)
     steps = steps_of(**options)
-    sharding = next(step for step in steps if isinstance(step, FSDP2))
-    return resolve_steps(model, _meshes(mesh, sharding.options), steps)
+    fsdp = next(step for step in steps if isinstance(step, FSDP2))
+    return resolve_steps(model, _meshes(mesh, fsdp), steps)
 
 
 def resolve_steps(
@@ -189,9 +188,9 @@ def _place(step: Step) -> int:
     return next(ORDER.index(cls) for cls in type(step).__mro__ if cls in ORDER)
 
 
-def _meshes(mesh: DeviceMesh, options: FSDPOptions) -> Meshes:
+def _meshes(mesh: DeviceMesh, fsdp: FSDP2) -> Meshes:
     tp, cp, ep = axis_size(mesh, "tp"), axis_size(mesh, "cp"), expert_axis_size(mesh)
-    shards = _fsdp_mesh(mesh, options)
+    shards = _fsdp_mesh(mesh, fsdp)
     return Meshes(
         tp=submesh(mesh, "tp") if tp > 1 else None,
         cp=mesh["cp"] if cp > 1 else None,
@@ -241,13 +240,13 @@ def _require_no_gradients(model: nn.Module) -> None:
         )
 
 
-def _fsdp_mesh(mesh: DeviceMesh, options: FSDPOptions) -> DeviceMesh | None:
+def _fsdp_mesh(mesh: DeviceMesh, fsdp: FSDP2) -> DeviceMesh | None:
     """Return the mesh to shard over, or ``None`` where one rank holds everything and no setting needs FSDP2."""
     shards, experts = fsdp_mesh(mesh), expert_fsdp_mesh(mesh)
     divides_experts = experts is not None and experts.size() > 1
-    if shards is not None and (shards.size() > 1 or options.requires_fsdp or divides_experts):
+    if shards is not None and (shards.size() > 1 or fsdp.requires_fsdp or divides_experts):
         return shards
-    if divides_experts or options.requires_fsdp:
+    if divides_experts or fsdp.requires_fsdp:
         what = "experts over efsdp need" if divides_experts else "mp_policy and offload_policy need"
         raise OptionError(
             f"{what} FSDP2, and the mesh has no dp_shard axis: add one (size 1 is enough), or pass adopt_mesh(mesh)"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_runtime
 import rl_logprobs
-from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, parallelize
+from fsdp_runtime import FSDP2, MeshSpec, ModelError, parallelize
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
@@ -174,7 +174,7 @@ def test_calls_between_those_of_a_step_change_nothing(two_ranks: RankPool) -> No
 
 
 SOME = ["forward without gradients", "forward whose backward never comes"]
-KEEP, OFFLOAD = FSDPOptions(reshard_after_forward=False), FSDPOptions(offload_policy=CPUOffloadPolicy())
+KEEP, OFFLOAD = FSDP2(reshard_after_forward=False), FSDP2(offload_policy=CPUOffloadPolicy())
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_an_optimizer_of_some_parameters_cannot_clear_what_waits_for_an_all_redu
 def _step_before_the_reduction(axis: str, dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float64)
     mesh = MeshSpec(**{axis: 2}).build(device_type="cpu")
-    model = parallelize(tiny_model("Qwen3ForCausalLM"), mesh, fsdp=FSDPOptions(mp_policy=policy))
+    model = parallelize(tiny_model("Qwen3ForCausalLM"), mesh, fsdp=FSDP2(mp_policy=policy))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
     with fsdp_runtime.no_sync(model, reduce_scatter=axis == "dp_replicate"):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, MeshSpec, parallelize, unsharded
+from fsdp_runtime import FSDP2, MeshSpec, parallelize, unsharded
 from fsdp_runtime._torch_compat import gathered_bytes
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
@@ -80,7 +80,7 @@ def test_a_bound_that_no_forward_could_keep_is_refused_with_what_it_takes(two_ra
 
 def _dtypes() -> tuple[set[torch.dtype], set[torch.dtype], set[torch.dtype], float]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = _model(fsdp=FSDPOptions(mp_policy=policy))
+    model = _model(fsdp=FSDP2(mp_policy=policy))
     sharded = {p.dtype for p in model.parameters()}
     with unsharded(model), torch.inference_mode():
         inside = {p.dtype for p in model.parameters()}

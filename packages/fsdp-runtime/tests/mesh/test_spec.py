@@ -205,5 +205,5 @@ def test_values_of_other_types_are_refused_with_their_type(value: Any) -> None:
         with pytest.raises(MeshError, match=f"mesh is of {name} (a )?DeviceMesh"):
             call()
     if value is not None:
-        with pytest.raises(OptionError, match=f"fsdp is of {name} FSDPOptions"):
+        with pytest.raises(OptionError, match=rf"fsdp=.* is of type {type(value).__name__}: give FSDP2"):
             parallelize(model, mesh, fsdp=value)

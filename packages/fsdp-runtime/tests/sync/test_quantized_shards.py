@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from fsdp_runtime.sync import (
     quantized_shards,
     verify_transfer,
 )
+from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.sync.tensor_views import box_views
 from harness.models import tiny_model
 from harness.parity import mesh_for

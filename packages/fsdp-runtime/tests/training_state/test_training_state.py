@@ -22,7 +22,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_runtime import FSDPOptions, OptionError, WeightsError, parallelize
+from fsdp_runtime import FSDP2, OptionError, WeightsError, parallelize
 from fsdp_runtime.errors import CheckpointError, MismatchError
 from fsdp_runtime.sharded import work_directory
 from fsdp_runtime.sharded.collectives import ModelRanks
@@ -114,7 +114,7 @@ def _resumed(axes: Mapping[str, int], directory: Path, options: Mapping[str, Any
     ("axes", "options"),
     [
         pytest.param({"dp_shard": 2, "tp": 2}, {}, marks=pytest.mark.slow),
-        ({"dp_shard": 2, "tp": 2}, {"fsdp": FSDPOptions(offload_policy=CPUOffloadPolicy())}),
+        ({"dp_shard": 2, "tp": 2}, {"fsdp": FSDP2(offload_policy=CPUOffloadPolicy())}),
         pytest.param({"dp_shard": 2}, {"tied": False}, marks=pytest.mark.slow),
         ({"tp": 2}, {"optimizer": "sgd", "tied": False}),
     ],

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, WeightsError, parallelize, unsharded
+from fsdp_runtime import FSDP2, MeshSpec, OptionError, WeightsError, parallelize, unsharded
 from fsdp_runtime.errors import CheckpointError, MismatchError
 from fsdp_runtime.model import state
 from fsdp_runtime.sharded.file_systems import FilePlace
@@ -222,7 +222,7 @@ def test_gathered_parameters_do_not_survive_a_load(two_ranks: RankPool, tmp_path
 
 def _offloaded(path: Path) -> list[str]:
     model = parallelize(
-        _on_meta("Qwen3ForCausalLM"), mesh_for({"dp_shard": 2}), fsdp=FSDPOptions(offload_policy=CPUOffloadPolicy())
+        _on_meta("Qwen3ForCausalLM"), mesh_for({"dp_shard": 2}), fsdp=FSDP2(offload_policy=CPUOffloadPolicy())
     )
     load_weights(model, path)
     return _differences(model, _reference("Qwen3ForCausalLM"))

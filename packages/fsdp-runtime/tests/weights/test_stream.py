@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_runtime import FSDPOptions, OptionError, parallelize, unsharded
+from fsdp_runtime import FSDP2, OptionError, parallelize, unsharded
 from fsdp_runtime.sharded import gather
 from fsdp_runtime.sync import WeightExport
 from fsdp_runtime.weights import save_weights, stream_weights
@@ -108,7 +108,7 @@ def test_persistent_buffers_are_streamed_in_their_dtype() -> None:
 
 def _masters_while_gathered() -> bool:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = _parallel("LlamaForCausalLM", {"dp_shard": 2}, fsdp=FSDPOptions(mp_policy=precision))
+    model = _parallel("LlamaForCausalLM", {"dp_shard": 2}, fsdp=FSDP2(mp_policy=precision))
     expected = dict(tiny_model("LlamaForCausalLM", dtype=torch.float32).named_parameters())
     with unsharded(model):
         model(**tiny_inputs(model, batch=2, length=5))

@@ -125,7 +125,7 @@ def run(
 
 def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace, setup: Setup) -> Settings:
     layers, tokens = setup.required(TensorParallel), setup.required(ContextParallel)
-    sharding = setup.required(FSDP2).options
+    sharding = setup.required(FSDP2)
     # Fields that the step and its settings share, by name; resolved values have precedence.
     as_given = {each.name: getattr(step, each.name) for each in fields(Settings) if hasattr(step, each.name)}
     resolved = {

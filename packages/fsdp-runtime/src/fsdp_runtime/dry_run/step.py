@@ -33,7 +33,6 @@ from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.parallelism import Parallelism
 from fsdp_runtime.steps.context.sharding import sequence_layout
-from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from fsdp_runtime.steps.fsdp.step import FSDP2
 
 #: Optimizers by name, and the bytes of state per byte of a parameter; ``adamw_single`` is the one without ``foreach``,
@@ -100,12 +99,12 @@ class StepConfig:
         return self.options.get("compile", False) is not False
 
     @property
-    def fsdp(self) -> FSDPOptions | FSDP2:
+    def fsdp(self) -> FSDP2:
         """Dtypes and offload of FSDP2."""
         if (given := self.options.get("fsdp")) is not None:
             return given
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master_dtype)
-        return FSDPOptions(
+        return FSDP2(
             mp_policy=None if self.master_dtype is None else policy,
             master_dtype=self.master_dtype,
             offload_policy=CPUOffloadPolicy() if self.offload else None,

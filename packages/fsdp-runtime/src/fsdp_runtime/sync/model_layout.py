@@ -14,11 +14,11 @@ from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh, own_rank
+from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.adapters import saved_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, MergedShards
 from fsdp_runtime.weights.file_plan import ExportedPieces
 from fsdp_runtime.weights.held_tensors import HeldTensors
-from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
 

@@ -29,7 +29,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.spec import adopt_mesh, axis_size
 from fsdp_runtime.model.materialize import materialize
 from fsdp_runtime.steps.context.sharding import padded, sequence_layout
-from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.trainers._automodel_compat import (
     allow_expert_parallelism,
     keep_attention_masks,
@@ -109,12 +109,12 @@ def _options(config: Any, mesh_context: Any) -> dict[str, Any]:
     }
 
 
-def _fsdp(config: Any, mesh_context: Any, divisor: float) -> FSDPOptions:
+def _fsdp(config: Any, mesh_context: Any, divisor: float) -> FSDP2:
     moe = mesh_context.moe_parallel_config
     prefetch, reshard = config.enable_fsdp2_prefetch, config.reshard_after_forward
     if reshard is None and moe is not None:
         reshard = moe.reshard_after_forward
-    return FSDPOptions(
+    return FSDP2(
         mp_policy=config.mp_policy if moe is None or moe.mp_policy is None else moe.mp_policy,
         offload_policy=config.offload_policy if isinstance(config.offload_policy, CPUOffloadPolicy) else None,
         reshard_after_forward=reshard is not False,

@@ -27,7 +27,7 @@ _SAMPLING = frozenset({"random", "sequential"})
 _DISPATCHED = "accelerator_config's dispatch_batches"
 #: For each refused option: a test whether it is set, its name, and the alternative.
 _REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (lambda args: bool(args.fsdp), "fsdp", "use parallelize(..., fsdp=FSDPOptions(...))"),
+    (lambda args: bool(args.fsdp), "fsdp", "use parallelize(..., fsdp=FSDP2(...))"),
     (lambda args: bool(args.deepspeed), "deepspeed", "use MeshSpec(dp_shard=...)"),
     (
         lambda args: args.parallelism_config is not None,

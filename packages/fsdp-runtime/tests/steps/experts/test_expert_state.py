@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import rl_logprobs
 from fsdp_runtime import (
-    FSDPOptions,
+    FSDP2,
     assert_replicas_equal,
     describe_parallelism,
     load_training_state,
@@ -237,12 +237,12 @@ def _same_gradients(axes: dict[str, int]) -> dict[str, float]:
     _loss(moved, axes).backward()
     found["offloaded"] = _off(moved, expected)
 
-    on_cpu = _parallel(axes, fsdp=FSDPOptions(offload_policy=CPUOffloadPolicy()))
+    on_cpu = _parallel(axes, fsdp=FSDP2(offload_policy=CPUOffloadPolicy()))
     _loss(on_cpu, axes).backward()
     found["CPU offload policy"] = _off(on_cpu, expected)
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mixed = _parallel(axes, fsdp=FSDPOptions(mp_policy=policy, master_dtype=torch.float32))
+    mixed = _parallel(axes, fsdp=FSDP2(mp_policy=policy, master_dtype=torch.float32))
     _loss(mixed, axes).backward()
     found["bfloat16"] = _off(mixed, expected) / 1e4
     return found
@@ -286,18 +286,18 @@ def test_gradients_are_the_same_accumulated_gathered_offloaded_and_in_lower_prec
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 #: Meshes and options, and whether FSDP2 has the experts.
-WRAPPED: dict[str, tuple[dict[str, int], FSDPOptions, bool]] = {
-    "on one rank": (ALL, FSDPOptions(), False),
-    "on one rank, in their own dtype": (ALL, FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.float32)), False),
-    "on one rank, cast": (ALL, FSDPOptions(mp_policy=POLICY, master_dtype=torch.float32), True),
+WRAPPED: dict[str, tuple[dict[str, int], FSDP2, bool]] = {
+    "on one rank": (ALL, FSDP2(), False),
+    "on one rank, in their own dtype": (ALL, FSDP2(mp_policy=MixedPrecisionPolicy(torch.float32)), False),
+    "on one rank, cast": (ALL, FSDP2(mp_policy=POLICY, master_dtype=torch.float32), True),
     "on one rank, reduced in another dtype": (
         ALL,
-        FSDPOptions(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)),
+        FSDP2(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)),
         True,
     ),
-    "on one rank, offloaded": (ALL, FSDPOptions(offload_policy=CPUOffloadPolicy()), True),
-    "on two ranks": (TWO, FSDPOptions(), True),
-    "replicated": (REPLICAS, FSDPOptions(), True),
+    "on one rank, offloaded": (ALL, FSDP2(offload_policy=CPUOffloadPolicy()), True),
+    "on two ranks": (TWO, FSDP2(), True),
+    "replicated": (REPLICAS, FSDP2(), True),
 }
 
 

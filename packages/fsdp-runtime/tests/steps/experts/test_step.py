@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_runtime import FSDPOptions, parallelize, resolve_parallelism, submesh
+from fsdp_runtime import FSDP2, parallelize, resolve_parallelism, submesh
 from fsdp_runtime.monitor import monitor_ranks
 from fsdp_runtime.steps import ExpertParallel
 from harness.collectives import RecordCollectives
@@ -45,8 +45,8 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "block checkpointing": (ALL, {"activation_checkpointing": "block"}, {}),
     "mlp checkpointing": (TWO, {"activation_checkpointing": "mlp", **SP}, {}),
     "selective checkpointing": (TWO, {"activation_checkpointing": "selective"}, {}),
-    "parameters kept after forward": (ALL, {"fsdp": FSDPOptions(reshard_after_forward=False)}, {}),
-    "prefetching": (TWO, {"fsdp": FSDPOptions(prefetch_forward=1, prefetch_backward=2)}, {}),
+    "parameters kept after forward": (ALL, {"fsdp": FSDP2(reshard_after_forward=False)}, {}),
+    "prefetching": (TWO, {"fsdp": FSDP2(prefetch_forward=1, prefetch_backward=2)}, {}),
     "full logits": (ALL, {"logits": "full"}, {}),
     "every expert is chosen": (ALL, {}, {"num_experts_per_tok": 8}),
     "batched products": (ALL, {}, {"experts": "batched_mm"}),
@@ -101,7 +101,7 @@ def _divided(factor: float | None, mesh: dict[str, int]) -> dict[str, float]:
     reference = tiny_model(MOE, num_hidden_layers=1)
     inputs = tiny_inputs(reference, batch=2, length=5)
     gradients = []
-    for options in (FSDPOptions(), FSDPOptions(gradient_divide_factor=factor)):
+    for options in (FSDP2(), FSDP2(gradient_divide_factor=factor)):
         model = parallelize(copy.deepcopy(reference), mesh_for(mesh), fsdp=options, logits="full")
         model(**inputs, use_cache=False).logits.sum().backward()
         gradients.append({name: each.grad.to_local() for name, each in model.named_parameters()})

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, MeshSpec, load_training_state, parallelize, save_training_state, stream_weights
+from fsdp_runtime import FSDP2, MeshSpec, load_training_state, parallelize, save_training_state, stream_weights
 from fsdp_runtime._transformers_compat.dtypes import kept_in_float32
 from fsdp_runtime.steps.fsdp import dtypes as fsdp_dtypes
 from fsdp_runtime.steps.fsdp import step as fsdp
@@ -79,7 +79,7 @@ def _means_of_two_ranks(axes: dict[str, int], folder: str) -> list[str]:
         plain = _Model()
         fsdp_dtypes.SHARDED_FROM = 1 if shards else default
         mesh = MeshSpec(**axes).build(device_type="cpu")
-        model = parallelize(copy.deepcopy(plain), mesh, fsdp=FSDPOptions(mp_policy=policy))
+        model = parallelize(copy.deepcopy(plain), mesh, fsdp=FSDP2(mp_policy=policy))
         assert isinstance(model, FSDPModule)
         own = isinstance(model.layers[0].gate, FSDPModule)
         if own != shards:
@@ -112,7 +112,7 @@ def _resumed(model: nn.Module, plain: nn.Module, mesh: Any, policy: Any, folder:
     save_training_state(folder, model, optimizer, step=1)
     other = copy.deepcopy(plain)
     nn.init.ones_(other.layers[0].scale)
-    other = parallelize(other, mesh, fsdp=FSDPOptions(mp_policy=policy))
+    other = parallelize(other, mesh, fsdp=FSDP2(mp_policy=policy))
     fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
     load_training_state(folder, other, fresh)
     problems = []
@@ -153,7 +153,7 @@ def _without_reduction(folder: str) -> None:
 
 
 def test_master_weights_are_float32_and_gates_compute_in_float32() -> None:
-    options = FSDPOptions(master_dtype=torch.float32, mp_policy=POLICY)
+    options = FSDP2(master_dtype=torch.float32, mp_policy=POLICY)
     torch.manual_seed(0)
     plain = _Model()
     model = parallelize(copy.deepcopy(plain), MeshSpec().build(device_type="cpu"), fsdp=options)
@@ -165,7 +165,7 @@ def test_master_weights_are_float32_and_gates_compute_in_float32() -> None:
 
 def test_frozen_parameters_of_another_dtype_are_accepted_as_under_float32_adapters() -> None:
     policy = MixedPrecisionPolicy()
-    model = parallelize(_Model(frozen=True), MeshSpec().build(device_type="cpu"), fsdp=FSDPOptions(mp_policy=policy))
+    model = parallelize(_Model(frozen=True), MeshSpec().build(device_type="cpu"), fsdp=FSDP2(mp_policy=policy))
     model(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
     assert all((parameter.grad is not None) == parameter.requires_grad for parameter in model.parameters())
 
@@ -177,9 +177,7 @@ def _adapters_on_transformers() -> dict[str, Any]:
     base = tiny_model("LlamaForCausalLM", dtype=torch.bfloat16)
     plain = get_peft_model(base, LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False))
     model = copy.deepcopy(plain)
-    parallelize(
-        model, MeshSpec(dp_shard=2).build(device_type="cpu"), fsdp=FSDPOptions(mp_policy=MixedPrecisionPolicy())
-    )
+    parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"), fsdp=FSDP2(mp_policy=MixedPrecisionPolicy()))
     inputs = tiny_inputs(base, batch=2, length=7)
     for each in (plain, model):
         each(**inputs, use_cache=False).logits.float().square().mean().backward()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, MeshSpec, OptionError, describe_parallelism, parallelize, submesh
+from fsdp_runtime import FSDP2, MeshSpec, OptionError, describe_parallelism, parallelize, submesh
 from fsdp_runtime.model import inspect_model
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
@@ -23,7 +23,7 @@ VISION = "model.vision_tower"
 
 def _model(architecture: str = "Qwen3ForCausalLM", **options: Any) -> nn.Module:
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
-    return parallelize(tiny_model(architecture, num_hidden_layers=4), mesh, fsdp=FSDPOptions(**options))
+    return parallelize(tiny_model(architecture, num_hidden_layers=4), mesh, fsdp=FSDP2(**options))
 
 
 def _step(model: nn.Module) -> dict[str, int]:
@@ -68,7 +68,7 @@ def _frozen_tower(frozen: str) -> dict[str, Any]:
     tower = model.get_submodule(VISION)
     tower.requires_grad_(False)
     mesh = MeshSpec(dp_shard=2).build(device_type="cpu")
-    model = parallelize(model, mesh, fsdp=FSDPOptions(frozen_params=frozen))  # type: ignore[arg-type]
+    model = parallelize(model, mesh, fsdp=FSDP2(frozen_params=frozen))  # type: ignore[arg-type]
     report = describe_parallelism(model)
     return {
         "units": [unit for unit in report.fsdp_modules if unit.startswith(VISION)],
@@ -105,7 +105,7 @@ def frozen_tower(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     "frozen", ["layer", *(pytest.param(each, marks=pytest.mark.slow) for each in ("root", "replicate"))]
 )
 def test_frozen_towers_change_no_other_gradient(four_ranks: RankPool, frozen: str) -> None:
-    options = {"fsdp": FSDPOptions(frozen_params=frozen), "sequence_parallel": True}  # type: ignore[arg-type]
+    options = {"fsdp": FSDP2(frozen_params=frozen), "sequence_parallel": True}  # type: ignore[arg-type]
     case = Case("Gemma3ForConditionalGeneration", {"dp_shard": 2, "tp": 2}, frozen_tower, options)
     for report in four_ranks.run(compare, case):
         errors = {name: error for name, error in report.gradient_errors.items() if VISION not in name}
@@ -130,7 +130,7 @@ class _Tempered(nn.Module):
 
 def _what_stays_whole(axes: dict[str, int], shape: tuple[int, ...]) -> list[str]:
     model, plain, mesh = _Tempered(shape), _Tempered(shape), mesh_for(axes)
-    parallelize(model, mesh, fsdp=FSDPOptions(frozen_params="replicate"))
+    parallelize(model, mesh, fsdp=FSDP2(frozen_params="replicate"))
     tokens = tiny_inputs(plain.policy, batch=2, length=5)["input_ids"]
     own = tokens[submesh(mesh, "dp").get_local_rank()][None] if "dp_shard" in axes else tokens
     for trained in (False, True):
@@ -159,7 +159,7 @@ def _frozen_in_another_dtype() -> None:
     model = tiny_model("LlamaForCausalLM", dtype=torch.float32)
     model.model.layers[0].requires_grad_(False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    options = FSDPOptions(frozen_params="replicate", mp_policy=policy)
+    options = FSDP2(frozen_params="replicate", mp_policy=policy)
     parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"), fsdp=options)
 
 
@@ -173,7 +173,7 @@ def _master_weights() -> dict[str, Any]:
     model = tiny_model("LlamaForCausalLM", dtype=torch.bfloat16, tied=True)
     model.model.layers[0].mlp.requires_grad_(False)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    options = FSDPOptions(mp_policy=policy, master_dtype="fp32")
+    options = FSDP2(mp_policy=policy, master_dtype="fp32")
     parallelize(model, mesh, fsdp=options)
     computed: list[torch.dtype] = []
     model.model.layers[1].mlp.register_forward_hook(lambda _module, _inputs, output: computed.append(output.dtype))
@@ -218,7 +218,7 @@ def _gradient(model: nn.Module, rows: slice) -> torch.Tensor:
 def _scales(mesh: dict[str, int], factor: float | None) -> float:
     whole = _gradient(tiny_model("LlamaForCausalLM"), slice(0, 4))
     built = MeshSpec(**mesh).build(device_type="cpu")
-    options = FSDPOptions(gradient_divide_factor=factor)
+    options = FSDP2(gradient_divide_factor=factor)
     model = parallelize(tiny_model("LlamaForCausalLM"), built, fsdp=options)
     rank = torch.distributed.get_rank()
     share = 4 // torch.distributed.get_world_size()
@@ -309,7 +309,7 @@ def test_members_of_nested_lists_are_units(two_ranks: RankPool) -> None:
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        FSDPOptions(**options)
+        FSDP2(**options)
 
 
 @pytest.mark.parametrize("keyword", ["sequence_parallel", "packed_sequences"])
@@ -319,6 +319,6 @@ def test_switches_that_are_words_are_refused(keyword: str) -> None:
 
 
 def test_master_weights_without_a_dtype_to_compute_in_are_refused() -> None:
-    options = FSDPOptions(master_dtype=torch.float32)
+    options = FSDP2(master_dtype=torch.float32)
     with pytest.raises(OptionError, match=r"without a dtype to compute in: give mp_policy=MixedPrecisionPolicy\("):
         parallelize(tiny_model("LlamaForCausalLM"), MeshSpec().build(device_type="cpu"), fsdp=options)

@@ -15,7 +15,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 import rl_logprobs
 from coverage.multimodal import multimodal_model
 from coverage.multimodal_inputs import multimodal_inputs
-from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, parallelize, unsharded
+from fsdp_runtime import FSDP2, MeshSpec, ModelError, parallelize, unsharded
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, gradient_errors, largest
 from harness.ranks import RankPool
@@ -69,7 +69,7 @@ def test_gradients_inside_unsharded_equal_one_process_under_tensor_parallelism(f
 @pytest.fixture
 def model() -> nn.Module:
     """A model under FSDP2 on one rank."""
-    options = FSDPOptions(mp_policy=MixedPrecisionPolicy())
+    options = FSDP2(mp_policy=MixedPrecisionPolicy())
     plain = tiny_model("Qwen3ForCausalLM", dtype=torch.float32)
     return parallelize(plain, MeshSpec().build(device_type="cpu"), fsdp=options)
 
@@ -166,7 +166,7 @@ def test_a_trunk_that_is_the_root_returns_its_hidden_states() -> None:
     model: Any = tiny_model("Qwen3ForCausalLM", dtype=torch.float32).model
     inputs = tiny_inputs(model, batch=1, length=7)
     wanted = model(**inputs, output_hidden_states=True).hidden_states
-    options = FSDPOptions(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    options = FSDP2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     parallelize(model, MeshSpec(dp_shard=1).build(device_type="cpu"), fsdp=options)
     for found, expected in zip(model(**inputs, output_hidden_states=True).hidden_states, wanted, strict=True):
         torch.testing.assert_close(found, expected)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_runtime import FSDPOptions, MeshSpec, parallelize, unsharded
+from fsdp_runtime import FSDP2, MeshSpec, parallelize, unsharded
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
@@ -40,9 +40,7 @@ def _sharded_bytes(model: nn.Module) -> int:
 
 
 def _gathers_of_a_step() -> tuple[int, int]:
-    return _gathers(_model(), backward=True), _gathers(
-        _model(fsdp=FSDPOptions(reshard_after_forward=False)), backward=True
-    )
+    return _gathers(_model(), backward=True), _gathers(_model(fsdp=FSDP2(reshard_after_forward=False)), backward=True)
 
 
 def test_the_last_block_and_the_root_are_gathered_once_a_step(two_ranks: RankPool) -> None:
@@ -108,7 +106,7 @@ def test_unsharded_leaves_a_plain_model_alone() -> None:
 
 
 def _offloaded_devices() -> tuple[set[str], int]:
-    model = _model(fsdp=FSDPOptions(offload_policy=CPUOffloadPolicy()))
+    model = _model(fsdp=FSDP2(offload_policy=CPUOffloadPolicy()))
     _gathers(model, backward=True)
     torch.optim.AdamW(model.parameters(), lr=1e-2).step()
     units = sum(isinstance(module, FSDPModule) for module in model.modules())

@@ -104,7 +104,7 @@ REFUSED_BY_FSDP2: dict[str, tuple[Method, str]] = {
     "half": (lambda m: m.half(), r"convert it before parallelize"),
     "bfloat16": (lambda m: m.bfloat16(), "convert it before parallelize"),
     "float": (lambda m: m.float(), "convert it before parallelize"),
-    "to a dtype": (lambda m: m.to(torch.float32), r"FSDPOptions\(mp_policy=..., master_dtype=...\)"),
+    "to a dtype": (lambda m: m.to(torch.float32), r"FSDP2\(mp_policy=..., master_dtype=...\)"),
     "float of one module": (lambda m: m.model.layers[0].mlp.float(), "conversion of a parallelized LlamaMLP"),
     "to a dtype of one norm": (lambda m: m.model.norm.to(torch.float16), "convert it before parallelize"),
     "type": (lambda m: m.type(torch.float32), "convert it before parallelize"),

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, load_weights, parallelize, save_weights
+from fsdp_runtime import FSDP2, MeshSpec, ModelError, load_weights, parallelize, save_weights
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
@@ -34,7 +34,7 @@ def _step_of_an_early_optimizer(axes: dict[str, int], options: dict[str, Any]) -
 
 def test_the_step_of_an_optimizer_built_too_early_raises(two_ranks: RankPool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    master = {"fsdp": FSDPOptions(mp_policy=policy, master_dtype=torch.float64)}
+    master = {"fsdp": FSDP2(mp_policy=policy, master_dtype=torch.float64)}
     for axes, options in (({"tp": 2}, {}), ({"dp_shard": 2}, {}), ({"dp_shard": 2}, master)):
         for message, marked in two_ranks.run(_step_of_an_early_optimizer, axes, options):
             assert message.startswith("ModelError: this SGD holds")
@@ -107,7 +107,7 @@ def _wrong_hooks(axes: dict[str, int], options: dict[str, Any], folder: str | No
     return wrong + [f"{name}: runs though removed" for _, name, _ in gradients]
 
 
-MASTER = FSDPOptions(mp_policy=MixedPrecisionPolicy(torch.float32), master_dtype=torch.float64)
+MASTER = FSDP2(mp_policy=MixedPrecisionPolicy(torch.float32), master_dtype=torch.float64)
 HOOKS: list[tuple[dict[str, int], dict[str, Any], bool]] = [
     ({"tp": 2}, {}, False),
     ({"tp": 2}, {"sequence_parallel": True}, True),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import rl_logprobs
-from fsdp_runtime import FSDPOptions, MeshSpec, ModelError, OptionError, parallelize
+from fsdp_runtime import FSDP2, MeshSpec, ModelError, OptionError, parallelize
 from fsdp_runtime.steps.outputs.lm_head import LMHeadParameters, LogitsMap, _maps, forward_with_lm_head
 from harness.models import tiny_inputs, tiny_model
 from harness.pairwise import alternating_first, pairwise_first
@@ -71,7 +71,7 @@ WAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "sequence_parallel": ({"tp": 2}, {"sequence_parallel": True}),
     "recomputed": (
         {"dp_shard": 2},
-        {"activation_checkpointing": "block", "fsdp": FSDPOptions(reshard_after_forward=True)},
+        {"activation_checkpointing": "block", "fsdp": FSDP2(reshard_after_forward=True)},
     ),
     "compiled": ({"dp_shard": 2}, {"compile": {"backend": "eager"}}),  # what runs between blocks stays the same
 }

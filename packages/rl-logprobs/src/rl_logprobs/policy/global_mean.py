@@ -90,7 +90,7 @@ def mean_weights(
             the axis of the mesh, out if the values are gathered over it, as by ``gather_sequence``.
         gradient_divide_factor: the number by which the gradients' reduction divides their sum over ranks.  The default
             is the number of data-parallel ranks, by which DDP, FSDP2 and ``fsdp_runtime.parallelize`` divide.  Give 1
-            for a plain sum (``FSDPOptions(gradient_divide_factor=1)``), and all its ranks for FSDP2 over ``cp`` too.
+            for a plain sum (``FSDP2(gradient_divide_factor=1)``), and all its ranks for FSDP2 over ``cp`` too.
         length: divide each sequence's sum by this constant instead of its number of tokens (Dr. GRPO,
             arXiv:2503.20783).  With ``per="sequence"`` only.
         count: divide by this number of units instead of the units with a scored token, for example all sequences of a

@@ -10,7 +10,7 @@ from fsdp_runtime.dry_run.sweep_types import Candidate, Recipe, format_mesh
 from fsdp_runtime.dry_run.traffic_totals import bytes_sent_by_axis
 
 _FULL_OPTIONS = (
-    "fsdp=fsdp_runtime.FSDPOptions(",
+    "fsdp=fsdp_runtime.FSDP2(",
     "    mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32), master_dtype=torch.float32",
     "),",
 )
@@ -50,7 +50,7 @@ def program(
     options = [
         *(["sequence_parallel=True,"] if candidate.sequence_parallel else []),
         f'activation_checkpointing="{candidate.activation_checkpointing}",',
-        *(_FULL_OPTIONS if training == "full" else ("fsdp=fsdp_runtime.FSDPOptions(),",)),
+        *(_FULL_OPTIONS if training == "full" else ("fsdp=fsdp_runtime.FSDP2(),",)),
     ]
     excluded = f"exclude_modules={[*without_adapters]}, " if without_adapters else ""
     lora = training == "lora"

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import hook_gradient
 from fsdp_runtime._transformers_compat.dtypes import kept_in_float32
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.steps.fsdp.options import FSDPOptions
 from tp_plans.runtime import ancestors
 
 #: A module of parameters in another dtype is sharded from this number of elements on; below it, memory is less than
@@ -50,17 +50,20 @@ _Dtypes = tuple[torch.dtype, torch.dtype]
 def resolve_fsdp_dtypes(
     model: nn.Module,
     structure: ModelStructure,
-    options: FSDPOptions,
     *,
     wrapped: Iterable[str],
     experts: Iterable[str],
     over_tp: bool,
+    policy: MixedPrecisionPolicy | None,
+    stored_dtype: torch.dtype | None,
+    shards_frozen: bool,
 ) -> FSDPDtypes:
     """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed."""
     # ``wrapped`` and ``experts`` are paths of blocks, and of modules of experts, that become FSDP modules. ``over_tp``:
     # layers are sharded, and a parameter of one element may meet a DTensor: FSDP2 does not reduce the gradient that it
     # has then. FSDP2 takes no parameter without a dim in any case.
-    dtypes = _dtypes(model, options)
+    compute = policy.param_dtype if policy is not None else None
+    dtypes = _dtypes(model, compute, stored_dtype, shards_frozen=shards_frozen)
     replicated = [name for name, each in model.named_parameters() if each.ndim == 0 or (over_tp and each.numel() == 1)]
     units: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)  # by path of the FSDP module
     paths = {*wrapped, *experts}
@@ -69,10 +72,9 @@ def resolve_fsdp_dtypes(
             units[next((above for above in ancestors(name) if above in paths), "")][name] = parameter
     modules: list[str] = []
     own_dtype: set[str] = set()
-    policy = options.mp_policy
     for path, parameters in units.items():
         main = _main(path, parameters, dtypes, structure)
-        if main[1] == main[0] and policy is not None and policy.param_dtype not in (None, main[1]):
+        if main[1] == main[0] and compute not in (None, main[1]):
             own_dtype.add(path)
         others = {name for name, each in parameters.items() if not _fits(dtypes[name], main, trains=each.requires_grad)}
         if others and path in experts:
@@ -88,10 +90,11 @@ def resolve_fsdp_dtypes(
     return FSDPDtypes(tuple(modules), tuple(replicated), frozenset(own_dtype), casts_block_inputs=casts)
 
 
-def _dtypes(model: nn.Module, options: FSDPOptions) -> dict[str, _Dtypes]:
+def _dtypes(
+    model: nn.Module, compute: torch.dtype | None, stored_dtype: torch.dtype | None, *, shards_frozen: bool
+) -> dict[str, _Dtypes]:
     """Return the dtypes of the parameters whose dtype matters: trainable ones, and frozen ones that a cast changes."""
     # FSDP2 gathers frozen parameters of any dtype together with others; only a policy casts them.
-    compute = options.mp_policy.param_dtype if options.mp_policy is not None else None
     floating = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     trainable = {name: each for name, each in floating.items() if each.requires_grad}
     main, main_of_all = _dtype_of_most(trainable.values()), _dtype_of_most(floating.values())
@@ -101,10 +104,10 @@ def _dtypes(model: nn.Module, options: FSDPOptions) -> dict[str, _Dtypes]:
     for name, parameter in floating.items():
         declares = name in declared and parameter.dtype == torch.float32
         if name in trainable:
-            stored = options.stored_dtype or parameter.dtype
+            stored = stored_dtype or parameter.dtype
             keeps = compute is None or parameter.dtype != main or declares
             found[name] = (stored, stored if keeps else compute or stored)
-        elif lower and options.frozen_params != "replicate":
+        elif lower and shards_frozen:
             keeps = declares or (parameter.dtype == torch.float32 != main_of_all)
             found[name] = (parameter.dtype, parameter.dtype if keeps else compute or parameter.dtype)
     return found

@@ -6,10 +6,11 @@ Source of the method: PyTorch FSDP2 (``torch.distributed.fsdp.fully_shard``); Zh
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -17,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_runtime._torch_compat import has_forward, initialize_root, own_parameters
+from fsdp_runtime._torch_compat import has_forward
 from fsdp_runtime._transformers_compat.models import keep_recording
-from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.errors import OptionError
 from fsdp_runtime.memory.gathered_copies import keep_readers_on_shards, refuse_gradient_hooks
-from fsdp_runtime.model.inference_mode import gather_outside_inference_mode, leave_inference_mode
+from fsdp_runtime.model.inference_mode import gather_outside_inference_mode
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
@@ -29,70 +30,141 @@ from fsdp_runtime.step import Step
 from fsdp_runtime.steps.experts.step import expert_modules
 from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes, reduce_gradients, resolve_fsdp_dtypes
 from fsdp_runtime.steps.fsdp.missing_media import apply_absent_media
-from fsdp_runtime.steps.fsdp.options import FSDPOptions, check_fsdp_options, replicated_parameters
-from fsdp_runtime.wrap import hook_forward
+from fsdp_runtime.steps.fsdp.root import gather_root_modules
+from fsdp_runtime.values import floating_dtype, require_bool, require_instance, require_one_of
 from tp_plans.runtime import scale_expert_gradients
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+FrozenParams = Literal["layer", "root", "replicate"]
+_POLICY = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+
+
+@dataclass(frozen=True, kw_only=True)
 class FSDP2(Step):
     """Wrap every block and then the model with ``fully_shard``.
 
     Args:
-        options: dtypes, offload, resharding, prefetching, frozen parameters.
+        mp_policy: dtypes of gathered parameters, reduced gradients and the model's outputs; ``None`` leaves every dtype
+            as it is.
+        master_dtype: dtype that trainable parameters are converted to before they are sharded, and so the dtype of
+            gradients and optimizer state: ``torch.float32``, or a word as ``"fp32"``, under an ``mp_policy`` that
+            computes in a lower precision.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU between uses, in
+            pinned memory if the mesh is on an accelerator; ``None`` leaves them on the device.
+        reshard_after_forward: free a block's gathered parameters after its forward.
+        reshard_last_block: also free those of the last block and of the root, which backward needs first.
+        prefetch_forward: number of blocks whose all-gather starts before the forward of the current one; 0 leaves the
+            overlap to the host running ahead of the device.
+        prefetch_backward: the same in backward, at least 1, torch's default.
+        frozen_params: treatment of parameters that need no gradient: ``"layer"`` shards them like all others,
+            ``"root"`` adds blocks without trainable parameters to the root, which is gathered once a step, and
+            ``"replicate"`` keeps every frozen parameter replicated, without communication.
+        gradient_divide_factor: divisor of summed gradients, such as 1 for a loss that is already divided by its number
+            of tokens; by default the number of ranks with different batches.
 
     Raises:
-        OptionError: the options are not ``FSDPOptions``.
+        OptionError: a value is not allowed.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributed.fsdp import MixedPrecisionPolicy
+        >>> from fsdp_runtime import FSDP2
+        >>> policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        >>> fsdp = FSDP2(mp_policy=policy, master_dtype=torch.float32, prefetch_forward=1)
+        >>> fsdp.requires_fsdp
+        True
     """
 
-    options: FSDPOptions = field(default_factory=FSDPOptions)
+    mp_policy: MixedPrecisionPolicy | None = None
+    master_dtype: torch.dtype | str | None = None
+    offload_policy: OffloadPolicy | None = None
+    reshard_after_forward: bool = True
+    reshard_last_block: bool = False
+    prefetch_forward: int = 0
+    prefetch_backward: int = 1
+    frozen_params: FrozenParams = "layer"
+    gradient_divide_factor: float | None = None
 
     @classmethod
     def examples(cls) -> tuple[Step, ...]:
         """Return steps for tests that combine options."""
-        return tuple(map(cls, FSDPOptions.examples()))
+        offloaded, kept = cls(offload_policy=CPUOffloadPolicy()), cls(reshard_after_forward=False)
+        return offloaded, kept, cls(reshard_last_block=True), cls(prefetch_forward=1), cls(frozen_params="replicate")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.options, FSDPOptions):
-            raise OptionError(f"fsdp is of type {type(self.options).__name__}, not FSDPOptions")
+        require_instance("mp_policy", self.mp_policy, MixedPrecisionPolicy, _POLICY)
+        require_instance("offload_policy", self.offload_policy, OffloadPolicy, "CPUOffloadPolicy()")
+        floating_dtype("master_dtype", self.master_dtype)
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if isinstance(dtype := getattr(self.mp_policy, name, None), str):
+                raise OptionError(f"{name}={dtype!r} of mp_policy: torch takes dtypes there, as {_POLICY}")
+            floating_dtype(f"{name} of mp_policy", dtype)
+        for name in ("reshard_after_forward", "reshard_last_block"):
+            require_bool(name, getattr(self, name))
+        require_one_of("frozen_params", self.frozen_params, get_args(FrozenParams))
+        for name, minimum in (("prefetch_forward", 0), ("prefetch_backward", 1)):
+            if type(depth := getattr(self, name)) is not int or depth < minimum:
+                raise OptionError(f"{name}={depth!r}: give a number of blocks, {minimum} or more")
+        factor = self.gradient_divide_factor
+        if factor is not None and not (type(factor) in (int, float) and 0 < factor < math.inf):
+            raise OptionError(f"gradient_divide_factor={factor!r}: give a positive number")
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """``master_dtype`` as torch's."""
+        return floating_dtype("master_dtype", self.master_dtype)
+
+    @property
+    def requires_fsdp(self) -> bool:
+        """True if a setting needs FSDP2 even where a single rank holds all shards."""
+        return self.mp_policy is not None or isinstance(self.offload_policy, CPUOffloadPolicy)
 
     def check(self, setup: Setup) -> FSDPDtypes:
         """Check the options, and return how the dtypes that the model computes in are kept."""
-        model = setup.facts.model
-        check_fsdp_options(model, self.options)
+        model, policy = setup.facts.model, self.mp_policy
+        if self.master_dtype is not None and (policy is None or policy.param_dtype is None):
+            raise OptionError(
+                f"master_dtype={self.master_dtype} without a dtype to compute in: give mp_policy={_POLICY}"
+            )
+        _replicated_parameters(model, self)
         if setup.meshes.fsdp is None:
             return FSDPDtypes()
         refuse_gradient_hooks(model)
-        blocks = _blocks_to_wrap(model, setup.structure, self.options)
-        experts = expert_modules(model, setup.expert_plan)
         return resolve_fsdp_dtypes(
-            model, setup.structure, self.options, wrapped=blocks, experts=experts, over_tp=setup.tp > 1
+            model,
+            setup.structure,
+            wrapped=_blocks_to_wrap(model, setup.structure, self),
+            experts=expert_modules(model, setup.expert_plan),
+            over_tp=setup.tp > 1,
+            policy=policy,
+            stored_dtype=self.stored_dtype,
+            shards_frozen=self.frozen_params != "replicate",
         )
 
     def apply(self, model: nn.Module, setup: Setup, found: FSDPDtypes) -> None:
         """Wrap the modules; nothing changes where the mesh needs no FSDP2."""
-        options = self.options
-        if options.gradient_divide_factor is None and setup.meshes.batches is not None:
-            options = replace(options, gradient_divide_factor=float(setup.meshes.batches))
+        fsdp = self
+        if self.gradient_divide_factor is None and setup.meshes.batches is not None:
+            fsdp = replace(self, gradient_divide_factor=float(setup.meshes.batches))
         if setup.meshes.fsdp is not None:
-            _apply(model, setup, setup.meshes.fsdp, options, found)
+            _apply(model, setup, setup.meshes.fsdp, fsdp, found)
 
 
-def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOptions, dtypes: FSDPDtypes) -> None:
+def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes: FSDPDtypes) -> None:
     """Wrap every block and then the model with ``fully_shard``, in place."""
     # A block that shares a parameter with another module belongs to the root, because two FSDP modules cannot hold one
     # parameter; embedding and head belong to the root too, so a tied weight is gathered once.
     structure = setup.structure
-    if (master_dtype := options.stored_dtype) is not None:
+    if (master_dtype := fsdp.stored_dtype) is not None:
         _convert_trainable(model, master_dtype)
-    replicated = replicated_parameters(model, options) | {model.get_parameter(name) for name in dtypes.replicated}
-    policy = options.mp_policy or MixedPrecisionPolicy()
+    replicated = _replicated_parameters(model, fsdp) | {model.get_parameter(name) for name in dtypes.replicated}
+    policy = fsdp.mp_policy or MixedPrecisionPolicy()
     casts = policy.cast_forward_inputs and dtypes.casts_block_inputs
     # Activations between blocks keep the compute dtype.
     block_policy = replace(policy, output_dtype=None, cast_forward_inputs=casts)
-    offload_policy = options.offload_policy or OffloadPolicy()
+    offload_policy = fsdp.offload_policy or OffloadPolicy()
     if isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu":  # memory is pinned for a device
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     # Tokens and routing weights come in the dtypes that the block gave them.
@@ -117,14 +189,14 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
             shard_placement_fn=lambda parameter: _shard_placement(parameter, shards),
         )
         runtime_state(module).reshard_after_forward = reshard_after_forward
-        if options.gradient_divide_factor is not None:
-            _divide_gradients(module, mesh.size() / options.gradient_divide_factor)
+        if fsdp.gradient_divide_factor is not None:
+            _divide_gradients(module, mesh.size() / fsdp.gradient_divide_factor)
 
     def frees(path: str) -> bool:
         is_last = f"{path}.".startswith(f"{structure.decoder[-1]}.")
-        return options.reshard_after_forward and (options.reshard_last_block or not is_last)
+        return fsdp.reshard_after_forward and (fsdp.reshard_last_block or not is_last)
 
-    blocks, outer = _blocks_to_wrap(model, structure, options), _outer_parameters(model, structure)
+    blocks, outer = _blocks_to_wrap(model, structure, fsdp), _outer_parameters(model, structure)
     unshared: set[nn.Parameter] = set()  # of experts that no other rank has
     for path, module in experts.items():
         if expert_mesh is None or replicated.issuperset(module.parameters()):
@@ -133,25 +205,25 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, options: FSDPOption
             shard(path, module, expert_mesh, policy=expert_policy, reshard_after_forward=frees(path))
         else:
             unshared.update(module.parameters())
-            scale_expert_gradients(module, 1 / (options.gradient_divide_factor or 1))
+            scale_expert_gradients(module, 1 / (fsdp.gradient_divide_factor or 1))
     for path in dtypes.modules:
         # Their code casts its own inputs, and may return float32.
         shard(path, model.get_submodule(path), mesh, policy=expert_policy, reshard_after_forward=frees(path))
     for path, block in blocks.items():
         shard(path, block, mesh, policy=block_policy, reshard_after_forward=frees(path))
-    reshards_root = options.reshard_after_forward and options.reshard_last_block
+    reshards_root = fsdp.reshard_after_forward and fsdp.reshard_last_block
     shard("", model, mesh, policy=policy, reshard_after_forward=reshards_root)
     of_experts = {parameter for module in experts.values() for parameter in module.parameters()}
     for parameter in replicated - unshared:
         ranks = mesh if expert_mesh is None or parameter not in of_experts else expert_mesh
-        reduce_gradients(parameter, ranks, options.gradient_divide_factor or mesh.size())
+        reduce_gradients(parameter, ranks, fsdp.gradient_divide_factor or mesh.size())
     keep_recording(model)
     gather_outside_inference_mode(model)
     keep_readers_on_shards(model)
     runtime_state(model).is_fsdp_root = True
-    _require_root_forward(model, structure, replicated)
+    gather_root_modules(model, structure, replicated)
     apply_absent_media(model, structure, mesh)
-    _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], experts.values(), options)
+    _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], experts.values(), fsdp)
     logger.info("FSDP2: %d blocks and the root over %d ranks", len(blocks), mesh.size())
 
 
@@ -166,52 +238,6 @@ def _needs_fsdp2(
     )
     dispatched = all(isinstance(each, DTensor) for each in parameters)
     return mesh.size() > 1 or not (kept and dispatched) or isinstance(offload_policy, CPUOffloadPolicy)
-
-
-def _require_root_forward(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:
-    """Gather the root for a call of its own modules (embedding, norm, head) alone, or refuse one with gradients."""
-    # Modules inside blocks are left alone, so that compiled blocks do not trace the check.
-    blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
-    for path, module in model.named_modules():
-        own = {name: each for name, each in module.named_parameters(recurse=False) if each not in replicated}
-        sharded = {name: each.device_mesh.ndim for name, each in own.items() if isinstance(each, DTensor)}
-        if sharded and module is not model and module not in blocks:
-            alone = _GatheredAlone(model, path, sharded)
-            effect = "gathers FSDP2's root where it is called alone"
-            hook_forward(module, effect, before=alone.gather, after=alone.free, first=True, always=True)
-
-
-class _GatheredAlone:
-    """Hooks around a module of the root, which its own forward has gathered, and ``generate`` may call before."""
-
-    def __init__(self, root: Any, path: str, sharded: dict[str, int]) -> None:
-        self.root, self.path = root, path
-        self.sharded = sharded  # the number of axes of each parameter's mesh: the one over ``tp`` keeps one gathered
-        self.is_alone = False
-
-    def gather(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        own = own_parameters(module)
-        if not any(_mesh_ndim(own.get(name)) == ndim for name, ndim in self.sharded.items()):
-            return  # gathered ones lack FSDP2's axes
-        if torch.is_grad_enabled():
-            raise ModelError(
-                f"{self.path} is called outside of the model's own forward, where FSDP2 keeps its parameters sharded: "
-                "call the model, or forward_with_lm_head(model, function, ...) for a loss on hidden states, or call it "
-                "without gradients"
-            )
-        initialize_root(self.root)
-        self.is_alone = True
-        with leave_inference_mode():  # FSDP2 keeps the tensors that it allocates
-            self.root.unshard()
-
-    def free(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        if self.is_alone:
-            self.is_alone = False
-            self.root.reshard()
-
-
-def _mesh_ndim(parameter: Any) -> int:
-    return parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
 
 
 def _divide_gradients(module: nn.Module, scale: float) -> None:
@@ -239,7 +265,22 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     return next((Shard(dim) for dim in free), None)
 
 
-def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOptions) -> dict[str, nn.Module]:
+def _replicated_parameters(model: nn.Module, fsdp: FSDP2) -> set[nn.Parameter]:
+    """Return the parameters that ``frozen_params="replicate"`` keeps out of FSDP2; it does not convert their dtype."""
+    if fsdp.frozen_params != "replicate":
+        return set()
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    dtype = fsdp.mp_policy.param_dtype if fsdp.mp_policy is not None else None
+    mismatched = [name for name, parameter in frozen.items() if dtype is not None and parameter.dtype != dtype]
+    if mismatched:
+        raise OptionError(
+            f"frozen_params='replicate' keeps {len(mismatched)} parameters in their dtype, first {mismatched[0]} in "
+            f"{frozen[mismatched[0]].dtype}, but mp_policy computes in {dtype}: convert them first"
+        )
+    return set(frozen.values())
+
+
+def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, fsdp: FSDP2) -> dict[str, nn.Module]:
     """Return the blocks that become FSDP modules, by path."""
     shared = _shared_parameters(model, structure)
     found: dict[str, nn.Module] = {}
@@ -251,7 +292,7 @@ def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, options: FSDPOp
             logger.info("%s shares parameters with another module: part of the root", path)
         elif not has_forward(block):
             logger.info("%s has no forward, only parts that are called one by one: part of the root", path)
-        elif trains or options.frozen_params == "layer":
+        elif trains or fsdp.frozen_params == "layer":
             found[path] = block
     return found
 
@@ -280,7 +321,7 @@ def _outer_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Par
     return found
 
 
-def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], options: FSDPOptions) -> None:
+def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], fsdp: FSDP2) -> None:
     """Tell FSDP2 what to gather early; a block's experts are gathered while its attention runs."""
     own = set(experts)
     wrapped: list[FSDPModule] = []
@@ -291,12 +332,12 @@ def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], 
             inside.append([part for part in block.modules() if part in own and isinstance(part, FSDPModule)])
     for index, module in enumerate(wrapped):
         ahead = list(inside[index])
-        for later in range(index + 1, min(index + 1 + options.prefetch_forward, len(wrapped))):
+        for later in range(index + 1, min(index + 1 + fsdp.prefetch_forward, len(wrapped))):
             ahead += [wrapped[later], *inside[later]]
         if ahead:
             module.set_modules_to_forward_prefetch(ahead)
-        if options.prefetch_backward > 1:
-            before = range(index - 1, max(0, index - options.prefetch_backward) - 1, -1)
+        if fsdp.prefetch_backward > 1:
+            before = range(index - 1, max(0, index - fsdp.prefetch_backward) - 1, -1)
             module.set_modules_to_backward_prefetch([part for i in before for part in (wrapped[i], *inside[i])])
 
 

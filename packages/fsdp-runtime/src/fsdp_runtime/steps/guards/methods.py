@@ -58,7 +58,7 @@ _FIXES = {
     "save_weights(model, directory) writes merged weights",
     "load_state_dict": "full tensors with assign=True would take the places of shards: leave assign out",
     "a conversion": "FSDP2 has chosen its dtypes: convert it before parallelize, or give "
-    "FSDPOptions(mp_policy=..., master_dtype=...)",
+    "FSDP2(mp_policy=..., master_dtype=...)",
     "share_memory": "memory of DTensors cannot be shared; share the plain model's",
     "maybe_distribute_model": "its layers are distributed already: leave it out",
     "set_use_kernels": "kernels would replace the forwards of layers that are sharded: leave it out",

@@ -57,7 +57,7 @@ class FsdpRuntimeEngineConfig(EngineConfig):
     model_dtype: str | None = None
     param_dtype: str | None = None  # dtype to compute in; null for verl's ``dtype``
     reduce_dtype: str = "fp32"  # dtype of the reduction of gradients
-    # further options of FSDP2 as in ``fsdp_runtime.FSDPOptions``: keep shards, gradients and optimizer
+    # further options of FSDP2 as in ``fsdp_runtime.FSDP2``: keep shards, gradients and optimizer
     # state on the host
     offload_policy: bool = False
     reshard_after_forward: bool = True  # free gathered parameters after each block

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_runtime.apply import parallelize
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.steps import ContextParallel, ExpertParallel, Step
-from fsdp_runtime.steps.fsdp.options import FSDPOptions
+from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.trainers.verl.config import FsdpRuntimeEngineConfig
 from fsdp_runtime.trainers.verl.verl_api import (
     build_optimizer,
@@ -106,7 +106,7 @@ def parallelized(
     computes = None if config.compute_dtype == config.parameter_dtype == torch.float32 else config.compute_dtype
     reduces = None if config.gradient_dtype == (computes or torch.float32) else config.gradient_dtype
     policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=reduces)
-    given = {each.name: getattr(config, each.name) for each in fields(FSDPOptions) if hasattr(config, each.name)}
+    given = {each.name: getattr(config, each.name) for each in fields(FSDP2) if hasattr(config, each.name)}
     given["mp_policy"] = policy if computes is not None or reduces is not None else None
     given["offload_policy"] = CPUOffloadPolicy() if config.offload_policy else None
     model = parallelize(
@@ -118,7 +118,7 @@ def parallelized(
         packed_sequences=bool(model_config.use_remove_padding),
         activation_checkpointing=recompute,  # type: ignore[arg-type]
         compile=config.compile,
-        fsdp=FSDPOptions(**given),
+        fsdp=FSDP2(**given),
         steps=steps,
     )
     if (path := model_config.get("lora_adapter_path", None)) is not None:
