@@ -67,8 +67,7 @@ def test_drawn_cases_are_right_or_refused(request: pytest.FixtureRequest, ranks:
     assert not [f"{case.to_json()}: {result.detail}" for case, result in found if result.outcome == FAILED]
 
 
-def test_every_step_shows_its_options() -> None:
-    """A step without examples is in no pair."""
+def test_combinations_have_every_step() -> None:
     shown = {type(step).__name__ for step in step_options().values()}
     assert shown >= {*all_steps.__all__} - {"Step", "ExpertParallel"}
 

@@ -10,14 +10,25 @@ from itertools import combinations
 from random import Random
 from typing import Any
 
+from torch.distributed.fsdp import CPUOffloadPolicy
+
 from combinations.batches import KINDS
 from combinations.changes import APART, CHANGES
 from combinations.events import EVENTS, OF_ADAPTERS, OF_DECODERS, OF_MIXTURES, SLOTS
 from combinations.families import DECODERS, FAMILIES, MIXTURES
 from combinations.optimizers import OPTIMIZERS
 from combinations.own_gradients import OWN_GRADIENTS
-from fsdp_runtime import steps as all_steps
-from fsdp_runtime.steps import Compile, ContextParallel, PackedSequences, Step
+from fsdp_runtime.steps import (
+    FSDP2,
+    ActivationCheckpointing,
+    CheckInputs,
+    Compile,
+    ContextParallel,
+    PackedSequences,
+    SharedPrefixes,
+    Step,
+    TensorParallel,
+)
 
 MESHES: Mapping[int, tuple[dict[str, int], ...]] = {
     2: ({"tp": 2}, {"dp_shard": 2}, {"cp": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}),
@@ -45,11 +56,33 @@ CROWD = 10
 _EAGER, _LORA = ("change", "eager attention"), ("change", "LoRA")
 
 
+#: Values of every step's options, beside those of a call without keywords.
+STEPS: tuple[Step[Any], ...] = (
+    FSDP2(offload_policy=CPUOffloadPolicy()),
+    FSDP2(reshard_after_forward=False),
+    FSDP2(reshard_last_block=True),
+    FSDP2(prefetch_forward=1),
+    FSDP2(frozen_params="replicate"),
+    ActivationCheckpointing("block"),
+    ActivationCheckpointing("mlp"),
+    ActivationCheckpointing("selective"),
+    CheckInputs(),
+    Compile({"backend": "aot_eager"}),
+    ContextParallel("ulysses"),
+    ContextParallel("ring"),
+    ContextParallel(load_balancer=None),
+    PackedSequences(),
+    SharedPrefixes(),
+    TensorParallel(sequence_parallel=True),
+    TensorParallel(logits="full"),
+    TensorParallel(towers="replicated"),
+)
+
+
 @cache
-def step_options() -> dict[str, Step]:
-    """Return the examples of every step, by their description."""
-    kinds = (getattr(all_steps, name) for name in sorted(all_steps.__all__))
-    return {step.describe(): step for kind in kinds for step in kind.examples()}
+def step_options() -> dict[str, Step[Any]]:
+    """Return ``STEPS`` by their description."""
+    return {step.describe(): step for step in STEPS}
 
 
 @cache

@@ -38,7 +38,7 @@ from harness.parity import mesh_for
 from harness.ranks import RankPool
 
 
-class _OwnStep(Step):
+class _OwnStep(Step[None]):
     """A step of a user's, which may hold what is a rank's alone."""
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ def test_keywords_left_out_are_those_of_parallelize() -> None:
         ({"steps": (CheckInputs(), SharedPrefixes())}, SharedPrefixes()),
     ],
 )
-def test_a_keyword_and_its_step_say_the_same(keywords: Any, step: Step) -> None:
+def test_a_keyword_and_its_step_say_the_same(keywords: Any, step: Step[Any]) -> None:
     steps = steps_of(**keywords)
     assert [each for each in steps if type(each) is type(step)] == [step]
 
@@ -99,12 +99,12 @@ def test_contradictions_are_errors(keywords: Any, message: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Freeze(Step):
+class _Freeze(Step[None]):
     """A step from outside with an option: nothing but this class names it."""
 
     blocks: int = 1
 
-    def apply(self, model: nn.Module, setup: Any, found: None) -> None:
+    def apply(self, model: nn.Module, setup: Any, checked: None) -> None:
         for path in setup.structure.decoder[: self.blocks]:
             model.get_submodule(path).requires_grad_(False)
 

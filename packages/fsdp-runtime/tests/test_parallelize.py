@@ -349,7 +349,7 @@ def test_each_question_to_a_model_is_asked_once(four_ranks: RankPool) -> None:
     assert four_ranks.run(_calls_with_everything)[0] == expected
 
 
-class _Marks(Step):
+class _Marks(Step[tuple[str, ...]]):
     """A step from outside, which knows nothing of the others: it looks at the model that it is given."""
 
     def __init__(self) -> None:
@@ -359,9 +359,9 @@ class _Marks(Step):
         self.seen.append("checked")
         return setup.structure.decoder
 
-    def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: tuple[str, ...]) -> None:
         wrapped = isinstance(model, FSDPModule)
-        self.seen.append(f"applied to {len(found)} blocks {'after' if wrapped else 'before'} FSDP2")
+        self.seen.append(f"applied to {len(checked)} blocks {'after' if wrapped else 'before'} FSDP2")
 
 
 def test_a_step_from_outside_is_checked_and_applied_in_its_place() -> None:

@@ -53,7 +53,7 @@ Description = dict[str, dict[str, str]]
 
 
 def require_same_setup(
-    model: nn.Module, meshes: Meshes, steps: Iterable[Step]
+    model: nn.Module, meshes: Meshes, steps: Iterable[Step[Any]]
 ) -> tuple[tuple[ProcessGroup, ...], bool]:
     """Raise on every rank of the meshes unless all were given the same model and options.
 
@@ -135,7 +135,7 @@ def _ranks_by_value(name: str, texts: Mapping[int, Mapping[str, str]]) -> str:
     )
 
 
-def _describe(model: nn.Module, meshes: Meshes, steps: Iterable[Step]) -> Description:
+def _describe(model: nn.Module, meshes: Meshes, steps: Iterable[Step[Any]]) -> Description:
     return {
         "version": {name: _version(name) for name in _PACKAGES},
         "axis": {f.name: _text(getattr(meshes, f.name)) for f in fields(meshes)},
@@ -157,7 +157,7 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def _options(steps: Iterable[Step]) -> Iterator[tuple[str, str]]:
+def _options(steps: Iterable[Step[Any]]) -> Iterator[tuple[str, str]]:
     """Yield the fields of this package's steps, and the classes of a user's, whose fields may be those of a rank."""
     for step in steps:
         name = type(step).__name__

@@ -31,7 +31,7 @@ def parallelize(
     activation_checkpointing: CheckpointMode | ActivationCheckpointing = "none",
     compile: bool | Mapping[str, Any] | Compile = False,  # noqa: A002  # torch's word
     fsdp: FSDP2 | None = None,
-    steps: Sequence[Step] = (),
+    steps: Sequence[Step[Any]] = (),
     **unknown: Never,
 ) -> nn.Module:
     """Parallelize a model over a mesh, in place.

@@ -30,11 +30,11 @@ class Options(TypedDict, total=False):
     activation_checkpointing: CheckpointMode | ActivationCheckpointing
     compile: bool | Mapping[str, Any] | Compile
     fsdp: FSDP2 | None
-    steps: Sequence[Step]
+    steps: Sequence[Step[Any]]
 
 
 #: For each step the keywords that set its fields; the first one takes the step's value too.
-_FIELDS: Mapping[type[Step], Mapping[str, str]] = {
+_FIELDS: Mapping[type[Step[Any]], Mapping[str, str]] = {
     PackedSequences: {"packed_sequences": "apart"},
     TensorParallel: {"plan": "plan", "sequence_parallel": "sequence_parallel", "logits": "logits"},
     ExpertParallel: {},
@@ -56,7 +56,7 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def steps_of(**options: Unpack[Options]) -> tuple[Step, ...]:
+def steps_of(**options: Unpack[Options]) -> tuple[Step[Any], ...]:
     """Return the steps that keywords stand for, with those of ``steps``."""
     for name in options:
         steps = "; other options are fields of the classes in fsdp_runtime.steps"
@@ -71,7 +71,9 @@ def steps_of(**options: Unpack[Options]) -> tuple[Step, ...]:
     return (*(step for step in found if step is not None), *others)
 
 
-def _step(kind: type[Step], fields: Mapping[str, str], options: Mapping[str, Any], given: Sequence[Step]) -> Any:
+def _step(
+    kind: type[Step[Any]], fields: Mapping[str, str], options: Mapping[str, Any], given: Sequence[Step[Any]]
+) -> Any:
     values: list[Any] = [step for step in given if isinstance(step, kind)]
     changed = {name: options[name] for name in fields if name in options and options[name] != _DEFAULTS[name]}
     first = next(iter(fields), None)

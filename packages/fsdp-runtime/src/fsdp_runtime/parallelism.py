@@ -25,7 +25,7 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Meshes, ModelFacts, Setup
 from fsdp_runtime.sharded.collectives import first_rank_speaks
 from fsdp_runtime.sharded.initial_values import take_first_values
-from fsdp_runtime.step import Step
+from fsdp_runtime.step import Checked, Step
 from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, recomputes
 from fsdp_runtime.steps.compile import Compile
 from fsdp_runtime.steps.context.step import ContextParallel, under_context_parallelism
@@ -42,7 +42,7 @@ from fsdp_runtime.steps.tensor.step import TensorParallel
 from tp_plans import Plan
 
 #: The order of steps; one of no other class, such as a user's own, comes where ``Step`` stands.
-ORDER: tuple[type[Step], ...] = (
+ORDER: tuple[type[Step[Any]], ...] = (
     PackedSequences,
     TensorParallel,
     ExpertParallel,
@@ -62,13 +62,13 @@ class Parallelism:
 
     Args:
         setup: the model's structure, the meshes and the checked plan.
-        steps: the steps in order, each with what its check found.
+        steps: the steps in order, each with the result of its check.
         groups: this rank's group on each axis.
         has_values: whether a parameter of a rank is not on the meta device, so that ranks compare the values.
     """
 
     setup: Setup
-    steps: tuple[tuple[Step, Any], ...]
+    steps: tuple[tuple[Step[Any], Any], ...]
     groups: tuple[ProcessGroup, ...] = ()
     has_values: bool = False
 
@@ -85,19 +85,19 @@ class Parallelism:
     @property
     def findings(self) -> tuple[str, ...]:
         """The warnings of the check of the plan."""
-        found: tuple[str, ...] = self.found(TensorParallel) or ()
-        return found
+        return self.checked(TensorParallel) or ()
 
-    def found(self, kind: type[Step]) -> Any:
-        """Return what the check of a step found, ``None`` where there is no step of this class."""
-        return next((found for step, found in self.steps if isinstance(step, kind)), None)
+    def checked(self, kind: type[Step[Checked]]) -> Checked | None:
+        """Return the result of a step's check, ``None`` without a step of this class."""
+        return next((checked for step, checked in self.steps if isinstance(step, kind)), None)
 
     def on(self, model: nn.Module, structure: ModelStructure) -> Parallelism:
         """Return the same steps with the same plan for a variant of the model, such as one with fewer blocks."""
         setup = replace(self.setup, facts=ModelFacts(model, structure))
         kept = (TensorParallel, ExpertParallel, FSDP2)
         return Parallelism(
-            setup, tuple((step, found if isinstance(step, kept) else step.check(setup)) for step, found in self.steps)
+            setup,
+            tuple((step, checked if isinstance(step, kept) else step.check(setup)) for step, checked in self.steps),
         )
 
     def apply(self, model: nn.Module) -> None:
@@ -109,10 +109,10 @@ class Parallelism:
         if self.has_values:
             take_first_values(model, self.groups)
         with first_rank_speaks(self.groups), carry_over_parameters(model):
-            for step, found in self.steps:
-                step.prepare(model, self.setup, found)
-            for step, found in self.steps:
-                step.apply(model, self.setup, found)
+            for step, checked in self.steps:
+                step.prepare(model, self.setup, checked)
+            for step, checked in self.steps:
+                step.apply(model, self.setup, checked)
         runtime_state(model).one_rank = self.setup.meshes.one_rank
         watch_optimizers(model)
         guard_methods(model)
@@ -159,7 +159,7 @@ def resolve_parallelism(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Op
 
 
 def resolve_steps(
-    model: nn.Module, meshes: Meshes, steps: Iterable[Step], *, allow_dtensors: bool = False
+    model: nn.Module, meshes: Meshes, steps: Iterable[Step[Any]], *, allow_dtensors: bool = False
 ) -> Parallelism:
     """Resolve and check steps, in any order, against a model on one mesh per axis; change nothing."""
     # ``allow_dtensors`` accepts parameters that are DTensors already, unless a plan is to be applied.
@@ -184,7 +184,7 @@ def resolve_steps(
         return Parallelism(setup, tuple((step, step.check(setup)) for step in in_order), groups, has_values)
 
 
-def _place(step: Step) -> int:
+def _place(step: Step[Any]) -> int:
     return next(ORDER.index(cls) for cls in type(step).__mro__ if cls in ORDER)
 
 

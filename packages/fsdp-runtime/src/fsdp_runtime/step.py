@@ -1,27 +1,30 @@
-"""What a step of ``parallelize`` is: one value that owns its options, its checks and its application."""
+"""The base class of the steps of ``parallelize``: a step owns its options, its checks and its application."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Generic, TypeVar
 
 from torch import nn
 
 from fsdp_runtime.setup import Setup
 
+#: The result of a step's ``check``.
+Checked = TypeVar("Checked")
 
-class Step:
-    """One thing that ``parallelize`` does to a model; its fields are its options.
 
-    For each call every step is resolved, then every step is checked, then each one is applied.  So a step that refuses
-    a model does so before any module changes.  A step of your own comes after those that shard a model over ``tp``,
-    ``ep`` and ``cp``, and before activation checkpointing, compilation and FSDP2.
+class Step(Generic[Checked]):
+    """One change of a model by ``parallelize``; the fields of the class are its options.
+
+    A call resolves all steps, then checks all steps, then applies them.  A step that refuses a model therefore does so
+    before any module changes.  Your own step is applied after the sharding over ``tp``, ``ep`` and ``cp``, and before
+    activation checkpointing, compilation and FSDP2.  ``Step[Checked]`` names the type that its ``check`` returns.
 
     Example:
         >>> from torch import nn
         >>> from fsdp_runtime import MeshSpec, parallelize
         >>> from fsdp_runtime.step import Step
-        >>> class Freeze(Step):
-        ...     def apply(self, model, setup, found):
+        >>> class Freeze(Step[None]):
+        ...     def apply(self, model, setup, checked):
         ...         model.requires_grad_(False)
         >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
         >>> model = parallelize(model, MeshSpec().build(device_type="cpu"), steps=(Freeze(),))
@@ -29,33 +32,28 @@ class Step:
         False
     """
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps with options other than those of a call without keywords, for tests that combine options."""
-        return ()
-
     def resolve(self, setup: Setup) -> Setup:
-        """Return the setup with what this step decides for all, such as the plan; the model is not changed."""
+        """Return the setup with this step's decisions for all steps, such as the plan; the model is not changed."""
         return setup
 
-    def check(self, setup: Setup) -> Any:
-        """Check the step against the model and the mesh, and return what ``apply`` needs; the model is not changed.
+    def check(self, setup: Setup) -> Checked:
+        """Check the step against the model and the mesh, and return the input of ``apply``; the model is not changed.
 
         Raises:
             FsdpRuntimeError: the step cannot be applied; the message names the fix.
         """
-        return None
+        return None  # type: ignore[return-value]  # a step without a result is a ``Step[None]``
 
-    def prepare(self, model: nn.Module, setup: Setup, found: Any) -> None:
-        """Change what has to stand inside of tensor parallelism, whose rules then see its inputs and outputs."""
+    def prepare(self, model: nn.Module, setup: Setup, checked: Checked) -> None:
+        """Change modules before tensor parallelism, which then shards the inputs and outputs of the changed modules."""
 
-    def apply(self, model: nn.Module, setup: Setup, found: Any) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: Checked) -> None:
         """Apply the step to a model, in place.
 
         Args:
             model: the model.
-            setup: what the step was checked with.
-            found: what ``check`` returned.
+            setup: the model's facts, the meshes and the decisions of all steps.
+            checked: the result of ``check``.
         """
 
     def describe(self) -> str:

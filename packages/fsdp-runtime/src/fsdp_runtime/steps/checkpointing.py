@@ -86,7 +86,7 @@ CheckpointMode = Mode | SelectiveCheckpoint
 
 
 @dataclass(frozen=True)
-class ActivationCheckpointing(Step):
+class ActivationCheckpointing(Step[tuple[str, ...]]):
     """Make modules recompute their activations in backward.
 
     Recomputation would append each key to a key/value cache twice, so ``use_cache`` of the model's configs is set to
@@ -110,11 +110,6 @@ class ActivationCheckpointing(Step):
 
     mode: CheckpointMode = "block"
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return cls("block"), cls("mlp"), cls("selective")
-
     def check(self, setup: Setup) -> tuple[str, ...]:
         """Return the paths of the modules that recompute."""
         mode, known = self.mode, ", or a SelectiveCheckpoint(save=...)"
@@ -128,7 +123,7 @@ class ActivationCheckpointing(Step):
             return _mlps(setup.structure)
         return tuple(path for path, block in setup.structure.blocks.items() if has_forward(block))
 
-    def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: tuple[str, ...]) -> None:
         """Put recomputation in front of the modules."""
         if self.mode == "none":
             return
@@ -136,7 +131,7 @@ class ActivationCheckpointing(Step):
         saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
         exchanged = routers_of(setup.structure) if setup.expert_plan is not None else None
         documents = packing_of(model)
-        modules = {path: model.get_submodule(path) for path in found}
+        modules = {path: model.get_submodule(path) for path in checked}
         wrap(modules.values(), Recomputing)
         for path, module in modules.items():
             state = runtime_state(module)
@@ -145,7 +140,7 @@ class ActivationCheckpointing(Step):
             state.carried = (routes,) if documents is None else (routes, documents)
         if self.mode != "mlp":  # no cache is filled inside a feed-forward part
             disable_cache(model)
-        logger.info("activation checkpointing: %d modules recompute", len(found))
+        logger.info("activation checkpointing: %d modules recompute", len(checked))
 
 
 def recomputes(module: nn.Module) -> bool:

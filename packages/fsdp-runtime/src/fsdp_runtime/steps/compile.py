@@ -69,7 +69,7 @@ def async_compile_options(
 
 
 @dataclass(frozen=True)
-class Compile(Step):
+class Compile(Step[Mapping[str, Any]]):
     """Compile every block with ``nn.Module.compile``, in place.
 
     Names, classes and the state dict do not change, and blocks of one class share their compiled code.  The hooks of
@@ -100,11 +100,6 @@ class Compile(Step):
     options: Mapping[str, Any] = field(default_factory=dict)
     async_tensor_parallel: bool = False
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return (cls({"backend": "aot_eager"}),)
-
     def __post_init__(self) -> None:
         require_bool("async_tensor_parallel", self.async_tensor_parallel)
 
@@ -119,7 +114,7 @@ class Compile(Step):
         known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
         return {"recompile_limit": RECOMPILE_LIMIT, **options} if known else options
 
-    def apply(self, model: nn.Module, setup: Setup, found: Mapping[str, Any]) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: Mapping[str, Any]) -> None:
         """Compile the blocks."""
         if self.async_tensor_parallel and setup.meshes.tp is not None:
             enable_symmetric_memory(setup.meshes.tp.get_group())
@@ -128,10 +123,10 @@ class Compile(Step):
             _keep_caches_apart(setup.meshes.tp.get_local_rank())
         for path in setup.structure.blocks:
             block = model.get_submodule(path)
-            if not _recomputes_in_graph(found.get("backend", "inductor")):
+            if not _recomputes_in_graph(checked.get("backend", "inductor")):
                 for module in filter(recomputes, block.modules()):
                     runtime_state(module).recomputes_in_python = True
-            block.compile(**found)
+            block.compile(**checked)
         for module in filter(recorded_outputs, model.modules()):
             effect = "runs blocks in Python where their outputs are recorded"
             hook_forward(module, effect, before=_leave_to_python, after=_compile_again, always=True)

@@ -49,7 +49,7 @@ _SEEDS = 2**40
 
 
 @dataclass(frozen=True)
-class RandomStates(Step):
+class RandomStates(Step[None]):
     """Let the ranks of ``tp`` draw alike in training forwards of a model with dropout or other noise."""
 
     # One all-gather of 8 bytes over ``tp`` and a wait for it before such a forward, and another after it; none for a
@@ -57,7 +57,7 @@ class RandomStates(Step):
     # Ranks of ``cp``, which have different tokens, draw differently.
     tp: DeviceMesh | None = field(repr=False)
 
-    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Put the exchange of seeds around the model's forward."""
         tp, cp = self.tp, setup.meshes.cp
         sources = _sources(model)

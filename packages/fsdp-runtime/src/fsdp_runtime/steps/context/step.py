@@ -122,7 +122,7 @@ def check_heads_over_cp(facts: ModelFacts, plan: object, *, cp: int, tp: int) ->
 
 
 @dataclass(frozen=True)
-class ContextParallel(Step):
+class ContextParallel(Step[None]):
     """Make a model take its tokens sharded over ``cp``.
 
     Its forward then takes this rank's part of every input (see ``SequenceLayout.shard_batch``) and returns the outputs
@@ -144,11 +144,6 @@ class ContextParallel(Step):
     load_balancer: LoadBalancer = "headtail"
     attention: bool = True
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return cls("ulysses"), cls("ring"), cls(load_balancer=None)
-
     def __post_init__(self) -> None:
         require_one_of("context_parallel", self.method, get_args(Method))
         require_one_of("load_balancer", self.load_balancer, LOAD_BALANCERS)
@@ -167,7 +162,7 @@ class ContextParallel(Step):
             check_heads_over_cp(setup.facts, setup.plan, cp=setup.meshes.cp.size(), tp=setup.tp)
         verify_context_parallelism(self.load_balancer, setup, self._apply_to_copy)
 
-    def prepare(self, model: nn.Module, setup: Setup, found: None) -> None:
+    def prepare(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Make the token mixers that are no plain attention run on full sequences; before layers are sharded."""
         facts, mesh = setup.facts, setup.meshes.cp
         if mesh is None:
@@ -190,7 +185,7 @@ class ContextParallel(Step):
         text = "context parallelism: %d ranks by %s; by halo and heads: %s; on full sequences: %s"
         logger.info(text, mesh.size(), self.method, spread, full)
 
-    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Replace the attention, and complete the inputs of every forward."""
         if setup.meshes.cp is None:
             return

@@ -76,22 +76,17 @@ def _check(setup: Setup) -> None:
 
 
 @dataclass(frozen=True)
-class SharedPrefixes(Step):
+class SharedPrefixes(Step[None]):
     """Let a model take the rows of :func:`fsdp_runtime.batching.pack_tree`, whose samples share prefixes.
 
     Its forward then accepts ``subtree_end`` beside ``input_ids`` and ``position_ids``; without it nothing changes.
     """
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return (cls(),)
-
     def check(self, setup: Setup) -> None:
         """Check that a token of the model sees others by masked attention only."""
         _check(setup)
 
-    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Hand the model's masks its trees; attention over ``cp`` reads ``subtree_end`` itself."""
         if setup.meshes.cp is None:
             build_masks_along_paths(_current, _ANY_MASK)

@@ -40,7 +40,7 @@ def check_packing(facts: ModelFacts) -> None:
 
 
 @dataclass(frozen=True)
-class PackedSequences(Step):
+class PackedSequences(Step[None]):
     """Keep the documents of packed rows apart: each is computed as it is alone.
 
     ``position_ids`` that restart, ``seq_idx`` or ``cu_seq_lens_q`` tell where documents begin.
@@ -51,11 +51,6 @@ class PackedSequences(Step):
 
     apart: bool = True
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return (cls(),)
-
     def __post_init__(self) -> None:
         require_bool("packed_sequences", self.apart)
 
@@ -64,7 +59,7 @@ class PackedSequences(Step):
         if self.apart:
             check_packing(setup.facts)
 
-    def prepare(self, model: Any, setup: Setup, found: None) -> None:
+    def prepare(self, model: Any, setup: Setup, checked: None) -> None:
         """Put the documents in front of the token mixers; context parallelism keeps documents apart itself."""
         if setup.meshes.cp is not None:
             return

@@ -31,7 +31,7 @@ def expert_modules(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
 
 
 @dataclass(frozen=True)
-class ExpertParallel(Step):
+class ExpertParallel(Step[None]):
     """Divide stacked experts over ``ep`` and send tokens to them.
 
     Parameters that hold values on every rank are taken from the first rank of the axis, as in torch.
@@ -72,7 +72,7 @@ class ExpertParallel(Step):
                     "one row for each expert: use tp=1, or leave the experts out of target_parameters"
                 )
 
-    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Divide the experts; nothing changes where none are dispatched."""
         ep_mesh = setup.meshes.ep
         if setup.expert_plan is None or ep_mesh is None:

@@ -42,7 +42,7 @@ _POLICY = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.f
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDP2(Step):
+class FSDP2(Step[FSDPDtypes]):
     """Wrap every block and then the model with ``fully_shard``.
 
     Args:
@@ -86,12 +86,6 @@ class FSDP2(Step):
     prefetch_backward: int = 1
     frozen_params: FrozenParams = "layer"
     gradient_divide_factor: float | None = None
-
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        offloaded, kept = cls(offload_policy=CPUOffloadPolicy()), cls(reshard_after_forward=False)
-        return offloaded, kept, cls(reshard_last_block=True), cls(prefetch_forward=1), cls(frozen_params="replicate")
 
     def __post_init__(self) -> None:
         require_instance("mp_policy", self.mp_policy, MixedPrecisionPolicy, _POLICY)
@@ -143,13 +137,13 @@ class FSDP2(Step):
             shards_frozen=self.frozen_params != "replicate",
         )
 
-    def apply(self, model: nn.Module, setup: Setup, found: FSDPDtypes) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: FSDPDtypes) -> None:
         """Wrap the modules; nothing changes where the mesh needs no FSDP2."""
         fsdp = self
         if self.gradient_divide_factor is None and setup.meshes.batches is not None:
             fsdp = replace(self, gradient_divide_factor=float(setup.meshes.batches))
         if setup.meshes.fsdp is not None:
-            _apply(model, setup, setup.meshes.fsdp, fsdp, found)
+            _apply(model, setup, setup.meshes.fsdp, fsdp, checked)
 
 
 def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes: FSDPDtypes) -> None:

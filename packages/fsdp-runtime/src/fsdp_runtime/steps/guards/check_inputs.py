@@ -97,7 +97,7 @@ class InputCheck:
 
 
 @dataclass(frozen=True)
-class CheckInputs(Step):
+class CheckInputs(Step[None]):
     """Compare the inputs of forwards over the ranks of ``tp``, which must be equal, and their shapes over ``cp``.
 
     One all-gather of 16 bytes and one host synchronisation per compared forward and axis.  A call of ``parallelize``
@@ -116,12 +116,7 @@ class CheckInputs(Step):
         if self.every not in ("first", "never") and (type(self.every) is not int or self.every < 1):
             raise OptionError(f"every={self.every!r}: give a number of forwards, 1 or more, or 'first' or 'never'")
 
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return (cls(),)
-
-    def apply(self, model: nn.Module, setup: Setup, found: None) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Register the check in front of all other hooks of the model."""
         # Ranks of ``tp`` without a plan compute the same, and have replicas whose gradients nothing sums.
         tp, cp = (None if mesh is None or not computes(mesh) else mesh for mesh in (setup.given_tp, setup.meshes.cp))

@@ -66,7 +66,7 @@ def check_plan(model: nn.Module, plan: Plan, *, tp: int = 1, ep: int = 1) -> tup
 
 
 @dataclass(frozen=True)
-class TensorParallel(Step):
+class TensorParallel(Step[tuple[str, ...]]):
     """Shard the layers of a model over ``tp`` by a plan.
 
     Parameters that hold values on every rank are taken from the first rank of the axis, as in torch.
@@ -89,11 +89,6 @@ class TensorParallel(Step):
     sequence_parallel: bool = False
     towers: Towers = "sharded"
     logits: Logits = "sharded"
-
-    @classmethod
-    def examples(cls) -> tuple[Step, ...]:
-        """Return steps for tests that combine options."""
-        return cls(sequence_parallel=True), cls(logits="full"), cls(towers="replicated")
 
     def __post_init__(self) -> None:
         require_one_of("logits", self.logits, get_args(Logits))
@@ -138,7 +133,7 @@ class TensorParallel(Step):
             return ()
         return check_plan(setup.facts.model, plan, tp=setup.tp, ep=1 if ep_mesh is None else ep_mesh.size())
 
-    def apply(self, model: nn.Module, setup: Setup, found: tuple[str, ...]) -> None:
+    def apply(self, model: nn.Module, setup: Setup, checked: tuple[str, ...]) -> None:
         """Shard the layers; without a plan none is sharded."""
         adapt_experts(model)
         meshes = setup.meshes

@@ -102,7 +102,7 @@ def parallelized(
     recompute = config.activation_checkpointing
     if recompute is None:
         recompute = "block" if model_config.enable_gradient_checkpointing and not config.forward_only else "none"
-    steps: list[Step] = [ExpertParallel(exchange=config.exchange)] if config.axes.ep > 1 else []
+    steps: list[Step[Any]] = [ExpertParallel(exchange=config.exchange)] if config.axes.ep > 1 else []
     computes = None if config.compute_dtype == config.parameter_dtype == torch.float32 else config.compute_dtype
     reduces = None if config.gradient_dtype == (computes or torch.float32) else config.gradient_dtype
     policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=reduces)
