@@ -1,4 +1,4 @@
-"""Calls that provoke each refusal, by the file that refuses and a piece of its message."""
+"""Calls that provoke each refusal, by the file that raises the error, its class and a part of its message."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 Call = Callable[[], Any]
 
-#: By file, as ``fsdp_runtime/keywords.py``; by piece of the message, or beginning of
-#: ``function: message``, that one row of the file has.
+#: By file, as ``fsdp_runtime/keywords.py``; below it by class and part of the message, as
+#: ``"OptionError: write one of"``.
 Provocations = Mapping[str, Mapping[str, Call | tuple[Call, ...]]]

@@ -58,36 +58,44 @@ def _addends() -> None:
 
 CASES: Provocations = {
     "tp_plans/registry.py": {
-        "register takes": lambda: register(3),  # type: ignore[arg-type]
-        "belongs to {class_name} already": lambda: register(replace(_entry("LlamaForCausalLM"), notes="another")),
-        "no plan is known for": lambda: plan_for("birch"),
-        "keeps its blocks at": lambda: plan_for(LlamaForCausalLM()),
-        "with another head": lambda: plan_for(Qwen3ForQuestionAnswering),
+        "PlanError: register takes": lambda: register(3),  # type: ignore[arg-type]
+        "PlanError: belongs to LlamaForCausalLM already": lambda: register(
+            replace(_entry("LlamaForCausalLM"), notes="another")
+        ),
+        "UnknownArchitectureError: no plan is known for": lambda: plan_for("birch"),
+        "UnknownArchitectureError: keeps its blocks at": lambda: plan_for(LlamaForCausalLM()),
+        "UnknownArchitectureError: with another head": lambda: plan_for(Qwen3ForQuestionAnswering),
     },
     "tp_plans/models/spec.py": {
-        "has no sequence-parallel form": lambda: _limited(TP, {"sequence_parallel": True}, sequence_parallel=False),
-        "can be split over": lambda: _limited({"tp": 4}, {}, max_tp=2),
+        "CapabilityError: has no sequence-parallel form": lambda: _limited(
+            TP, {"sequence_parallel": True}, sequence_parallel=False
+        ),
+        "CapabilityError: can be split over": lambda: _limited({"tp": 4}, {}, max_tp=2),
     },
     "tp_plans/inner_models.py": {
-        "carries adapters inside a module of yours": lambda: refuse(
+        "UnknownArchitectureError: carries adapters inside a module of yours": lambda: refuse(
             Tree(policy=peft.get_peft_model(tiny_model("LlamaForCausalLM"), LORA), value=nn.Linear(64, 1)), TP
         ),
     },
     "tp_plans/hugging_face/style_names.py": {
-        "style_from_name: unknown style word": lambda: refuse(Own(), TP, plan={"lm_head": "colums"}),
-        "parameter_style_from_name: unknown": lambda: parameter_style_from_name("sequence_parallel", 2),
+        "UnknownStyleError: unknown style word 'colums' for 'lm_head'": lambda: refuse(
+            Own(), TP, plan={"lm_head": "colums"}
+        ),
+        "UnknownStyleError: unknown style word 'sequence_parallel'": lambda: parameter_style_from_name(
+            "sequence_parallel", 2
+        ),
     },
     "tp_plans/hugging_face/translate.py": {
-        "from_hugging_face needs a model": lambda: from_hugging_face(Own),
-        "ships no tensor-parallel plan": lambda: from_hugging_face(Own()),
-        "none of its patterns matches": lambda: from_hugging_face(_shipping(Own(), head="colwise")),
-        "has no get_input_embeddings()": lambda: from_hugging_face(
+        "PlanError: from_hugging_face needs a model": lambda: from_hugging_face(Own),
+        "PlanError: ships no tensor-parallel plan": lambda: from_hugging_face(Own()),
+        "PlanError: none of its patterns matches": lambda: from_hugging_face(_shipping(Own(), head="colwise")),
+        "PlanError: has no get_input_embeddings()": lambda: from_hugging_face(
             _shipping(Tree(fc=nn.Linear(2, 2)), fc="rowwise"), sequence_parallel=True
         ),
     },
     "tp_plans/lora.py": {
-        "cannot carry a low-rank adapter": _addends,
-        "carries low-rank adapters": lambda: refuse(
+        "PlanError: cannot carry a low-rank adapter": _addends,
+        "PlanError: carries low-rank adapters": lambda: refuse(
             peft.inject_adapter_in_model(LORA, tiny_model("LlamaForCausalLM")), TP, plan="inferred"
         ),
     },

@@ -132,16 +132,16 @@ def _merged_dora() -> None:
 
 #: A call of each method that is refused, and its mesh.
 METHODS: dict[str, tuple[dict[str, int], Callable[[Any], Any]]] = {
-    "{save_pretrained": (TP, lambda model: model.save_pretrained("never-written")),
-    "{resize_token_embeddings": (TP, lambda model: model.resize_token_embeddings(7)),
-    "{set_input_embeddings": (TP, lambda model: model.set_input_embeddings(nn.Embedding(2, 2))),
-    "{add_adapter": (TP, lambda model: model.add_adapter(peft.LoraConfig())),
-    "load_state_dict": (TP, lambda model: model.load_state_dict(_llama().state_dict(), assign=True)),
-    "a conversion": (DP, lambda model: model.half()),
-    "share_memory": (TP, lambda model: model.share_memory()),
-    "maybe_distribute_model": (TP, lambda model: model.maybe_distribute_model(model, None, None)),
-    "set_use_kernels": (TP, lambda model: model.set_use_kernels(True)),
-    "a copy of": (DP, copy.deepcopy),
+    "ModelError: save_pretrained of a": (TP, lambda model: model.save_pretrained("never-written")),
+    "ModelError: resize_token_embeddings of a": (TP, lambda model: model.resize_token_embeddings(7)),
+    "ModelError: set_input_embeddings of a": (TP, lambda model: model.set_input_embeddings(nn.Embedding(2, 2))),
+    "ModelError: add_adapter of a": (TP, lambda model: model.add_adapter(peft.LoraConfig())),
+    "ModelError: load_state_dict": (TP, lambda model: model.load_state_dict(_llama().state_dict(), assign=True)),
+    "ModelError: a conversion": (DP, lambda model: model.half()),
+    "ModelError: share_memory": (TP, lambda model: model.share_memory()),
+    "ModelError: maybe_distribute_model": (TP, lambda model: model.maybe_distribute_model(model, None, None)),
+    "ModelError: set_use_kernels": (TP, lambda model: model.set_use_kernels(True)),
+    "ModelError: a copy of": (DP, copy.deepcopy),
 }
 
 
@@ -205,84 +205,97 @@ def _adapted(options: Any, *, sharded: bool = False, **given: Any) -> None:
 
 #: For each option of the table, arguments that set it.
 SET: dict[str, dict[str, Any]] = {
-    "fsdp cannot": {"fsdp": "full_shard"},
-    "deepspeed cannot": {"deepspeed": "zero.json"},
-    "parallelism_config cannot": {"parallelism_config": 1},
-    "fp16 cannot": {"fp16": True},
-    "bf16_full_eval cannot": {"bf16_full_eval": True},
-    "auto_find_batch_size cannot": {"auto_find_batch_size": True},
-    "neftune_noise_alpha cannot": {"neftune_noise_alpha": 5.0},
-    "enable_jit_checkpoint cannot": {"enable_jit_checkpoint": True},
-    "eval_use_gather_object cannot": {"eval_use_gather_object": True},
-    "dispatch_batches cannot": {"accelerator_config": SimpleNamespace(dispatch_batches=True)},
-    "DataParallel over several": {"n_gpu": 2},
-    "train_sampling_strategy=": {"train_sampling_strategy": "group_by_length"},
+    "OptionError: fsdp cannot": {"fsdp": "full_shard"},
+    "OptionError: deepspeed cannot": {"deepspeed": "zero.json"},
+    "OptionError: parallelism_config cannot": {"parallelism_config": 1},
+    "OptionError: fp16 cannot": {"fp16": True},
+    "OptionError: bf16_full_eval cannot": {"bf16_full_eval": True},
+    "OptionError: auto_find_batch_size cannot": {"auto_find_batch_size": True},
+    "OptionError: neftune_noise_alpha cannot": {"neftune_noise_alpha": 5.0},
+    "OptionError: enable_jit_checkpoint cannot": {"enable_jit_checkpoint": True},
+    "OptionError: eval_use_gather_object cannot": {"eval_use_gather_object": True},
+    "OptionError: dispatch_batches cannot": {"accelerator_config": SimpleNamespace(dispatch_batches=True)},
+    "OptionError: DataParallel over several": {"n_gpu": 2},
+    "OptionError: train_sampling_strategy=": {"train_sampling_strategy": "group_by_length"},
 }
 
 
 CASES: Provocations = {
-    "fsdp_runtime/steps/fsdp/dtypes.py": {"one dtype for the trainable": _mixed_experts},
+    "fsdp_runtime/steps/fsdp/dtypes.py": {"OptionError: one dtype for the trainable": _mixed_experts},
     "fsdp_runtime/steps/fsdp/megatron_fsdp.py": {
-        "cannot be imported": _without_megatron,
-        "needs a CUDA device": lambda: _megatron(cuda=False),
-        "no module is of class": lambda: _megatron(unit_modules=["Block"]),
-        "takes no {unknown}": lambda: _megatron(options={"grad_reduce_in_fp32": True}),
+        "BackendError: cannot be imported": _without_megatron,
+        "BackendError: needs a CUDA device": lambda: _megatron(cuda=False),
+        "ModelError: no module is of class": lambda: _megatron(unit_modules=["Block"]),
+        "OptionError: takes no dp_shard_dim, tp_dim": lambda: _megatron(options={"grad_reduce_in_fp32": True}),
     },
     "fsdp_runtime/steps/guards/check_inputs.py": {
-        "give a number of forwards": lambda: CheckInputs("always"),  # type: ignore[arg-type]
+        "OptionError: give a number of forwards": lambda: CheckInputs("always"),  # type: ignore[arg-type]
     },
     "fsdp_runtime/steps/fsdp/step.py": {
-        "give a number of blocks": lambda: FSDP2(prefetch_forward=-1),
-        "torch takes dtypes there": lambda: FSDP2(mp_policy=MixedPrecisionPolicy("bf16")),  # type: ignore[arg-type]
-        "give a positive number": lambda: FSDP2(gradient_divide_factor=-1.0),
-        "without a dtype to compute in": lambda: refuse(Own(), DP, plan=None, fsdp=FSDP2(master_dtype=torch.float32)),
-        "frozen_params='replicate' keeps": _frozen,
+        "OptionError: give a number of blocks": lambda: FSDP2(prefetch_forward=-1),
+        "OptionError: torch takes dtypes there": lambda: FSDP2(mp_policy=MixedPrecisionPolicy("bf16")),  # type: ignore[arg-type]
+        "OptionError: give a positive number": lambda: FSDP2(gradient_divide_factor=-1.0),
+        "OptionError: without a dtype to compute in": lambda: refuse(
+            Own(), DP, plan=None, fsdp=FSDP2(master_dtype=torch.float32)
+        ),
+        "OptionError: frozen_params='replicate' keeps": _frozen,
     },
     "fsdp_runtime/steps/fsdp/root.py": {
-        "is called outside of the model's own": _outside_forward,
+        "ModelError: is called outside of the model's own": _outside_forward,
     },
     "fsdp_runtime/steps/outputs/lm_head.py": {
-        "is not one linear map": lambda: _loss(_dropout().train()),
-        "leave out labels": lambda: _loss(Own(), labels=ids(1, 4)),
-        "is None in": _headless,
-        "logits_to_keep in": _kept_over_cp,
-        "adapter_names gives": lambda: _loss(_dropout().eval(), adapter_names=["default"]),
-        "forward_with_lm_head: {class of model} does more": lambda: _changed(
-            lambda model, hidden: model.lm_head(hidden).index_fill(-1, torch.tensor(15), 0.0)
+        "ModelError: is not one linear map": lambda: _loss(_dropout().train()),
+        "OptionError: leave out labels": lambda: _loss(Own(), labels=ids(1, 4)),
+        "ModelError: is None in": _headless,
+        "OptionError: logits_to_keep in": _kept_over_cp,
+        "OptionError: adapter_names gives": lambda: _loss(_dropout().eval(), adapter_names=["default"]),
+        "ModelError: Own does more with the output of lm_head": (
+            lambda: _changed(lambda model, hidden: model.lm_head(hidden).index_fill(-1, torch.tensor(15), 0.0)),
+            lambda: _changed(lambda model, hidden: model.lm_head(hidden) + 1.0),
         ),
-        "is called more than once": lambda: _changed(
+        "ModelError: is called more than once": lambda: _changed(
             lambda model, hidden: model.lm_head(hidden) + model.lm_head(hidden)
         ),
-        "does not call {path}": lambda: _changed(lambda model, hidden: hidden @ model.lm_head.weight.T),
-        "_Run.__call__: {class of model} does more": lambda: _changed(
-            lambda model, hidden: model.lm_head(hidden) + 1.0
+        "ModelError: the forward of Own does not call lm_head": lambda: _changed(
+            lambda model, hidden: hidden @ model.lm_head.weight.T
         ),
-        "has no linear language-model head": lambda: _loss(Tree(layers=nn.ModuleList([Tree(a=nn.Linear(2, 2))]))),
+        "ModelError: has no linear language-model head": lambda: _loss(
+            Tree(layers=nn.ModuleList([Tree(a=nn.Linear(2, 2))]))
+        ),
     },
     "fsdp_runtime/steps/guards/methods.py": {
-        "cannot be pickled": _pickled,
-        "{merge, unmerge}": _merged,
-        "merge_adapter of": _merged_dora,
+        "ModelError: cannot be pickled": _pickled,
+        "ModelError: merge of a parallelized LoraModel": _merged,
+        "ModelError: merge_adapter of": _merged_dora,
         **{piece: lambda call=call, axes=axes: _called(call, axes) for piece, (axes, call) in METHODS.items()},  # type: ignore[misc]
     },
     "fsdp_runtime/steps/guards/optimizers.py": {
-        "parameters are shards": lambda: _called(lambda model: torch.optim.Rprop(model.parameters()).step(), TP),
-        "are on the meta device": _unloaded,
-        "takes no DTensors": lambda: _called(lambda model: torch.optim.SGD(model.parameters(), fused=True).step(), TP),
+        "ModelError: parameters are shards": lambda: _called(
+            lambda model: torch.optim.Rprop(model.parameters()).step(), TP
+        ),
+        "ModelError: are on the meta device": _unloaded,
+        "ModelError: takes no DTensors": lambda: _called(
+            lambda model: torch.optim.SGD(model.parameters(), fused=True).step(), TP
+        ),
     },
-    "fsdp_runtime/steps/guards/replaced_parameters.py": {"parallelize has replaced by shards": _stale},
+    "fsdp_runtime/steps/guards/replaced_parameters.py": {"ModelError: parallelize has replaced by shards": _stale},
     "fsdp_runtime/trainers/training_arguments.py": {
         **{piece: lambda given=given: _arguments(**given) for piece, given in SET.items()},  # type: ignore[misc]
-        "is not known to be right on shards": lambda: trainers.check_optimizer(SimpleNamespace(optim="adafactor")),
-        "and the training arguments recompute": (
+        "OptionError: is not known to be right on shards": lambda: trainers.check_optimizer(
+            SimpleNamespace(optim="adafactor")
+        ),
+        "OptionError: and the training arguments recompute": (
             lambda: _adapted({"activation_checkpointing": "block"}, activation_checkpointing=True),
             lambda: _of_a_trainer({}, _llama(), recompute=True, activation_checkpointing="block"),
         ),
-        "for dp={ranks} ranks": lambda: _samples(3),
-        "before parallelize": lambda: trainers.check_tokens(_llama(), _Tokenizer()),
-        "torch_compile cannot": lambda: _adapted({}, sharded=True, torch_compile=True),
-        "is on the meta device": lambda: _of_a_trainer({}, _llama().to("meta")),
-        "the model is not sharded": (lambda: _of_a_trainer(TP, _llama()), lambda: _of_a_trainer(DP, _llama())),
-        "part of the trainer's mesh": _other_mesh,
+        "OptionError: for dp=4 ranks": lambda: _samples(3),
+        "ModelError: before parallelize": lambda: trainers.check_tokens(_llama(), _Tokenizer()),
+        "OptionError: torch_compile cannot": lambda: _adapted({}, sharded=True, torch_compile=True),
+        "ModelError: is on the meta device": lambda: _of_a_trainer({}, _llama().to("meta")),
+        "ModelError: the model is not sharded": (
+            lambda: _of_a_trainer(TP, _llama()),
+            lambda: _of_a_trainer(DP, _llama()),
+        ),
+        "ModelError: part of the trainer's mesh": _other_mesh,
     },
 }

@@ -91,7 +91,7 @@ def _misnamed() -> None:
 
 CASES: Provocations = {
     "fsdp_runtime/values.py": {
-        "write one of": (
+        "OptionError: write one of": (
             lambda: _resolved(colour=True),
             lambda: refuse(Own(), plan=None, logits="some"),
             lambda: TensorParallel(towers="some"),  # type: ignore[arg-type]
@@ -100,79 +100,83 @@ CASES: Provocations = {
             lambda: refuse(Own(), plan=None, activation_checkpointing="sometimes"),
             lambda: FSDP2(frozen_params="some"),  # type: ignore[arg-type]
         ),
-        "write True or False": (
+        "OptionError: write True or False": (
             lambda: FSDP2(reshard_after_forward="no"),  # type: ignore[arg-type]
             lambda: refuse(Own(), plan=None, packed_sequences="yes"),
         ),
-        "}: give {example} or None": lambda: FSDP2(mp_policy="bf16"),  # type: ignore[arg-type]
-        "give a floating dtype": lambda: FSDP2(master_dtype=torch.int8),
+        "OptionError: is of type str: give MixedPrecisionPolicy(": lambda: FSDP2(mp_policy="bf16"),  # type: ignore[arg-type]
+        "OptionError: give a floating dtype": lambda: FSDP2(master_dtype=torch.int8),
     },
     "fsdp_runtime/setup.py": {
-        "is not a transformers model": (
+        "ModelError: is not a transformers model": (
             lambda: refuse(Own(), {"cp": 2}, plan=None),
             lambda: refuse(Own(), plan=None, packed_sequences=True),
             lambda: refuse(Own(), plan=None, steps=(SharedPrefixes(),)),
         ),
-        "torch.compile(model) was given": (
+        "ModelError: torch.compile(model) was given": (
             lambda: refuse(torch.compile(tiny_model("LlamaForCausalLM")), {"tp": 2}),  # type: ignore[arg-type]
             lambda: refuse(torch.compile(tiny_model("LlamaForCausalLM")), {"cp": 2}),  # type: ignore[arg-type]
             lambda: refuse(torch.compile(tiny_model("LlamaForCausalLM")), packed_sequences=True),  # type: ignore[arg-type]
         ),
-        "computes its mask and positions": (
+        "ModelError: computes its mask and positions": (
             lambda: refuse(cpm_ant(), {"cp": 2}),
             lambda: refuse(cpm_ant(), packed_sequences=True),
         ),
-        "no module in the blocks of": (
+        "ModelError: no module in the blocks of": (
             lambda: check_context_parallel(facts_with(token_mixers=())),
             lambda: check_packing(facts_with(token_mixers=())),
         ),
-        "looks up {path} by a token's place": (
+        "ModelError: by a token's place in a row": (
             lambda: refuse(headed("roformer", "masked"), {"cp": 2}, plan=None),
             lambda: refuse(headed("roformer", "masked"), plan=None, packed_sequences=True),
         ),
     },
     "fsdp_runtime/keywords.py": {
-        "by {first}= and steps=": lambda: refuse(Own(), plan=None, fsdp=FSDP2(), steps=(FSDP2(), FSDP2())),
-        "give steps, such as": lambda: refuse(Own(), plan=None, steps=(FSDP2,)),
+        "OptionError: by fsdp= and steps=": lambda: refuse(Own(), plan=None, fsdp=FSDP2(), steps=(FSDP2(), FSDP2())),
+        "OptionError: give steps, such as": lambda: refuse(Own(), plan=None, steps=(FSDP2,)),
     },
     "fsdp_runtime/parallelism.py": {
-        "not a torch.nn.Module": lambda: refuse(3),
-        "are offloaded": _offloaded,
-        "parameters have gradients": _with_gradients,
-        "already: parallelize a fresh model": (
+        "ModelError: not a torch.nn.Module": lambda: refuse(3),
+        "ModelError: are offloaded": _offloaded,
+        "ModelError: parameters have gradients": _with_gradients,
+        "ModelError: already: parallelize a fresh model": (
             lambda: _again(fsdp=POLICY),
             _wrapped,
             lambda: _again(activation_checkpointing="block"),
             _over_cp,
             lambda: _again({"tp": 2}),
         ),
-        "the mesh has no dp_shard axis": (
+        "OptionError: the mesh has no dp_shard axis": (
             lambda: _sliced({"tp": 4, "ep": 2}),
             lambda: _sliced({"tp": 2}, fsdp=POLICY),
         ),
     },
-    "fsdp_runtime/model/structure.py": {"has no nn.ModuleList": lambda: refuse(nn.Linear(2, 2), plan=None)},
+    "fsdp_runtime/model/structure.py": {"ModelError: has no nn.ModuleList": lambda: refuse(nn.Linear(2, 2), plan=None)},
     "fsdp_runtime/mesh/spec.py": {
-        "axis {axis} has size": (lambda: MeshSpec(ep=0), lambda: MeshSpec(ep=-1), lambda: MeshSpec(tp=0)),
-        "are both -1": lambda: MeshSpec(tp=-1, dp_shard=-1),
-        "does not fill the world": lambda: MeshSpec(tp=3).resolve(8),
-        "device_type=": lambda: MeshSpec().build(device_type="abacus"),
-        "matches none of the arguments": lambda: _adopted("data", "tp"),
-        "has no axis names": lambda: _adopted(),
-        "the axes are in the order": lambda: _adopted("tp", "dp_shard"),
-        "is not one of the ranks": _elsewhere,
-        "its axes are": (
+        "MeshError: : give a positive integer": (
+            lambda: MeshSpec(ep=0),
+            lambda: MeshSpec(ep=-1),
+            lambda: MeshSpec(tp=0),
+        ),
+        "MeshError: are both -1": lambda: MeshSpec(tp=-1, dp_shard=-1),
+        "MeshError: does not fill the world": lambda: MeshSpec(tp=3).resolve(8),
+        "MeshError: device_type=": lambda: MeshSpec().build(device_type="abacus"),
+        "MeshError: matches none of the arguments": lambda: _adopted("data", "tp"),
+        "MeshError: has no axis names": lambda: _adopted(),
+        "MeshError: the axes are in the order": lambda: _adopted("tp", "dp_shard"),
+        "MeshError: is not one of the ranks": _elsewhere,
+        "MeshError: its axes are": (
             lambda: _part("tp", lambda mesh: submesh(mesh, "ep"), tp=2),
             lambda: _part("tp", lambda mesh: submesh(mesh, "cp"), tp=2),
         ),
-        "dp_replicate but no dp_shard": lambda: _part("dp_replicate", fsdp_mesh, dp_replicate=2),
-        "not a DeviceMesh": lambda: refuse_on(Own(), 3),
-        "name them out of": _misnamed,
+        "MeshError: dp_replicate but no dp_shard": lambda: _part("dp_replicate", fsdp_mesh, dp_replicate=2),
+        "MeshError: not a DeviceMesh": lambda: refuse_on(Own(), 3),
+        "MeshError: name them out of": _misnamed,
     },
     "fsdp_runtime/mesh/experts.py": {
-        "does not divide the {ranks} ranks": lambda: MeshSpec(tp=2, ep=3).resolve(2),
-        "the expert mesh has axes": lambda: _adopted("dp_replicate", "tp", view=("experts",)),
-        "the expert mesh has ranks": lambda: _adopted("dp_replicate", "tp", view=("ep",)),
-        "has experts over": lambda: _part("tp", expert_view, dp_replicate=2, tp=2, ep=2),
+        "MeshError: ep=3 does not divide the 2 ranks": lambda: MeshSpec(tp=2, ep=3).resolve(2),
+        "MeshError: the expert mesh has axes": lambda: _adopted("dp_replicate", "tp", view=("experts",)),
+        "MeshError: the expert mesh has ranks": lambda: _adopted("dp_replicate", "tp", view=("ep",)),
+        "MeshError: has experts over": lambda: _part("tp", expert_view, dp_replicate=2, tp=2, ep=2),
     },
 }

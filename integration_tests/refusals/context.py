@@ -134,100 +134,110 @@ def _rope() -> Any:
 
 CASES: Provocations = {
     "fsdp_runtime/steps/context/attention.py": {
-        "does not come from transformers' mask functions": _own_mask,
-        "attends from": lambda: _attend(keys=6),
-        "changes scores in a way": lambda: _attend(softcap=30.0),
-        "the rows of one rank only": lambda: _attend(way="ring", attention_mask=torch.ones(1, 1, 4, 4)),
+        "LayoutError: does not come from transformers' mask functions": _own_mask,
+        "ModelError: attends from": lambda: _attend(keys=6),
+        "ModelError: changes scores in a way": lambda: _attend(softcap=30.0),
+        "ModelError: the rows of one rank only": lambda: _attend(way="ring", attention_mask=torch.ones(1, 1, 4, 4)),
     },
     "fsdp_runtime/steps/context/full_sequence.py": {
-        "takes no tensor [batch": lambda: _mixer(None),
-        "makes its masks itself": lambda: _mixer(
+        "LayoutError: takes no tensor [batch": lambda: _mixer(None),
+        "LayoutError: makes its masks itself": lambda: _mixer(
             torch.ones(1, 4, 16), attention_mask=torch.zeros(1, 1, 3, 3), position_ids=ids(1, 4)
         ),
-        "for each pair of this rank's tokens": lambda: _mixer(torch.ones(1, 4, 16), distances=ids(4, 4)),
+        "LayoutError: for each pair of this rank's tokens": lambda: _mixer(torch.ones(1, 4, 16), distances=ids(4, 4)),
     },
     "fsdp_runtime/steps/context/inputs.py": {
-        "takes its inputs by name": lambda: _forward({}, None, ids(1, 4)),
-        "neither input_ids nor": lambda: _given(input_ids=None),
-        "output_router_logits beside": lambda: _alone(
+        "LayoutError: takes its inputs by name": lambda: _forward({}, None, ids(1, 4)),
+        "LayoutError: neither input_ids nor": lambda: _given(input_ids=None),
+        "LayoutError: output_router_logits beside": lambda: _alone(
             tiny_model("Qwen3MoeForCausalLM"),
             {"input_ids": ids(1, 4), "attention_mask": torch.ones(1, 4), "output_router_logits": True},
             cuts_padding=True,
         ),
-        "derives positions from": _derived,
-        "position_ids restart within": lambda: _alone(
+        "LayoutError: derives positions from": _derived,
+        "LayoutError: position_ids restart within": lambda: _alone(
             _llama(), {"input_ids": ids(1, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])}, unmasked="layers.0"
         ),
-        "need position_ids, and take no": lambda: _alone(
+        "LayoutError: need position_ids, and take no": lambda: _alone(
             _llama(), {"input_ids": ids(1, 4), "subtree_end": torch.full((1, 4), 4)}
         ),
-        "attention_mask beside position_ids": lambda: _forward(
+        "LayoutError: attention_mask beside position_ids": lambda: _forward(
             {"input_ids": ids(1, 4), "position_ids": ids(1, 4), "attention_mask": torch.ones(1, 4)},
             packed_sequences=True,
         ),
-        "Inputs._require_parts: the batch was cut": _cut_otherwise,
-        "_require_order: the batch was cut": _order,
-        "computes its loss by code of its own": lambda: _forward(
+        "LayoutError: the batch was cut by another load balancer": (_cut_otherwise, _order),
+        "LayoutError: computes its loss by code of its own": lambda: _forward(
             {"input_ids": ids(1, 4), "labels": ids(1, 4)}, headed("bert", "masked")
         ),
-        "where the length is": (
+        "LayoutError: where the length is": (
             lambda: _given(labels=torch.zeros(2, 5)),
             lambda: _given(attention_mask=torch.ones(2, 5)),
             lambda: _given(position_ids=torch.ones(2, 5)),
         ),
-        "was set after parallelize": _other_attention,
-        "logits_to_keep of": lambda: _given(logits_to_keep=torch.ones(2, 6, dtype=torch.bool)),
-        "no rank computes the attention map": lambda: _given(output_attentions=True),
-        "{name}: a key/value cache": (lambda: _given(use_cache=True), lambda: _given(other=_cache())),
-        "cannot be sharded along the tokens": lambda: _given(pixel_values=torch.ones(2, 3)),
+        "ModelError: was set after parallelize": _other_attention,
+        "LayoutError: logits_to_keep of": lambda: _given(logits_to_keep=torch.ones(2, 6, dtype=torch.bool)),
+        "LayoutError: no rank computes the attention map": lambda: _given(output_attentions=True),
+        "LayoutError: a key/value cache would hold the keys of this rank only": (
+            lambda: _given(use_cache=True),
+            lambda: _given(other=_cache()),
+        ),
+        "LayoutError: cannot be sharded along the tokens": lambda: _given(pixel_values=torch.ones(2, 3)),
     },
     "fsdp_runtime/steps/context/media.py": {
-        "media without position_ids": (lambda: _media("llava", position_ids=None), lambda: _media("qwen3_vl")),
-        "media beside inputs_embeds": lambda: _media("llava", input_ids=None, inputs_embeds=torch.ones(1, 4, 64)),
-        "beside embeddings with media": lambda: _media("gemma3"),
+        "LayoutError: media without position_ids": (
+            lambda: _media("llava", position_ids=None),
+            lambda: _media("qwen3_vl"),
+        ),
+        "LayoutError: media beside inputs_embeds": lambda: _media(
+            "llava", input_ids=None, inputs_embeds=torch.ones(1, 4, 64)
+        ),
+        "LayoutError: beside embeddings with media": lambda: _media("gemma3"),
     },
     "fsdp_runtime/steps/context/masks.py": {
-        "leave logits_to_keep out": lambda: SequenceMask(lambda *_: torch.ones(1), LAYOUT, torch.device("cpu"))[
-            :, :, -1:, :
-        ],
+        "LayoutError: leave logits_to_keep out": lambda: SequenceMask(
+            lambda *_: torch.ones(1), LAYOUT, torch.device("cpu")
+        )[:, :, -1:, :],
     },
     "fsdp_runtime/steps/context/methods.py": {
-        "computes softmax(q k) v": (
+        "ModelError: computes softmax(q k) v": (
             lambda: _over_cp(row("granite_swa"), context_parallel="ring"),
             lambda: _over_cp(tiny_model("LlamaForCausalLM", attention_dropout=0.1), context_parallel="ring"),
             lambda: _attend(way="ring", dropout=0.1),
         ),
-        "divides heads over cp": (
+        "ModelError: divides heads over cp": (
             lambda: refuse(_llama(), {"cp": 3}, context_parallel="ulysses"),
             lambda: _attend(way="ulysses", heads=3),
         ),
     },
     "fsdp_runtime/steps/context/outputs.py": {
-        "router logits {shape}": _router_logits,
-        "of a loss are not": lambda: LossOfRows(lambda *_: torch.ones(()), GlobalRows(1, LAYOUT, None))(  # type: ignore[arg-type]
+        "LayoutError: router logits (5, 8) are not": _router_logits,
+        "LayoutError: of a loss are not": lambda: LossOfRows(lambda *_: torch.ones(()), GlobalRows(1, LAYOUT, None))(  # type: ignore[arg-type]
             torch.ones(1, 3, 8), ids(1, 4)
         ),
     },
     "fsdp_runtime/steps/context/sharding.py": {
-        "give an integer": (lambda: SequenceLayout(0, 2, 0), lambda: SequenceLayout(8, 2, 2)),
-        "are not divisible over": lambda: SequenceLayout(6, 2, 0),
-        "got {describe}": (lambda: LAYOUT.shard(torch.ones(8)), lambda: LAYOUT.shard(torch.ones(1, 9))),
-        "pass values per sample": (
+        "LayoutError: give an integer": (lambda: SequenceLayout(0, 2, 0), lambda: SequenceLayout(8, 2, 2)),
+        "LayoutError: are not divisible over": lambda: SequenceLayout(6, 2, 0),
+        "LayoutError: give one entry for each of the 8 tokens on dim 1": (
+            lambda: LAYOUT.shard(torch.ones(8)),
+            lambda: LAYOUT.shard(torch.ones(1, 9)),
+        ),
+        "LayoutError: pass values per sample": (
             lambda: LAYOUT.shard_batch({"rewards": torch.ones(8)}),
             lambda: LAYOUT.shard_batch({"input_ids": torch.ones(1, 8), "other": torch.ones(1, 9)}),
         ),
     },
     "fsdp_runtime/steps/context/step.py": {
-        "picks one token": lambda: _over_cp(_reward_model(), plan=None),
-        "makes one vector of each row": lambda: _over_cp(headed("bert", "trunk"), plan=None),
-        "its {reason}; use cp=1": (
+        "ModelError: picks one token": lambda: _over_cp(_reward_model(), plan=None),
+        "ModelError: makes one vector of each row": lambda: _over_cp(headed("bert", "trunk"), plan=None),
+        "ModelError: cannot run on a part of a row: its ": (
             lambda: _over_cp(_t5(), plan=None),
             lambda: _over_cp(headed("mobilebert", "masked"), plan=None),
             lambda: _over_cp(headed("deberta", "masked"), plan=None),
         ),
-        "computes attention by": lambda: _over_cp(with_attention("flex_attention")),
-        "has rotary embeddings of type": lambda: _over_cp(_rope()),
-        "is not under context parallelism": lambda: attention_of(_llama()),
+        "ModelError: computes attention by": lambda: _over_cp(with_attention("flex_attention")),
+        "ModelError: has rotary embeddings of type": lambda: _over_cp(_rope()),
+        "ModelError: is not under context parallelism": lambda: attention_of(_llama()),
     },
 }
 

@@ -65,32 +65,36 @@ def _value_of_pairs() -> None:
 
 CASES: Provocations = {
     "fsdp_runtime/steps/documents/documents.py": {
-        "cu_seq_lens_q": lambda: _find(cu_seq_lens=torch.zeros(2, 4)),
-        "give one entry a token": lambda: _find(position_ids=torch.zeros(1, 3)),
+        "LayoutError: cu_seq_lens_q": lambda: _find(cu_seq_lens=torch.zeros(2, 4)),
+        "LayoutError: give one entry a token": lambda: _find(position_ids=torch.zeros(1, 3)),
     },
     "fsdp_runtime/steps/documents/isolation.py": {
-        "has a value for each pair of tokens": _value_of_pairs,
-        "packed rows need a mask": lambda: _packed_forward(attention_mask=torch.ones(1, 1, 6, 5), use_cache=False),
+        "LayoutError: has a value for each pair of tokens": _value_of_pairs,
+        "LayoutError: packed rows need a mask": lambda: _packed_forward(
+            attention_mask=torch.ones(1, 1, 6, 5), use_cache=False
+        ),
     },
-    "fsdp_runtime/steps/documents/sequence_functions.py": {"of a recurrence has no": _with_state},
+    "fsdp_runtime/steps/documents/sequence_functions.py": {"LayoutError: of a recurrence has no": _with_state},
     "fsdp_runtime/steps/documents/shared_prefixes.py": {
-        "leave packed_sequences out, and pack single": lambda: _shared(packed_sequences=True),
-        "takes no mask of ancestors": lambda: _shared(with_attention("flash_attention_2")),
-        "passes a state from token": lambda: _shared(row("jamba")),
-        "cannot share prefixes": lambda: _shared(row("doge, mixture")),
-        "on the full sequence of all cp ranks": lambda: _shared(row("deepseek_v32"), {"cp": 2}),
-        "has bidirectional attention": lambda: _shared(_both_ways()),
-        "subtree_end needs position_ids": (
+        "OptionError: leave packed_sequences out, and pack single": lambda: _shared(packed_sequences=True),
+        "ModelError: takes no mask of ancestors": lambda: _shared(with_attention("flash_attention_2")),
+        "ModelError: passes a state from token": lambda: _shared(row("jamba")),
+        "ModelError: cannot share prefixes": lambda: _shared(row("doge, mixture")),
+        "ModelError: on the full sequence of all cp ranks": lambda: _shared(row("deepseek_v32"), {"cp": 2}),
+        "ModelError: has bidirectional attention": lambda: _shared(_both_ways()),
+        "LayoutError: subtree_end needs position_ids": (
             lambda: _shared_forward(),
             lambda: _shared_forward(position_ids=PACKED, use_cache=True),
         ),
     },
     "fsdp_runtime/_transformers_compat/masks.py": {
-        "bidirectional attention cannot": lambda: _shared_forward(headed("bert", "masked"), position_ids=PACKED),
-        "only self-attention without a cache": lambda: _shared_forward(length=5, position_ids=PACKED),
+        "ModelError: bidirectional attention cannot": lambda: _shared_forward(
+            headed("bert", "masked"), position_ids=PACKED
+        ),
+        "LayoutError: only self-attention without a cache": lambda: _shared_forward(length=5, position_ids=PACKED),
     },
     "fsdp_runtime/steps/documents/step.py": {
-        "attends to later tokens": lambda: _packed(headed("bert", "masked")),
-        "a key/value cache has no boundaries": lambda: _packed_forward(use_cache=True),
+        "ModelError: attends to later tokens": lambda: _packed(headed("bert", "masked")),
+        "LayoutError: a key/value cache has no boundaries": lambda: _packed_forward(use_cache=True),
     },
 }

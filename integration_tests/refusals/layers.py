@@ -69,22 +69,22 @@ def _compiled(**options: Any) -> None:
 ASYNC = Compile(async_tensor_parallel=True)
 CASES: Provocations = {
     "fsdp_runtime/steps/refused_adapters.py": {
-        "that are merged, or not plain LoRA": (
+        "OptionError: that are merged, or not plain LoRA": (
             lambda: refuse(_adapted(target_modules=["q_proj"], use_dora=True), TP),
             lambda: refuse(_adapted(MOE, merged=True, **STACKED), TP),
             lambda: refuse(_adapted(MOE, merged=True, **STACKED), EP),
         ),
-        "was added after parallelize": _later_adapter,
+        "OptionError: was added after parallelize": _later_adapter,
     },
     "fsdp_runtime/steps/tensor/lora.py": {
-        "the model is no PeftModel": lambda: refuse(_injected(), TP),
-        "learns keys and values": lambda: refuse(_prompts(peft.PrefixTuningConfig), TP),
-        "puts learned embeddings in front": lambda: refuse(
+        "OptionError: the model is no PeftModel": lambda: refuse(_injected(), TP),
+        "OptionError: learns keys and values": lambda: refuse(_prompts(peft.PrefixTuningConfig), TP),
+        "OptionError: puts learned embeddings in front": lambda: refuse(
             _prompts(peft.PromptTuningConfig), TP, sequence_parallel=True
         ),
-        "each rank computes with its part": _adapted_router,
-        "is not sharded by expert": _experts_by_feature,
-        "is adapted by peft's": lambda: refuse(
+        "OptionError: each rank computes with its part": _adapted_router,
+        "OptionError: is not sharded by expert": _experts_by_feature,
+        "OptionError: is adapted by peft's": lambda: refuse(
             peft.get_peft_model(
                 tiny_model("LlamaForCausalLM"), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
             ),
@@ -92,27 +92,29 @@ CASES: Provocations = {
         ),
     },
     "fsdp_runtime/steps/tensor/step.py": {
-        "needs a plan, and plan=None": lambda: refuse(Own(), plan=None, sequence_parallel=True),
+        "OptionError: needs a plan, and plan=None": lambda: refuse(Own(), plan=None, sequence_parallel=True),
     },
     "fsdp_runtime/steps/experts/step.py": {
-        "Over tp this needs a rule": lambda: refuse(_adapted(MOE, **STACKED), {"tp": 2, "ep": 2}, plan=None),
+        "OptionError: Over tp this needs a rule": lambda: refuse(
+            _adapted(MOE, **STACKED), {"tp": 2, "ep": 2}, plan=None
+        ),
     },
     "fsdp_runtime/steps/checkpointing.py": {
-        "has no namespace": lambda: _recomputed(SelectiveCheckpoint(save=("mm",))),
-        "has none of these operators": lambda: _recomputed(SelectiveCheckpoint(save=("aten.no_such",))),
-        "was given a key/value cache": _with_cache,
-        "none of which is called": lambda: _recomputed("mlp"),
+        "OptionError: has no namespace": lambda: _recomputed(SelectiveCheckpoint(save=("mm",))),
+        "OptionError: has none of these operators": lambda: _recomputed(SelectiveCheckpoint(save=("aten.no_such",))),
+        "ModelError: was given a key/value cache": _with_cache,
+        "ModelError: none of which is called": lambda: _recomputed("mlp"),
     },
     "fsdp_runtime/steps/compile.py": {
-        "it needs a mesh with tp larger": lambda: _compiled(compile=ASYNC),
-        "is a pass of Inductor": lambda: _compiled(
+        "OptionError: it needs a mesh with tp larger": lambda: _compiled(compile=ASYNC),
+        "OptionError: is a pass of Inductor": lambda: _compiled(
             compile=Compile({"backend": "aot_eager"}, async_tensor_parallel=True), sequence_parallel=True
         ),
-        "needs CUDA devices": lambda: _compiled(compile=ASYNC, sequence_parallel=True),
-        "cannot be combined with mode": lambda: async_compile_options(
+        "BackendError: needs CUDA devices": lambda: _compiled(compile=ASYNC, sequence_parallel=True),
+        "OptionError: cannot be combined with mode": lambda: async_compile_options(
             CUDA, {"mode": "max-autotune"}, sequence_parallel=True
         ),
-        "is refused by torch.compile": lambda: refuse(Own(), plan=None, compile={"colour": True}),
+        "OptionError: is refused by torch.compile": lambda: refuse(Own(), plan=None, compile={"colour": True}),
     },
 }
 

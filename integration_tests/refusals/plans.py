@@ -176,74 +176,92 @@ def _mlp(inner: int = 24) -> Tree:
 FUSED = ("config.num_attention_heads", "config.num_key_value_heads", "config.num_key_value_heads")
 CASES: Provocations = {
     "tp_plans/resolve.py": {
-        "is not a sequence-parallel one": lambda: _plan(Plan({"lm_head": ColwiseParallel()}), **SP),
-        "it has no rules for the blocks": lambda: _plan("auto", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
-        "does not serve either": lambda: _plan("auto", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
-        "is neither 'auto' nor": lambda: _plan("a plan"),
-        "custom plan {path}: {problem}": (
+        "CustomPlanError: is not a sequence-parallel one": lambda: _plan(Plan({"lm_head": ColwiseParallel()}), **SP),
+        "PlanError: it has no rules for the blocks": lambda: _plan(
+            "auto", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))
+        ),
+        "UnknownArchitectureError: does not serve either": lambda: _plan(
+            "auto", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))
+        ),
+        "CustomPlanError: is neither 'auto' nor": lambda: _plan("a plan"),
+        "CustomPlanError: custom plan '": (
             lambda: _plan("no_such_module.plan"),
             lambda: _dotted("other"),
             lambda: _dotted("plan", _raising),
         ),
-        "is of type {class of value}": lambda: _plan(3),
-        "is an empty dict": lambda: _plan({}),
-        "_from_value: {name}: {error}": lambda: _plan({"lm_head": 3}),
+        "CustomPlanError: is of type int, not a Plan": lambda: _plan(3),
+        "CustomPlanError: is an empty dict": lambda: _plan({}),
+        "CustomPlanError: the custom plan: the rule for 'lm_head' is of type int": lambda: _plan({"lm_head": 3}),
     },
     "tp_plans/infer/experts.py": {
-        "no module with stacked experts": lambda: refuse(tiny_model("LlamaForCausalLM"), {"tp": 2, "ep": 2}),
+        "CapabilityError: no module with stacked experts": lambda: refuse(
+            tiny_model("LlamaForCausalLM"), {"tp": 2, "ep": 2}
+        ),
     },
     "tp_plans/infer/full_output.py": {
-        "reads all tokens, and no norm": lambda: with_full_output(Plan({}), ModelTree.of(_Trunk())),
+        "CapabilityError: reads all tokens, and no norm": lambda: with_full_output(Plan({}), ModelTree.of(_Trunk())),
     },
     "tp_plans/infer/sequence_parallel.py": {
-        "has no sequence-parallel form": lambda: _plan("inferred", Own(more=Gemma3nTextModel()), **SP),
-        "no list of blocks for the token": lambda: with_sequence_parallelism(Plan({}), _Causal(_Trunk(0))),
-        "has blocks of one class in": _two_decoders,
-        "adds vision features between blocks": lambda: _plan("inferred", _Causal(_Between(odd=True)), **SP),
-        "sits where the activations are": lambda: with_sequence_parallelism(
+        "CapabilityError: has no sequence-parallel form": lambda: _plan("inferred", Own(more=Gemma3nTextModel()), **SP),
+        "PlanError: no list of blocks for the token": lambda: with_sequence_parallelism(Plan({}), _Causal(_Trunk(0))),
+        "PlanError: has blocks of one class in": _two_decoders,
+        "CapabilityError: adds vision features between blocks": lambda: _plan(
+            "inferred", _Causal(_Between(odd=True)), **SP
+        ),
+        "PlanError: sits where the activations are": lambda: with_sequence_parallelism(
             Plan({"model.layers.*.mlp": NoParallel()}), _Causal(_Trunk())
         ),
     },
     "tp_plans/infer/suggest.py": {
-        "suggest proposes plans for models of tokens": (
+        "PlanError: suggest proposes plans for models of tokens": (
             lambda: _plan("inferred", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))),
             lambda: suggest(Tree(embed_tokens=nn.Embedding(16, 8))),
         ),
-        "is no module of": lambda: suggest(Own(), gathered=["layers.*.norm"]),
+        "PlanError: is no module of": lambda: suggest(Own(), gathered=["layers.*.norm"]),
     },
     "tp_plans/checks/__init__.py": {
-        "{name} is {size}": lambda: _check({}, Own(), tp=0),
+        "CheckFailedError: tp is 0; give the axis's size": lambda: _check({}, Own(), tp=0),
     },
     "tp_plans/checks/divisibility.py": {
-        "leave a rank of tp={tp} empty": lambda: _plan({"lm_head": ColwiseParallel(use_local_output=False)}, _narrow()),
-        "{heads} cannot be split": lambda: refuse(tiny_model("LlamaForCausalLM"), {"tp": 3}),
-        "the sum of its fused sizes": lambda: _check(
+        "CheckFailedError: leave a rank of tp=2 empty": lambda: _plan(
+            {"lm_head": ColwiseParallel(use_local_output=False)}, _narrow()
+        ),
+        "CheckFailedError: 4 heads of 16 (64 features) cannot be split over tp=3": lambda: refuse(
+            tiny_model("LlamaForCausalLM"), {"tp": 3}
+        ),
+        "CheckFailedError: the sum of its fused sizes": lambda: _check(
             {"attn.qkv_proj": ColwiseParallel(fused_sizes=(*FUSED, 1))}, _attention()
         ),
-        "(multiple_of)": lambda: _check(
+        "CheckFailedError: (multiple_of)": lambda: _check(
             {"up": ColwiseParallel(multiple_of=8, fused_sizes=(1, 1))}, Tree(up=_linear(40))
         ),
-        "its rotary key takes": lambda: _check({"kv": MLAKVProjection(rope_dim=30)}, Tree(kv=_linear(24))),
-        "no positive integer of that name": lambda: _check({"kv": MLAKVProjection()}, Tree(kv=_linear(24))),
-        "no positive integer; leave it out": lambda: _check(
+        "CheckFailedError: its rotary key takes": lambda: _check(
+            {"kv": MLAKVProjection(rope_dim=30)}, Tree(kv=_linear(24))
+        ),
+        "CheckFailedError: no positive integer of that name": lambda: _check(
+            {"kv": MLAKVProjection()}, Tree(kv=_linear(24))
+        ),
+        "CheckFailedError: no positive integer; leave it out": lambda: _check(
             {"attn": ParallelAttention(head_count_attrs=("num_heads",))}, _attention(attributes={"num_heads": 0})
         ),
-        "would share key/value heads": _few_heads,
+        "CheckFailedError: would share key/value heads": _few_heads,
     },
     "tp_plans/checks/gradients.py": {
-        "one element per head": lambda: _check(*_wide_attention({"sinks": (8,)})),
-        "norm of all {size} features": lambda: _check(*_wide_attention(q_norm=nn.LayerNorm(32, bias=False))),
-        "its gradient would be a partial sum": lambda: _check(
+        "CheckFailedError: one element per head": lambda: _check(*_wide_attention({"sinks": (8,)})),
+        "CheckFailedError: norm of all 32 features of attn.q": lambda: _check(
+            *_wide_attention(q_norm=nn.LayerNorm(32, bias=False))
+        ),
+        "CheckFailedError: its gradient would be a partial sum": lambda: _check(
             {"norm": SequenceParallel()}, Tree(norm=Tree(inner=nn.LayerNorm(8)))
         ),
-        "norm of one head": lambda: _check(*_wide_attention(q_norm=nn.LayerNorm(4, bias=False))),
+        "CheckFailedError: norm of one head": lambda: _check(*_wide_attention(q_norm=nn.LayerNorm(4, bias=False))),
     },
     "tp_plans/checks/interfaces.py": {
-        "but sibling {neighbour} expects all": lambda: _check({"mlp.up": ColwiseParallel()}, _mlp()),
-        "output all features": lambda: _check(
+        "CheckFailedError: but sibling mlp.down expects all 24": lambda: _check({"mlp.up": ColwiseParallel()}, _mlp()),
+        "CheckFailedError: output all features": lambda: _check(
             {"mlp.up": ColwiseParallel(output_layouts=Replicate()), "mlp.down": RowwiseParallel()}, _mlp()
         ),
-        "as the full sequence and shard again": lambda: _check(
+        "CheckFailedError: as the full sequence and shard again": lambda: _check(
             {
                 "norm": SequenceParallel(),
                 "mlp.up": ColwiseParallel(),
@@ -251,47 +269,49 @@ CASES: Provocations = {
             },
             Tree(norm=nn.LayerNorm(8), **dict(_mlp().named_children())),
         ),
-        "is replicated, but the blocks": lambda: _plan(
+        "CheckFailedError: is replicated, but the blocks": lambda: _plan(
             suggest(Own(norm=nn.LayerNorm(8)), **SP).plan.override({"lm_head": NoParallel()}), Own(norm=nn.LayerNorm(8))
         ),
     },
     "tp_plans/checks/patterns.py": {
-        "unknown style word": lambda: _check({"lm_head": "colums"}, Own()),
-        "correct the rule": lambda: _check({"lm_head": 3}, Own()),
-        "the pattern matches no": lambda: _plan({"head": ColwiseParallel()}),
-        "matched by {number of patterns} rules": lambda: _plan(
+        "CheckFailedError: unknown style word": lambda: _check({"lm_head": "colums"}, Own()),
+        "CheckFailedError: correct the rule": lambda: _check({"lm_head": 3}, Own()),
+        "CheckFailedError: the pattern matches no": lambda: _plan({"head": ColwiseParallel()}),
+        "CheckFailedError: matched by 2 rules: lm_head, lm_*": lambda: _plan(
             {"lm_head": ColwiseParallel(), "lm_*": ColwiseParallel(use_local_output=False)}
         ),
-        "its rule begins": lambda: _check(
+        "CheckFailedError: its rule begins": lambda: _check(
             {"layers.*.a": PrepareModuleInput(), "layers.0.a.sinks": ParameterStyle()},
             Tree(layers=nn.ModuleList([Tree(a=Tree(parameters={"sinks": (8,)}))])),
         ),
     },
-    "tp_plans/checks/report.py": {"does not fit the model": lambda: _plan({"head": ColwiseParallel()})},
+    "tp_plans/checks/report.py": {
+        "CheckFailedError: does not fit the model": lambda: _plan({"head": ColwiseParallel()})
+    },
     "tp_plans/checks/style_fit.py": {
-        "has no stacked experts": lambda: _check({"lm_head": DispatchExperts()}, Own()),
-        "is tied to another module": _tied,
-        "cannot be divided over ep": lambda: refuse(
+        "CheckFailedError: has no stacked experts": lambda: _check({"lm_head": DispatchExperts()}, Own()),
+        "CheckFailedError: is tied to another module": _tied,
+        "CheckFailedError: cannot be divided over ep": lambda: refuse(
             tiny_model("Qwen3MoeForCausalLM", num_experts=7), {"tp": 2, "ep": 2}
         ),
-        "tied weights laid out differently": lambda: refuse(
+        "CheckFailedError: tied weights laid out differently": lambda: refuse(
             tiny_model("LlamaForCausalLM", tied=True),
             {"tp": 2},
             plan={"lm_head": ColwiseParallel(use_local_output=False)},
         ),
-        "ScaleInput is for": lambda: _plan({"lm_head": ScaleInput()}),
-        "has no dim {dim} to shard": lambda: _plan({"lm_head.weight": ParameterStyle(layout=Shard(2))}),
-        "splits a matrix": lambda: _check({"layers": ColwiseParallel()}, Own()),
-        "keeps its weight transposed": lambda: _check({"c_attn": ColwiseParallel()}, _transposed()),
-        "{option} {effect}": lambda: _check(
+        "CheckFailedError: ScaleInput is for": lambda: _plan({"lm_head": ScaleInput()}),
+        "CheckFailedError: has no dim 2 to shard": lambda: _plan({"lm_head.weight": ParameterStyle(layout=Shard(2))}),
+        "CheckFailedError: splits a matrix": lambda: _check({"layers": ColwiseParallel()}, Own()),
+        "CheckFailedError: keeps its weight transposed": lambda: _check({"c_attn": ColwiseParallel()}, _transposed()),
+        "CheckFailedError: build the embedding without max_norm": lambda: _check(
             {"embed": VocabParallelEmbedding()}, Tree(embed=nn.Embedding(16, 8, max_norm=1.0))
         ),
-        "to gather; name": lambda: _plan({"lm_head": GatheredParameters(names=("gain",))}),
-        "that a rule of": lambda: _check(
+        "CheckFailedError: to gather; name": lambda: _plan({"lm_head": GatheredParameters(names=("gain",))}),
+        "CheckFailedError: that a rule of": lambda: _check(
             {"mlp": GatheredParameters(names=("up.weight",)), "mlp.up": ColwiseParallel()}, _mlp()
         ),
-        "write rules for the experts' own": lambda: _plan({"layers.0": ExpertsParallel()}),
-        "have the experts as their first": lambda: _check(
+        "CheckFailedError: write rules for the experts' own": lambda: _plan({"layers.0": ExpertsParallel()}),
+        "CheckFailedError: have the experts as their first": lambda: _check(
             {"experts": ExpertsParallel()}, Tree(experts=Tree(parameters={**EXPERTS, "odd": (8, 4)}))
         ),
     },

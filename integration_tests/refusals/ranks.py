@@ -85,16 +85,18 @@ def _head_of_other_values() -> None:
 
 PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
 CASES: Provocations = {
-    "fsdp_runtime/steps/context/inputs.py": {"some ranks of cp are given media": _media_over_cp},
-    "fsdp_runtime/steps/context/verify.py": {"cannot run on a part of a row": _mixing_embeddings},
+    "fsdp_runtime/steps/context/inputs.py": {"LayoutError: some ranks of cp are given media": _media_over_cp},
+    "fsdp_runtime/steps/context/verify.py": {"ModelError: cannot run on a part of a row": _mixing_embeddings},
     "fsdp_runtime/steps/fsdp/missing_media.py": {
-        "and others have none": lambda: _media(PIXELS, {}),
-        "have different media": lambda: _media({"input_ids": ids(1, 4), **PIXELS}, {"input_ids": ids(1, 4), **SOUND}),
+        "ModelError: and others have none": lambda: _media(PIXELS, {}),
+        "ModelError: have different media": lambda: _media(
+            {"input_ids": ids(1, 4), **PIXELS}, {"input_ids": ids(1, 4), **SOUND}
+        ),
     },
     "fsdp_runtime/steps/guards/optimizers.py": {
-        "as nothing reduces them": _head_around,
-        "draw it after the same seed": _head_of_other_values,
+        "ModelError: as nothing reduces them": _head_around,
+        "ModelError: draw it after the same seed": _head_of_other_values,
     },
-    "fsdp_runtime/steps/random_states.py": {"drew different amounts": _uneven_dropout},
-    "fsdp_runtime/steps/guards/check_inputs.py": {"were given different inputs": _other_inputs},
+    "fsdp_runtime/steps/random_states.py": {"ModelError: drew different amounts": _uneven_dropout},
+    "fsdp_runtime/steps/guards/check_inputs.py": {"LayoutError: were given different inputs": _other_inputs},
 }
