@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import nox
 
 nox.needs_version = ">=2026.4"
 nox.options.default_venv_backend = "uv|virtualenv"
-nox.options.sessions = ["lint", "types", "plans_alone", "tests"]
+nox.options.sessions = ["lint", "types", "tests"]
 
 PACKAGES = ["tp-plans", "fsdp-runtime", "rl-logprobs"]
 TORCH_VERSIONS = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
@@ -20,6 +23,8 @@ SUBSET_TORCH_VERSIONS = ["2.10.0", "2.14.1"]
 #: The oldest that plans take and the oldest that weights take, one before experts and words changed (5.18), the last
 #: before caches got another name (5.24).
 TRANSFORMERS_VERSIONS = ["4.57.6", "5.6.2", "5.10.2", "5.23.0"]
+#: Releases on which plans are tested, and models are not trained.
+PLANS_ONLY = ["4.57.6"]
 #: Tests that depend on private or changing parts of torch: local modules, meshes, FSDP2, attention over `cp`, weights,
 #: fake ranks of the dry run, process groups, reductions and products over the vocabulary, and full models.
 SUBSET = [
@@ -47,20 +52,14 @@ SUBSET = [
         )
     ),
 ]
-#: Long tests of these files that depend on torch no more than the others do.
-SUBSET_WITHOUT = [
-    f"--deselect=packages/{package}/tests/{test}"
-    for package, test in (
-        (
-            "fsdp-runtime",
-            "dry_run/test_estimate.py::test_a_step_with_images_counts_what_it_trains_of_the_vision_tower",
-        ),
-        ("fsdp-runtime", "dry_run/test_estimate.py::test_the_layers_of_sharded_towers_take_half_of_their_bytes"),
-        ("fsdp-runtime", "dry_run/test_estimate.py::test_scaled_traces_equal_exact_traces"),
-        ("fsdp-runtime", "weights/test_stream.py::test_a_stream_holds_a_bucket_and_a_tensor_at_a_time"),
-        ("rl-logprobs", "test_linear_logprobs.py::test_gradients_are_the_derivatives"),
-    )
-]
+#: Long tests of these files have the marker ``any_torch``.
+SUBSET_TESTS = ["-m", "not any_torch", *SUBSET]
+#: The programs of the session ``soak``.
+SOAK = {
+    "combinations": ["combinations.run"],
+    "fields": ["options.run"],
+    "faults": ["faults.run"],
+}
 AUTOMODEL = "nemo-automodel==0.7.0"  # installed without dependencies: some need CUDA
 BENCH_PEERS = ["verl==0.9.1", "megatron-core==0.16.1", "liger-kernel==0.8.5", AUTOMODEL, "trl==1.16.0"]
 #: Releases of transformers and TRL together: the last four minors of each.
@@ -107,6 +106,11 @@ os.environ.setdefault("UV_FIND_LINKS", ",".join(FIND_LINKS))
 def group(name: str) -> list[str]:
     """Return the requirements of a dependency group."""
     return list(nox.project.dependency_groups(PYPROJECT, name))
+
+
+def parts(names: Iterable[str]) -> list[Any]:
+    """Return the parameters of a session, by which ``nox -s "SESSION(NAME)"`` runs one."""
+    return [nox.param(name, id=name) for name in names]
 
 
 def artifact(package: str, kind: str) -> Path:
@@ -189,37 +193,63 @@ def slow(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("torch", TORCH_VERSIONS)
-def torch_versions(session: nox.Session, torch: str) -> None:
-    """Run the tests on one supported torch (several GB to install where only CUDA wheels are offered)."""
-    install_editable(session, "test", torch=torch)
-    session.run("pytest", *PARALLEL, f"--junitxml=reports/all-torch-{torch}.xml", *session.posargs, env=ONE_THREAD)
-    discard_environment(session)
-
-
-@nox.session
 @nox.parametrize("torch", SUBSET_TORCH_VERSIONS)
 def torch_subset(session: nox.Session, torch: str) -> None:
     """Run the tests that depend most on torch's version on 2.10.0 and 2.14.1."""
     install_editable(session, "test", torch=torch)
     report = f"--junitxml=reports/subset-torch-{torch}.xml"
-    session.run("pytest", *PARALLEL, report, *SUBSET, *SUBSET_WITHOUT, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *PARALLEL, report, *SUBSET_TESTS, *session.posargs, env=ONE_THREAD)
     discard_environment(session)
 
 
-@nox.session
-@nox.parametrize("transformers", TRANSFORMERS_VERSIONS)
-def transformers_versions(session: nox.Session, transformers: str) -> None:
-    """Run the tests that use transformers on one of its releases, every axis on the model code of 5.6 and later."""
+def test_torch(session: nox.Session, torch: str) -> None:
+    """Run all tests on one torch; several GB to install where only CUDA wheels are offered."""
+    install_editable(session, "test", torch=torch)
+    session.run("pytest", *PARALLEL, f"--junitxml=reports/all-torch-{torch}.xml", *session.posargs, env=ONE_THREAD)
+    discard_environment(session)
+
+
+def test_transformers(session: nox.Session, transformers: str) -> None:
+    """Run the tests that use transformers on one release, every axis on the model code of 5.10 and later."""
     install_editable(session, "test")
     session.install(f"transformers=={transformers}")
     files = [f"packages/tp-plans/tests/torch/test_hugging_face_{name}.py" for name in ("models", "registry")]
     files += ["integration_tests/test_parity.py"]
-    if transformers != TRANSFORMERS_VERSIONS[0]:
+    if transformers not in PLANS_ONLY:
         files += ["integration_tests/test_every_axis.py"]
         files = [*SUBSET, *files, *map(str, sorted(Path("packages/fsdp-runtime/tests").glob("weights/test_*.py")))]
     report = f"--junitxml=reports/transformers-{transformers}.xml"
     session.run("pytest", *PARALLEL, report, *files, *session.posargs, env=ONE_THREAD)
+
+
+def test_trainers(session: nox.Session, transformers: str, trl: str) -> None:
+    """Run each trainer on one mesh on releases of transformers and TRL."""
+    install_editable(session, "trainers")
+    session.install(f"transformers=={transformers}", f"trl=={trl}")
+    session.env.update({**ONE_THREAD, "HF_HUB_OFFLINE": "1"})
+    tests = [f"packages/fsdp-runtime/tests/with_trainers/{test}" for test in TRAINER_SUBSET]
+    report = f"--junitxml=reports/trainers-{transformers}-{trl}.xml"
+    session.run("pytest", report, *tests, *session.posargs)
+
+
+#: The function of each part of the session ``versions``.
+VERSIONS = {
+    **{f"torch-{torch}": partial(test_torch, torch=torch) for torch in TORCH_VERSIONS},
+    **{
+        f"transformers-{version}": partial(test_transformers, transformers=version) for version in TRANSFORMERS_VERSIONS
+    },
+    **{
+        f"trl-{trl}": partial(test_trainers, transformers=transformers, trl=trl)
+        for transformers, trl in TRAINER_VERSIONS
+    },
+}
+
+
+@nox.session
+@nox.parametrize("release", parts(VERSIONS))
+def versions(session: nox.Session, release: str) -> None:
+    """Run the tests on one release of torch, transformers or TRL (`nox -s "versions(torch-2.11.0)"`)."""
+    VERSIONS[release](session)
 
 
 @nox.session(venv_backend="none")
@@ -256,18 +286,6 @@ def trainers(session: nox.Session) -> None:
     session.env.update({**ONE_THREAD, "HF_HUB_OFFLINE": "1"})
     files = sorted(map(str, Path("packages/fsdp-runtime/tests/with_trainers").glob("*.py")))
     session.run("pytest", *files, *session.posargs)
-
-
-@nox.session
-@nox.parametrize(("transformers", "trl"), TRAINER_VERSIONS)
-def trainers_versions(session: nox.Session, transformers: str, trl: str) -> None:
-    """Run each trainer on one mesh on releases of transformers and TRL."""
-    install_editable(session, "trainers")
-    session.install(f"transformers=={transformers}", f"trl=={trl}", "requests")  # imported by TRL 1.13
-    session.env.update({**ONE_THREAD, "HF_HUB_OFFLINE": "1"})
-    tests = [f"packages/fsdp-runtime/tests/with_trainers/{test}" for test in TRAINER_SUBSET]
-    report = f"--junitxml=reports/trainers-{transformers}-{trl}.xml"
-    session.run("pytest", report, *tests, *session.posargs)
 
 
 @nox.session
@@ -330,13 +348,6 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
-def integration(session: nox.Session) -> None:
-    """Run the integration tests alone: model parity on two and four ranks, examples, documentation."""
-    install_editable(session, "test")
-    session.run("pytest", *PARALLEL, "integration_tests", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
 def coverage(session: nox.Session) -> None:
     """Measure every architecture with TP and SP on two ranks, and write its pages (`-- --help` for more)."""
     install_editable(session, "test")
@@ -345,48 +356,15 @@ def coverage(session: nox.Session) -> None:
 
 
 @nox.session
-def combinations(session: nox.Session) -> None:
-    """Draw pairs of options, models, rows and calls, and compare each with one process (`-- --help`)."""
+def soak(session: nox.Session) -> None:
+    """Draw combinations, change fields of configs and kill ranks (`-- faults --help`: one of the three)."""
     install_editable(session, "test")
     environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
-    session.run("python", "-m", "combinations.run", *session.posargs, env=environment)
-
-
-@nox.session
-def options(session: nox.Session) -> None:
-    """Change fields of configs, one at a time, and compare two ranks with one process (`-- --minutes 30`)."""
-    install_editable(session, "test")
-    environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
-    session.run("python", "-m", "options.run", *session.posargs, env=environment)
-
-
-@nox.session
-def faults(session: nox.Session) -> None:
-    """Kill, stop and starve ranks of a training job, damage its files, and check that nothing is lost (`-- --help`)."""
-    install_editable(session, "test")
-    session.run("python", "-m", "faults.run", *session.posargs, env={"PYTHONPATH": "integration_tests", **ONE_THREAD})
-
-
-@nox.session
-def growth(session: nox.Session) -> None:
-    """Measure how time, memory and calls grow with the size of what public calls are given (`-- --only REGEX`)."""
-    install_editable(session, "test")
-    environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
-    session.run("python", "-m", "growth.run", *session.posargs, env=environment)
-
-
-@nox.session(requires=["dist"], reuse_venv=False)
-def plans_alone(session: nox.Session) -> None:
-    """Run tp-plans' pure tests and the planner from its wheel, in an environment without torch and transformers."""
-    session.install(str(artifact("tp-plans", "wheel")), *group("pure-test"))
-    session.run("python", "integration_tests/release/check_absent.py", "torch", "transformers")
-    foreign = Path("docs/examples/foreign_trainers")
-    session.run("python", *(str(foreign / n) for n in ("planner.py", "plan.json", "llama-3-8b.json")), "--tp=4")
-    elsewhere = Path(session.create_tmp(), "pure")
-    shutil.copytree("packages/tp-plans/tests/pure", elsewhere)
-    (elsewhere / "pytest.ini").touch()  # makes this folder pytest's root: the repository's settings stay out
-    session.chdir(elsewhere)
-    session.run("pytest", "--import-mode=importlib", *session.posargs)
+    name, *options = session.posargs or ["all"]
+    if name not in ("all", *SOAK):
+        session.error(f"the first argument is one of {', '.join(SOAK)}")
+    for program in [*SOAK] if name == "all" else [name]:
+        session.run("python", "-m", *SOAK[program], *options, env=environment)
 
 
 @nox.session
@@ -426,36 +404,28 @@ def dist(session: nox.Session) -> None:
     session.run("python", "integration_tests/release/check_artifacts.py", *map(str, sorted(DIST.iterdir())))
 
 
-@nox.session(requires=["dist"])
-def release(session: nox.Session) -> None:
-    """Check that a package can be released (`-- PACKAGE VERSION`), then run ``old_beside_new`` where it applies."""
+def check_release(session: nox.Session) -> None:
+    """Check the version, the change log, the artifacts and the metadata of ``-- PACKAGE VERSION``."""
+    if not session.posargs:
+        session.skip("give -- PACKAGE VERSION")
     session.run("python", "integration_tests/release/release.py", *session.posargs)
-    package, _ = session.posargs
-    if package != "rl-logprobs":
-        for old in ("tp-plans", "fsdp-runtime"):
-            session.notify(f"old_beside_new(old='{old}')")
 
 
-@nox.session
-@nox.parametrize("old", ["tp-plans", "fsdp-runtime"])
-def old_beside_new(session: nox.Session, old: str) -> None:
-    """Test fsdp-runtime and tp-plans together: one from this tree, the other at its oldest allowed release."""
-    new = {"tp-plans": "fsdp-runtime", "fsdp-runtime": "tp-plans"}[old]
-    install_editable(session, "test")  # packaging comes with pytest
-    found = session.run(
-        "python", "integration_tests/release/oldest_release.py", old, new, session.create_tmp(), silent=True
-    )
-    folder = str(found).strip().splitlines()[-1]
-    session.install("--no-deps", "-e", folder)
-    files = ("packages/fsdp-runtime/tests/test_parallelize.py", "integration_tests/test_parity.py")
-    session.run("pytest", *PARALLEL, *files, env=ONE_THREAD)
+def test_plans_alone(session: nox.Session) -> None:
+    """Run tp-plans' pure tests and the planner from its wheel, in an environment without torch and transformers."""
+    session.install(str(artifact("tp-plans", "wheel")), *group("pure-test"))
+    session.run("python", "integration_tests/release/check_absent.py", "torch", "transformers")
+    foreign = Path("docs/examples/foreign_trainers")
+    session.run("python", *(str(foreign / n) for n in ("planner.py", "plan.json", "llama-3-8b.json")), "--tp=4")
+    elsewhere = Path(session.create_tmp(), "pure")
+    shutil.copytree("packages/tp-plans/tests/pure", elsewhere)
+    (elsewhere / "pytest.ini").touch()  # makes this folder pytest's root: the repository's settings stay out
+    session.chdir(elsewhere)
+    session.run("pytest", "--import-mode=importlib")
 
 
-@nox.session(requires=["dist"], reuse_venv=False)
-@nox.parametrize("kind", ["wheel", "sdist"])
-@nox.parametrize("package", PACKAGES)
-def build(session: nox.Session, package: str, kind: str) -> None:
-    """Install one wheel or sdist alone in a fresh environment and import it; check the types of a user's program."""
+def import_artifact(session: nox.Session, package: str, kind: str) -> None:
+    """Install one wheel or sdist alone and import it; check the types of a user's program."""
     install_alone(session, artifact(package, kind))
     module = package.replace("-", "_")
     session.run("python", "-I", "-c", f"import {module}; print({module}.__name__, {module}.__version__)")
@@ -466,21 +436,55 @@ def build(session: nox.Session, package: str, kind: str) -> None:
         session.run("mypy", "--strict", str(program))
 
 
-@nox.session(requires=["dist"], reuse_venv=False)
-def wheels(session: nox.Session) -> None:
+def test_wheels(session: nox.Session) -> None:
     """Run the packages' tests against their wheels."""
     for package in PACKAGES:
         install_alone(session, artifact(package, "wheel"))
     session.install(*group("test"))
     tests = [f"packages/{package}/tests" for package in PACKAGES]
-    session.run("pytest", *PARALLEL, *tests, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *PARALLEL, *tests, env=ONE_THREAD)
+
+
+def test_old_beside_new(session: nox.Session, old: str, new: str) -> None:
+    """Test fsdp-runtime and tp-plans together: one from this tree, the other at its oldest allowed release."""
+    install_editable(session, "test")  # packaging comes with pytest
+    output = session.run(
+        "python", "integration_tests/release/oldest_release.py", old, new, session.create_tmp(), silent=True
+    )
+    folder = str(output).strip().splitlines()[-1]
+    session.install("--no-deps", "-e", folder)
+    files = ("packages/fsdp-runtime/tests/test_parallelize.py", "integration_tests/test_parity.py")
+    session.run("pytest", *PARALLEL, *files, env=ONE_THREAD)
+
+
+#: The function of each part of the session ``release``.
+RELEASE = {
+    "check": check_release,
+    "plans_alone": test_plans_alone,
+    **{f"{p}-{k}": partial(import_artifact, package=p, kind=k) for p in PACKAGES for k in ("wheel", "sdist")},
+    "wheels": test_wheels,
+    "old-tp-plans": partial(test_old_beside_new, old="tp-plans", new="fsdp-runtime"),
+    "old-fsdp-runtime": partial(test_old_beside_new, old="fsdp-runtime", new="tp-plans"),
+}
+
+
+@nox.session(requires=["dist"], reuse_venv=False)
+@nox.parametrize("part", parts(RELEASE))
+def release(session: nox.Session, part: str) -> None:
+    """Check a package (`-- PACKAGE VERSION`), its artifacts alone, the wheels, and old beside new."""
+    RELEASE[part](session)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks of all packages; install the other projects of the comparison without dependencies."""
+    """Run the benchmarks beside other projects, and measure how costs grow (`-- growth`: this alone)."""
     install_editable(session, "bench")
-    session.install("numpy", "packaging", "einops")
-    session.install("--no-deps", *BENCH_PEERS)
-    for script in sorted(Path("packages").glob("*/benchmarks/bench_*.py")):
-        session.run("python", str(script), *session.posargs)
+    growth_alone = session.posargs[:1] == ["growth"]
+    if not growth_alone:
+        session.install("numpy", "packaging", "einops")
+        session.install("--no-deps", *BENCH_PEERS)
+        for script in sorted(Path("packages").glob("*/benchmarks/bench_*.py")):
+            session.run("python", str(script), *session.posargs)
+    session.install(*group("test"))
+    environment = {"PYTHONPATH": "integration_tests", **ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "-m", "growth.run", *(session.posargs[1:] if growth_alone else ()), env=environment)

@@ -1,4 +1,4 @@
-"""Pairs of options, models, rows and calls: a fixed sample of what ``nox -s combinations`` draws."""
+"""Pairs of options, models, rows and calls: a fixed sample of what ``nox -s soak`` draws."""
 
 from __future__ import annotations
 

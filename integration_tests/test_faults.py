@@ -1,4 +1,4 @@
-"""One fault of the campaign on two ranks, so that ``nox -s faults`` stays able to try them all on four."""
+"""One fault of the campaign on two ranks, so that ``nox -s soak -- faults`` stays able to try them all on four."""
 
 from __future__ import annotations
 

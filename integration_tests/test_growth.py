@@ -1,4 +1,4 @@
-"""Public calls call no more functions, as sizes grow, than their algorithms need: a sample of ``nox -s growth``."""
+"""Public calls call no more functions, as sizes grow, than their algorithms need: a sample of ``nox -s bench -- growth``."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ OF_TRAINERS = (
 ABOUT = (
     "See which versions the tests ran on, each time on Linux with CPU ranks only. A row is one run of one commit: what "
     "failed there may be mended since.\n\n"
-    "- *all* is every test, *subset* chosen ones (`nox -s torch_subset transformers_versions`).\n"
-    "- Rows with a release of TRL are those of `nox -s trainers_versions`: each trainer on one mesh.\n"
+    "- *all* is every test, *subset* chosen ones (`nox -s torch_subset versions`).\n"
+    "- Rows with a release of TRL are those of `nox -s versions`: each trainer on one mesh.\n"
     "- The row of transformers 5.10.4 is that of `nox -s verl`: verl 0.9.1, the newest release, takes transformers "
     "below 5.11. The sources of 0.10.0.dev of 22 August 2026 have the same signatures of what is used.\n"
     "- Plans take models of transformers 4.57 too. Weights are read, written and streamed from 5.6 on, and an older "

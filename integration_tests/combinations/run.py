@@ -1,4 +1,4 @@
-"""Draw cases, run them on ranks, and shrink those that fail (``nox -s combinations -- --help``)."""
+"""Draw cases, run them on ranks, and shrink those that fail (``nox -s soak -- combinations --help``)."""
 
 from __future__ import annotations
 

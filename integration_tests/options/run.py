@@ -36,7 +36,7 @@ class Case:
     @property
     def command(self) -> str:
         """What runs this case alone."""
-        return f"nox -s options -- --only '{self.name}' --change '{json.dumps(self.change)}' --mode {self.mode}"
+        return f"nox -s soak -- fields --only '{self.name}' --change '{json.dumps(self.change)}' --mode {self.mode}"
 
 
 def _leaf(change: dict[str, Any]) -> Iterator[Any]:

@@ -80,6 +80,7 @@ def test_values_and_gradients_are_those_of_the_logits(small_tiles, name, entropy
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "bias")), "scaled and capped"]
 )

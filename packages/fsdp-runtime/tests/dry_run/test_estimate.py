@@ -106,6 +106,7 @@ def plain() -> Estimate:
     return run()
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize(
     ("model", "traced", "checkpointing"),
     [
@@ -354,6 +355,7 @@ def _untrained_by_images() -> int:
     return sum(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.any_torch
 def test_a_step_with_images_counts_what_it_trains_of_the_vision_tower() -> None:
     config = tiny_config("Gemma3ForConditionalGeneration", num_hidden_layers=1, layer_types=["full_attention"])
     options: dict[str, Any] = {"seq_len": 16, "clip": False, "plan": None, "optimizer": "adamw_fused"}
@@ -367,6 +369,7 @@ def test_a_step_with_images_counts_what_it_trains_of_the_vision_tower() -> None:
     assert text.memory.resident.optimizer_state < images.memory.resident.optimizer_state
 
 
+@pytest.mark.any_torch
 def test_the_layers_of_sharded_towers_take_half_of_their_bytes() -> None:
     config = tiny_config("Gemma3ForConditionalGeneration", num_hidden_layers=1, layer_types=["full_attention"])
     sharded, replicated = (

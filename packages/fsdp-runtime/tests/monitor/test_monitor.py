@@ -48,7 +48,7 @@ def test_a_rank_that_raised_is_named_before_silent_ranks() -> None:
     assert (found.rank, found.phase, found.reason) == (2, "save", "raised OSError: full")
 
 
-# On running ranks; dead and stopped ones are for ``nox -s faults``.
+# On running ranks; dead and stopped ones are for ``nox -s soak -- faults``.
 
 
 def _one_raises(guilty: int, error: Exception) -> None:

@@ -162,6 +162,7 @@ def _peak_of_stream(model: nn.Module, bucket_bytes: int) -> tuple[int, int]:
     return live.peak, live.live
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize(
     "axes",
     [pytest.param(TWO[0], marks=pytest.mark.slow), TWO[1], pytest.param(FOUR[0], marks=pytest.mark.slow)],

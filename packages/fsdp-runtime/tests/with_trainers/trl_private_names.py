@@ -1,6 +1,6 @@
 """What ``_trl_compat`` relies on is there in this release of TRL: ``replaced`` passes over names that are gone.
 
-Run by ``nox -s trainers``, and on each release by ``nox -s trainers_versions``.
+Run by ``nox -s trainers``, and on each release by ``nox -s versions``.
 """
 
 from __future__ import annotations
