@@ -48,6 +48,15 @@ MESHES: Mapping[int, tuple[dict[str, int], ...]] = {
 }
 #: Calls by name.
 CALLS = EVENTS | OWN_GRADIENTS
+#: The keywords that take steps; ``steps`` takes the others.
+KEYWORDS: Mapping[type[Step[Any]], str] = {
+    PackedSequences: "packed_sequences",
+    TensorParallel: "plan",
+    ContextParallel: "context_parallel",
+    ActivationCheckpointing: "activation_checkpointing",
+    Compile: "compile",
+    FSDP2: "fsdp",
+}
 ACCUMULATE = "accumulation"
 #: Calls that write to parameters: not while a graph keeps them.
 _WRITES = ("resume", "set state dict")
@@ -131,10 +140,11 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """The keywords of ``parallelize``."""
-        found = [step_options()[name] for name in self.names("step")]
-        if self.rows == "packed" and not any(isinstance(step, PackedSequences) for step in found):
-            found.append(PackedSequences())
-        return {"steps": tuple(found)}
+        steps = [step_options()[name] for name in self.names("step")]
+        if self.rows == "packed" and not any(isinstance(step, PackedSequences) for step in steps):
+            steps.append(PackedSequences())
+        by_keyword = {KEYWORDS[type(step)]: step for step in steps if type(step) in KEYWORDS}
+        return {**by_keyword, "steps": tuple(step for step in steps if type(step) not in KEYWORDS)}
 
     def smaller(self) -> Iterator[Case]:
         """Yield the halves of a long case, then the case without one of its parts."""

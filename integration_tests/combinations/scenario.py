@@ -18,7 +18,6 @@ from combinations.families import FAMILIES
 from combinations.optimizers import OPTIMIZERS
 from fsdp_runtime import FsdpRuntimeError, no_sync, parallelize
 from fsdp_runtime.model import inspect_model
-from fsdp_runtime.steps import Compile
 from harness.parity import largest, mesh_for, own_part, structural_problems
 from rl_logprobs import clip_grad_norm_
 from rl_logprobs.errors import LogprobsError
@@ -53,7 +52,7 @@ def run(case: Case) -> Result:
     try:
         return _run(case, reference, batches)
     except RuntimeError as error:
-        if any(isinstance(step, Compile) for step in case.options["steps"]) and _alone_compiled(case, error):
+        if "compile" in case.options and _alone_compiled(case, error):
             return Result(ALONE, f"compiled: {error}")
         raise
 
@@ -62,9 +61,8 @@ def _alone_compiled(case: Case, error: RuntimeError) -> bool:
     """Whether one process with compiled blocks and as many rows as a rank has fails with the same error."""
     torch.compiler.reset()  # at its limit of recompilations, that of earlier cases, a block runs eagerly
     model = _model(case)
-    (step,) = (step for step in case.options["steps"] if isinstance(step, Compile))
     for block in inspect_model(model).blocks.values():
-        block.compile(**step.options)
+        block.compile(**case.options["compile"].options)
     ranks = prod(size for axis, size in case.mesh if axis.startswith("dp"))
     batch = make_batch(_model(case), case.rows, 1).rows(slice(0, BATCH // ranks))
     try:

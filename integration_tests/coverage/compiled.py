@@ -21,6 +21,7 @@ from coverage.outcome import failure
 from coverage.shrink import VOCAB
 from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, parallelize
+from fsdp_runtime.steps import Compile
 from harness.compiler import forget_compiled, graph_breaks, graphs_compiled
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, largest, logits_of, mesh_for
 from harness.ranks import RankPool, RanksFailed
@@ -66,7 +67,9 @@ def measure_compiled(name: str, mode: str, *, backend: str, lengths: Sequence[in
         reference = tiny_model(entry)
         forget_compiled()
         try:
-            candidate = _parallelized(copy.deepcopy(reference), mode, compile={"backend": backend}, **entry.options)
+            candidate = _parallelized(
+                copy.deepcopy(reference), mode, compile=Compile({"backend": backend}), **entry.options
+            )
         except (TpPlansError, FsdpRuntimeError) as error:
             raise Refused(str(error)) from error
         errors: dict[str, None] = {}
@@ -159,9 +162,9 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         return
     shown = [mode for mode in OURS if any(mode in row for row in rows.values())]
     yield (
-        '`compile={"backend": ...}` under `tp=2`, in float64 (experts as `batched_mm`): a row is right where logits '
-        "and gradients of each step equal those of one process without a compiler. The numbers are the graphs that "
-        "have been compiled after each step; each step has rows of another length, odd ones, of which the first "
+        '`compile=Compile({"backend": ...})` under `tp=2`, in float64 (experts as `batched_mm`): a row is right where '
+        "logits and gradients of each step equal those of one process without a compiler. The numbers are the graphs "
+        "that have been compiled after each step; each step has rows of another length, odd ones, of which the first "
         f"compiles for its own ({', '.join(map(str, LENGTHS))} tokens; one number: one step). A second graph for a "
         "second length is the one for any length. Breaks are places where the compiler leaves a block to Python, next "
         "to those of the same blocks in one process without a plan. A row that fails there, too, is not for a plan to "

@@ -13,7 +13,7 @@ from fsdp_runtime import FSDP2, ContextAttention, MeshSpec, adopt_mesh, offload,
 from fsdp_runtime.mesh import fsdp_mesh
 from fsdp_runtime.mesh.experts import expert_view
 from fsdp_runtime.parallelism import resolve_parallelism
-from fsdp_runtime.steps import ContextParallel, SharedPrefixes, TensorParallel
+from fsdp_runtime.steps import ContextParallel, ExpertParallel, SharedPrefixes, TensorParallel
 from fsdp_runtime.steps.context.step import check_context_parallel, replace_attention
 from fsdp_runtime.steps.documents.step import check_packing
 from harness.models import tiny_model
@@ -132,7 +132,11 @@ CASES: Provocations = {
         ),
     },
     "fsdp_runtime/keywords.py": {
-        "OptionError: by fsdp= and steps=": lambda: refuse(Own(), plan=None, fsdp=FSDP2(), steps=(FSDP2(), FSDP2())),
+        "OptionError: give a Compile": lambda: refuse(Own(), plan=None, compile={"backend": "eager"}),
+        "OptionError: times ExpertParallel": lambda: refuse(
+            Own(), plan=None, steps=(ExpertParallel(), ExpertParallel())
+        ),
+        "OptionError: use its keyword, as in": lambda: refuse(Own(), plan=None, steps=(FSDP2(),)),
         "OptionError: give steps, such as": lambda: refuse(Own(), plan=None, steps=(FSDP2,)),
     },
     "fsdp_runtime/parallelism.py": {

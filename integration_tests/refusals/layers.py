@@ -114,7 +114,7 @@ CASES: Provocations = {
         "OptionError: cannot be combined with mode": lambda: async_compile_options(
             CUDA, {"mode": "max-autotune"}, sequence_parallel=True
         ),
-        "OptionError: is refused by torch.compile": lambda: refuse(Own(), plan=None, compile={"colour": True}),
+        "OptionError: is refused by torch.compile": lambda: refuse(Own(), plan=None, compile=Compile({"colour": True})),
     },
 }
 

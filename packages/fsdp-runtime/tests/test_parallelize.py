@@ -26,6 +26,7 @@ from fsdp_runtime import (
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps import Compile
 from fsdp_runtime.steps.documents.unpacked_warning import PackedRowsWatch
 from fsdp_runtime.steps.tensor import step as tensor
 from fsdp_runtime.steps.tensor.step import with_logits
@@ -85,10 +86,10 @@ QWEN3_PLAN = plan_for("Qwen3ForCausalLM")
         ({}, {"activation_checkpointing": "all"}, ["OptionError", "'none', 'mlp', 'block'"]),
         (
             {},
-            {"compile": {"backend": "no_such"}},
+            {"compile": Compile({"backend": "no_such"})},
             ["OptionError", "refused by torch.compile", "no_such"],
         ),
-        ({}, {"compile": {"colour": True}}, ["OptionError", "refused by torch.compile", "colour"]),
+        ({}, {"compile": Compile({"colour": True})}, ["OptionError", "refused by torch.compile", "colour"]),
     ],
     ids=[
         "heads",
@@ -184,7 +185,7 @@ def test_every_mode_of_checkpointing_composes_with_the_mesh(
     ids=["tp", "sp"],
 )
 def test_compiled_blocks_compute_the_same_on_the_mesh(four_ranks: RankPool, options: dict[str, Any]) -> None:
-    options = {**options, "compile": {"backend": "aot_eager"}, "activation_checkpointing": "block"}
+    options = {**options, "compile": Compile({"backend": "aot_eager"}), "activation_checkpointing": "block"}
     mesh, model = {"dp_shard": 2, "tp": 2}, {"num_hidden_layers": 1}  # a second block would compile its own input
     assert_parity(four_ranks.run(compare, Case("Qwen3ForCausalLM", mesh, parallelize, options, model)))
 

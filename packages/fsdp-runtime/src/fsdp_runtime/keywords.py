@@ -1,8 +1,8 @@
-"""The keywords of ``parallelize``: each is a step's value, or a short form of one."""
+"""The keywords of ``parallelize``: each takes a step, or the short form of one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -20,72 +20,58 @@ from fsdp_runtime.values import require_instance, require_one_of
 
 
 class Options(TypedDict, total=False):
-    """The keywords of :func:`fsdp_runtime.parallelize`, for functions that pass them on."""
+    """The keywords of :func:`fsdp_runtime.parallelize`, and of functions that pass them on."""
 
     plan: PlanSource | TensorParallel
     sequence_parallel: bool
-    context_parallel: Method | ContextParallel
+    context_parallel: Method | ContextParallel | None
     packed_sequences: bool | PackedSequences
     logits: Logits
     activation_checkpointing: CheckpointMode | ActivationCheckpointing
-    compile: bool | Mapping[str, Any] | Compile
+    compile: bool | Compile
     fsdp: FSDP2 | None
     steps: Sequence[Step[Any]]
 
 
-#: For each step the keywords that set its fields; the first one takes the step's value too.
-_FIELDS: Mapping[type[Step[Any]], Mapping[str, str]] = {
-    PackedSequences: {"packed_sequences": "apart"},
-    TensorParallel: {"plan": "plan", "sequence_parallel": "sequence_parallel", "logits": "logits"},
-    ExpertParallel: {},
-    ContextParallel: {"context_parallel": "method"},
-    ActivationCheckpointing: {"activation_checkpointing": "mode"},
-    Compile: {"compile": "options"},
-    FSDP2: {"fsdp": ""},
-}
-#: The values of keywords that are left out.
-_DEFAULTS: Mapping[str, Any] = {
-    "packed_sequences": False,
-    "plan": "auto",
-    "sequence_parallel": False,
-    "logits": "sharded",
-    "context_parallel": "allgather",
-    "activation_checkpointing": "none",
-    "compile": False,
-    "fsdp": None,
-}
+#: The steps that are given by a keyword, and not in ``steps``.
+_BY_KEYWORD = (PackedSequences, TensorParallel, ContextParallel, ActivationCheckpointing, Compile, FSDP2)
 
 
 def steps_of(**options: Unpack[Options]) -> tuple[Step[Any], ...]:
-    """Return the steps that keywords stand for, with those of ``steps``."""
+    """Return the steps that the keywords select, and the ``steps``."""
     for name in options:
-        steps = "; other options are fields of the classes in fsdp_runtime.steps"
-        require_one_of("keyword", name, Options.__annotations__, or_else=steps)
-    require_instance("fsdp", options.get("fsdp"), FSDP2, "FSDP2(...)")
-    given = tuple(options.pop("steps", ()))
-    for step in given:
+        require_one_of("keyword", name, Options.__annotations__, or_else="; other options are fields of the steps")
+    context, fsdp, compiled = (options.get(name) for name in ("context_parallel", "fsdp", "compile"))
+    layers = _step(TensorParallel, options.get("plan", "auto"))
+    changes = {name: value for name, value in options.items() if name in ("sequence_parallel", "logits")}
+    require_instance("fsdp", fsdp, FSDP2, "FSDP2(...)")
+    if not isinstance(compiled, bool | Compile | None):
+        raise OptionError(f"compile={compiled!r}: write True or False, or give a Compile with these options")
+    return (
+        _step(PackedSequences, options.get("packed_sequences", False)),
+        replace(layers, **changes),
+        ContextParallel() if context is None else _step(ContextParallel, context),
+        _step(ActivationCheckpointing, options.get("activation_checkpointing", "none")),
+        *([Compile() if compiled is True else compiled] if compiled else []),
+        FSDP2() if fsdp is None else fsdp,
+        *_other_steps(options.get("steps", ())),
+    )
+
+
+def _step(kind: type[Step[Any]], value: Any) -> Any:
+    """Return a keyword's value as a step; a short form is the step's first field."""
+    return value if isinstance(value, kind) else kind(value)  # type: ignore[call-arg]
+
+
+def _other_steps(steps: Sequence[Step[Any]]) -> tuple[Step[Any], ...]:
+    """Return the checked steps without a keyword; experts are always parallelized over ``ep``."""
+    for step in steps:
         if not isinstance(step, Step):
             raise OptionError(f"steps has {step!r} of type {type(step).__name__}: give steps, such as ExpertParallel()")
-    found = [_step(kind, fields, options, given) for kind, fields in _FIELDS.items()]
-    others = (step for step in given if not isinstance(step, tuple(_FIELDS)))
-    return (*(step for step in found if step is not None), *others)
-
-
-def _step(
-    kind: type[Step[Any]], fields: Mapping[str, str], options: Mapping[str, Any], given: Sequence[Step[Any]]
-) -> Any:
-    values: list[Any] = [step for step in given if isinstance(step, kind)]
-    changed = {name: options[name] for name in fields if name in options and options[name] != _DEFAULTS[name]}
-    first = next(iter(fields), None)
-    if first in changed and (values or isinstance(changed[first], kind)):
-        values.append(changed.pop(first))
-    if len(values) > 1:
-        raise OptionError(f"{kind.__name__} is given {len(values)} times, by {first or 'steps'}= and steps=: give one")
-    if values:
-        return replace(values[0], **{fields[name]: value for name, value in changed.items()})
-    if kind is FSDP2:
-        return FSDP2()
-    wanted = {fields[name]: changed.get(name, _DEFAULTS[name]) for name in fields}
-    if kind is Compile and isinstance(wanted["options"], bool):
-        return Compile() if wanted["options"] else None
-    return kind(**wanted)
+        if isinstance(step, _BY_KEYWORD):
+            name = type(step).__name__
+            raise OptionError(f"steps has a {name}: use its keyword, as in context_parallel=ContextParallel('ring')")
+    experts = [step for step in steps if isinstance(step, ExpertParallel)]
+    if len(experts) > 1:
+        raise OptionError(f"steps has {len(experts)} times ExpertParallel: give one")
+    return (*steps, *([] if experts else [ExpertParallel()]))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import FSDP2, MeshSpec, parallelize, unsharded
 from fsdp_runtime._torch_compat import gathered_bytes
+from fsdp_runtime.steps import Compile
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool, RanksFailed
@@ -114,7 +115,11 @@ def _with_gradients(compile_options: Any) -> list[str]:
     # What the compiler sees does not depend on when backward runs.
     for case in ("twice",) if compile_options else ("inside", "after", "below the root", "twice"):
         reference, model = copy.deepcopy(plain), copy.deepcopy(plain)
-        parallelize(model, MeshSpec(dp_shard=2).build(device_type="cpu"), compile=compile_options)
+        parallelize(
+            model,
+            MeshSpec(dp_shard=2).build(device_type="cpu"),
+            compile=Compile(compile_options) if compile_options else False,
+        )
         used = batches if case == "twice" else batches[:1]
         for inputs in used:
             _loss(reference, inputs, below=case == "below the root").backward()

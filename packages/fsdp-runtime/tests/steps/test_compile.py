@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
+from fsdp_runtime.steps import Compile
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
@@ -30,7 +31,7 @@ def _fresh_compiler() -> None:
 def test_compiled_blocks_compute_the_same_gradients_under_the_same_names(mode: str) -> None:
     plain = tiny_model("Qwen3ForCausalLM", num_hidden_layers=1)
     model = copy.deepcopy(plain)
-    parallelize(model, MeshSpec().build(device_type="cpu"), activation_checkpointing=mode, compile=AOT)
+    parallelize(model, MeshSpec().build(device_type="cpu"), activation_checkpointing=mode, compile=Compile(AOT))
     assert list(model.state_dict()) == list(plain.state_dict())
     assert describe_parallelism(model).compiled == ("model.layers.0",)
     inputs = tiny_inputs(plain, batch=2, length=7)
@@ -48,7 +49,7 @@ def test_blocks_of_one_class_are_compiled_once() -> None:
         compiled.append(len(graph.graph.nodes))
         return graph
 
-    parallelize(model, MeshSpec().build(device_type="cpu"), compile={"backend": backend})
+    parallelize(model, MeshSpec().build(device_type="cpu"), compile=Compile({"backend": backend}))
     for _ in range(2):  # without use_cache=False: a cache has an entry for each layer, and a graph would be one layer's
         model(**tiny_inputs(model, batch=1, length=5))
         assert len(compiled) == 1
@@ -72,7 +73,7 @@ def test_more_graphs_than_torch_allows_by_default_are_compiled() -> None:
         return graph
 
     model = nn.Sequential(nn.ModuleList([Block()]))
-    parallelize(model, MeshSpec().build(device_type="cpu"), compile={"backend": backend, "dynamic": False})
+    parallelize(model, MeshSpec().build(device_type="cpu"), compile=Compile({"backend": backend, "dynamic": False}))
     with torch._dynamo.config.patch(recompile_limit=1):
         for length in (2, 3, 4):
             model.get_submodule("0.0")(torch.ones(length, 4))
@@ -84,7 +85,7 @@ def test_packed_rows_are_recomputed_selectively_where_the_compiler_leaves_them_t
     plain = tiny_model("LlamaForCausalLM")
     options = {"plan": None, "packed_sequences": True, "activation_checkpointing": "selective"}
     mesh = MeshSpec().build(device_type="cpu")
-    compiled = parallelize(copy.deepcopy(plain), mesh, compile={"backend": "eager"}, **options)
+    compiled = parallelize(copy.deepcopy(plain), mesh, compile=Compile({"backend": "eager"}), **options)
     tokens = torch.arange(3, 12).view(1, 9)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     compiled(input_ids=tokens, position_ids=positions).logits.square().sum().backward()
@@ -97,7 +98,7 @@ def test_packed_rows_are_recomputed_selectively_where_the_compiler_leaves_them_t
 @pytest.mark.parametrize("output", ["router_logits", "hidden_states"])
 def test_outputs_that_are_recorded_are_there_after_a_forward_without_them(output: str) -> None:
     plain = tiny_model("Qwen3MoeForCausalLM")
-    model = parallelize(copy.deepcopy(plain), MeshSpec().build(device_type="cpu"), compile=AOT)
+    model = parallelize(copy.deepcopy(plain), MeshSpec().build(device_type="cpu"), compile=Compile(AOT))
     inputs = tiny_inputs(plain, batch=2, length=7)
     for _ in range(2):
         model(**inputs)
@@ -111,7 +112,7 @@ def _gradients_with_dropout(backend: str | None, mode: str) -> list[torch.Tensor
     torch.compiler.reset()
     model = tiny_model("LlamaForCausalLM", num_hidden_layers=1, attention_dropout=0.3).train()
     model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj, nn.Dropout(0.3))
-    options = {} if backend is None else {"compile": {"backend": backend}}
+    options = {} if backend is None else {"compile": Compile({"backend": backend})}
     parallelize(model, MeshSpec().build(device_type="cpu"), activation_checkpointing=mode, **options)
     torch.manual_seed(5)
     loss = model(**tiny_inputs(model, batch=2, length=7)).logits.square().sum()
@@ -132,7 +133,9 @@ def _packed_rows_over_tp() -> float:
     torch.compiler.reset()
     plain = tiny_model("LlamaForCausalLM", num_hidden_layers=1)
     mesh = MeshSpec(tp=2).build(device_type="cpu")
-    model = parallelize(copy.deepcopy(plain), mesh, packed_sequences=True, logits="full", compile={"backend": "eager"})
+    model = parallelize(
+        copy.deepcopy(plain), mesh, packed_sequences=True, logits="full", compile=Compile({"backend": "eager"})
+    )
     tokens = tiny_inputs(plain, batch=1, length=9)["input_ids"]
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     found = model(input_ids=tokens, position_ids=positions).logits

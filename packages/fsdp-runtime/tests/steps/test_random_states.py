@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import ModelError, describe_parallelism, parallelize
+from fsdp_runtime.steps import Compile
 from fsdp_runtime.steps.random_states import _SEEDS
 from harness.collectives import RecordCollectives
 from harness.models import jitter, tiny_inputs, tiny_model
@@ -64,8 +65,10 @@ def _errors(options: dict[str, Any]) -> tuple[float, bool]:
         {},
         {"activation_checkpointing": "block"},
         {"activation_checkpointing": "selective"},
-        pytest.param({"activation_checkpointing": "block", "compile": {"backend": "eager"}}, marks=pytest.mark.slow),
-        pytest.param({"compile": {"backend": "aot_eager"}}, marks=pytest.mark.slow),
+        pytest.param(
+            {"activation_checkpointing": "block", "compile": Compile({"backend": "eager"})}, marks=pytest.mark.slow
+        ),
+        pytest.param({"compile": Compile({"backend": "aot_eager"})}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -91,8 +91,9 @@ class Compile(Step[Mapping[str, Any]]):
     Example:
         >>> from torch import nn
         >>> from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
+        >>> from fsdp_runtime.steps import Compile
         >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))
-        >>> model = parallelize(model, MeshSpec().build(device_type="cpu"), compile={"backend": "eager"})
+        >>> model = parallelize(model, MeshSpec().build(device_type="cpu"), compile=Compile({"backend": "eager"}))
         >>> describe_parallelism(model).compiled
         ('0.0',)
     """

@@ -16,6 +16,7 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.steps.checkpointing import recomputes
+from fsdp_runtime.steps.compile import Compile
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +102,8 @@ def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
             raise OptionError(
                 "torch_compile cannot be used on a model that parallelize has sharded: parallelize(..., compile=True)"
             )
-        given = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        options.setdefault("compile", {name: value for name, value in given.items() if value is not None} or True)
+        keywords = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        options.setdefault("compile", Compile({name: value for name, value in keywords.items() if value is not None}))
         args.torch_compile = False
         for name in ("BACKEND", "MODE"):  # set by the arguments: for the model whole
             os.environ.pop(f"ACCELERATE_DYNAMO_{name}", None)

@@ -22,7 +22,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.setup import ModelFacts
-from fsdp_runtime.steps import ContextParallel
+from fsdp_runtime.steps import Compile, ContextParallel
 from fsdp_runtime.steps.context.full_sequence import eager_function, gather_for, gathered_mixers
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import (
@@ -228,7 +228,7 @@ def _gradients(**options: Any) -> float:
     [
         {"activation_checkpointing": "selective"},
         pytest.param(
-            {"activation_checkpointing": "block", "compile": {"backend": "aot_eager"}}, marks=pytest.mark.slow
+            {"activation_checkpointing": "block", "compile": Compile({"backend": "aot_eager"})}, marks=pytest.mark.slow
         ),
     ],
     ids=["selective", "compiled"],

@@ -32,6 +32,7 @@ from fsdp_runtime import (
     unsharded,
 )
 from fsdp_runtime.errors import ReplicaError
+from fsdp_runtime.steps import Compile
 from harness.collectives import RecordCollectives
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for, own_part
@@ -263,7 +264,7 @@ def _all_same_gradients(meshes: Meshes) -> list[dict[str, float]]:
 
 def _compiled(backend: str) -> float:
     axes = {"dp_shard": 2, "ep": 2}
-    eager, compiled = _parallel(axes), _parallel(axes, compile={"backend": backend})
+    eager, compiled = _parallel(axes), _parallel(axes, compile=Compile({"backend": backend}))
     _loss(eager, axes).backward()
     _loss(compiled, axes).backward()
     return _off(compiled, {name: each.grad.to_local() for name, each in eager.named_parameters()})

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import rl_logprobs
 from fsdp_runtime import FSDP2, MeshSpec, ModelError, OptionError, parallelize
+from fsdp_runtime.steps import Compile
 from fsdp_runtime.steps.outputs.lm_head import LMHeadParameters, LogitsMap, _maps, forward_with_lm_head
 from harness.models import tiny_inputs, tiny_model
 from harness.pairwise import alternating_first, pairwise_first
@@ -73,7 +74,10 @@ WAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"dp_shard": 2},
         {"activation_checkpointing": "block", "fsdp": FSDP2(reshard_after_forward=True)},
     ),
-    "compiled": ({"dp_shard": 2}, {"compile": {"backend": "eager"}}),  # what runs between blocks stays the same
+    "compiled": (
+        {"dp_shard": 2},
+        {"compile": Compile({"backend": "eager"})},
+    ),  # between blocks nothing changes
 }
 
 

@@ -21,6 +21,7 @@ from fsdp_runtime import (
     replay_routes,
 )
 from fsdp_runtime.errors import RoutesError
+from fsdp_runtime.steps import Compile
 from fsdp_runtime.steps.routing import selections
 from fsdp_runtime.steps.routing.routers import find_routers
 from harness.float64 import compute_in_float64
@@ -395,7 +396,7 @@ def test_a_model_without_experts_is_refused() -> None:
 @pytest.mark.parametrize("recomputes", ["none", "block"])
 def test_compiled_blocks_record_and_replay_as_others(recomputes: Any) -> None:
     plain = _mixtral()
-    options: Any = {"plan": None, "compile": {"backend": "eager"}, "activation_checkpointing": recomputes}
+    options: Any = {"plan": None, "compile": Compile({"backend": "eager"}), "activation_checkpointing": recomputes}
     model = parallelize(copy.deepcopy(plain), MeshSpec().build(device_type="cpu"), **options)
     _run(model)
     found = []
