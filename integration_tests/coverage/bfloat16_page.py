@@ -25,7 +25,7 @@ def _sharded(rows: Mapping[str, Row]) -> Iterator[str]:
         "Models on two ranks, with the parameters that the class keeps in float32, with and without a mixed-precision "
         "policy. A row is right (✓) where logits and all gradients equal those of one process bit for bit, or, where "
         "a note says so, to rounding: one of bfloat16, and where blocks read the states of all blocks before, as far "
-        "as one process is from float64. See [memory](../guides/offload.md)."
+        "as one process is from float64. See [memory](../guides/memory.md)."
     )
     yield ""
     yield f"- FSDP2: {counts(rows, 'bfloat16')}"
