@@ -9,7 +9,8 @@ from pathlib import Path
 from harness.interpreter import environment
 from harness.torchrun import own_lines
 
-GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "new-architecture.md").read_text()
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "plans.md"
+GUIDE = PAGE.read_text().partition("## A plan for a new architecture")[2]
 FILES = dict(re.findall(r'```py title="(\S+)"\n(.*?)```', GUIDE, flags=re.DOTALL))
 STEPS = re.findall(r"```bash\n(.*?)```\n\n```text\n(.*?)```", GUIDE, flags=re.DOTALL)
 
