@@ -28,7 +28,7 @@ def section(results: Mapping[str, Any]) -> Iterator[str]:
         "left and right. Classifiers have 3 labels, reward models 1; a trunk (`AutoModel`) gives its hidden states. "
         "An empty cell: there is no such class, or it was not measured. transformers' own tensor parallelism "
         '(`tp_plan="auto"`) runs the same classes on the same rows; it is refused where transformers has no plan for a '
-        "class, or one that splits none of its parameters. See [heads](../guides/heads.md)."
+        "class, or one that splits none of its parameters. See [heads](../guides/other-models.md)."
     )
     yield ""
     for mode in modes:
