@@ -57,7 +57,7 @@ SUBSET_TESTS = ["-m", "not any_torch", *SUBSET]
 #: The programs of the session ``soak``.
 SOAK = {
     "combinations": ["combinations.run"],
-    "fields": ["options.run"],
+    "fields": ["combinations.run", "--fields", "--minutes=10"],
     "faults": ["faults.run"],
 }
 AUTOMODEL = "nemo-automodel==0.7.0"  # installed without dependencies: some need CUDA

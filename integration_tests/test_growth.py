@@ -1,4 +1,4 @@
-"""Calls of functions grow with sizes as the algorithms need: a sample of ``nox -s bench -- growth``."""
+"""Public calls call no more functions, as sizes grow, than their algorithms need: a sample of `nox -s bench`."""
 
 from __future__ import annotations
 

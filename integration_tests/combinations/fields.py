@@ -1,15 +1,18 @@
-"""The other values that a field of a config may have, and the changes of one field that an architecture allows."""
+"""Cases that change one field of an architecture's config, and the values that they give to it."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
+from random import Random
 from typing import Any
 
 from coverage.extras import EXTRAS
 from coverage.shrink import SIZES, VOCAB
-from coverage.table import Entry, coverage_entries, text_fields
+from coverage.table import UNBUILDABLE, Entry, coverage_entries, text_fields
 
 #: Fields that a forward and backward in evaluation mode does not read, by name, and ids of tokens.
 _UNREAD = re.compile(
@@ -19,6 +22,35 @@ _UNREAD = re.compile(
 _LARGEST = 4096
 #: Values of enumerations that no default has.
 _FURTHER = {"hidden_act": ("gelu", "relu", "silu", "gelu_pytorch_tanh"), "hidden_activation": ("silu", "relu")}
+
+
+#: One case in this number is run with sequence parallelism too.
+_SEQUENCE_PARALLEL = 3
+
+
+@dataclass(frozen=True)
+class FieldCase:
+    """One row of the coverage table, a change of one field of its config, and a mode: ``"TP"`` or ``"SP"``."""
+
+    name: str
+    change: dict[str, Any]
+    mode: str
+
+    def to_json(self) -> str:
+        """Return the case in one line, for ``--case``."""
+        return json.dumps([self.name, self.change, self.mode])
+
+
+def field_cases(random: Random, row: str = "") -> list[FieldCase]:
+    """Return the cases of all rows, or of one, in random order."""
+    chosen = []
+    for name, entry in coverage_entries().items():
+        if entry.model_type and name not in UNBUILDABLE and row in ("", name):
+            for change in changes_of(entry):
+                modes = ("TP", *["SP"] * (random.randrange(_SEQUENCE_PARALLEL) == 0))
+                chosen += [FieldCase(name, change, mode) for mode in modes]
+    random.shuffle(chosen)
+    return chosen
 
 
 def changes_of(entry: Entry) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What one rank finds of one changed config."""
+"""The result of one changed config on one rank."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import logging
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from combinations.fields import FieldCase
+from combinations.scenario import ALONE, FAILED, REFUSED, RIGHT, Result
 from coverage.measure import MODES, Run, compared, default_dtype, run_alone
 from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError
@@ -28,37 +30,23 @@ BOUND = 1e-7
 GRADIENT_BOUND = 1e-6
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one changed config.
-
-    Args:
-        status: ``"right"``; ``"refused"`` with a typed error, the model as it was; ``"unbuildable"`` where one process
-            cannot run it, or not to finite numbers; ``"failed"``.
-        note: why.
-    """
-
-    status: str
-    note: str = ""
-
-
-def measure_change(name: str, change: Mapping[str, Any], mode: str) -> Outcome:
-    """Measure one row with further fields of its config on two ranks; both must call it."""
-    entry = coverage_entries()[name]
-    entry = replace(entry, changes={**entry.changes, **change})
+def measure_change(case: FieldCase) -> Result:
+    """Measure one row with a changed field of its config on two ranks; both must call it."""
+    entry = coverage_entries()[case.name]
+    entry = replace(entry, changes={**entry.changes, **case.change})
     dtype = torch.float64 if entry.default_float64 else torch.float32
     with default_dtype(dtype), compute_in_float64(), _without_warnings():
         try:
             reference = tiny_model(entry)
             runs = run_alone(reference, KINDS)
         except Exception as error:
-            return Outcome("unbuildable", f"{type(error).__name__}: {error}")
+            return Result(ALONE, f"{type(error).__name__}: {error}")
         if not runs or not all(bool(run.expected.isfinite().all()) for run in runs.values()):
-            return Outcome("unbuildable", "it computes no finite numbers")
+            return Result(ALONE, "it computes no finite numbers")
         try:
-            return _compared(reference, runs, mode, entry.options)
+            return _compared(reference, runs, case.mode, entry.options)
         except Exception:
-            return Outcome("failed", traceback.format_exc(limit=-3))
+            return Result(FAILED, traceback.format_exc(limit=-3))
 
 
 @contextmanager
@@ -75,30 +63,27 @@ def _without_warnings() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _compared(reference: nn.Module, runs: dict[str, Run], mode: str, options: Mapping[str, Any]) -> Outcome:
+def _compared(reference: nn.Module, runs: dict[str, Run], mode: str, options: Mapping[str, Any]) -> Result:
     model = copy.deepcopy(reference)
     try:
         candidate = MODES[mode](model, mesh_for({"tp": 2}), **options)
     except (TpPlansError, FsdpRuntimeError) as error:
         changed = _differences(model, runs)
-        return (
-            Outcome("failed", f"changed before it was refused: {changed}")
-            if changed
-            else Outcome("refused", str(error))
-        )
-    found = compared(reference, candidate, runs)
-    outputs = {f"outputs, {kind}": error for kind, error in found.output_errors.items()}
+        return Result(FAILED, f"changed before it was refused: {changed}") if changed else Result(REFUSED, str(error))
+    comparison = compared(reference, candidate, runs)
+    outputs = {f"outputs, {kind}": error for kind, error in comparison.output_errors.items()}
     wrong = [
         f"{what} off by {error:.1e}"
-        for errors, bound in ((outputs, BOUND), (found.gradient_errors, GRADIENT_BOUND))
+        for errors, bound in ((outputs, BOUND), (comparison.gradient_errors, GRADIENT_BOUND))
         for what, error in errors.items()
         if not error <= bound
     ]
-    return Outcome("failed", "; ".join([*wrong, *found.problems][:6])) if wrong or found.problems else Outcome("right")
+    problems = [*wrong, *comparison.problems]
+    return Result(FAILED, "; ".join(problems[:6])) if problems else Result(RIGHT)
 
 
 def _differences(model: nn.Module, runs: Mapping[str, Run]) -> list[str]:
-    """Return what a refused model no longer does as before."""
+    """Return the differences of a refused model from the reference."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return ["parameters are sharded"]
     off = {kind: largest(logits_of(model, run.inputs) - run.expected) for kind, run in runs.items()}
