@@ -38,7 +38,7 @@ from rl_logprobs.softmax.triton_kernels import coefficient_kernel, finish_kernel
 ROWS, COLUMNS = 4096, 151_936
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
 #: The types of arguments that are not pointers to statistics.
-INT64, FLOAT64 = ("targets", "argmaxes", "ranks_of_target", "table"), ("state", "gathered", "totals", "temperatures")
+INT64, FLOAT64 = ("targets", "argmax", "target_rank", "table"), ("state", "gathered", "totals", "temperatures")
 LOGITS, POWERS = ("logits", "biases", "out", "weights", "p_logits", "q_logits"), ("powers", "local_max")
 KERNELS = (reduce_kernel, gradient_kernel, finish_kernel, coefficient_kernel, power_kernel, scale_kernel)
 #: Pointers that a call may leave out, and constants that it may set.
@@ -48,12 +48,12 @@ OPTIONAL += (
     "q_biases",
     "p_temperatures",
     "q_temperatures",
-    "entropies",
-    "argmaxes",
-    "ranks_of_target",
+    "entropy",
+    "argmax",
+    "target_rank",
     "local_max",
-    "d_logsumexps",
-    "d_entropies",
+    "d_logsumexp",
+    "d_entropy",
 )
 FLAGS = ("ENTROPY", "ARGMAX", "RANK", "MERGE", "LARGEST", "MIXTURE")
 
@@ -167,10 +167,10 @@ class Variant:
             "min_logits",
             "greater_than",
             "logprobs",
-            "logsumexps",
+            "logsumexp",
             "numbers",
         )
-        return wide if name in pointers or name.startswith(("d_", "entropies")) else "i32"
+        return wide if name in pointers or name.startswith(("d_", "entropy")) else "i32"
 
     def bytes_moved(self) -> int:
         """Return the bytes of the logits that a call of ``ROWS`` rows reads and writes."""
@@ -196,8 +196,8 @@ def training_variants(dtype: torch.dtype) -> list[Variant]:
         Variant(reduce_kernel, torch.float32, frozenset(), tile | entropy | {"SOFTCAP"}),
         Variant(reduce_kernel, torch.float32, frozenset({"expected_rows", "weights"}), tile),
         Variant(gradient_kernel, torch.float32, frozenset({"totals"}), tile | {"SOFTCAP"}),
-        Variant(finish_kernel, dtype, frozenset({"entropies", "totals"}), entropy),
-        Variant(coefficient_kernel, dtype, frozenset({"d_entropies", "d_logsumexps", "totals"})),
+        Variant(finish_kernel, dtype, frozenset({"entropy", "totals"}), entropy),
+        Variant(coefficient_kernel, dtype, frozenset({"d_entropy", "d_logsumexp", "totals"})),
         Variant(power_kernel, dtype, frozenset()),
         Variant(scale_kernel, dtype, frozenset()),
         *(Variant(sums_kernel, kind, frozenset()) for kind in (dtype, torch.float32)),

@@ -12,16 +12,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from rl_logprobs.devices import require_same_device
+from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
 from rl_logprobs.softmax.backends import Backend, runs_triton
-from rl_logprobs.softmax.fused_linear import LMHead, linear_softmax_statistics
+from rl_logprobs.softmax.fused_linear import HeadReducer, LMHead, product_dtype
 from rl_logprobs.softmax.head_rows import head_rows, sharded_alike
+from rl_logprobs.softmax.log2_scale import TemperatureScale
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.tile_pair import Side
-from rl_logprobs.softmax.triton_linear import triton_linear_statistics
-from rl_logprobs.softmax.triton_softmax import triton_statistics
-from rl_logprobs.softmax.vocab_parallel import TokenStatistics, softmax_statistics
+from rl_logprobs.softmax.triton_backend import temperatures_of
+from rl_logprobs.softmax.triton_linear import TritonHead
+from rl_logprobs.softmax.triton_softmax import Launcher, TritonLogits
+from rl_logprobs.softmax.vocab_parallel import LogitReducer, TokenStatistics, statistics_by
 from rl_logprobs.softmax.vocab_shard import (
     LocalLogits,
     TokenSlice,
@@ -51,9 +54,13 @@ class LogitSource(LocalLogits):
         """Return flat statistics over the full vocabulary."""
         min_logit = min_kept_logit(self.values, self.vocab, options.temperature, self.sampling)
         options = options if min_logit is None else replace(options, min_logit=min_logit)
+        dtype = statistics_dtype(self.values.dtype)
         if self.backend == "triton":
-            return triton_statistics(self.values, targets.ids, targets.ignore_index, self.vocab, options)
-        return softmax_statistics(self.values, targets.flat_ids, targets.flat_ignored, self.vocab, options)
+            temperatures = temperatures_of(options.temperature, self.values.device)
+            kernels = TritonLogits(self.vocab, targets.ignore_index, options, dtype, temperatures)
+            return statistics_by(kernels, self.values, targets.ids.contiguous())
+        reducer = LogitReducer(self.vocab, options, TemperatureScale.of(options.temperature, dtype))
+        return statistics_by(reducer, self.values, targets.flat_ids, targets.flat_ignored)
 
     def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
         """Return the logits of kept entries."""
@@ -166,9 +173,13 @@ class HeadSource:
     def full_statistics(self, targets: Targets, options: SoftmaxOptions) -> TokenStatistics:
         """Return flat statistics over the full vocabulary."""
         operands, head = self._gathered()
+        dtype, ignore_index = product_dtype(*operands[:2]), targets.ignore_index
+        reducer = HeadReducer(head, ignore_index, options, dtype)
         if runs_triton(operands[0].device):
-            return triton_linear_statistics(*operands, targets.ids, targets.ignore_index, head, options)
-        return linear_softmax_statistics(*operands, targets.flat_ids, targets.flat_ignored, head, options)
+            temperatures = temperatures_of(options.temperature, operands[0].device)
+            launcher = Launcher(self.vocab, ignore_index, options, dtype, temperatures)
+            reducer = TritonHead(head, ignore_index, options, dtype, launcher)
+        return statistics_by(reducer, *operands, targets.ids.contiguous())
 
     def entry_logits(self, entries: KeptEntries) -> torch.Tensor:
         """Return the logits of kept entries."""

@@ -11,24 +11,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from rl_logprobs._torch_compat import add_product_, apply_function, first_derivative, wide_product
+from rl_logprobs._torch_compat import add_product_, wide_product
 from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
-from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, SoftmaxOptions, TargetColumns, merge_all
+from rl_logprobs.softmax.partial_softmax import PartialSoftmax, SoftmaxOptions, TargetColumns, merge_all
 from rl_logprobs.softmax.row_blocks import tile_indices
 from rl_logprobs.softmax.torch_kernels import exp2_weights_, reduce_logits, write_gradient
-from rl_logprobs.softmax.vocab_parallel import SoftmaxTotals, TokenStatistics, combine_ranks, logit_gradient
+from rl_logprobs.softmax.vocab_parallel import (
+    Gradients,
+    SoftmaxTotals,
+    TokenStatistics,
+    combine_ranks,
+    logit_gradient,
+)
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 #: Writes the gradient of a tile's logits, given them, their tokens and columns, to a tensor that may be the logits.
 TileGradient = Callable[[torch.Tensor, slice, slice, torch.Tensor], None]
-Gradients = tuple[torch.Tensor | None, ...]
 
 #: Tokens and vocabulary ids of one tile: 4 MiB of float32 on a CPU; 128 MiB on an accelerator, enough to keep its
 #: matrix units busy.  On an H200 products and reductions of 4,096 x 8,192 run at 0.85 of the product's rate for
@@ -60,22 +65,6 @@ class LMHead:
     logit_scale: float = 1.0
     softcap: float | None = None
     reduce_hidden_grad: bool = True  # the backward pass sums the hidden gradient over the ranks, else the caller
-
-
-def linear_softmax_statistics(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    ignored: torch.Tensor,
-    head: LMHead,
-    options: SoftmaxOptions,
-) -> TokenStatistics:
-    """Return statistics of ``softmax(head(hidden))`` over the full vocabulary, from this rank's shard of the head."""
-    # ``hidden`` is ``[tokens, features]``, the same on all ranks of the vocabulary's group, and ``weight`` ``[columns,
-    # features]``.
-    found = apply_function(_LinearSoftmax, hidden, weight, bias, targets, ignored, head, options)
-    return TokenStatistics(*found)
 
 
 def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
@@ -111,36 +100,32 @@ class HeadTiles:
         """The dtype of the operands of products."""
         return operand_dtype(self.hidden, self.weight)
 
-    @cached_property
-    def operand(self) -> torch.Tensor:
-        """The hidden states as an operand, unchanged for ignored tokens."""
-        return self.hidden.to(self.operand_dtype)
-
     @property
     def size(self) -> tuple[int, int]:
         """Tokens and vocabulary ids of one tile."""
         return tile_size(self.weight.device, self.hidden.shape[0])
 
     def vocab_tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield ranges of this rank's columns, with the head's rows for them."""
+        """Yield ranges of this rank's columns, with the head's rows for them; one empty range without columns."""
         width = self.head.shard.width
-        for index in tile_indices(-(-width // self.size[1])):
+        for index in tile_indices(max(1, -(-width // self.size[1]))):
             start = index * self.size[1]
             cols = slice(start, min(width, start + self.size[1]))
             yield cols, self.weight[cols].to(self.operand_dtype)
 
     def token_tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield ranges of tokens, with their hidden states; 0 for ignored tokens, so that no NaN enters a product."""
+        """Yield ranges of tokens, with their hidden states."""
         for index in tile_indices(-(-self.hidden.shape[0] // self.size[0])):
             span = slice(index * self.size[0], (index + 1) * self.size[0])
-            yield span, self._rows(span)
+            yield span, self.rows(span)
 
-    def _rows(self, span: slice) -> torch.Tensor:
+    def rows(self, span: slice) -> torch.Tensor:
+        """Return the hidden states of some tokens; 0 for ignored tokens, so that no NaN enters a product."""
         return self.hidden[span].to(self.operand_dtype).masked_fill(self.ignored[span, None], 0)
 
     def tile(self, span: slice, cols: slice) -> torch.Tensor:
         """Return the logits of some tokens and columns, a new tensor."""
-        return self.logits(self._rows(span), cols, self.weight[cols].to(self.operand_dtype))
+        return self.logits(self.rows(span), cols, self.weight[cols].to(self.operand_dtype))
 
     def logits(self, rows: torch.Tensor, cols: slice, weight: torch.Tensor) -> torch.Tensor:
         """Return the logits of one tile, before the temperature."""
@@ -163,27 +148,42 @@ class HeadTiles:
         # The weight gradient of each range of columns is summed over all tokens before it is rounded.
         hidden, weight, bias = self.hidden, self.weight, self.bias
         d_hidden = hidden.new_zeros(hidden.shape, dtype=self.dtype) if needed[0] else None
-        d_weight = torch.zeros_like(weight) if needed[1] else None
-        d_bias = torch.zeros_like(bias, dtype=self.dtype) if bias is not None and needed[2] else None
-        for cols, tile_weight in self.vocab_tiles():
-            d_tile_weight = tile_weight.new_zeros(tile_weight.shape, dtype=self.dtype)
+        d_weight = torch.empty_like(weight) if needed[1] else None
+        d_bias, parts = None, -(-hidden.shape[0] // self.size[0])
+        if bias is not None and needed[2]:
+            d_bias = torch.zeros(parts, bias.shape[0], dtype=self.dtype, device=bias.device)
+        if d_weight is not None:
+            d_weight[self.head.shard.width :].zero_()
+        for cols, part in self.vocab_tiles():
+            total = None
             for span, rows in self.token_tiles():
-                tile = self.logits(rows, cols, tile_weight)
-                derivative = self.derivative(tile)
-                write(tile, span, cols, tile)
-                tile *= derivative
-                operand = tile.to(tile_weight.dtype)
+                gradient = self.tile_gradient(rows, part, span, cols, write)
                 if d_hidden is not None:
-                    add_product_(d_hidden[span], operand, tile_weight)
-                if d_weight is not None:
-                    add_product_(d_tile_weight, operand.t(), rows)
+                    add_product_(d_hidden[span], gradient, part)
+                if d_weight is not None and parts == 1 and d_weight.dtype is gradient.dtype:
+                    torch.mm(gradient.t(), rows, out=d_weight[cols])
+                elif d_weight is not None and total is None:
+                    total = wide_product(gradient.t(), rows, self.dtype)
+                elif total is not None:
+                    add_product_(total, gradient.t(), rows)
                 if d_bias is not None:
-                    d_bias[cols] += tile.sum(0)
-            if d_weight is not None:
-                d_weight[cols] = d_tile_weight
+                    torch.sum(gradient, 0, dtype=self.dtype, out=d_bias[span.start // self.size[0], cols])
+                del gradient  # before the next tile is allocated
+            if d_weight is not None and total is not None:
+                d_weight[cols] = total
         if d_bias is not None and bias is not None:
-            d_bias = d_bias.to(bias.dtype)
+            d_bias = d_bias.sum(0).to(bias.dtype)
         return self.reduced(d_hidden), d_weight, d_bias
+
+    def tile_gradient(
+        self, rows: torch.Tensor, weight: torch.Tensor, span: slice, cols: slice, write: TileGradient
+    ) -> torch.Tensor:
+        """Return the gradient of a tile's products in the dtype of the operands."""
+        tile = self.logits(rows, cols, weight)
+        derivative = self.derivative(tile)
+        write(tile, span, cols, tile)
+        tile *= derivative
+        return tile.to(weight.dtype)
 
     def reduced(self, d_hidden: torch.Tensor | None) -> torch.Tensor | None:
         """Return the sum of the ranks' parts of the hidden gradient, if nobody else sums them, in hidden's dtype."""
@@ -194,116 +194,102 @@ class HeadTiles:
         return d_hidden.to(self.hidden.dtype)
 
 
-def _reduce_tiles(
-    tiles: HeadTiles,
-    targets: torch.Tensor,
-    scale: TemperatureScale,
-    options: SoftmaxOptions,
-    expected_rows: torch.Tensor | None,
-) -> PartialSoftmax:
-    """Reduce all tiles to this rank's contribution to the softmax."""
-    # ``expected_rows``, ``[tokens, features]`` of zeros, is overwritten by the sum of ``2**y`` times the head's rows
-    # (times the logits' derivative). The hidden gradient needs nothing more, so that a frozen head costs no product
-    # backward.
-    shard, tokens = tiles.head.shard, targets.shape[0]
-    empty = reduce_logits(
-        tiles.hidden.new_empty(tokens, 0, dtype=tiles.dtype),
-        TargetColumns.locate(targets, tiles.ignored, 0, 0),
-        scale,
-        shard.start,
-        options,
-    )
-    running = empty.stack().to(wide_dtype(targets.device))
-    for cols, weight in tiles.vocab_tiles():
-        start = shard.start + cols.start
-        columns = TargetColumns.locate(targets, tiles.ignored, start, weight.shape[0])
-        for span, rows in tiles.token_tiles():
-            logits, tile_scale = tiles.logits(rows, cols, weight), scale.slice_tokens(span)
-            found = reduce_logits(logits, columns.slice_tokens(span), tile_scale, start, options)
-            before = empty.unstack(running[:, span])
-            after = merge_all([before, found.to(running.dtype)], tile_scale)
-            if expected_rows is not None:
-                derivative = tiles.derivative(logits)
-                exp2_weights_(logits, found.max_logit, tile_scale)
-                old_factor = rescale_exponent(before.max_logit, after.max_logit, tile_scale).exp2()[:, None]
-                new_factor = rescale_exponent(found.max_logit, after.max_logit, tile_scale).exp2()[:, None]
-                expected_rows[span] *= old_factor
-                logits *= new_factor.to(logits.dtype) * derivative
-                add_product_(expected_rows[span], logits.to(weight.dtype), weight)
-            running[:, span] = after.stack()
-    return empty.unstack(running).to(tiles.dtype)
+@dataclass(frozen=True)
+class HeadReducer:
+    """Statistics of ``softmax(head(hidden))`` over the full vocabulary, from this rank's shard of the head."""
 
+    # ``hidden`` is ``[tokens, features]``, the same on all ranks of the vocabulary's group, and ``weight`` ``[columns,
+    # features]``. ``expected_rows``, ``[tokens, features]``, becomes the sum of ``2**y`` times the head's rows (times
+    # the logits' derivative). The hidden gradient of a frozen head needs nothing more: no product backward.
+    head: LMHead
+    ignore_index: int
+    options: SoftmaxOptions
+    dtype: torch.dtype  # of the logits
+    tiles: ClassVar[type[HeadTiles]] = HeadTiles
 
-class _LinearSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        ignored: torch.Tensor,
-        head: LMHead,
-        options: SoftmaxOptions,
-    ) -> TokenStatistics:
-        tiles = HeadTiles(hidden, weight, bias, ignored, head)
-        scale = TemperatureScale.of(options.temperature, tiles.dtype)
-        d_hidden, d_weight, d_bias, *_ = ctx.needs_input_grad
-        frozen = d_hidden and not (d_weight or d_bias or options.entropy)
-        expected_rows = hidden.new_zeros(hidden.shape, dtype=tiles.dtype) if frozen else None
-        local = _reduce_tiles(tiles, targets, scale, options, expected_rows)
-        statistics, totals = combine_ranks(local, ignored, scale, head.shard.group)
-        target_logit = None
-        if expected_rows is not None:
-            expected_rows *= rescale_exponent(local.max_logit, totals.max_logit, scale).exp2()[:, None]
-            target_logit = local.target_logit
-        ctx.save_for_backward(hidden, weight, bias, targets, ignored, expected_rows, target_logit, *totals)
-        ctx.head, ctx.scale = head, scale
-        ctx.set_materialize_grads(False)
-        if statistics.argmax is not None:
-            ctx.mark_non_differentiable(statistics.argmax)
-        return statistics
+    @cached_property
+    def scale(self) -> TemperatureScale:
+        """The scale of the temperature."""
+        return TemperatureScale.of(self.options.temperature, self.dtype)
 
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, ignored, expected_rows, target_logit, *totals = ctx.saved_tensors
-        tiles = HeadTiles(hidden, weight, bias, ignored, ctx.head)
-        gradient = logit_gradient(SoftmaxTotals(*totals), ignored, ctx.scale, gradients)
+    def statistics(
+        self, tensors: tuple[Any, ...], needed: Sequence[bool]
+    ) -> tuple[TokenStatistics, Sequence[torch.Tensor | None]]:
+        """Return the statistics of hidden, weight, bias and ids, with the tensors to save."""
+        hidden, weight, bias, ids = tensors
+        tiles = self.tiles(hidden, weight, bias, ids.view(-1) == self.ignore_index, self.head)
+        frozen = needed[0] and not (needed[1] or needed[2] or self.options.entropy)
+        expected_rows = hidden.new_zeros(hidden.shape, dtype=self.dtype) if frozen else None
+        statistics, local, totals = self.reduce(tiles, ids, expected_rows)
+        return statistics, (*tensors, expected_rows, local if frozen else None, *totals)
+
+    def gradients(self, saved: Sequence[Any], needed: Sequence[bool], gradients: Gradients) -> Gradients:
+        """Return the gradients of hidden, weight and bias."""
+        hidden, weight, bias, ids, expected_rows, local, *totals = saved
+        tiles = self.tiles(hidden, weight, bias, ids.view(-1) == self.ignore_index, self.head)
         if expected_rows is None:
-            write = _write_tiles(tiles, targets, gradient, ctx.scale)
-            found = tiles.gradients(ctx.needs_input_grad[:3], write)
-        else:
-            d_hidden = _frozen_head_gradient(tiles, targets, gradient, expected_rows, target_logit)
-            found = tiles.reduced(d_hidden), None, None
-        return *found, None, None, None, None
+            return *tiles.gradients(needed, self.writer(tiles, ids, totals, gradients)), None
+        shard = self.head.shard
+        columns = TargetColumns.locate(ids.view(-1), tiles.ignored, shard.start, shard.width)
+        weight_coef, target_coef, target_logit = self.frozen_coefficients(tiles, ids, local, totals, gradients)
+        d_hidden = expected_rows * weight_coef[:, None]
+        if shard.width:
+            target_coef = (target_coef * tiles.derivative(target_logit)).where(columns.owned, 0)
+            d_hidden += weight[columns.column].to(self.dtype).mul_(target_coef[:, None])
+        return tiles.reduced(d_hidden.masked_fill_(tiles.ignored[:, None], 0)), None, None, None
 
+    def reduce(
+        self, tiles: HeadTiles, ids: torch.Tensor, expected_rows: torch.Tensor | None
+    ) -> tuple[TokenStatistics, torch.Tensor, Sequence[torch.Tensor | None]]:
+        """Return the statistics, values of this rank's columns for a frozen head, and totals of all ranks."""
+        local = self._reduce_tiles(tiles, ids.view(-1), expected_rows)
+        statistics, totals = combine_ranks(local, tiles.ignored, self.scale, self.head.shard.group)
+        if expected_rows is not None:
+            expected_rows *= rescale_exponent(local.max_logit, totals.max_logit, self.scale).exp2()[:, None]
+        return statistics, local.target_logit, totals
 
-def _frozen_head_gradient(
-    tiles: HeadTiles,
-    targets: torch.Tensor,
-    gradient: LogitGradient,
-    expected_rows: torch.Tensor,
-    target_logit: torch.Tensor,
-) -> torch.Tensor:
-    """Return the hidden gradient from the expected rows of the head and the row of each target."""
-    shard = tiles.head.shard
-    columns = TargetColumns.locate(targets, tiles.ignored, shard.start, shard.width)
-    d_hidden = expected_rows * gradient.weight[:, None]
-    if shard.width:
-        target_coef = (gradient.target * tiles.derivative(target_logit)).where(columns.owned, 0)
-        d_hidden += tiles.weight[columns.column].to(tiles.dtype).mul_(target_coef[:, None])
-    return d_hidden.masked_fill_(gradient.ignored[:, None], 0)
+    def _reduce_tiles(
+        self, tiles: HeadTiles, targets: torch.Tensor, expected_rows: torch.Tensor | None
+    ) -> PartialSoftmax:
+        """Reduce all tiles to this rank's contribution to the softmax."""
+        start, no_logits = self.head.shard.start, tiles.hidden.new_empty(targets.shape[0], 0, dtype=tiles.dtype)
+        no_columns = TargetColumns.locate(targets, tiles.ignored, 0, 0)
+        empty = reduce_logits(no_logits, no_columns, self.scale, start, self.options)
+        running = empty.stack().to(wide_dtype(targets.device))
+        for cols, weight in tiles.vocab_tiles():
+            first = start + cols.start
+            columns = TargetColumns.locate(targets, tiles.ignored, first, weight.shape[0])
+            for span, rows in tiles.token_tiles():
+                logits, scale = tiles.logits(rows, cols, weight), self.scale.slice_tokens(span)
+                tile = reduce_logits(logits, columns.slice_tokens(span), scale, first, self.options)
+                before = empty.unstack(running[:, span])
+                after = merge_all([before, tile.to(running.dtype)], scale)
+                if expected_rows is not None:
+                    derivative = tiles.derivative(logits)
+                    exp2_weights_(logits, tile.max_logit, scale)
+                    old_factor = rescale_exponent(before.max_logit, after.max_logit, scale).exp2()[:, None]
+                    new_factor = rescale_exponent(tile.max_logit, after.max_logit, scale).exp2()[:, None]
+                    expected_rows[span] *= old_factor
+                    logits *= new_factor.to(logits.dtype) * derivative
+                    add_product_(expected_rows[span], logits.to(weight.dtype), weight)
+                running[:, span] = after.stack()
+        return empty.unstack(running).to(tiles.dtype)
 
+    def frozen_coefficients(
+        self, tiles: HeadTiles, ids: torch.Tensor, local: torch.Tensor, totals: Sequence[Any], gradients: Gradients
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the coefficients of the expected rows and of the targets' rows, and the targets' logits."""
+        gradient = logit_gradient(SoftmaxTotals(*totals), tiles.ignored, self.scale, gradients)
+        return gradient.weight, gradient.target, local
 
-def _write_tiles(
-    tiles: HeadTiles, targets: torch.Tensor, gradient: LogitGradient, scale: TemperatureScale
-) -> TileGradient:
-    """Return the function that writes the gradient of one tile of logits."""
+    def writer(self, tiles: HeadTiles, ids: torch.Tensor, totals: Sequence[Any], gradients: Gradients) -> TileGradient:
+        """Return the function that writes the gradient of one tile of logits."""
+        gradient = logit_gradient(SoftmaxTotals(*totals), tiles.ignored, self.scale, gradients)
+        targets = ids.view(-1)
 
-    def write(tile: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
-        start = tiles.head.shard.start + cols.start
-        columns = TargetColumns.locate(targets[span], tiles.ignored[span], start, tile.shape[1])
-        write_gradient(tile, columns, gradient.slice_tokens(span), scale.slice_tokens(span), out=out)
+        def write(tile: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
+            start = self.head.shard.start + cols.start
+            columns = TargetColumns.locate(targets[span], tiles.ignored[span], start, tile.shape[1])
+            write_gradient(tile, columns, gradient.slice_tokens(span), self.scale.slice_tokens(span), out=out)
 
-    return write
+        return write

@@ -10,9 +10,11 @@ import torch
 
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.backends import runs_triton
-from rl_logprobs.softmax.fused_linear import Gradients, HeadTiles, LMHead, TileGradient, tile_size
+from rl_logprobs.softmax.fused_linear import HeadTiles, LMHead, TileGradient, tile_size
 from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights
 from rl_logprobs.softmax.row_blocks import leading_dims_merge, row_blocks, rows_per_workspace, tile_spans
+from rl_logprobs.softmax.triton_linear import TritonTiles
+from rl_logprobs.softmax.vocab_parallel import Gradients
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 
 
@@ -69,7 +71,8 @@ class Side:
             whole_rows = rows_per_workspace(width, device), max(1, width)
             return LogitTiles(logits, width, whole_rows if other.head is None else tile_size(device, ignored.shape[0]))
         hidden, weight, bias = self.tensors
-        return HeadTiles(hidden, weight, bias, ignored, self.head)
+        tiles = TritonTiles if runs_triton(ignored.device) else HeadTiles
+        return tiles(hidden, weight, bias, ignored, self.head)
 
 
 @dataclass(frozen=True)

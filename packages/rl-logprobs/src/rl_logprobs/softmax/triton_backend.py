@@ -34,25 +34,38 @@ def launch(module: str, kernel: str, grid: Grid, device: torch.device, **argumen
     from triton import language
 
     compiled = getattr(import_module(f"rl_logprobs.{module}"), kernel)
-    given = {
+    converted = {
         name: getattr(language, str(value).removeprefix("torch.")) if isinstance(value, torch.dtype) else value
         for name, value in arguments.items()
     }
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            compiled[grid](**given)
+            compiled[grid](**converted)
     else:
-        compiled[grid](**given)
+        compiled[grid](**converted)
 
 
 class LaunchRows(NamedTuple):
-    """LaunchRows of tensors ``[..., width]`` that one launch reaches: at most two leading dims."""
+    """Rows of tensors ``[..., width]`` that one launch reaches: at most two leading dims."""
 
     first_token: int
     number: int
     inner: int  # the size of the second leading dim
     strides: list[tuple[int, int]]  # of the leading dims, for each tensor
     tensors: tuple[torch.Tensor, ...]
+
+    def arguments(self, **prefixes: str) -> dict[str, Any]:
+        """Return the kernels' arguments of the rows; ``prefixes`` has a tensor's name and the prefix of its strides."""
+        arguments: dict[str, Any] = {"inner": self.inner, "first_token": self.first_token}
+        for (name, prefix), tensor, (outer, row) in zip(prefixes.items(), self.tensors, self.strides, strict=True):
+            names = (name, f"{prefix}outer_stride", f"{prefix}row_stride", f"{prefix}column_stride")
+            arguments.update(zip(names, (tensor, outer, row, tensor.stride(-1)), strict=True))
+        return arguments
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the columns of all tensors follow one another."""
+        return all(tensor.stride(-1) == 1 for tensor in self.tensors)
 
 
 def rows_of(*tensors: torch.Tensor, first_token: int = 0) -> Iterator[LaunchRows]:
@@ -95,84 +108,6 @@ def gradient_options(dtype: torch.dtype, width: int, warp_size: int = WARP_SIZE)
 
 def _statistics(dtype: torch.dtype) -> dict[str, Any]:
     return {"WIDE": dtype, "LEAST": torch.finfo(dtype).min}
-
-
-def reduce_rows(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    state: torch.Tensor,
-    options: SoftmaxOptions,
-    dtype: torch.dtype,
-    arguments: dict[str, Any],
-    first_token: int = 0,
-) -> None:
-    """Reduce logits ``[..., width or more]`` of the tokens from ``first_token`` into ``state``."""
-    # ``arguments`` of the kernel replace its arguments for given logits.
-    chosen = reduce_options(dtype, arguments["width"], units=most_units(options))
-    for rows in rows_of(logits):
-        (part,), ((outer_stride, row_stride),) = rows.tensors, rows.strides
-        given: dict[str, Any] = {
-            "logits": part,
-            "biases": None,
-            "targets": ids,
-            "min_logits": options.min_logit,
-            "greater_than": None,
-            "state": state,
-            "weights": part if options.inplace_forward else None,
-            "expected_rows": None,
-            "inner": rows.inner,
-            "outer_stride": outer_stride,
-            "row_stride": row_stride,
-            "column_stride": part.stride(-1),
-            "first_token": first_token + rows.first_token,
-            "tokens": ids.numel(),
-            "initial": 1,
-            "features": 0,
-            "SCALE": None,
-            "SOFTCAP": None,
-            "ENTROPY": options.entropy,
-            "ARGMAX": options.argmax,
-            "RANK": options.target_rank,
-            "MERGE": False,
-            "CONTIGUOUS": part.stride(-1) == 1,
-        }
-        launch(KERNELS, "reduce_kernel", (rows.number,), ids.device, **(given | arguments | chosen))
-
-
-def write_rows(
-    logits: torch.Tensor,
-    out: torch.Tensor,
-    ids: torch.Tensor,
-    dtype: torch.dtype,
-    arguments: dict[str, Any],
-    first_token: int = 0,
-) -> None:
-    """Write the gradient of logits ``[..., columns]`` of the tokens from ``first_token`` to ``out``."""
-    columns, options = out.shape[-1], gradient_options(dtype, out.shape[-1])
-    for rows in rows_of(logits, out) if out.numel() else ():
-        part, part_out = rows.tensors
-        given: dict[str, Any] = {
-            "logits": part,
-            "biases": None,
-            "out": part_out,
-            "targets": ids,
-            "min_logits": None,
-            "out_width": columns,
-            "inner": rows.inner,
-            "outer_stride": rows.strides[0][0],
-            "row_stride": rows.strides[0][1],
-            "column_stride": part.stride(-1),
-            "out_outer_stride": rows.strides[1][0],
-            "out_row_stride": rows.strides[1][1],
-            "out_column_stride": part_out.stride(-1),
-            "first_token": first_token + rows.first_token,
-            "tokens": ids.numel(),
-            "SCALE": None,
-            "SOFTCAP": None,
-            "CONTIGUOUS": part.stride(-1) == 1 == part_out.stride(-1),
-        }
-        grid = rows.number, blocks(columns, options["BLOCK"])
-        launch(KERNELS, "gradient_kernel", grid, ids.device, **(given | arguments | options))
 
 
 def most_units(options: SoftmaxOptions, warp_size: int = WARP_SIZE) -> int:

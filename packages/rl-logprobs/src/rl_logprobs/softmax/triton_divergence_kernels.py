@@ -48,12 +48,12 @@ def log2_mixture_of(log2_p, log2_q, log2_shares, log2_other_share, LEAST: tl.con
 
 @triton.jit(do_not_specialize=SIZES)
 def sums_kernel(
-    p_logits, q_logits, p_biases, q_biases, p_temperatures, q_temperatures, ignored, numbers, state, width, inner,
-    p_outer_stride, p_row_stride, p_column_stride, q_outer_stride, q_row_stride, q_column_stride,
-    p_temperature_stride, q_temperature_stride, first_token, tokens, P_SCALE: tl.constexpr, P_SOFTCAP: tl.constexpr,
-    Q_SCALE: tl.constexpr, Q_SOFTCAP: tl.constexpr, LOG2_SHARE: tl.constexpr, LOG2_OTHER_SHARE: tl.constexpr,
+    p_logits, q_logits, p_temperatures, q_temperatures, ignored, numbers, state, width, inner, p_outer_stride,
+    p_row_stride, p_column_stride, q_outer_stride, q_row_stride, q_column_stride, p_temperature_stride,
+    q_temperature_stride, first_token, tokens, LOG2_SHARE: tl.constexpr, LOG2_OTHER_SHARE: tl.constexpr,
     MIXTURE: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST: tl.constexpr, p_biases=None, q_biases=None, P_SCALE: tl.constexpr = None, P_SOFTCAP: tl.constexpr = None,
+    Q_SCALE: tl.constexpr = None, Q_SOFTCAP: tl.constexpr = None,
 ):  # fmt: skip
     """Add row ``program_id(0)`` of both to ``state``; with ``MIXTURE`` divergences in bits to its first two rows."""
     row = tl.program_id(0)
@@ -110,49 +110,32 @@ def sums_kernel(
         old_q = tl.load(destination + 2 * stride).to(WIDE)
         new_p = tl.maximum(old_p, row_p, propagate_nan=_ALL)
         new_q = tl.maximum(old_q, row_q, propagate_nan=_ALL)
-        total_p, total_cross = rescaled(
-            row_p,
-            tl.sum(p_sum, 0).to(tl.float64),
-            row_q,
-            tl.sum(cross, 0).to(tl.float64),
-            new_p,
-            new_q,
-            p_factor,
-            q_factor,
-            LEAST,
-        )
-        old_sum, old_cross = rescaled(
-            old_p,
-            tl.load(destination + stride),
-            old_q,
-            tl.load(destination + 4 * stride),
-            new_p,
-            new_q,
-            p_factor,
-            q_factor,
-            LEAST,
-        )
+        row_sum = tl.sum(p_sum, 0).to(tl.float64)
+        row_cross = tl.sum(cross, 0).to(tl.float64)
+        row_sum, row_cross = rescaled(row_p, row_sum, row_q, row_cross, new_p, new_q, p_factor, q_factor, LEAST)
+        old_sum = tl.load(destination + stride)
+        old_cross = tl.load(destination + 4 * stride)
+        old_sum, old_cross = rescaled(old_p, old_sum, old_q, old_cross, new_p, new_q, p_factor, q_factor, LEAST)
         total_q = tl.sum(q_sum, 0).to(tl.float64) * tl.exp2(exponent_of(row_q, new_q, q_factor, LEAST))
         total_q += tl.load(destination + 3 * stride) * tl.exp2(exponent_of(old_q, new_q, q_factor, LEAST))
         tl.store(destination, new_p)
-        tl.store(destination + stride, old_sum + total_p)
+        tl.store(destination + stride, old_sum + row_sum)
         tl.store(destination + 2 * stride, new_q)
         tl.store(destination + 3 * stride, total_q)
-        tl.store(destination + 4 * stride, old_cross + total_cross)
+        tl.store(destination + 4 * stride, old_cross + row_cross)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def divergence_gradient_kernel(
-    p_logits, q_logits, p_biases, q_biases, p_temperatures, q_temperatures, ignored, numbers, out, width, out_width,
-    inner, p_outer_stride, p_row_stride, p_column_stride, q_outer_stride, q_row_stride, q_column_stride,
-    out_outer_stride, out_row_stride, out_column_stride, p_temperature_stride, q_temperature_stride, first_token,
-    tokens, P_SCALE: tl.constexpr, P_SOFTCAP: tl.constexpr, Q_SCALE: tl.constexpr, Q_SOFTCAP: tl.constexpr,
-    LOG2_SHARE: tl.constexpr, LOG2_OTHER_SHARE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
-    WIDE: tl.constexpr, LEAST: tl.constexpr,
+    p_logits, q_logits, p_temperatures, q_temperatures, ignored, numbers, out, width, out_width, inner, p_outer_stride,
+    p_row_stride, p_column_stride, q_outer_stride, q_row_stride, q_column_stride, out_outer_stride, out_row_stride,
+    out_column_stride, p_temperature_stride, q_temperature_stride, first_token, tokens, LOG2_SHARE: tl.constexpr,
+    LOG2_OTHER_SHARE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr,
+    p_biases=None, q_biases=None, P_SCALE: tl.constexpr = None, P_SOFTCAP: tl.constexpr = None,
+    Q_SCALE: tl.constexpr = None, Q_SOFTCAP: tl.constexpr = None,
 ):  # fmt: skip
     """Write block ``program_id(1)`` of the gradient by the products of ``p`` of row ``program_id(0)``."""
-    # KIND names the function of ``divergence`` that gives the values: 0 ``_write_p``, 1 ``_write_q``, 2
-    # ``_write_mixed``.
+    # KIND is the kind of gradient in ``divergence``: 0 ``OF_P``, 1 ``OF_Q``, 2 ``MIXED``.
     row = tl.program_id(0)
     token = first_token + row
     stride = tokens.to(tl.int64)

@@ -5,7 +5,8 @@ each of ``BLOCK`` lanes, so that a lane is rescaled once for ``UNITS`` columns. 
 ``state``, ``[fields, tokens]``: maximum, sum of weights, target's logit, and where asked for the weighted sum, the
 most probable id and the number of greater logits.
 
-Names in capitals are compile-time constants.  Code under an argument that is None is not compiled.
+Names in capitals are compile-time constants.  Code under an argument that is None, the default of optional ones, is not
+compiled.
 """
 
 import math
@@ -72,9 +73,7 @@ def load_logits(
 @triton.jit
 def derivative_of(values, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """Return the derivative of logits by the products that they were computed from."""
-    derivative = (
-        tl.full(values.shape, 1.0, values.dtype) if SCALE is None else tl.full(values.shape, SCALE, values.dtype)
-    )
+    derivative = tl.full(values.shape, 1.0 if SCALE is None else SCALE, values.dtype)
     if SOFTCAP is not None:
         derivative *= 1.0 - (values / SOFTCAP) * (values / SOFTCAP)
     return derivative
@@ -94,11 +93,12 @@ def row_offset(row, inner, outer_stride, row_stride):
 
 @triton.jit(do_not_specialize=SIZES)
 def reduce_kernel(
-    logits, biases, targets, temperatures, min_logits, greater_than, valid, state, weights, expected_rows, width,
-    inner, outer_stride, row_stride, column_stride, temperature_stride, first_token, tokens, start, vocab_size,
-    ignore_index, initial, features, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
-    ARGMAX: tl.constexpr, RANK: tl.constexpr, MERGE: tl.constexpr, CONTIGUOUS: tl.constexpr, UNITS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr,
+    logits, targets, temperatures, state, width, inner, outer_stride, row_stride, column_stride, temperature_stride,
+    first_token, tokens, start, vocab_size, ignore_index, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr,
+    RANK: tl.constexpr, CONTIGUOUS: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr, LEAST: tl.constexpr, biases=None, min_logits=None, greater_than=None, valid=None, weights=None,
+    expected_rows=None, initial=1, features=0, SCALE: tl.constexpr = None, SOFTCAP: tl.constexpr = None,
+    MERGE: tl.constexpr = False,
 ):  # fmt: skip
     """Reduce row ``program_id(0)`` into the token's ``state``; ``MERGE`` adds to the sums of earlier columns."""
     # ``weights`` receives the weights of the row's logits relative to the maximum so far, times their derivative;
@@ -115,8 +115,8 @@ def reduce_kernel(
     row_start = row_offset(row, inner, outer_stride, row_stride)
     first = logits + row_start
     factor = factor_of(temperatures, token, temperature_stride, WIDE)
-    found = load_logits(first, column * column_stride, biases, column, owned, SCALE, SOFTCAP, WIDE)
-    target_logit = tl.where(owned, found, 0.0)
+    target_logit = load_logits(first, column * column_stride, biases, column, owned, SCALE, SOFTCAP, WIDE)
+    target_logit = tl.where(owned, target_logit, 0.0)
     threshold = target_logit
     if greater_than is not None:
         threshold = tl.load(greater_than + token)
@@ -172,9 +172,8 @@ def reduce_kernel(
         old_sum = tl.load(destination + stride, mask=earlier, other=0.0)
         if ENTROPY:
             old_weighted = tl.load(destination + 3 * stride, mask=earlier, other=0.0)
-            row_weighted = (old_weighted + old_sum * old_rescale) * old_factor + (
-                row_weighted + row_sum * rescale_row
-            ) * row_factor
+            row_weighted = (row_weighted + row_sum * rescale_row) * row_factor
+            row_weighted += (old_weighted + old_sum * old_rescale) * old_factor
         if ARGMAX:
             old_id = tl.load(ranking, mask=earlier, other=0.0)
             id_of_max = tl.where(earlier & (old_max >= row_max), old_id, id_of_max.to(tl.float64))
@@ -212,8 +211,8 @@ def reduce_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def finish_kernel(
-    gathered, targets, temperatures, logprobs, logsumexps, entropies, argmaxes, ranks_of_target, totals,
-    temperature_stride, tokens, ignore_index, ranks, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, RANK: tl.constexpr,
+    gathered, targets, temperatures, logprobs, logsumexp, entropy, argmax, target_rank, totals, temperature_stride,
+    tokens, ignore_index, ranks, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, RANK: tl.constexpr,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Combine the ``state`` of all ranks to the statistics of ``BLOCK`` tokens, and the totals of the gradient."""
@@ -231,7 +230,7 @@ def finish_kernel(
     sum_exp2 = tl.zeros((BLOCK,), tl.float64)
     target_logit = tl.zeros((BLOCK,), tl.float64)
     weighted_sum = tl.zeros((BLOCK,), tl.float64)
-    argmax = tl.zeros((BLOCK,), tl.float64)
+    id_of_max = tl.zeros((BLOCK,), tl.float64)
     count = tl.zeros((BLOCK,), tl.float64)
     for rank in range(ranks):
         part = gathered + rank * (3 + ENTROPY + ARGMAX + RANK) * stride + token
@@ -245,7 +244,7 @@ def finish_kernel(
             weighted_sum += (tl.load(part + 3 * stride) + part_sum * part_rescale) * tl.exp2(part_rescale)
         if ARGMAX:
             part_id = tl.load(part + (3 + ENTROPY) * stride)
-            argmax = tl.where((part_max > max_logit) | (rank == 0), part_id, argmax)
+            id_of_max = tl.where((part_max > max_logit) | (rank == 0), part_id, id_of_max)
         if RANK:
             count += tl.load(part + (3 + ENTROPY + ARGMAX) * stride)
         sum_exp2 = sum_exp2 * tl.exp2(rescale) + part_sum * tl.exp2(part_rescale)
@@ -254,15 +253,15 @@ def finish_kernel(
     log2_sum = tl.log2(sum_exp2)
     logprob = ((target_logit - max_logit) * factor - log2_sum) * nats
     tl.store(logprobs + token, tl.where(scored, logprob, 0.0), mask=inside)
-    tl.store(logsumexps + token, tl.where(scored, max_logit / temperature + log2_sum * nats, 0.0), mask=inside)
+    tl.store(logsumexp + token, tl.where(scored, max_logit / temperature + log2_sum * nats, 0.0), mask=inside)
     if ENTROPY:
         mean = weighted_sum / sum_exp2
-        tl.store(entropies + token, tl.where(scored, (log2_sum - mean) * nats, 0.0), mask=inside)
+        tl.store(entropy + token, tl.where(scored, (log2_sum - mean) * nats, 0.0), mask=inside)
         tl.store(totals + 3 * stride + token, mean, mask=inside)
     if ARGMAX:
-        tl.store(argmaxes + token, tl.where(scored, argmax, 0.0).to(tl.int64), mask=inside)
+        tl.store(argmax + token, tl.where(scored, id_of_max, 0.0).to(tl.int64), mask=inside)
     if RANK:
-        tl.store(ranks_of_target + token, tl.where(scored, count, 0.0).to(tl.int64), mask=inside)
+        tl.store(target_rank + token, tl.where(scored, count, 0.0).to(tl.int64), mask=inside)
     tl.store(totals + token, max_logit, mask=inside)
     tl.store(totals + stride + token, sum_exp2, mask=inside)
     tl.store(totals + 2 * stride + token, tl.where(target_logit == -float("inf"), 0.0, 1.0), mask=inside)
@@ -270,7 +269,7 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def coefficient_kernel(
-    totals, targets, temperatures, local_max, d_logprobs, d_logsumexps, d_entropies, coefficients, logprob_stride,
+    totals, targets, temperatures, local_max, d_logprobs, d_logsumexp, d_entropy, coefficients, logprobs_stride,
     logsumexp_stride, entropy_stride, temperature_stride, tokens, ignore_index, BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -288,14 +287,14 @@ def coefficient_kernel(
     sum_exp2 = tl.load(totals + stride + token)
     d_target = tl.zeros((BLOCK,), tl.float64)
     if d_logprobs is not None:
-        given = tl.load(d_logprobs + token * logprob_stride).to(tl.float64)
-        d_target = tl.where(tl.load(totals + 2 * stride + token) == 0.0, 0.0, given)
+        d_target = tl.load(d_logprobs + token * logprobs_stride).to(tl.float64)
+        d_target = tl.where(tl.load(totals + 2 * stride + token) == 0.0, 0.0, d_target)
     d_weight = -d_target
-    if d_logsumexps is not None:
-        d_weight += tl.load(d_logsumexps + token * logsumexp_stride).to(tl.float64)
+    if d_logsumexp is not None:
+        d_weight += tl.load(d_logsumexp + token * logsumexp_stride).to(tl.float64)
     d_weighted = tl.zeros((BLOCK,), tl.float64)
-    if d_entropies is not None:
-        d_bits = tl.load(d_entropies + token * entropy_stride).to(tl.float64) / (factor * temperature)
+    if d_entropy is not None:
+        d_bits = tl.load(d_entropy + token * entropy_stride).to(tl.float64) / (factor * temperature)
         d_weight += d_bits * tl.load(totals + 3 * stride + token)
         d_weighted = -d_bits / (temperature * sum_exp2)
     d_weight = d_weight / (temperature * sum_exp2)
@@ -308,10 +307,11 @@ def coefficient_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def gradient_kernel(
-    logits, biases, out, targets, temperatures, min_logits, totals, coefficients, width, out_width, inner,
-    outer_stride, row_stride, column_stride, out_outer_stride, out_row_stride, out_column_stride, temperature_stride,
-    first_token, tokens, start, ignore_index, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
-    CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr,
+    logits, out, targets, temperatures, coefficients, width, out_width, inner, outer_stride, row_stride,
+    column_stride, out_outer_stride, out_row_stride, out_column_stride, temperature_stride, first_token, tokens, start,
+    ignore_index, ENTROPY: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    LEAST: tl.constexpr, biases=None, min_logits=None, totals=None, SCALE: tl.constexpr = None,
+    SOFTCAP: tl.constexpr = None,
 ):  # fmt: skip
     """Write block ``program_id(1)`` of the gradient of row ``program_id(0)``; 0 in columns beyond ``width``."""
     # ``totals`` is None where weights have replaced the logits. A token that is not scored reads no logit.

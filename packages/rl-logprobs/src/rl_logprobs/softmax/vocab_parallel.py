@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from rl_logprobs._torch_compat import all_gather_single, apply_function, first_derivative
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, SoftmaxOptions, TargetColumns, merge
 from rl_logprobs.softmax.torch_kernels import reduce_logits, target_logits, write_gradient
 from rl_logprobs.softmax.vocab_shard import VocabColumns
+
+#: A gradient for each tensor; None where none is needed.
+Gradients = tuple[torch.Tensor | None, ...]
 
 
 class TokenStatistics(NamedTuple):
@@ -56,18 +59,6 @@ class SoftmaxTotals(NamedTuple):
     max_logit: torch.Tensor  # the largest logit
     sum_exp2: torch.Tensor  # the sum of ``2**y``
     mean_exponent: torch.Tensor | None  # the expectation of ``y`` under the softmax, or None without entropy
-
-
-def softmax_statistics(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    ignored: torch.Tensor,
-    shard: VocabColumns,
-    options: SoftmaxOptions,
-) -> TokenStatistics:
-    """Return statistics of the full softmax, ``[tokens]``, from this rank's columns of any strides."""
-    # Ignored tokens get 0 and have no gradient, whatever their logits. The ranks of the shard's group call together.
-    return TokenStatistics(*apply_function(_VocabParallelSoftmax, logits, targets, ignored, shard, options))
 
 
 def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -135,32 +126,24 @@ def logit_gradient(
     )
 
 
-class _VocabParallelSoftmax(torch.autograd.Function):
+class Reducer(Protocol):
+    """A method to compute statistics of tensors, and the gradients of these tensors."""
+
+    def statistics(
+        self, tensors: tuple[Any, ...], needed: Sequence[bool]
+    ) -> tuple[TokenStatistics, Sequence[torch.Tensor | None]]:
+        """Return the statistics of the tensors, and the tensors to save for the gradients."""
+
+    def gradients(self, saved: Sequence[Any], needed: Sequence[bool], gradients: Gradients) -> Gradients:
+        """Return the gradient of each tensor from the gradients of the statistics."""
+
+
+class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        ignored: torch.Tensor,
-        shard: VocabColumns,
-        options: SoftmaxOptions,
-    ) -> TokenStatistics:
-        scale = TemperatureScale.of(options.temperature, statistics_dtype(logits.dtype))
-        columns = TargetColumns.locate(targets, ignored, shard.start, shard.width)
-        local_logits, overwrite = logits[..., : shard.width], options.inplace_forward
-        greater_than = None
-        if options.target_rank:  # one rank holds the target's logit, and the others need it before they can count
-            greater_than = all_gather(target_logits(local_logits, columns)[None], shard.group).sum(0)[0]
-        local = reduce_logits(local_logits, columns, scale, shard.start, options, greater_than)
-        statistics, totals = combine_ranks(local, ignored, scale, shard.group)
-        rescale = None
-        if overwrite:  # the weights that replace the logits are relative to the local maximum
-            rescale = rescale_exponent(local.max_logit.to(totals.sum_exp2.dtype), totals.max_logit, scale)
-        # Autograd refuses to return a saved input that is a view made by another function and has been overwritten.
-        saved_logits = logits.detach() if overwrite else logits
-        ctx.save_for_backward(saved_logits, ignored, options.min_logit, rescale, *columns, *totals)
-        ctx.scale, ctx.width = scale, shard.width
-        ctx.inplace = options.inplace_backward or overwrite
+    def forward(ctx: Any, reducer: Reducer, *tensors: torch.Tensor | None) -> TokenStatistics:
+        statistics, saved = reducer.statistics(tensors, ctx.needs_input_grad[1:])
+        ctx.save_for_backward(*saved)
+        ctx.reducer = reducer
         ctx.set_materialize_grads(False)
         integers = (statistics.argmax, statistics.target_rank)
         ctx.mark_non_differentiable(*(value for value in integers if value is not None))
@@ -168,16 +151,51 @@ class _VocabParallelSoftmax(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits, ignored, min_logit, rescale, column, owned, *totals = ctx.saved_tensors
-        out = logits if ctx.inplace else logits.new_empty(logits.shape)
-        out[..., ctx.width :].zero_()
-        gradient = logit_gradient(SoftmaxTotals(*totals), ignored, ctx.scale, gradients, min_logit)
-        write_gradient(
-            logits[..., : ctx.width],
-            TargetColumns(column, owned),
-            gradient if rescale is None else gradient.for_weights(rescale),
-            ctx.scale,
-            out[..., : ctx.width],
-        )
-        return out, None, None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
+        return None, *ctx.reducer.gradients(ctx.saved_tensors, ctx.needs_input_grad[1:], gradients)
+
+
+def statistics_by(reducer: Reducer, *tensors: torch.Tensor | None) -> TokenStatistics:
+    """Return a reducer's statistics of tensors, differentiable in these tensors."""
+    return TokenStatistics(*apply_function(_Statistics, reducer, *tensors))
+
+
+@dataclass(frozen=True)
+class LogitReducer:
+    """Statistics of the full softmax, ``[tokens]``, from this rank's columns of logits of any strides."""
+
+    # Ignored tokens get 0 and have no gradient, whatever their logits. The ranks of the shard's group call together.
+    shard: VocabColumns
+    options: SoftmaxOptions
+    scale: TemperatureScale
+
+    def statistics(
+        self, tensors: tuple[Any, ...], needed: Sequence[bool]
+    ) -> tuple[TokenStatistics, Sequence[torch.Tensor | None]]:
+        """Return the statistics of logits, ids ``[tokens]`` and the tokens to ignore, with the tensors to save."""
+        logits, targets, ignored = tensors
+        shard, options = self.shard, self.options
+        columns = TargetColumns.locate(targets, ignored, shard.start, shard.width)
+        local_logits = logits[..., : shard.width]
+        greater_than = None
+        if options.target_rank:  # one rank holds the target's logit, and the others need it before they can count
+            greater_than = all_gather(target_logits(local_logits, columns)[None], shard.group).sum(0)[0]
+        local = reduce_logits(local_logits, columns, self.scale, shard.start, options, greater_than)
+        statistics, totals = combine_ranks(local, ignored, self.scale, shard.group)
+        rescale = None
+        if options.inplace_forward:  # the weights that replace the logits are relative to the local maximum
+            rescale = rescale_exponent(local.max_logit.to(totals.sum_exp2.dtype), totals.max_logit, self.scale)
+        # Autograd refuses to return a saved input that is a view made by another function and has been overwritten.
+        saved_logits = logits.detach() if options.inplace_forward else logits
+        return statistics, (saved_logits, ignored, options.min_logit, rescale, *columns, *totals)
+
+    def gradients(self, saved: Sequence[Any], needed: Sequence[bool], gradients: Gradients) -> Gradients:
+        """Return the gradient of the logits."""
+        logits, ignored, min_logit, rescale, column, owned, *totals = saved
+        width, options = self.shard.width, self.options
+        out = logits if options.inplace_backward or options.inplace_forward else logits.new_empty(logits.shape)
+        out[..., width:].zero_()
+        gradient = logit_gradient(SoftmaxTotals(*totals), ignored, self.scale, gradients, min_logit)
+        gradient = gradient if rescale is None else gradient.for_weights(rescale)
+        write_gradient(logits[..., :width], TargetColumns(column, owned), gradient, self.scale, out[..., :width])
+        return out, None, None
