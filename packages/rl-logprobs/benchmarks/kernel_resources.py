@@ -168,9 +168,10 @@ class Variant:
             "greater_than",
             "logprobs",
             "logsumexp",
+            "entropy",
             "numbers",
         )
-        return wide if name in pointers or name.startswith(("d_", "entropy")) else "i32"
+        return wide if name in pointers or name.startswith("d_") else "i32"
 
     def bytes_moved(self) -> int:
         """Return the bytes of the logits that a call of ``ROWS`` rows reads and writes."""

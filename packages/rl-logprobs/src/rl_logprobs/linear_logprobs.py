@@ -34,18 +34,8 @@ def linear_token_logprobs(
     One collective forward; backward one more, for the hidden gradient.  A head that needs no gradient costs one more
     product forward and none backward.
 
-    Args:
-        hidden: ``[batch, seq, features]`` or ``[tokens, features]``, as ``linear_token_statistics`` takes them.
-        weight: ``[vocab, features]``: plain, a DTensor, or a local shard.
-        targets: integers of hidden's leading shape.
-        bias: as in ``linear_token_statistics``, like all further arguments.
-        logit_scale: factor on the products.
-        softcap: positive bound of the logits.
-        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
-        shard: which ids the rows of a local weight are, or how many ids are no padding.
-        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``.
-        ignore_index: target of tokens that are not scored.
-        support: normalise over the ids that the sampler kept.
+    The arguments are the same as of ``linear_token_statistics``: ``[..., tokens, features]`` hidden states, the head's
+    ``[vocab, features]`` weight (plain, a DTensor, or a local shard), and targets of hidden's leading shape.
 
     Returns:
         Float32 (float64 for float64 inputs) of hidden's leading shape, after the gather of sharded tokens.

@@ -36,19 +36,8 @@ def token_logprobs(
     One pass over the local logits and one collective forward, none backward; each rank gets the gradient of
     its own columns.  The logits keep their dtype, and no float32 copy of them is made.
 
-    Args:
-        logits: ``[batch, seq, vocab]`` or packed ``[tokens, vocab]``, as ``token_statistics`` takes them: plain, a
-            DTensor that is sharded on the vocabulary, or a local shard.
-        targets: integers of the logits' leading shape.
-        shard: as in ``token_statistics``, like all further arguments.
-        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``.
-        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
-        ignore_index: target of tokens that are not scored.
-        sampling: score under the distribution that a sampler's filter leaves.
-        support: normalise over the ids that the sampler kept.
-        inplace_backward: write the gradient over the logits' memory.
-        inplace_forward: overwrite the logits in the forward pass, if they need a gradient.
-        backend: ``"triton"`` or ``"torch"``.
+    The arguments are the same as of ``token_statistics``: ``[..., tokens, vocab]`` logits (plain, a DTensor that is
+    sharded on the vocabulary, or a local shard), and targets of the logits' leading shape.
 
     Returns:
         This rank's tokens as a plain tensor of the logits' leading shape, float32 (float64 for float64 logits), the

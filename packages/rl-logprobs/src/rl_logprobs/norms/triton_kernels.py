@@ -17,15 +17,17 @@ def chunk(table, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def summand(values, ORDER: tl.constexpr):
-    """Return ``|x| ** ORDER``."""
-    if ORDER == 2.0:
-        power = values * values
+def added(total, values, ORDER: tl.constexpr, LARGEST: tl.constexpr):
+    """Return ``total + |x| ** ORDER``, or with ``LARGEST`` the larger of ``total`` and ``|x|``."""
+    if LARGEST:
+        total = tl.maximum(total, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
+    elif ORDER == 2.0:
+        total += values * values
     elif ORDER == 1.0:
-        power = tl.abs(values)
+        total += tl.abs(values)
     else:
-        power = tl.exp2(tl.log2(tl.abs(values)) * ORDER)
-    return power
+        total += tl.exp2(tl.log2(tl.abs(values)) * ORDER)
+    return total
 
 
 @triton.jit
@@ -40,18 +42,11 @@ def power_kernel(
     total = tl.zeros((BLOCK,), WIDE)
     if length == CHUNK:
         for begin in range(0, CHUNK, BLOCK):
-            values = tl.load(first + begin + lanes).to(WIDE)
-            if LARGEST:
-                total = tl.maximum(total, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
-            else:
-                total += summand(values, ORDER)
+            total = added(total, tl.load(first + begin + lanes).to(WIDE), ORDER, LARGEST)
     else:
         for begin in range(0, length, BLOCK):
-            values = tl.load(first + begin + lanes, mask=begin + lanes < length, other=0.0).to(WIDE)
-            if LARGEST:
-                total = tl.maximum(total, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
-            else:
-                total += summand(values, ORDER)
+            values = tl.load(first + begin + lanes, mask=begin + lanes < length, other=0.0)
+            total = added(total, values.to(WIDE), ORDER, LARGEST)
     if LARGEST:
         # The maximum of a row loses NaN, which the sum of comparisons keeps.
         undefined = tl.sum((total != total).to(tl.int32), 0)
@@ -62,8 +57,8 @@ def power_kernel(
             if (power < 1e-25) | (power > 1e37) | (power != power):
                 exact = tl.zeros((BLOCK,), tl.float64)
                 for begin in range(0, length, BLOCK):
-                    values = tl.load(first + begin + lanes, mask=begin + lanes < length, other=0.0).to(tl.float64)
-                    exact += summand(values, ORDER)
+                    values = tl.load(first + begin + lanes, mask=begin + lanes < length, other=0.0)
+                    exact = added(exact, values.to(tl.float64), ORDER, LARGEST)
                 power = tl.sum(exact, 0)
         weight = tl.load(table + 3 * tl.program_id(0).to(tl.int64) + 2).to(tl.float64, bitcast=True)
         tl.store(powers + tl.program_id(0), power * weight)

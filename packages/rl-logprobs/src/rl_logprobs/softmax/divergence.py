@@ -37,10 +37,9 @@ def softmax_divergence(student: Side, teacher: Side, ignored: torch.Tensor, beta
     # the mixture ``(1 - beta) * student + beta * teacher``, ``(1 - beta) * KL(student || m) + beta * KL(teacher ||
     # m)``. The ranks of the student's group call together.
     sides = replace(student, tensors=()), replace(teacher, tensors=())
-    found: torch.Tensor = apply_function(
-        _Divergence, sides, len(student.tensors), ignored, beta, *student.tensors, *teacher.tensors
-    )
-    return found
+    tensors = *student.tensors, *teacher.tensors
+    nats: torch.Tensor = apply_function(_Divergence, sides, len(student.tensors), ignored, beta, *tensors)
+    return nats
 
 
 class _Totals(NamedTuple):
@@ -75,8 +74,8 @@ class _Divergence(torch.autograd.Function):
         gathered = all_gather(sums.to(pair.dtype), pair.shard.group)
         totals = _totals(_combine(gathered, pair.p_scale, pair.q_scale))
         if mixture:
-            found = all_gather(_mixture_sums(pair, totals, beta), pair.shard.group).sum(0)
-            totals = totals._replace(bits=found[0], other_bits=found[1])
+            bits = all_gather(_mixture_sums(pair, totals, beta), pair.shard.group).sum(0)
+            totals = totals._replace(bits=bits[0], other_bits=bits[1])
         ctx.save_for_backward(ignored, *totals, *tensors)
         ctx.sides, ctx.split, ctx.beta = sides, split, beta
         nats = totals.bits * pair.p_scale.ln_factor
@@ -97,13 +96,13 @@ class _Divergence(torch.autograd.Function):
         if ctx.beta == 0:
             p_needed, q_needed = q_needed, p_needed
         p_kind, q_kind = (MIXED, MIXED) if 0 < ctx.beta < 1 else (OF_P, OF_Q)
-        found = [
+        sides = [
             _side_gradients(pair, p_needed, p_kind, totals, d_divergence, 1 - ctx.beta),
             _side_gradients(pair.swapped(), q_needed, q_kind, totals.swapped(), d_divergence, ctx.beta),
         ]
         if ctx.beta == 0:
-            found.reverse()
-        return None, None, None, None, *found[0], *found[1]
+            sides.reverse()
+        return None, None, None, None, *sides[0], *sides[1]
 
 
 def _side_gradients(
@@ -231,30 +230,25 @@ def _mixture(
 
 def _writer(pair: TilePair, totals: _Totals, kind: int, numbers: Sequence[torch.Tensor], share: float) -> TileGradient:
     """Return the function that writes the gradient of a tile of ``p``'s logits."""
-    values = {OF_P: _values_of_p, OF_Q: _values_of_q, MIXED: _values_mixed}[kind]
 
     def write(tile: torch.Tensor, span: slice, cols: slice, out: torch.Tensor) -> None:
         for part, y, v in pair.exponents(tile, pair.q.tile(span, cols), span, totals.p_max, totals.q_max):
-            out[part].copy_(values(y, v, [number[span][part, None] for number in numbers], share))
+            out[part].copy_(_gradient_values(y, v, kind, [number[span][part, None] for number in numbers], share))
         zero_tokens_(out, pair.ignored[span])
 
     return write
 
 
-def _values_of_p(y: torch.Tensor, v: torch.Tensor, numbers: Sequence[torch.Tensor], share: float) -> torch.Tensor:
-    """Return ``p_j (log p_j - log q_j - KL(p || q)) / T``."""
-    offset, coefficient = numbers
-    return _weighted(y.exp2(), (y - v).add_(offset)).mul_(coefficient)
-
-
-def _values_of_q(y: torch.Tensor, v: torch.Tensor, numbers: Sequence[torch.Tensor], share: float) -> torch.Tensor:
-    """Return ``(p_j - q_j) / T``."""
-    p_coefficient, q_coefficient = numbers
-    return y.exp2_().mul_(p_coefficient).sub_(v.exp2_().mul_(q_coefficient))
-
-
-def _values_mixed(y: torch.Tensor, v: torch.Tensor, numbers: Sequence[torch.Tensor], share: float) -> torch.Tensor:
-    """Return ``share * p_j (log p_j - log m_j - KL(p || m)) / T``."""
-    log2_p_sum, log2_q_sum, bits, coefficient = numbers
+def _gradient_values(
+    y: torch.Tensor, v: torch.Tensor, kind: int, numbers: Sequence[torch.Tensor], share: float
+) -> torch.Tensor:
+    """Return the gradient of some logits of ``p``; ``numbers`` are the coefficients of its kind."""
+    if kind == OF_P:  # ``p_j (log p_j - log q_j - KL(p || q)) / T``
+        offset, coefficient = numbers
+        return _weighted(y.exp2(), (y - v).add_(offset)).mul_(coefficient)
+    if kind == OF_Q:  # ``(p_j - q_j) / T``
+        p_coefficient, q_coefficient = numbers
+        return y.exp2_().mul_(p_coefficient).sub_(v.exp2_().mul_(q_coefficient))
+    log2_p_sum, log2_q_sum, bits, coefficient = numbers  # ``share * p_j (log p_j - log m_j - KL(p || m)) / T``
     log2_p, _, log2_mixture = _mixture(y, v, log2_p_sum, log2_q_sum, share)
     return _weighted(log2_p.exp2(), (log2_p - log2_mixture).sub_(bits)).mul_(coefficient)

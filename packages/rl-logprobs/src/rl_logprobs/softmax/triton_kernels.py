@@ -46,6 +46,15 @@ def factor_of(temperatures, token, temperature_stride, WIDE: tl.constexpr):
 
 
 @triton.jit
+def wide_factor_of(temperatures, token, temperature_stride, WIDE: tl.constexpr):
+    """Return the factor of a block of tokens in float64, and their temperatures."""
+    temperature = tl.full(token.shape, 1.0, tl.float64)
+    if temperatures is not None:
+        temperature = tl.load(temperatures + token * temperature_stride)
+    return factor_of(temperatures, token, temperature_stride, WIDE).to(tl.float64), temperature
+
+
+@triton.jit
 def tanh(x, SMALL: tl.constexpr):
     """Return the hyperbolic tangent: a series below ``SMALL``, where the difference of exponentials would cancel."""
     square = x * x
@@ -220,10 +229,7 @@ def finish_kernel(
     inside = token < tokens
     token = tl.minimum(token, tokens - 1)
     scored = tl.load(targets + token) != ignore_index
-    factor = factor_of(temperatures, token, temperature_stride, WIDE).to(tl.float64)
-    temperature = tl.full((BLOCK,), 1.0, tl.float64)
-    if temperatures is not None:
-        temperature = tl.load(temperatures + token * temperature_stride)
+    factor, temperature = wide_factor_of(temperatures, token, temperature_stride, WIDE)
     nats = 1.0 / (factor * temperature)
     stride = tokens.to(tl.int64)
     max_logit = tl.full((BLOCK,), -float("inf"), tl.float64)
@@ -279,10 +285,7 @@ def coefficient_kernel(
     inside = token < tokens
     token = tl.minimum(token, tokens - 1)
     scored = tl.load(targets + token) != ignore_index
-    factor = factor_of(temperatures, token, temperature_stride, WIDE).to(tl.float64)
-    temperature = tl.full((BLOCK,), 1.0, tl.float64)
-    if temperatures is not None:
-        temperature = tl.load(temperatures + token * temperature_stride)
+    factor, temperature = wide_factor_of(temperatures, token, temperature_stride, WIDE)
     stride = tokens.to(tl.int64)
     sum_exp2 = tl.load(totals + stride + token)
     d_target = tl.zeros((BLOCK,), tl.float64)
