@@ -51,12 +51,12 @@ def _load_state(directory: Path) -> nn.Module:
 
 
 def _save_weights(directory: Path, value: float) -> Path:
-    fsdp_runtime.save_weights(_model(value), directory, max_shard_bytes=_SHARD)
+    fsdp_runtime.save_weights(_model(value), directory, max_shard_size=_SHARD)
     return directory
 
 
 def _save_either(directory: Path, value: float) -> Path:
-    fsdp_runtime.save_weights(_model(value), directory, max_shard_bytes=_SHARD if int(value) % 2 else 10**9)
+    fsdp_runtime.save_weights(_model(value), directory, max_shard_size=_SHARD if int(value) % 2 else 10**9)
     return directory
 
 

@@ -33,7 +33,7 @@ def _left_behind(directory: Path, *, alive: bool) -> Path:
     """Unfinished work of another process of this machine."""
     process = subprocess.Popen(["sleep", "60"])
     start, _ = work_directory._start_and_state(process.pid)
-    work = directory / f".saving-{work_directory._machine()}-{process.pid}-{start}-00000000"
+    work = directory / f".saving-{work_directory.machine()}-{process.pid}-{start}-00000000"
     work.mkdir()
     if not alive:
         process.kill()
@@ -137,9 +137,9 @@ def test_shards_of_another_job_stay_while_it_moves_them_into_place(tmp_path: Pat
     placed = tmp_path / "model-0a1b2c3d-00001-of-00002.safetensors"
     placed.touch()
     try:
-        save_weights(model, tmp_path, max_shard_bytes=300)
+        save_weights(model, tmp_path, max_shard_size=300)
         assert placed.exists()
     finally:
         _end(living)
-    save_weights(model, tmp_path, max_shard_bytes=300)
+    save_weights(model, tmp_path, max_shard_size=300)
     assert not placed.exists()

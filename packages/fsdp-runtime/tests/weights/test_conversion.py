@@ -105,15 +105,14 @@ def test_every_rank_reads_its_shards_of_converted_tensors_and_streams_them_as_st
     for result in results:
         assert result["wrong"] == []
         assert result["unexpected"] == ()
-    if name != "inkling2_text":  # every rank reads all that its conversion computes from
-        stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
-        assert sum(result["read"] for result in results) <= stored
+        if name != "inkling2_text":  # every rank reads the inputs of its conversion
+            assert result["read"] == result["held"]
 
 
 def _save(name: str, source: Path, target: Path) -> None:
     model = _distribute(_model(name, seed=1), mesh_for({"dp_shard": 2}), Shard(0))
     load_weights(model, source)
-    save_weights(model, target, max_shard_bytes=50_000)
+    save_weights(model, target, max_shard_size=50_000)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,10 +1,8 @@
 """Dry run: memory, traffic and work of a training step on each rank of a mesh, without a device or weights.
 
-Calls:   ``estimate`` (one mesh), ``sweep`` (all meshes of a number of ranks, ranked), ``estimate_weights`` and
-         ``describe_weights`` (saves, loads, streams and syncs of weights)
+Calls:   ``estimate`` (one mesh), ``sweep`` (all meshes of a number of ranks, ranked)
 Results: ``Estimate``, with ``Settings``, ``Memory``, ``MemoryBreakdown``, ``Peak``, ``Traffic``,
-         ``ReplicatedParameters``, ``Assumption``, ``Advice`` and ``PHASES``; ``Sweep``, with ``Candidate``;
-         ``WeightTraffic``
+         ``ReplicatedParameters``, ``Assumption``, ``Advice`` and ``PHASES``; ``Sweep``, with ``Candidate``
 Errors:  ``EstimateError``
 
 ``trace/`` records one step, ``scale/`` extends it to all repeated blocks, ``report/`` shows results and imports only
@@ -28,7 +26,6 @@ from fsdp_runtime.dry_run.types import (
     Settings,
     Traffic,
 )
-from fsdp_runtime.dry_run.weights import WeightTraffic, describe_weights, estimate_weights
 from fsdp_runtime.errors import EstimateError
 
 __all__ = [
@@ -45,9 +42,12 @@ __all__ = [
     "Settings",
     "Sweep",
     "Traffic",
-    "WeightTraffic",
-    "describe_weights",
     "estimate",
-    "estimate_weights",
     "sweep",
 ]
+
+
+def __getattr__(name: str) -> None:
+    gone = name in ("WeightTraffic", "describe_weights", "estimate_weights")
+    fix = ": the guide on weights has the bytes of saves, loads and streams" if gone else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix}")

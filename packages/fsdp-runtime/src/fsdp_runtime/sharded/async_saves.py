@@ -8,21 +8,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime._torch_compat import local_group
-from fsdp_runtime.errors import OptionError
 from fsdp_runtime.sharded.collectives import ModelRanks
 
 T = TypeVar("T")
-#: A save's behaviour while an earlier save of this process is being written.
-IfSaving = Literal["wait", "raise"]
-
 #: The longest wait of a rank for the other ranks' writes; the end of a rank's process is noticed at once.
 _TIMEOUT = timedelta(hours=1)
+
+#: The reason for the missing option ``if_saving``, for an error.
+SAVES_WAIT = "a save waits until the earlier save of its process has ended; ask done() of its SaveFuture"
 
 logger = logging.getLogger(__name__)
 _running: list[SaveFuture[object]] = []
@@ -83,25 +82,10 @@ def save_in_thread(
     return future
 
 
-def must_refuse(if_saving: IfSaving) -> bool:
-    """Wait for this process's unfinished saves, or with ``"raise"`` return whether a save is unfinished."""
-    if if_saving not in ("wait", "raise"):
-        raise OptionError(f"if_saving={if_saving!r}: write 'wait' or 'raise'")
-    running = [each for each in _running if not each.done()]
-    if if_saving == "raise":
-        return bool(running)
-    for each in running:
-        each._thread.join()
-    return False
-
-
-def require_none_running(refusing: Sequence[int]) -> None:
-    """Raise on every rank if any rank refuses to save now."""
-    if refusing:
-        raise OptionError(
-            f"ranks {', '.join(map(str, refusing))} are still writing an earlier save: wait() for its SaveFuture, or "
-            "pass if_saving='wait'"
-        )
+def wait_for_running() -> None:
+    """Return once this process's unfinished saves have ended."""
+    for save in [save for save in _running if not save.done()]:
+        save._thread.join()
 
 
 def _with_own_group(ranks: ModelRanks, everyone: Sequence[int]) -> ModelRanks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.sharded.shard_offsets import dtensor_box
-from tp_plans.transfer import Box, box_shape, full_box, intersection
+from tp_plans.transfer import Box, box_shape, full_box, intersection, split_box
+
+#: Bytes that are read before they are converted, or copied to a device.
+_READ_AT_ONCE = 2**24
 
 #: Reads a box of a stored tensor by name; the result has all dims of the stored tensor.
 ReadBox = Callable[[str, Box], Tensor]
@@ -44,6 +47,16 @@ class Chunk:
             if dim is not None:
                 size[dim] = count
         return tuple((first, first + count) for first, count in zip(self.start, size, strict=True))
+
+    def split(self, limit: int) -> Iterator[Chunk]:
+        """Yield parts of at most ``limit`` elements, in the order of the source."""
+        for box in split_box(self.source_box, limit):
+            moved = [(low - first, high - first) for (low, high), first in zip(box, self.start, strict=True)]
+            target = tuple(
+                side if dim is None else (side[0] + moved[dim][0], side[0] + moved[dim][1])
+                for side, dim in zip(self.target, self.dims, strict=True)
+            )
+            yield replace(self, target=target, start=tuple(low for low, _ in box))
 
     def to_target(self, tensor: Tensor) -> Tensor:
         """Return a view of the values of :attr:`source_box` in the target's dims."""
@@ -87,7 +100,8 @@ def fill_box(part: Tensor, box: Box, chunks: Sequence[Chunk], read: ReadBox) -> 
     """Fill ``part``, the values of a tensor at ``box``."""
     for chunk in chunks:
         if (needed := chunk.intersect(box)) is not None:
-            part[inside(box, needed.target)].copy_(needed.to_target(read(needed.source, needed.source_box)))
+            for piece in needed.split(_READ_AT_ONCE // part.itemsize):
+                part[inside(box, piece.target)].copy_(piece.to_target(read(piece.source, piece.source_box)))
 
 
 @torch.no_grad()

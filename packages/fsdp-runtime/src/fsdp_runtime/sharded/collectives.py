@@ -171,20 +171,3 @@ def all_gather_objects(ranks: ModelRanks, value: Any) -> dict[int, Any]:
             raise OtherRankError(f"a rank has ended, or does not answer rank {ranks.rank}: {reason}") from error
         values = {rank: item for part in gathered for rank, item in part.items()}
     return values
-
-
-#: Tag of these messages; transfers of weights use other tags.
-_EXCHANGE_TAG = 3000
-
-
-def exchange_bytes(ranks: ModelRanks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-    """Send the outgoing tensors and fill the incoming tensors, by global rank, all at once."""
-    # Two ranks on one axis use the axis's group: other collectives have made its connections already.
-    members = [set(dist.get_process_group_ranks(group)) for group in ranks.groups]
-    by_group: dict[ProcessGroup | None, list[dist.P2POp]] = {}
-    for way, tensors in ((dist.isend, outgoing), (dist.irecv, incoming)):
-        for peer, tensor in sorted(tensors.items()):
-            group = next((each for each, known in zip(ranks.groups, members, strict=True) if peer in known), None)
-            by_group.setdefault(group, []).append(dist.P2POp(way, tensor, peer, group, _EXCHANGE_TAG))
-    for work in [work for operations in by_group.values() for work in dist.batch_isend_irecv(operations)]:
-        work.wait()

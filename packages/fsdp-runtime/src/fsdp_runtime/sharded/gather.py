@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import all_gather_flat
@@ -29,16 +28,37 @@ _ALIGNMENT = 16
 
 
 @dataclass
+class _GatherStep:
+    """A gather over one mesh axis."""
+
+    group: ProcessGroup
+    shard: ShardStep
+    size: int  # full size of the sharded dim
+    to: int | None  # the only global rank that receives the chunks
+
+
+@dataclass
 class _PendingGather:
     tensor: Tensor
-    steps: list[tuple[ProcessGroup, ShardStep, int]]  # still to gather, from the last, with the full size of their dim
+    steps: list[_GatherStep]  # still to gather, from the last
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """Shape of the last step's padded chunk, the sharded dim first; equal on all ranks of its group."""
+        step = self.steps[-1]
+        return (step.shard.chunk_size(step.size), *self.tensor.movedim(step.shard.dim, 0).shape[1:])
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of that chunk."""
+        return prod(self.chunk_shape) * self.tensor.itemsize
 
 
 @dataclass(frozen=True)
 class _GatheredChunks:
-    """The chunks of one tensor in a buffer that an all-gather fills, one row of bytes per rank."""
+    """The chunks of one tensor in a buffer that a gather fills, one row of bytes per rank."""
 
-    rows: Tensor  # ``[ranks, bytes]``, uint8
+    rows: Tensor  # ``[ranks, bytes]``, uint8; on a rank that receives nothing its own row, which is sent
     work: dist.Work
     offset: int  # offset of the tensor's chunk in each row, in bytes
     shape: tuple[int, ...]  # shape of one rank's padded chunk, the sharded dim first
@@ -47,7 +67,7 @@ class _GatheredChunks:
     size: int  # full size of the sharded dim
 
     def tensor(self) -> Tensor:
-        """Wait for the all-gather and return the tensor, gathered over one axis."""
+        """Wait for the gather and return the tensor, gathered over one axis."""
         self.work.wait()
         count = prod(self.shape) * self.dtype.itemsize
         chunks = self.rows[:, self.offset : self.offset + count].view(self.dtype)
@@ -61,17 +81,17 @@ def full_tensors(
 ) -> Iterator[Tensor]:
     """Return an iterator over the full tensors in order; plain tensors are unchanged.  Collective."""
     # All communication has started when this returns, after a conversion of the tensors to ``dtypes``. With ``to``, a
-    # global rank, the other ranks take part in the gathers for that rank: they exhaust the iterator and ignore its
-    # tensors.
+    # global rank, each shard is sent toward that rank only, once per axis; the other ranks exhaust the iterator and
+    # ignore its tensors.
     sent = tensors if dtypes is None else [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
     pending = [_pending(tensor.detach(), to) for tensor in sent]
     ready: list[Tensor | _GatheredChunks] = [item.tensor for item in pending]
     while waiting := [index for index, item in enumerate(pending) if item.steps]:
         by_group: dict[ProcessGroup, list[int]] = {}
         for index in waiting:
-            by_group.setdefault(pending[index].steps[-1][0], []).append(index)
-        for group, members in by_group.items():
-            gathered = _gather([pending[index] for index in members], group)
+            by_group.setdefault(pending[index].steps[-1].group, []).append(index)
+        for members in by_group.values():
+            gathered = _gather([pending[index] for index in members])
             for index, chunks in zip(members, gathered, strict=True):
                 pending[index].steps.pop()
                 ready[index] = chunks
@@ -102,48 +122,41 @@ def _pending(tensor: Tensor, to: int | None) -> _PendingGather:
     dtensor_box(tensor)  # raises if the local tensor does not have the shape its placements imply
     mesh = tensor.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
+    places = None if to is None else (mesh.mesh == to).nonzero().tolist()
+    if places == []:  # ``to`` is outside of the tensor's mesh
+        return _PendingGather(tensor.to_local(), [])
+    place = places[0] if places else None
     size, steps = list(tensor.shape), []
     for step in shard_steps(tensor.placements, mesh.shape):
         if step.num_chunks > 1:
-            steps.append((mesh.get_group(step.axis), step, size[step.dim]))
+            group = mesh.get_group(step.axis)
+            receiver = None if place is None else dist.get_process_group_ranks(group)[place[step.axis]]
+            steps.append(_GatherStep(group, step, size[step.dim], receiver))
         size[step.dim] = step.chunk_range(size[step.dim], coordinate[step.axis])[1]
-    if to is not None:
-        differing = _differing_axes(mesh, to)
-        needed = next((n for n in range(len(steps) + 1) if differing <= {s.axis for _, s, _ in steps[:n]}), None)
-        # Gathers run from the last step to the first; this rank takes part until ``to`` needs no more of its results.
+    if place is not None:
+        differing = {axis for axis, (a, b) in enumerate(zip(place, coordinate, strict=True)) if a != b}
+        needed = next((n for n in range(len(steps) + 1) if differing <= {s.shard.axis for s in steps[:n]}), None)
+        # Gathers run from the last step to the first; this rank takes part until it has sent its chunks.
         steps = [] if needed is None else steps[max(needed - 1, 0) :]
     # Offloaded shards are on the CPU; collectives run on the mesh's device.
     return _PendingGather(tensor.to_local().to(mesh.device_type), steps)
 
 
-def _differing_axes(mesh: DeviceMesh, rank: int) -> set[int]:
-    """The axes on which this rank and ``rank`` have different coordinates; -1 for a rank outside of the mesh."""
-    found = (mesh.mesh == rank).nonzero()
-    if not len(found):
-        return {-1}
-    return {
-        axis for axis, (a, b) in enumerate(zip(found[0].tolist(), mesh.get_coordinate() or (), strict=True)) if a != b
-    }
-
-
-def _gather(pending: list[_PendingGather], group: ProcessGroup) -> list[_GatheredChunks]:
+def _gather(pending: list[_PendingGather]) -> list[_GatheredChunks]:
     """Start the gathers of each tensor's last step: one per large shard, and one for all other shards."""
-    small = [item for item in pending if item.tensor.nbytes < _MIN_BYTES_ALONE]
-    batches = [[item] for item in pending if item.tensor.nbytes >= _MIN_BYTES_ALONE] + ([small] if small else [])
-    results = {
-        id(item): result for batch in batches for item, result in zip(batch, _all_gather(batch, group), strict=True)
-    }
-    return [results[id(item)] for item in pending]
+    small = [item for item in pending if item.chunk_bytes < _MIN_BYTES_ALONE]
+    batches = [[item] for item in pending if item.chunk_bytes >= _MIN_BYTES_ALONE] + ([small] if small else [])
+    chunks = {id(item): chunk for batch in batches for item, chunk in zip(batch, _start_gather(batch), strict=True)}
+    return [chunks[id(item)] for item in pending]
 
 
-def _all_gather(batch: list[_PendingGather], group: ProcessGroup) -> list[_GatheredChunks]:
-    shards = [item.tensor.movedim(item.steps[-1][1].dim, 0) for item in batch]
-    shapes, offsets, total = [], [], 0
-    for item, shard in zip(batch, shards, strict=True):
-        _, step, size = item.steps[-1]
-        shapes.append((step.chunk_size(size), *shard.shape[1:]))
+def _start_gather(batch: list[_PendingGather]) -> list[_GatheredChunks]:
+    """Start one gather for the last steps of tensors, all over one group and to one rank."""
+    shards = [item.tensor.movedim(item.steps[-1].shard.dim, 0) for item in batch]
+    shapes, offsets, total = [item.chunk_shape for item in batch], [], 0
+    for item in batch:
         offsets.append(total)
-        total += -(-prod(shapes[-1]) * shard.itemsize // _ALIGNMENT) * _ALIGNMENT
+        total += -(-item.chunk_bytes // _ALIGNMENT) * _ALIGNMENT
     total = max(total, _ALIGNMENT)  # an empty row could not be viewed as other dtypes
     if len(shards) == 1 and shards[0].is_contiguous() and shards[0].nbytes == total:
         local = shards[0].view(-1).view(torch.uint8)
@@ -152,9 +165,14 @@ def _all_gather(batch: list[_PendingGather], group: ProcessGroup) -> list[_Gathe
         for shard, offset, shape in zip(shards, offsets, shapes, strict=True):
             chunk = local[offset : offset + prod(shape) * shard.itemsize].view(shard.dtype).view(shape)
             chunk[: len(shard)].copy_(shard)
-    rows = local.new_empty(dist.get_world_size(group), total)
-    work = all_gather_flat(rows.view(-1), local, group)
+    group, to = batch[0].steps[-1].group, batch[0].steps[-1].to
+    receives = to in (None, own_rank())
+    rows = local.new_empty(dist.get_world_size(group), total) if receives else local[None]
+    if to is None:
+        work = all_gather_flat(rows.view(-1), local, group)
+    else:
+        work = dist.gather(local, list(rows) if receives else None, to, group, async_op=True)
     return [
-        _GatheredChunks(rows, work, offset, shape, item.tensor.dtype, item.steps[-1][1].dim, item.steps[-1][2])
+        _GatheredChunks(rows, work, offset, shape, item.tensor.dtype, item.steps[-1].shard.dim, item.steps[-1].size)
         for item, offset, shape in zip(batch, offsets, shapes, strict=True)
     ]

@@ -118,12 +118,12 @@ class SafetensorsLayout:
 
 
 class SafetensorsWriter:
-    """Write a safetensors file with known layout, in any order, from one or several processes."""
+    """Write a safetensors file with known layout, in any order."""
 
-    # Without ``create`` another process creates the file, and the first write opens it.
+    # Without ``create`` the file exists already, and the first write opens it.
 
-    def __init__(self, path: Path, tensors: Sequence[WeightInfo] | SafetensorsLayout, *, create: bool = True) -> None:
-        self._layout = tensors if isinstance(tensors, SafetensorsLayout) else SafetensorsLayout(tensors)
+    def __init__(self, path: Path, tensors: Sequence[WeightInfo], *, create: bool = True) -> None:
+        self._layout = SafetensorsLayout(tensors)
         self._path, self._descriptor, self._unstarted = path, -1, 0
         if create:
             with self._naming_errors():

@@ -56,7 +56,7 @@ def remove_work(own: Path) -> None:
 def unused_path(directory: Path) -> Path:
     """Return a path in ``directory`` for unfinished work of this process; its name identifies the process."""
     pid = os.getpid()
-    return directory / f"{_WORK}{_machine()}-{pid}-{_start_and_state(pid)[0]}-{uuid.uuid4().hex[:8]}"
+    return directory / f"{_WORK}{machine()}-{pid}-{_start_and_state(pid)[0]}-{uuid.uuid4().hex[:8]}"
 
 
 def others_at_work(own: Path) -> bool:
@@ -90,9 +90,9 @@ def _remove_abandoned(own: Path) -> None:
 
 
 def _is_abandoned(path: Path, now: float) -> bool:
-    machine, _, process = path.name.removeprefix(_WORK).partition("-")
+    own_machine, _, process = path.name.removeprefix(_WORK).partition("-")
     pid, _, start = process.rpartition("-")[0].partition("-")
-    if machine == _machine() != "" and pid.isdigit():
+    if own_machine == machine() != "" and pid.isdigit():
         return _has_ended(int(pid), start)
     try:
         changes = [each.stat().st_mtime for each in (path, *path.glob("*"))]
@@ -112,7 +112,7 @@ def _has_ended(pid: int, start: str) -> bool:
     return found not in ("", start) or state in ("Z", "X")
 
 
-def _machine() -> str:
+def machine() -> str:
     """Return 8 digits for this boot and this container's process ids, an empty text if they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

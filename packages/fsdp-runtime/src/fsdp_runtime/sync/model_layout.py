@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,10 @@ from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh, own_rank
+from fsdp_runtime.sharded.rank_boxes import BoxOwners, stored_part
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights.adapters import saved_tensors
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, MergedShards
-from fsdp_runtime.weights.file_plan import ExportedPieces
 from fsdp_runtime.weights.held_tensors import HeldTensors
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
@@ -75,18 +76,19 @@ class ModelShards:
         tensors: dict[str, CheckpointTensor] = {}
         blocks: dict[str, list[StoredBlock]] = {}
         local: dict[str, Tensor] = {}
-        pieces_of = ExportedPieces(everyone)
+        owners = BoxOwners(everyone)
         for group in groups:
             _require_blocks(group)
             adapters = {part for each in group.adapters.values() for f in each for part in (f.a_name, f.b_name)}
             local |= {name: local_tensor(each).detach() for name, each in group.sources.items() if name not in adapters}
             for item in group.tensors:
                 tensors[item.name] = CheckpointTensor(item.shape, str(item.dtype).removeprefix("torch."))
-                chunks, (_, pieces) = item.chunks or (), pieces_of(item, group.sources, gathered=True)
                 blocks[item.name] = [
-                    StoredBlock(rank, block.box, chunks[number].source, block.offset, block.dims)
-                    for number, block, owners in ((each.chunk, each.block, each.owners) for each in pieces)
-                    for rank in owners
+                    replace(block, rank=rank)
+                    for chunk in item.chunks or ()
+                    for held, ranks in owners.near(group.sources[chunk.source], chunk.source_box)
+                    for block in stored_part(chunk, ranks[0], held)
+                    for rank in ranks
                 ]
         merged = MergedShards(groups, exact=quantize is not None)
         self._layout, self._local = TransferLayout(tensors, blocks), {**local, **merged.local}

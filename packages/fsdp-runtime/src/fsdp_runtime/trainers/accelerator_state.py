@@ -8,7 +8,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils.modeling import convert_file_size_to_int
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -88,7 +87,7 @@ class StateMixin(_AnyAccelerator):
             raise OptionError("safe_serialization=False: weights are written as safetensors")
         own = self.unwrap_model(model)
         if not is_peft_model(own):
-            save_weights(own, save_directory, max_shard_bytes=convert_file_size_to_int(max_shard_size))
+            save_weights(own, save_directory, max_shard_size=max_shard_size)
             return
         for adapter in own.peft_config:
             save_adapter(own, Path(save_directory, "" if adapter == "default" else adapter), adapter=adapter)

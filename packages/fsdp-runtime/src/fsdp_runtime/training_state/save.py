@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry, require_memory, state_entries
-from fsdp_runtime.sharded.async_saves import IfSaving, SaveFuture, must_refuse, require_none_running, save_in_thread
+from fsdp_runtime.sharded.async_saves import SAVES_WAIT, SaveFuture, save_in_thread, wait_for_running
 from fsdp_runtime.sharded.chunks import local_part
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
@@ -35,6 +35,7 @@ from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTe
 from fsdp_runtime.training_state.optimizers import as_list, optimizer_metadata, optimizer_tensors, parameter_names
 from fsdp_runtime.training_state.rng_state import rng_states
 from fsdp_runtime.training_state.safe_pickle import serialize, write_object
+from fsdp_runtime.values import require_no_removed
 from tp_plans.transfer import Box
 
 SHARED_FILE = "shared.pt"
@@ -58,7 +59,6 @@ class _StateOptions(TypedDict, total=False):
     scheduler: Stateful | None
     extra: Mapping[str, Any] | None
     keep: int | None
-    if_saving: IfSaving
 
 
 @overload
@@ -93,7 +93,7 @@ def save_training_state(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
-    if_saving: IfSaving = "wait",
+    **removed: object,
 ) -> Path | SaveFuture[Path]:
     """Save model, optimizer, scheduler and RNG states, to resume training on the same or another mesh.
 
@@ -113,9 +113,9 @@ def save_training_state(
         keep: number of older states to keep beside the new state; ``None`` for all.  States that another job saved
             after this job's first load from or save to the directory are neither counted nor removed.
         asynchronous: return once this rank's part is copied to host memory; a thread writes the copy while training
-            goes on and changes the tensors.  A resume from the state is the same, bit for bit.
-        if_saving: while an asynchronous save of this process is being written, ``"wait"`` until it has ended, or
-            ``"raise"`` on all ranks.
+            goes on and changes the tensors.  A resume from the state is the same, bit for bit.  A later save of this
+            process waits until the thread has ended.
+        removed: refused by name.
 
     Returns:
         The directory of the new state; with ``asynchronous`` a
@@ -125,8 +125,7 @@ def save_training_state(
     Raises:
         OptionError: a value cannot be saved in a form that is safe to load, a number is negative, the model is on the
             meta device, an optimizer holds other parameters, the directory is empty or not seen by one rank, it or an
-            option other than ``if_saving`` is not the same on every rank, or an earlier save is still being written
-            with ``if_saving="raise"``; nothing has been written then.
+            option is not the same on every rank; nothing has been written then.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on the rank that cannot write; older states stay in effect.
         OtherRankError: on the other ranks.
@@ -146,6 +145,7 @@ def save_training_state(
     ranks = mesh_or_world_ranks(model, entries)
     optimizers = as_list(optimizer)
     with raise_on_all(ranks) as agreed:
+        require_no_removed("save_training_state", removed, {"if_saving": SAVES_WAIT})
         if step < 0 or (keep is not None and keep < 0):
             raise OptionError(f"step={step}, keep={keep}: give numbers of at least 0")
         folder = require_path("directory", directory)
@@ -162,9 +162,9 @@ def save_training_state(
         )
         own_rng = serialize({"rng": rng_states()})
         options = {"directory": os.path.normpath(folder), "step": step, "keep": keep, "asynchronous": asynchronous}
-        agreed.value = options, must_refuse(if_saving)
-    require_equal_on_all({rank: given for rank, (given, _) in agreed.values.items()})
-    require_none_running([rank for rank, (_, refuses) in agreed.values.items() if refuses])
+        agreed.value = options
+        wait_for_running()
+    require_equal_on_all(agreed.values)
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(folder, ranks))
         with raise_on_all(ranks):

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.collectives import ModelRanks, raise_on_all
-from fsdp_runtime.sharded.file_systems import FilePlace, file_place
 from fsdp_runtime.sharded.paths import file_version, is_file_name, require_path
-from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
+from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
+from fsdp_runtime.sharded.work_directory import machine
 from fsdp_runtime.weights.companion_files import COMPANIONS
 from tp_plans.transfer import Box
 
@@ -32,16 +31,6 @@ class HubTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # in safetensors' notation, as "BF16"
-    start: int  # position of its first byte in the file
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The tensor's dtype as a torch dtype."""
-        if self.dtype not in STORED_DTYPES:
-            raise CheckpointError(
-                f"{self.file} has tensors of {self.dtype}, which torch lacks: save it in another dtype"
-            )
-        return STORED_DTYPES[self.dtype]
 
 
 class HubCheckpoint(SafetensorsReader):
@@ -65,10 +54,6 @@ class HubCheckpoint(SafetensorsReader):
         tensor = self.read_box(self.tensors[name].file, name, box)
         self.bytes_read += tensor.nbytes
         return tensor
-
-    def read_into(self, stored: HubTensor, first: int, values: Tensor) -> None:
-        """Fill a CPU tensor of one dim with a run of a stored tensor's elements from ``first`` on."""
-        self.read_bytes(stored.file, stored.start + first * values.itemsize, values)
 
     def _read_headers(self, path: str | os.PathLike[str]) -> dict[str, HubTensor]:
         """Return every header of one checkpoint: from here on its files are open, and may be replaced."""
@@ -100,38 +85,34 @@ class HubCheckpoint(SafetensorsReader):
     def _header(self, file: Path) -> dict[str, HubTensor]:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is incomplete; download or save it again")
-        return {name: HubTensor(file, *header) for name, header in self.headers(file).items()}
+        return {name: HubTensor(file, shape, dtype) for name, (shape, dtype, _) in self.headers(file).items()}
 
 
 #: Attempts of ranks to open a checkpoint that another process replaces meanwhile.
 _ATTEMPTS = 5
 
 
-def open_on_all(path: str | os.PathLike[str], ranks: ModelRanks) -> tuple[HubCheckpoint, dict[int, FilePlace]]:
-    """Open one checkpoint on all ranks, and return its place on each; retry if another process replaces the files."""
+def open_on_all(path: str | os.PathLike[str], ranks: ModelRanks) -> HubCheckpoint:
+    """Open one checkpoint on all ranks; retry if another process replaces the files meanwhile."""
     for _ in range(_ATTEMPTS):
         with ExitStack() as opened:
             with raise_on_all(ranks) as step:
                 checkpoint = opened.enter_context(HubCheckpoint(path))
-                step.value = checkpoint.identity(), file_place(Path(path))
-            identities, places = zip(*step.values.values(), strict=True)
-            if _are_one(identities, places):
+                step.value = machine(), checkpoint.identity()
+            if _are_one(step.values.values()):
                 opened.pop_all()
-                return checkpoint, dict(zip(step.values, places, strict=True))
+                return checkpoint
     raise CheckpointError(
         f"{os.fspath(path)} is not the same checkpoint on every rank, {_ATTEMPTS} times: another job saves to it, or "
         "hosts have different copies of it; load it when it is complete, from the same files on every host"
     )
 
 
-def _are_one(identities: Sequence[Any], places: Sequence[FilePlace]) -> bool:
+def _are_one(identities: Collection[tuple[str, Any]]) -> bool:
     """Whether ranks have opened the same files; each host may have a copy on its disk."""
-    if len({tuple(file[:3] for file in files) for files in identities}) > 1:
-        return False
-    seen: dict[str, set[Any]] = {}
-    for files, place in zip(identities, places, strict=True):
-        seen.setdefault(place.host, set()).add(tuple(file[3] for file in files))
-    return all(len(found) == 1 for found in seen.values())
+    contents = {tuple(file[:3] for file in files) for _, files in identities}
+    copies = {(host, tuple(file[3] for file in files)) for host, files in identities}
+    return len(contents) == 1 and len(copies) == len({host for host, _ in copies})
 
 
 def _resolve(path: str | os.PathLike[str]) -> Path:

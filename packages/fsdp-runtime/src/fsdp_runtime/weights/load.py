@@ -1,4 +1,4 @@
-"""Load a Hugging Face checkpoint into a sharded model; each byte is read by one rank of a host."""
+"""Load a Hugging Face checkpoint into a sharded model; each rank reads the slices of its shards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.conversions import Conversion, remember_rules
 from fsdp_runtime._transformers_compat.generation import read_generation_settings
-from fsdp_runtime.errors import MismatchError, OptionError
+from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, generates, source_folder
@@ -29,28 +28,23 @@ from fsdp_runtime.sharded.chunks import (
     local_part,
     slices_of,
 )
-from fsdp_runtime.sharded.collectives import (
-    ModelRanks,
-    first_rank_speaks,
-    mesh_ranks,
-    own_rank,
-    raise_on_all,
-    require_equal_on_all,
-    required_device,
-)
-from fsdp_runtime.sharded.file_systems import FilePlace
+from fsdp_runtime.sharded.collectives import first_rank_speaks, mesh_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.shard_offsets import require_layouts
+from fsdp_runtime.values import require_no_removed
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
-from fsdp_runtime.weights.messages import EXCHANGED_BYTES
 from fsdp_runtime.weights.naming import WeightMap
 from fsdp_runtime.weights.new_modules import deviation, how_to_load, initial_value, map_into, submodule
-from fsdp_runtime.weights.read_blocks import BlockReader
-from fsdp_runtime.weights.read_plan import plan_reads
-from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
 from tp_plans.transfer import box_shape, split_box
 
 logger = logging.getLogger(__name__)
+
+
+#: Options of earlier releases.
+_REMOVED = {
+    "readers": "each rank reads the slices of its shards",
+    "bucket_bytes": "a rank holds 16 MiB of what it reads",
+}
 
 
 @dataclass(frozen=True)
@@ -59,18 +53,14 @@ class LoadReport:
 
     Args:
         tensors: number of the model's tensors that were loaded, tied tensors counted once.
-        bytes_read: bytes of tensors that this rank read from the files; bytes that several ranks of a host read count
-            for one rank, as the page cache serves the others.
+        bytes_read: bytes of tensors that this rank took from the files; the page cache of a host serves bytes that
+            several ranks read.
         unexpected: names in the checkpoint that the model lacks.
-        bytes_sent: bytes of tensors that this rank sent to other ranks.
-        bytes_received: bytes of tensors that this rank received from other ranks.
     """
 
     tensors: int
     bytes_read: int
     unexpected: tuple[str, ...]
-    bytes_sent: int = 0
-    bytes_received: int = 0
 
 
 def load_weights(
@@ -80,18 +70,15 @@ def load_weights(
     device: torch.device | str | None = None,
     strict: bool = False,
     training: bool | None = None,
-    readers: Literal["host", "job"] = "host",
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     new_modules: Mapping[str, float] | None = None,
     prefix: str = "",
+    **removed: object,
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
-    Every rank opens the files.  Each byte that shards need comes from the disk once per host, in large sequential reads
-    ahead of the exchanges.  Ranks of a host that need the same bytes, such as replicas, all read the bytes, and the
-    page cache serves all ranks but one.  Blocks that interleave in the file are read by one rank, which sends them to
-    the others, also for tensors that the model fuses or merges (such as experts).  For a conversion that does more
-    than rearrange slices every rank reads full tensors.  A model on the meta device is materialized first.  Values
+    Every rank opens the files and reads the slices of its shards, also of tensors that the model fuses or merges (such
+    as experts).  On one host the page cache reads each byte from the disk once.  For a conversion that does more than
+    rearrange slices every rank reads full tensors.  A model on the meta device is materialized first.  Values
     are converted to the parameter's dtype.  Collective over the model's mesh: a rank that cannot read, or has opened
     another checkpoint than the first rank, makes all ranks raise.
 
@@ -109,24 +96,21 @@ def load_weights(
             :func:`materialize`.
         strict: raise if the checkpoint has tensors that the model lacks; otherwise a warning lists the tensors.
         training: call ``model.train(training)`` after the load; ``None`` leaves the mode.
-        readers: ``"host"`` reads each byte once on every host that needs it, ``"job"`` once in all, for a file system
-            that is slower than the network between hosts.
-        bucket_bytes: the most bytes that a rank holds for other ranks, and reads ahead for them.
         new_modules: modules that the checkpoint may lack, such as the head of a critic that starts from a language
             model: by path the standard deviation of their random weights; weights of norms are one, and other vectors
             zero.  The values depend on the names only, so they are the same on any mesh.
         prefix: path of the module that the checkpoint belongs to, such as ``"policy"`` for your module that holds a
             language model under this name; list the modules beside it in ``new_modules``.
+        removed: refused by name.
 
     Returns:
-        The number of tensors loaded, the bytes that this rank read, sent and received, and the names that the model
-        lacks.
+        The number of tensors loaded, the bytes that this rank read, and the names that the model lacks.
 
     Raises:
         CheckpointError: a file is missing, truncated, corrupt, or outside the directory of the index that names it, or
             another process replaced the checkpoint while ranks opened it, or wrote to its files while they were read.
-        OptionError: the path is empty, ``readers`` unknown, ``bucket_bytes`` not positive, ``prefix`` or a path of
-            ``new_modules`` not of a module, or one of these options or ``training`` not the same on every rank.
+        OptionError: the path is empty, ``prefix`` or a path of ``new_modules`` not of a module, or one of these options
+            or ``training`` not the same on every rank.
         MismatchError: tensors are missing or of another shape, all listed, with the ``new_modules`` or ``prefix`` that
             would load the other tensors; or the checkpoint has several tensors for one tied tensor of the model, and
             their values differ.
@@ -145,28 +129,19 @@ def load_weights(
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     _ = save_weights(nn.Linear(2, 3), directory)
         ...     load_weights(nn.Linear(2, 3), directory)
-        LoadReport(tensors=2, bytes_read=36, unexpected=(), bytes_sent=0, bytes_received=0)
+        LoadReport(tensors=2, bytes_read=36, unexpected=())
     """
     with leave_inference_mode():
         entries = state_entries(model)
         ranks = mesh_ranks(entries)
         with raise_on_all(ranks) as step:
-            if readers not in ("host", "job") or bucket_bytes < 1:
-                raise OptionError(
-                    f"readers={readers!r}, bucket_bytes={bucket_bytes}: write 'host' or 'job', and a positive number"
-                )
-            step.value = {
-                "readers": readers,
-                "bucket_bytes": bucket_bytes,
-                "training": training,
-                "new_modules": {**(new_modules or {})},
-                "prefix": prefix,
-            }
+            require_no_removed("load_weights", removed, _REMOVED)
+            step.value = {"training": training, "new_modules": {**(new_modules or {})}, "prefix": prefix}
             inner = submodule(base_model(model), "prefix", prefix)
             for each in new_modules or {}:
                 submodule(base_model(model), "new_modules", each)
         require_equal_on_all(step.values)
-        checkpoint, places = open_on_all(path, ranks)
+        checkpoint = open_on_all(path, ranks)
         with checkpoint:
             with raise_on_all(ranks) as matched, first_rank_speaks(ranks.groups):
                 base_entries = base_state_entries(model, entries)
@@ -184,68 +159,18 @@ def load_weights(
             with raise_on_all(ranks):
                 materialize_entries(model, entries, device)
             reshard_all(model)
-            near = _readers(places, readers)
-            present = refresh_buffers(base_entries)
-            one_host = len({places[rank].host for rank in near}) == 1
-            sent, received = _fill(present, sources, near, ranks, bucket_bytes, one_host=one_host)
             with raise_on_all(ranks):
-                for entry in present:
-                    if weights.name_of(entry) is None:
+                for entry in refresh_buffers(base_entries):
+                    if (name := weights.name_of(entry)) is not None:
+                        fill_local(entry.tensor, *sources(name))
+                    else:
                         fill_from(entry.tensor, initial_value(base_model(model), entry, new_modules or {}))
                 checkpoint.require_unchanged()
     remember_rules(inner, weights.rules)
     adopt(inner, folder, matched.values[ranks.global_first][1])
     if training is not None:
         model.train(training)
-    return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected), sent, received)
-
-
-def _readers(places: Mapping[int, FilePlace], readers: Literal["host", "job"]) -> list[int]:
-    """The ranks that read for this rank: the ranks of its host, or all ranks."""
-    own = own_rank()
-    host = places[own].host
-    if readers == "job":
-        return list(places)
-    return [rank for rank, place in places.items() if place.host == host] if host else [own]
-
-
-def _fill(
-    entries: Sequence[StateEntry],
-    sources: _ValueSources,
-    readers: Sequence[int],
-    ranks: ModelRanks,
-    bucket_bytes: int,
-    *,
-    one_host: bool,
-) -> tuple[int, int]:
-    """Fill every tensor that the checkpoint has; return the bytes sent and received."""
-    checkpoint = sources.checkpoint
-    in_blocks, others = filled_in_blocks(entries, sources.weights)
-    device = required_device(ranks.groups) or torch.device("cpu")
-    blocks = BlockReader(own_rank(), ranks, bucket_bytes, device, checkpoint)
-    limit = min(bucket_bytes, EXCHANGED_BYTES)
-    blocks.run(plan_reads(in_blocks, checkpoint.tensors, readers, limit, one_host=one_host))
-    with raise_on_all(ranks):
-        blocks.raise_error()
-        for tensor, name in others:
-            fill_local(tensor, *sources(name))
-    return blocks.bytes_sent, blocks.bytes_received
-
-
-def filled_in_blocks(
-    entries: Sequence[StateEntry], weights: WeightMap
-) -> tuple[list[tuple[Tensor, Sequence[Chunk]]], list[tuple[Tensor, str]]]:
-    """The tensors that consist of blocks of stored tensors, with their chunks; and conversion outputs, with names."""
-    in_blocks: list[tuple[Tensor, Sequence[Chunk]]] = []
-    others: list[tuple[Tensor, str]] = []
-    for entry in entries:
-        if (name := weights.name_of(entry)) is None:
-            continue
-        if (chunks := weights.by_model_name[name].chunks) is None:
-            others.append((entry.tensor, name))
-        else:
-            in_blocks.append((entry.tensor, chunks))
-    return in_blocks, others
+    return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected))
 
 
 def _require_match(

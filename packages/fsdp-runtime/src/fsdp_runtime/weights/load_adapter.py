@@ -143,7 +143,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         with_embeddings = saved_tensors(model, entries, adapter, embeddings=True)
         saved = _saved_settings(folder)
     require_equal_on_all(step.values)
-    checkpoint, _ = open_on_all(folder / _WEIGHTS, ranks)
+    checkpoint = open_on_all(folder / _WEIGHTS, ranks)
     with checkpoint:
         with raise_on_all(ranks):
             tensors |= {name: tensor for name, tensor in with_embeddings.items() if name in checkpoint.tensors}

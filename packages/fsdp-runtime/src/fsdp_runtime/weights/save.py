@@ -6,35 +6,27 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_runtime._peft_compat import base_model
-from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.checkpoints import save_config
 from fsdp_runtime._transformers_compat.models import is_transformers_model
-from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.pretrained_source import generation_config_of, settings_at_source
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.model.unloaded import require_loaded
-from fsdp_runtime.sharded.async_saves import IfSaving, SaveFuture, must_refuse, require_none_running, save_in_thread
-from fsdp_runtime.sharded.collectives import (
-    ModelRanks,
-    mesh_or_world_ranks,
-    raise_on_all,
-    require_equal_on_all,
-    required_device,
-)
-from fsdp_runtime.sharded.file_systems import file_place, may_share_files
+from fsdp_runtime.sharded.async_saves import SAVES_WAIT, SaveFuture, save_in_thread, wait_for_running
+from fsdp_runtime.sharded.collectives import ModelRanks, mesh_or_world_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.fsync import (
     freed_in_background,
     fsync_path,
@@ -45,33 +37,47 @@ from fsdp_runtime.sharded.fsync import (
 from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
-from fsdp_runtime.sharded.work_directory import others_at_work, remove_work, require_seen, work_directory
+from fsdp_runtime.sharded.work_directory import machine, others_at_work, remove_work, require_seen, work_directory
+from fsdp_runtime.values import require_no_removed
 from fsdp_runtime.weights.companion_files import copy_companions, files_in_order, leave_out_present
-from fsdp_runtime.weights.export import ExportedTensor, MergedShards
-from fsdp_runtime.weights.file_plan import WriteStep
+from fsdp_runtime.weights.export import ExportedTensor
+from fsdp_runtime.weights.files import RankFiles, parse_bytes, plan_files, shard_name
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.quantize.formats import Quantization
-from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, ExportedModel, WeightExport
-from fsdp_runtime.weights.write_blocks import BlockWriter, SaveReport
-from fsdp_runtime.weights.write_plan import PlannedFile, plan_files, plan_writes, shard_name
+from fsdp_runtime.weights.stream import ExportedModel, WeightExport
 
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
-#: Bytes that each rank writes between two exchanges of errors.
-_CHECKED_AFTER = 2**28
+#: A writer of tensors: at once, or from host memory later.
+Writer = SafetensorsWriter | StagedWriter
+#: Options of earlier releases.
+_REMOVED = {
+    "max_shard_bytes": "it is max_shard_size",
+    "bucket_bytes": "a save gathers 256 MiB at a time",
+    "writers": "one rank writes each file, on every file system",
+    "if_saving": SAVES_WAIT,
+}
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """Result of :func:`save_weights` on one rank.
+
+    Args:
+        bytes_written: bytes of tensors that this rank wrote.
+    """
+
+    bytes_written: int = 0
 
 
 class _WeightOptions(TypedDict, total=False):
     """Keywords of :func:`save_weights` that leave its return type unchanged."""
 
-    max_shard_bytes: int
-    bucket_bytes: int
+    max_shard_size: int | str
     dtype: torch.dtype | None
     names: Names
     quantize: Quantization | None
-    writers: Literal["all", "one"] | None
-    if_saving: IfSaving
 
 
 @overload
@@ -98,14 +104,12 @@ def save_weights(
     model: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    max_shard_bytes: int = 5 * 10**9,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     names: Names = "checkpoint",
     quantize: Quantization | None = None,
-    writers: Literal["all", "one"] | None = None,
     asynchronous: bool = False,
-    if_saving: IfSaving = "wait",
+    **removed: object,
 ) -> SaveReport | SaveFuture[SaveReport]:
     """Save a model as safetensors, with its configs and the files of the checkpoint that it was loaded from.
 
@@ -114,11 +118,10 @@ def save_weights(
     :func:`load_weights` or ``from_pretrained`` read.  A tokenizer is not copied if the vocabulary was resized; a
     warning says so.
 
-    Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  Every rank writes its
-    blocks to their places in the files.  Blocks that interleave there, such as the columns of ``tp``, are exchanged
-    first, each element once at most, and replicas write a part each.  The first rank writes plain tensors.  Only
-    quantized weights and computed outputs of conversions are gathered, a bucket at a time.  Files are written to a
-    temporary directory, which all ranks have to see, and then renamed.
+    Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  Each file has one
+    writing rank.  Files are dealt to ranks by their bytes, and every host writes one file at least.  Tensors are
+    gathered to the rank that writes them, 256 MiB at a time or one larger tensor.  The first rank writes plain tensors.
+    Files are written to a temporary directory, which all ranks have to see, and then renamed.
     One last rename makes the new weights take effect, so a process killed at any time leaves either the old or the new
     weights complete; the config is renamed just before.  If jobs save to one directory at the same time, the last
     rename takes effect.  Old files are removed after the rename, as the disk may have no room for both:
@@ -128,34 +131,27 @@ def save_weights(
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
         directory: the same on every rank; created if it does not exist; other files in it are kept, and so is a
             tokenizer or a processor that was saved there.
-        max_shard_bytes: bytes of a file, as transformers' ``max_shard_size``; a larger tensor has a separate file.
-        bucket_bytes: the most bytes that a rank holds for exchanges; also the bytes of full tensors in one gather.
+        max_shard_size: the most bytes of a file, a number or a text such as ``"5GB"`` or ``"500MiB"``; a larger tensor
+            has a separate file.  Smaller files let more ranks write at the same time.
         dtype: round floating-point tensors to this dtype, after adapters were merged, and write it to the config.
             Tensors that ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32,
             get that dtype; ``None`` keeps the dtype of each tensor.
         names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
         quantize: store linear layers in low precision, with their scales, and record this in the config, except layers
             that the model's class keeps in float32; other weights then default to bfloat16.
-        writers: with ``"all"`` every rank writes its blocks into every file; with ``"one"`` each file has one writing
-            rank, which receives the others' blocks, for file systems where several hosts may not write to one file.
-            ``None`` takes ``"all"`` if all ranks are on one host, or the file system is known to keep concurrent writes
-            separate (Lustre, GPFS, BeeGFS, Ceph, WekaFS), and ``"one"`` otherwise, as on NFS.
-        asynchronous: return once this rank's blocks are exchanged and copied to host memory, as many bytes as it
-            writes; a thread writes them while training goes on and changes the weights.
-        if_saving: while an asynchronous save of this process is being written, ``"wait"`` until it has ended, or
-            ``"raise"`` on all ranks.
+        asynchronous: return once this rank's files are gathered and copied to host memory; a thread writes them while
+            training goes on and changes the weights.  A later save of this process waits until the thread has ended.
+        removed: refused by name.
 
     Returns:
-        The bytes that this rank wrote, sent, received and held; with ``asynchronous`` a
-        :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`: its ``wait()`` returns the bytes and raises the thread's
-        errors.
+        The bytes that this rank wrote; with ``asynchronous`` a :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`:
+        its ``wait()`` returns the bytes and raises the thread's errors.
 
     Raises:
         ConversionError: the model's tensors differ from its class's (``names="model"`` works), or are quantized.
-        OptionError: a size is not positive, ``dtype`` not a floating-point dtype, ``quantize`` no ``Quantization``,
-            ``names``, ``writers`` or ``if_saving`` unknown, the directory empty or not seen by one rank, an option
-            other than ``if_saving`` not the same on every rank, or an earlier save still being written with
-            ``if_saving="raise"``.
+        OptionError: ``max_shard_size`` is no positive size, ``dtype`` not a floating-point dtype, ``quantize`` no
+            ``Quantization``, ``names`` unknown, the directory empty or not seen by one rank, or an option not the same
+            on every rank.
         ModelError: tensors are on the meta device.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on a rank that cannot write; the directory's old contents stay in effect, unless only the wait for the
@@ -172,71 +168,97 @@ def save_weights(
         ...     [file.name for file in Path(directory).iterdir()], report.bytes_written
         (['model.safetensors'], 36)
     """
-    given: dict[str, Any] = {
-        "max_shard_bytes": max_shard_bytes,
-        "bucket_bytes": bucket_bytes,
-        "dtype": dtype,
-        "names": names,
-        "quantize": quantize,
-        "writers": writers,
-        "asynchronous": asynchronous,
-    }
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(model, entries)
     with raise_on_all(ranks) as step:
-        if max_shard_bytes < 1 or bucket_bytes < 1:
-            raise OptionError(f"max_shard_bytes={max_shard_bytes}, bucket_bytes={bucket_bytes}: give positive numbers")
-        if writers not in (None, "all", "one"):
-            raise OptionError(f"writers={writers!r}: write 'all', 'one' or None")
+        require_no_removed("save_weights", removed, _REMOVED)
         target = require_path("directory", directory)
-        given["directory"] = os.path.normpath(target)
-        step.value = given, file_place(target), must_refuse(if_saving)
+        options = {
+            "max_shard_size": parse_bytes(max_shard_size),
+            "dtype": dtype,
+            "names": names,
+            "quantize": quantize,
+            "asynchronous": asynchronous,
+            "directory": os.path.normpath(target),
+        }
+        step.value = options, machine()
         require_loaded([entry.names[0] for entry in entries if entry.tensor.is_meta], "save_weights")
-        options = WeightExport(dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes)
-        export = options.prepare(model, entries)
-        items = export.tensors
-        floating = (item.dtype for item in items if item.dtype.is_floating_point)
-        config_dtype = options.exported_dtype or next(floating, torch.get_default_dtype())
-    require_equal_on_all({rank: options for rank, (options, _, _) in step.values.items()})
-    require_none_running([rank for rank, (_, _, refuses) in step.values.items() if refuses])
-    places = {rank: place for rank, (_, place, _) in step.values.items()}
-    share = may_share_files(places.values()) if writers is None else writers == "all"
-    files = plan_files(export, max_shard_bytes, places, shared=share)
-    shards = [each.items for each in files]
+        export = WeightExport(dtype=dtype, names=names, quantize=quantize).prepare(model, entries)
+        wait_for_running()
+    require_equal_on_all({rank: options for rank, (options, _) in step.values.items()})
+    plan = plan_files(export, max_shard_size, {rank: machine for rank, (_, machine) in step.values.items()})
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(target, ranks))
         staging = HostStaging() if asynchronous else None
         with leave_inference_mode():
-            blocks, on_disk = _write_files(files, export, work, ranks, list(places), bucket_bytes, staging, resources)
+            on_disk = _write_files(plan, export, work, ranks, staging, resources)
         with raise_on_all(ranks):
             if ranks.is_first and is_transformers_model(base_model(model)):
-                _save_companions(base_model(model), work, target, config_dtype)
-                if quantize is not None:
-                    config = json.loads((work / "config.json").read_text())
-                    config["quantization_config"] = quantize.config(export.kept_modules)
-                    _write_json(work / "config.json", config)
-        report = blocks.report
+                _save_companions(base_model(model), work, target, export, quantize)
         if staging is not None:
             staging.synchronize()
-            report = replace(report, peak_bytes=report.peak_bytes + staging.nbytes)
-        finish = partial(_finish, report, on_disk, work, target, shards)
-        return save_in_thread(finish, ranks, list(places), resources) if asynchronous else finish(ranks)
+        finish = partial(_finish, on_disk, plan, work, target)
+        return save_in_thread(finish, ranks, list(step.values), resources) if asynchronous else finish(ranks)
 
 
-def _save_companions(model: nn.Module, work: Path, target: Path, dtype: torch.dtype) -> None:
+def _save_companions(
+    model: nn.Module, work: Path, target: Path, export: ExportedModel, quantize: Quantization | None
+) -> None:
     """Write the model's configs, and copy the other files of the checkpoint that the model was loaded from."""
     copy_companions(model, work, target)
     with naming_write_errors(work / "config.json"):
-        save_config(model, work, dtype, generation_config_of(model, settings_at_source(model)))
+        save_config(model, work, export.config_dtype, generation_config_of(model, settings_at_source(model)))
+    if quantize is not None:
+        config = json.loads((work / "config.json").read_text())
+        config["quantization_config"] = quantize.config(export.kept_modules)
+        _write_json(work / "config.json", config)
+
+
+def _write_files(
+    plan: Mapping[int, RankFiles],
+    export: ExportedModel,
+    work: Path,
+    ranks: ModelRanks,
+    staging: HostStaging | None,
+    resources: ExitStack,
+) -> list[Callable[[], None]]:
+    """Gather each tensor to the rank that writes it, and write or stage the files; return calls that complete them."""
+    contents = plan[ranks.rank].files if ranks.rank in plan else []
+    with raise_on_all(ranks):
+        require_seen(work, ranks)
+        with naming_total(sum(SafetensorsLayout(items).nbytes for each in plan.values() for _, items in each.files)):
+            for name, items in contents:
+                SafetensorsWriter(work / name, items).close()  # its header, and its full size
+        written = [SafetensorsWriter(work / name, items, create=False) for name, items in contents]
+    files: Sequence[Writer] = written if staging is None else [StagedWriter(file, staging) for file in written]
+    file_of = {item.name: file for file, (_, items) in zip(files, contents, strict=True) for item in items}
+    last = {items[-1].name for _, items in contents}
+    for file in files:
+        resources.callback(file.close)
+    on_disk: list[Callable[[], None]] = []
+    pool = resources.enter_context(ThreadPoolExecutor(1, "fsync"))
+    for buckets in zip_longest(*(each.buckets for each in plan.values())):
+        gathers = [export.gather(groups, to=rank) for rank, groups in zip(plan, buckets, strict=True) if groups]
+        with raise_on_all(ranks):
+            for item, tensor in chain.from_iterable(gathers):  # the tensors of this rank's files
+                file = file_of[item.name]
+                file.write(item.name, tensor)
+                if item.name in last:
+                    completed = partial(_fsync_and_close, file)
+                    on_disk.append(completed if staging is not None else pool.submit(completed).result)
+                del tensor
+    return on_disk
+
+
+def _fsync_and_close(file: Writer) -> None:
+    try:
+        file.fsync()
+    finally:
+        file.close()
 
 
 def _finish(
-    report: SaveReport,
-    on_disk: Sequence[Callable[[], None]],
-    work: Path,
-    target: Path,
-    shards: Sequence[Sequence[ExportedTensor]],
-    ranks: ModelRanks,
+    on_disk: Sequence[Callable[[], None]], plan: Mapping[int, RankFiles], work: Path, target: Path, ranks: ModelRanks
 ) -> SaveReport:
     """Wait until every rank's files are on the disk, and put them into effect.  Collective."""
     with raise_on_all(ranks):
@@ -244,82 +266,10 @@ def _finish(
             wait()
     with raise_on_all(ranks):
         if ranks.is_first:
-            _commit(work, target, shards)
+            contents = sorted(file for each in plan.values() for file in each.files)
+            _commit(work, target, [items for _, items in contents])
             remove_work(work)
-    return report
-
-
-def _write_files(
-    files: Sequence[PlannedFile],
-    export: ExportedModel,
-    work: Path,
-    ranks: ModelRanks,
-    everyone: Sequence[int],
-    bucket_bytes: int,
-    staging: HostStaging | None,
-    resources: ExitStack,
-) -> tuple[BlockWriter, list[Callable[[], None]]]:
-    """Write or stage this rank's parts of every file; return calls that return once the parts are on the disk."""
-    rank, first = everyone[ranks.index], everyone[0]
-    with raise_on_all(ranks):
-        require_seen(work, ranks)
-        layouts = [SafetensorsLayout(each.items) for each in files]
-        with naming_total(sum(layout.nbytes for layout in layouts)):
-            for each, layout in zip(files, layouts, strict=True):
-                if rank == (first if each.writer is None else each.writer):
-                    SafetensorsWriter(work / each.name, layout).close()  # its header, and its full size
-    blocks = BlockWriter(rank, ranks, bucket_bytes, required_device(ranks.groups) or torch.device("cpu"))
-    tensors = _planned(export, everyone, bucket_bytes, files)
-    unchecked = 0
-    pool = resources.enter_context(ThreadPoolExecutor(1, "fsync"))
-    on_disk: list[Callable[[], None]] = []
-    for each, layout in zip(files, layouts, strict=True):
-        on_file = SafetensorsWriter(work / each.name, layout, create=False)
-        file = on_file if staging is None else StagedWriter(on_file, staging)
-        for _ in each.items:
-            item, steps, sources = next(tensors)
-            blocks.add(item, steps, sources, file)
-            unchecked += item.nbytes
-        blocks.flush()
-        completed = partial(_fsync_and_close, file)
-        on_disk.append(completed if staging is not None else pool.submit(completed).result)
-        if unchecked >= _CHECKED_AFTER * ranks.count:
-            unchecked = 0
-            with raise_on_all(ranks):
-                blocks.raise_error()
-    with raise_on_all(ranks):
-        blocks.raise_error()
-    return blocks, on_disk
-
-
-def _planned(
-    export: ExportedModel, everyone: Sequence[int], bucket_bytes: int, files: Sequence[PlannedFile]
-) -> Iterator[tuple[ExportedTensor, Sequence[WriteStep], Mapping[str, Tensor]]]:
-    """Yield every exported tensor with its plan and this rank's local tensors.  Collective."""
-    for planned in plan_writes(export, everyone, bucket_bytes, files):
-        if planned.gathered:
-            gathered = export.gather(planned.groups)
-            for item, steps in planned.tensors:
-                _, tensor = next(gathered)
-                yield item, steps, {item.name: tensor}
-                del tensor
-            next(gathered, None)  # the iterator has to be exhausted
-            continue
-        (group,) = planned.groups
-        local = {name: local_tensor(tensor).detach() for name, tensor in group.sources.items()}
-        if group.adapters:
-            merged = MergedShards([group])
-            merged.refresh()
-            local |= merged.local
-        for item, steps in planned.tensors:
-            yield item, steps, local
-
-
-def _fsync_and_close(file: SafetensorsWriter | StagedWriter) -> None:
-    try:
-        file.fsync()
-    finally:
-        file.close()
+    return SaveReport(sum(item.nbytes for _, items in plan.get(ranks.rank, RankFiles()).files for item in items))
 
 
 def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,13 @@ Bucket = list[tuple[str, Tensor]]
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
-_T = TypeVar("_T", ExportGroup, ExportedTensor, WeightInfo)
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_T = TypeVar("_T", bound=_Sized)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +165,12 @@ class ExportedModel:
     def parts(self, groups: Sequence[ExportGroup]) -> list[ExportedTensor]:
         """The exported tensors of ``groups``, in order."""
         return [part for group in groups for item in group.tensors for part in self._parts(item)]
+
+    @property
+    def config_dtype(self) -> torch.dtype:
+        """The dtype for a checkpoint's config."""
+        floating = (item.dtype for item in self.tensors if item.dtype.is_floating_point)
+        return self._options.exported_dtype or next(floating, torch.get_default_dtype())
 
     @property
     def kept_modules(self) -> list[str]:

@@ -1,0 +1,91 @@
+"""Files of a save: each file has one writing rank, and files are dealt to ranks by their bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
+from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, ExportedModel, split_by_bytes
+
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass
+class RankFiles:
+    """The files that one rank writes, and the groups that are gathered to the rank, in the order of the files."""
+
+    files: list[tuple[str, list[ExportedTensor]]] = field(default_factory=list)  # names and tensors
+    buckets: list[list[ExportGroup]] = field(default_factory=list)  # each is gathered at once
+
+
+@dataclass(frozen=True)
+class _SizedGroup:
+    group: ExportGroup
+    position: int  # in the model
+    tensors: list[ExportedTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the files."""
+        return sum(item.nbytes for item in self.tensors)
+
+    @property
+    def has_plain(self) -> bool:
+        """Whether a source is a plain tensor."""
+        return not all(isinstance(tensor, DTensor) for tensor in self.group.sources.values())
+
+
+def plan_files(export: ExportedModel, max_shard_size: int | str, machines: Mapping[int, str]) -> dict[int, RankFiles]:
+    """Return the files of each rank that writes, equal on every rank; ``machines`` has the host of each rank."""
+    groups = [_SizedGroup(group, position, export.parts([group])) for position, group in enumerate(export.groups)]
+    ranks = _by_machine(machines)
+    several = len({*machines.values()}) if any(not each.has_plain for each in groups) else 1
+    limit = min(parse_bytes(max_shard_size), max(-(-sum(each.nbytes for each in groups) // several), 1))
+    # The first rank's copy of a plain tensor is saved, and replicas may differ in buffers: the first rank writes them.
+    runs = list(split_by_bytes(sorted(groups, key=lambda each: not each.has_plain), limit))
+    contents = []
+    for run in runs:
+        run.sort(key=lambda each: each.position)
+        # A group that is larger than a file is gathered once: its files have one writer.
+        contents.append(list(split_by_bytes([item for each in run for item in each.tensors], limit)))
+    count, number = sum(map(len, contents)), 0
+    nbytes, plan = dict.fromkeys(ranks, 0), dict[int, RankFiles]()
+    for run, files in zip(runs, contents, strict=True):
+        writer = ranks[0] if any(each.has_plain for each in run) else min(nbytes, key=nbytes.__getitem__)
+        nbytes[writer] += sum(each.nbytes for each in run)
+        share = plan.setdefault(writer, RankFiles())
+        share.buckets += split_by_bytes([each.group for each in run], DEFAULT_BUCKET_BYTES)
+        for items in files:
+            number += 1
+            share.files.append((shard_name(number, count), items))
+    return plan
+
+
+def _by_machine(machines: Mapping[int, str]) -> list[int]:
+    """Return ranks in an order with neighbours on different hosts; the first rank stays first."""
+    seen: dict[str, int] = {}
+    order = []
+    for rank, machine in machines.items():
+        seen[machine] = seen.get(machine, -1) + 1
+        order.append((seen[machine], rank))
+    return [rank for _, rank in sorted(order)]
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a ``max_shard_size`` in bytes: an int, or a number with a unit such as ``"5GB"`` or ``"500MiB"``."""
+    nbytes: object = size
+    if isinstance(size, str) and (text := re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B", size.strip())):
+        nbytes = int(float(text[1]) * (1024 if text[3] else 1000) ** _POWERS[text[2] or ""])
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 1:
+        raise OptionError(f"max_shard_size={size!r}: write a positive number of bytes, or a text such as '5GB'")
+    return nbytes
+
+
+def shard_name(number: int, count: int) -> str:
+    """Return the usual name of a file of a checkpoint."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
