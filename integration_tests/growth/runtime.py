@@ -14,12 +14,11 @@ from torch import nn
 
 from fsdp_runtime import MeshSpec, load_weights, parallelize, save_weights, stream_weights
 from fsdp_runtime.batching import pack, pack_tree
-from fsdp_runtime.dry_run import describe_weights
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.sync import digest
 from fsdp_runtime.sync.schedule import rounds_of, split_transfers, windows_of
 from growth.measure import Case
-from growth.models import llama, mixture
+from growth.models import llama
 from growth.transfers import RANKS, TENSORS, experts_on_ranks, mesh
 from tp_plans import Shard
 from tp_plans.transfer import TransferPlan, plan_transfer
@@ -61,17 +60,6 @@ def _parallelized(layers: int) -> Iterator[Callable[[], Any]]:
     with fake_world(MeshSpec(dp_shard=4, tp=2), rank=0) as device_mesh:
         model = llama(layers)
         yield lambda: parallelize(model, device_mesh)
-
-
-def _wide() -> nn.Module:
-    return llama(1, vocab=RANKS[-1], width=RANKS[-1])
-
-
-@contextmanager
-def _described(model: nn.Module, **axes: int) -> Iterator[Callable[[], Any]]:
-    with fake_world(MeshSpec(**axes), rank=0) as device_mesh:
-        parallelize(model, device_mesh)
-        yield lambda: describe_weights(model)
 
 
 def _samples(size: int) -> list[torch.Tensor]:
@@ -125,12 +113,6 @@ CASES = [
     Case("stream_weights: layers", LAYERS, partial(_of_plain, _streamed)),
     Case("sync.digest: layers", LAYERS, partial(_of_plain, digest)),
     Case("parallelize on the meta device: layers", LAYERS, _parallelized),
-    Case("describe_weights: layers", LAYERS, lambda size: _described(mixture(size, 4), dp_shard=4, ep=2)),
-    Case("describe_weights: experts", TENSORS, lambda size: _described(mixture(2, size), dp_shard=2, ep=2)),
-    Case("describe_weights, rows: ranks", RANKS, lambda size: _described(_wide(), dp_shard=size)),
-    Case("describe_weights, columns: ranks", RANKS, lambda size: _described(_wide(), dp_shard=size // 4, tp=4)),
-    Case("describe_weights, copies: ranks", RANKS, lambda size: _described(_wide(), dp_replicate=size // 4, tp=4)),
-    Case("describe_weights, an expert a rank: ranks", RANKS, lambda s: _described(mixture(2, s), dp_shard=s, ep=s)),
     Case("pack: samples", SAMPLES, _packed),
     Case("pack_tree: samples", SAMPLES, _packed_trees),
     Case("rounds of one rank, rows: ranks", RANKS, partial(_schedule, _rows_of_ranks), slope=0.0, memory=0.0),
