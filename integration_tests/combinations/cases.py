@@ -62,7 +62,7 @@ ACCUMULATE = "accumulation"
 _WRITES = ("resume", "set state dict")
 #: Calls of a crowded case, which finds more in a second than one of two parts: the steps around the calls are shared.
 CROWD = 10
-_EAGER, _LORA = ("change", "eager attention"), ("change", "LoRA")
+_LORA = ("change", "LoRA")
 
 
 #: Values of every step's options, beside those of a call without keywords.
@@ -201,8 +201,6 @@ def draw(random: Random, ranks: int, parts: Any) -> Case | None:
         return None
     found = [(kind, f"{name}@{_slot(random, name)}" if kind == "event" else name) for kind, name in parts]
     events = {name for kind, name in parts if kind == "event"}
-    if "attentions" in events and _EAGER not in found:
-        found.append(_EAGER)  # the other implementations return none
     if events.intersection(OF_ADAPTERS) and not any(kind == "change" for kind, _ in parts):
         found.append(_LORA)
     elif events.intersection(OF_ADAPTERS) and not any("LoRA" in name or name == "DoRA" for _, name in parts):

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import fsdp_runtime
-from combinations.batches import LENGTH, Batch, Share, documents, full, outputs_of
+from combinations.batches import LENGTH, Batch, Share, full, outputs_of
 from harness.parity import GRADIENT_BOUND, gradient_errors, largest, own_part
 
 #: Bound of the numerics contract for outputs and weights.
@@ -234,17 +234,6 @@ def _router_logits(at: Training) -> None:
         compare(f"router logits {place}", full(one), other)  # under cp also of the full rows
 
 
-def _attentions(at: Training) -> None:
-    batch = at.batch.rows(at.share.own)
-    with torch.no_grad():
-        found = at.model(**at.share.inputs(batch), use_cache=False, output_attentions=True).attentions
-        for span, inputs in documents(batch):
-            wanted = at.reference(**inputs, use_cache=False, output_attentions=True).attentions
-            for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
-                if other is not None:
-                    compare(f"attention {place}", full(one)[..., span, span], other)
-
-
 def _last_logits(at: Training) -> None:
     batch = at.batch.rows(at.share.own)
     with torch.no_grad():
@@ -365,7 +354,6 @@ EVENTS: dict[str, Callable[[Training], None]] = {
     "routes": _routes,
     "hidden states": _hidden_states,
     "router logits": _router_logits,
-    "attentions": _attentions,
     "last logits": _last_logits,
     "labels": _labels,
     "deepcopy": _deepcopy,

@@ -91,7 +91,6 @@ def _alone(model: Any, batches: list[Batch], case: Case) -> None:
             if name in GENERATIONS:
                 generated(model, **getattr(EVENTS[name], "keywords", {}))
             flags = {"hidden states": "output_hidden_states", "router logits": "output_router_logits"}
-            flags |= {"attentions": "output_attentions"}
             if name in flags:
                 found = model(**inputs, **{flags[name]: True})
                 if not found[flags[name].removeprefix("output_")]:

@@ -176,12 +176,14 @@ CASES: Provocations = {
         ),
         "ModelError: was set after parallelize": _other_attention,
         "LayoutError: logits_to_keep of": lambda: _given(logits_to_keep=torch.ones(2, 6, dtype=torch.bool)),
-        "LayoutError: no rank computes the attention map": lambda: _given(output_attentions=True),
         "LayoutError: a key/value cache would hold the keys of this rank only": (
             lambda: _given(use_cache=True),
             lambda: _given(other=_cache()),
         ),
         "LayoutError: cannot be sharded along the tokens": lambda: _given(pixel_values=torch.ones(2, 3)),
+    },
+    "fsdp_runtime/steps/outputs/attention_maps.py": {
+        "LayoutError: computes a part of each attention map": lambda: _given(output_attentions=True),
     },
     "fsdp_runtime/steps/context/media.py": {
         "LayoutError: media without position_ids": (

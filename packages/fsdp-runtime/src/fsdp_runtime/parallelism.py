@@ -37,7 +37,9 @@ from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.guards.methods import guard_methods
 from fsdp_runtime.steps.guards.optimizers import watch_optimizers
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
+from fsdp_runtime.steps.outputs.step import Outputs
 from fsdp_runtime.steps.random_states import RandomStates
+from fsdp_runtime.steps.refused_adapters import refuse_later_adapters
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from tp_plans import Plan
 
@@ -45,6 +47,7 @@ from tp_plans import Plan
 ORDER: tuple[type[Step[Any]], ...] = (
     PackedSequences,
     TensorParallel,
+    Outputs,
     ExpertParallel,
     ContextParallel,
     SharedPrefixes,
@@ -111,6 +114,8 @@ class Parallelism:
         with first_rank_speaks(self.groups), carry_over_parameters(model):
             for step, checked in self.steps:
                 step.prepare(model, self.setup, checked)
+            if self.setup.is_sharded:
+                refuse_later_adapters(model)
             for step, checked in self.steps:
                 step.apply(model, self.setup, checked)
         runtime_state(model).one_rank = self.setup.meshes.one_rank
@@ -172,7 +177,9 @@ def resolve_steps(
         _require_no_gradients(model)
     if not any(isinstance(step, PackedSequences) for step in given):
         given.append(PackedSequences(apart=False))  # warns
-    given.append(RandomStates(meshes.tp))
+    if not any(isinstance(step, ExpertParallel) for step in given):
+        given.append(ExpertParallel())  # adapters of experts on any mesh
+    given += [RandomStates(meshes.tp), Outputs()]
     shares_batches = meshes.tp is not None or meshes.cp is not None
     if shares_batches and not any(isinstance(step, CheckInputs) for step in given):
         given.append(CheckInputs("first"))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fsdp_runtime._peft_compat import model_of_rows
+from fsdp_runtime._peft_compat import base_model, model_of_rows
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_masked_language_model, is_transformers_model
 from fsdp_runtime.errors import ModelError
@@ -41,6 +41,11 @@ class ModelFacts:
     def of(cls, model: nn.Module) -> ModelFacts:
         """Inspect a model."""
         return cls(model, inspect_model(model))
+
+    @cached_property
+    def base_model(self) -> Any:
+        """The model without peft's wrapper: the one inside a ``PeftModel``, any other model itself."""
+        return base_model(self.model)
 
     @cached_property
     def inner(self) -> Any:
@@ -175,6 +180,11 @@ class Setup:
     def structure(self) -> ModelStructure:
         """The model's blocks, embedding and head."""
         return self.facts.structure
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks share the model's layers, tokens, experts or parameters."""
+        return any(mesh is not None for mesh in (self.meshes.tp, self.meshes.cp, self.meshes.ep, self.meshes.fsdp))
 
     @property
     def tp(self) -> int:

@@ -41,7 +41,7 @@ def _on_one_rank(model: nn.Module) -> nn.Module:
         ({"cache_params": object()}, "a key/value cache would hold the keys"),
         ({"logits_to_keep": torch.ones(2, 6, dtype=torch.bool)}, "logits_to_keep of LlamaForCausalLM: under cp it is"),
         ({"logits_to_keep": 3, "labels": torch.zeros(2, 6, dtype=torch.long)}, "of the full row, without labels"),
-        ({"output_attentions": True}, "under cp no rank computes the attention map"),
+        ({"output_attentions": True}, "a rank of cp computes a part of each attention map"),
         ({"token_type_ids": torch.zeros(2, 6)}, r"token_type_ids \(2, 6\) cannot be sharded along the tokens"),
         ({"encoder_outputs": (torch.zeros(2, 6),)}, r"encoder_outputs \(2, 6\) cannot be sharded"),
         ({"pixel_values": torch.zeros(2, 3)}, r"pixel_values \(2, 3\) cannot be sharded along the tokens: compute th"),
@@ -62,7 +62,7 @@ def test_outputs_that_a_config_asks_for_are_refused() -> None:
     model.set_attn_implementation("eager")
     model.config.output_attentions = True
     _on_one_rank(model)
-    with pytest.raises(LayoutError, match="under cp no rank computes the attention map"):
+    with pytest.raises(LayoutError, match="a rank of cp computes a part of each attention map"):
         model(**tiny_inputs(model, batch=2, length=6))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import forward_with_lm_head, parallelize
+from fsdp_runtime import forward_with_lm_head, parallelize, sequence_layout
 from harness.models import tiny_model
 from harness.parity import gradient_errors, mesh_for
 from harness.ranks import RankPool
@@ -63,3 +63,20 @@ def _errors(options: dict[str, Any], *, adapted: bool) -> dict[str, dict[str, fl
 def test_kept_logits_are_those_of_one_process(two_ranks: RankPool, adapted: bool) -> None:
     options = {"sequence_parallel": True, "activation_checkpointing": "block"}
     assert two_ranks.run(_errors, options, adapted=adapted) == [{}] * 2
+
+
+def _over_cp() -> None:
+    mesh = mesh_for({"cp": 2})
+    model: Any = tiny_model("Qwen3ForCausalLM")
+    ids = torch.randint(3, 130, (2, 8), generator=torch.Generator().manual_seed(1))
+    alone = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    parallelize(model, mesh)
+    layout = sequence_layout(mesh, ids.shape[1])
+    batch = layout.shard_batch({"input_ids": ids})
+    sharded = model(**batch, use_cache=False, output_hidden_states=True).hidden_states
+    for ours, theirs in zip(sharded, alone, strict=True):
+        torch.testing.assert_close(ours, layout.shard(theirs), rtol=0, atol=1e-6)
+
+
+def test_hidden_states_over_cp_are_those_of_the_ranks_tokens(two_ranks: RankPool) -> None:
+    two_ranks.run(_over_cp)

@@ -266,15 +266,6 @@ class Inputs:
                 raise LayoutError(_other_order(attention.layout(length)))
 
 
-def refuse_attention_maps(module: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a forward of a transformers model, which may be inside another, that is asked for attention maps."""
-    if asks_for(module, kwargs, "attentions"):
-        raise LayoutError(
-            "output_attentions=True: under cp no rank computes the attention map of a full row: leave it out, or use a "
-            "mesh without cp"
-        )
-
-
 def embedded_inputs(model: nn.Module) -> set[str]:
     """Return the further inputs that a model embeds token by token."""
     tables = {path.rpartition(".")[2] for path, _ in model.named_modules()}

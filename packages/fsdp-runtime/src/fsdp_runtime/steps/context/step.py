@@ -43,7 +43,7 @@ from fsdp_runtime.steps.context.full_sequence import (
     gathered_mixers,
     replaced_attention,
 )
-from fsdp_runtime.steps.context.inputs import Inputs, embedded_inputs, refuse_attention_maps
+from fsdp_runtime.steps.context.inputs import Inputs, embedded_inputs
 from fsdp_runtime.steps.context.media import media_of
 from fsdp_runtime.steps.context.methods import (
     Method,
@@ -58,6 +58,7 @@ from fsdp_runtime.steps.context.verify import verify_context_parallelism
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import keeps_documents_apart
+from fsdp_runtime.steps.outputs.attention_maps import refuse_attention_maps
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.values import require_bool, require_one_of
 from fsdp_runtime.wrap import hook_forward, hook_model
@@ -233,8 +234,8 @@ def replace_attention(
         hook_forward(getattr(base, base.base_model_prefix), "takes a rank's tokens", before=inputs.own_tokens)
     for rope in length_dependent_ropes(model):
         hook_forward(rope, "sees the longest position", before=inputs.add_longest, after=inputs.drop_longest)
+    refuse_attention_maps(model, "cp")
     for module in filter(is_transformers_model, model.modules()):
-        hook_forward(module, "refuses attention maps", before=refuse_attention_maps)
         if "router_logits" in recorded_outputs(module):
             hook_forward(module, "gathers router logits", after=inputs.gather_router_logits)
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._peft_compat import active_factors, base_model, is_out_first, lora_layers
+from fsdp_runtime._peft_compat import active_factors, is_out_first, lora_layers
 from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans.runtime import attach_zero_grads, full_view, shard_ranges
@@ -24,8 +24,8 @@ _WRAPPERS = "_fsdp_runtime_adapters"
 
 
 def adapt_experts(model: nn.Module) -> None:
-    """Let stacked experts add their adapters where they run, in place; before they are sharded."""
-    for layer in lora_layers(base_model(model)):
+    """Let the stacked experts of a model without peft's wrapper add their adapters; call it before they are sharded."""
+    for layer in lora_layers(model):
         if layer.experts is None:
             continue
         for mixin, module in ((_Wrapper, layer.module), (_Experts, layer.experts)):

@@ -13,6 +13,7 @@ from fsdp_runtime._peft_compat import BASE, base_model, lora_layers
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps.experts.adapters import adapt_experts
 from fsdp_runtime.steps.refused_adapters import refuse_adapters
 from tp_plans import Plan, with_expert_parallelism
 from tp_plans.runtime import TokenExchange, exchange_class, expert_styles_by_path
@@ -71,6 +72,10 @@ class ExpertParallel(Step[None]):
                     f"{layer.path} adapts stacked experts. Over tp this needs a rule for the factors, and weights with "
                     "one row for each expert: use tp=1, or leave the experts out of target_parameters"
                 )
+
+    def prepare(self, model: nn.Module, setup: Setup, checked: None) -> None:
+        """Let stacked experts add their adapters, on every mesh: layers are sharded afterwards."""
+        adapt_experts(setup.facts.base_model)
 
     def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Divide the experts; nothing changes where none are dispatched."""

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.model.generators import Generators
 from fsdp_runtime.wrap import hook_forward
 from tp_plans.runtime import computes
@@ -41,8 +40,7 @@ def full_logits(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def gather_logits_in_generate(model: nn.Module, tp: DeviceMesh) -> None:
-    """Let ``generate`` of a model, or the one inside a ``PeftModel``, read full logits and sample alike over ``tp``."""
-    model = base_model(model)
+    """Let ``generate`` of a model read full logits and sample the same tokens on every rank of ``tp``."""
     if callable(getattr(model, "generate", None)):
         model.__dict__["generate"] = _Generate(model, tp)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -15,15 +15,10 @@ from fsdp_runtime._torch_compat import hook_gradient
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.experts.adapters import adapt_experts
-from fsdp_runtime.steps.outputs.attention_maps import return_full_attention_maps
-from fsdp_runtime.steps.outputs.generation import gather_logits_in_generate
-from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
-from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
-from fsdp_runtime.steps.refused_adapters import refuse_later_adapters
+from fsdp_runtime.steps.outputs.labels import has_sharded_logits
 from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
 from fsdp_runtime.values import require_bool, require_one_of
-from tp_plans import ColwiseParallel, Plan, Replicate, Shard, Style, UnknownArchitectureError, check, styles_by_path
+from tp_plans import Plan, Replicate, Style, UnknownArchitectureError, check, styles_by_path
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +34,9 @@ def with_logits(plan: Plan, logits: Logits) -> Plan:
     heads: dict[str, Style | None] = {
         pattern: replace(style, output_layouts=Replicate(), use_local_output=True)
         for pattern, style in plan.items()
-        if _has_sharded_logits(style)
+        if has_sharded_logits(style)
     }
     return plan.override(heads)
-
-
-def _has_sharded_logits(style: Style | None) -> TypeGuard[ColwiseParallel]:
-    """Return True for a head; layers of blocks give plain features, or DTensors sharded on the rows or the sequence."""
-    inside = (Shard(0), Shard(1))
-    return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts not in inside
 
 
 def _plain(gradient: Tensor) -> Tensor:
@@ -135,20 +124,12 @@ class TensorParallel(Step[tuple[str, ...]]):
 
     def apply(self, model: nn.Module, setup: Setup, checked: tuple[str, ...]) -> None:
         """Shard the layers; without a plan none is sharded."""
-        adapt_experts(model)
-        meshes = setup.meshes
-        if any(mesh is not None for mesh in (meshes.tp, meshes.cp, meshes.ep, meshes.fsdp)):
-            refuse_later_adapters(model)
-        if setup.plan is None or meshes.tp is None:
+        tp_mesh = setup.meshes.tp
+        if setup.plan is None or tp_mesh is None:
             return
         plan = setup.plan.on_axis("tp") if isinstance(setup.plan, Plan) else setup.plan
         styles: Mapping[str, Any] = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
-        parallelize_module(model, meshes.tp, dict(styles))
+        parallelize_module(model, tp_mesh, dict(styles))
         for parameter in model.parameters():
             if parameter.numel() == 1 and parameter.is_floating_point() and not isinstance(parameter, DTensor):
                 hook_gradient(parameter, _plain)
-        gather_logits_in_generate(model, meshes.tp)
-        heads = [path for path, style in styles.items() if _has_sharded_logits(getattr(style, "style", None))]
-        gather_logits_for_labels(model, heads)
-        return_full_hidden_states(model, over_cp=setup.meshes.cp is not None)
-        return_full_attention_maps(model)

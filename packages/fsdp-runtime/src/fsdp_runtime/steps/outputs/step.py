@@ -1,0 +1,29 @@
+"""Outputs of a model that is sharded over ``tp``: full where the caller or the model's own code reads full tensors."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
+from fsdp_runtime.steps.outputs.attention_maps import refuse_attention_maps
+from fsdp_runtime.steps.outputs.generation import gather_logits_in_generate
+from fsdp_runtime.steps.outputs.hidden_states import return_full_hidden_states
+from fsdp_runtime.steps.outputs.labels import gather_logits_for_labels
+
+
+class Outputs(Step[None]):
+    """Gather logits in ``generate`` and for ``labels``, and hidden states; refuse attention maps."""
+
+    def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
+        """Put the hooks around a model that tensor parallelism has sharded."""
+        if setup.plan is None or setup.meshes.tp is None:
+            return
+        gather_logits_in_generate(setup.facts.base_model, setup.meshes.tp)
+        gather_logits_for_labels(setup.facts.base_model)
+        return_full_hidden_states(model, over_cp=setup.meshes.cp is not None)
+        refuse_attention_maps(model, "tp")
+
+    def describe(self) -> str:
+        """Return the step in a line."""
+        return "Outputs()"
