@@ -21,7 +21,9 @@ from fsdp_runtime.steps.tensor.step import check_plan
 from harness.models import tiny_model as tiny_decoder
 from harness.parity import gradient_errors, logits_of, mesh_for
 from harness.ranks import RankPool
-from tp_plans import CapabilityError, PlanError, from_hugging_face, suggest
+from tp_plans import CapabilityError, PlanError
+from tp_plans.hugging_face.translate import from_hugging_face
+from tp_plans.infer import suggest
 
 #: Rows whose plan has rules of other kinds for linear layers: latent attention and weights that are gathered for the
 #: code around them, experts next to dense layers, fused layers, and norms of the full width.

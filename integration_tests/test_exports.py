@@ -23,7 +23,7 @@ from fsdp_runtime.sync.tensor_views import box_views
 from harness import models
 from harness.parity import mesh_for
 from harness.ranks import RankPool
-from tp_plans.transfer.boxes import full_box
+from tp_plans.boxes import full_box
 
 #: One architecture for each way in which a class keeps a dtype: patterns for buffers and parameters, a buffer and a
 #: parameter that the constructor makes in float32, norms.

@@ -32,9 +32,9 @@ from tp_plans import (
     UnknownArchitectureError,
     VocabParallelEmbedding,
     check,
-    resolve_plan,
-    suggest,
+    plan_for,
 )
+from tp_plans.infer import suggest
 from tp_plans.styles import ColwiseEmbedding, GatheredParameters
 
 #: Model type, head and mode: each kind of head, and each way in which hidden states reach one.
@@ -213,8 +213,8 @@ def test_a_policy_with_a_value_head_trains_as_in_one_process_and_is_saved(four_r
 def test_the_plan_around_a_model_is_that_of_the_model_and_gathers_for_the_value_head() -> None:
     model = ActorCritic(tiny_model("Qwen3ForCausalLM"))
     for sequence_parallel in (False, True):
-        inner = resolve_plan("auto", model.policy, sequence_parallel=sequence_parallel).with_prefix("policy")
-        around = resolve_plan("auto", model, sequence_parallel=sequence_parallel)
+        inner = plan_for(model.policy, sequence_parallel=sequence_parallel).with_prefix("policy")
+        around = plan_for(model, sequence_parallel=sequence_parallel)
         changed = {pattern for pattern in {*inner, *around} if inner.get(pattern) != around.get(pattern)}
         assert changed == ({"policy.model.norm"} if sequence_parallel else set())
     assert around["policy.model.norm"] == SequenceParallel(full_output=True)
@@ -259,7 +259,7 @@ def resolved_with_flipped_features() -> dict[str, Any]:
     model = head_model(_row("bert", "masked"))
     for block in model.bert.encoder.layer:
         block.__class__ = _Flipped
-    return dict(resolve_plan("auto", model, mesh=mesh_for({"tp": 2})["tp"]))
+    return dict(plan_for(model, mesh=mesh_for({"tp": 2})["tp"]))
 
 
 def test_modules_apart_whose_features_are_mixed_in_between_are_gathered(two_ranks: RankPool) -> None:
@@ -274,7 +274,7 @@ def test_modules_apart_whose_features_are_mixed_in_between_are_gathered(two_rank
 def test_adapters_inside_a_module_around_the_model_are_refused() -> None:
     model = ActorCritic(peft.get_peft_model(tiny_model("LlamaForCausalLM"), ADAPTERS))
     with pytest.raises(UnknownArchitectureError, match="policy of ActorCritic carries adapters inside a module"):
-        resolve_plan("auto", model)
+        plan_for(model)
     model = peft.inject_adapter_in_model(ADAPTERS, ActorCritic(tiny_model("LlamaForCausalLM")))
     with pytest.raises(OptionError, match=r"q_proj of ActorCritic carries adapters, and the model is no PeftModel"):
         resolve_adapted_plan("auto", model, sequence_parallel=False)
@@ -282,4 +282,4 @@ def test_adapters_inside_a_module_around_the_model_are_refused() -> None:
 
 def test_a_trunk_whose_stream_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(CapabilityError, match="has no sequence-parallel form"):
-        resolve_plan("auto", head_model(_row("gemma3n_text", "trunk")), sequence_parallel=True)
+        plan_for(head_model(_row("gemma3n_text", "trunk")), sequence_parallel=True)

@@ -15,7 +15,7 @@ from harness.float64 import compute_in_float64
 from harness.models import HIDDEN, VOCAB, jitter, tiny_config
 from harness.parity import gradient_errors, largest, mesh_for
 from harness.ranks import RankPool
-from tp_plans import architectures, plan_for, register, resolve_plan
+from tp_plans import architectures, plan_for, register
 
 BOUND = 1e-9
 
@@ -130,7 +130,7 @@ def test_a_known_class_name_counts_before_the_trunk_inside() -> None:
     for build in (Qwen3ForCausalLM, RegisteredPolicy):
         model = build()
         for sequence_parallel in (False, True):
-            found = resolve_plan("auto", model, sequence_parallel=sequence_parallel)
+            found = plan_for(model, sequence_parallel=sequence_parallel)
             assert dict(found) == dict(plan_for(model, sequence_parallel=sequence_parallel))
 
 
@@ -143,4 +143,4 @@ def test_a_known_class_name_around_a_whole_model_leaves_the_plan_to_the_model() 
             self.policy = transformers.Qwen3ForCausalLM(tiny_config("Qwen3ForCausalLM"))
 
     model = Qwen3ForCausalLM()
-    assert dict(resolve_plan("auto", model)) == dict(plan_for(model.policy).with_prefix("policy"))
+    assert dict(plan_for(model)) == dict(plan_for(model.policy).with_prefix("policy"))

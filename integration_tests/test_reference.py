@@ -14,7 +14,10 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "tp-plans": (
         "tp_plans",
+        "tp_plans.boxes",
+        "tp_plans.checks",
         "tp_plans.explanation",
+        "tp_plans.infer",
         "tp_plans.models",
         "tp_plans.styles",
         "tp_plans.transfer",

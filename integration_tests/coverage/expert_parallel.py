@@ -20,8 +20,9 @@ from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
 from harness import parity
 from harness.float64 import compute_in_float64
 from harness.parity import RankReport, largest, logits_of, mesh_for
-from tp_plans import ModelTree, TpPlansError
+from tp_plans import TpPlansError
 from tp_plans.infer.experts import expert_stacks
+from tp_plans.model_tree import ModelTree
 
 BATCH, LENGTH = 4, 7
 

@@ -62,35 +62,39 @@ def _rule_for_each_module(size: int) -> Callable[[], Any]:
     model = llama(size)
     paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     plan = tp_plans.Plan({path: tp_plans.NoParallel() for path in paths})
-    return lambda: (tp_plans.check(plan, model, tp=2), tp_plans.styles_by_path(plan, model))
+    return lambda: (tp_plans.check(plan, model, tp=2), plan.to_torch(model))
 
 
 def _expert_parallelism(size: int) -> Callable[[], Any]:
     model = mixture(size, 4)
-    return lambda: tp_plans.with_expert_parallelism(tp_plans.suggest(model).plan, model)
+    return lambda: tp_plans.with_expert_parallelism(tp_plans.infer.suggest(model).plan, model)
 
 
 def _suggest_experts(size: int) -> Callable[[], Any]:
     model = mixture(2, size)
-    return lambda: tp_plans.suggest(model)
+    return lambda: tp_plans.infer.suggest(model)
 
 
 CASES = [
-    Case("ModelTree.of: layers", LAYERS, _on_layers(tp_plans.ModelTree.of)),
+    Case("ModelTree.of: layers", LAYERS, _on_layers(tp_plans.model_tree.ModelTree.of)),
+    Case("plan_for own: layers", LAYERS, _on_layers(lambda m: tp_plans.plan_for(m, "own"))),
     Case("plan_for: layers", LAYERS, _on_layers(tp_plans.plan_for)),
-    Case("resolve_plan: layers", LAYERS, _on_layers(lambda m: tp_plans.resolve_plan("auto", m))),
     Case("check: layers", LAYERS, _on_layers(lambda m: tp_plans.check(_plan(m), m, tp=2))),
     Case("explain: layers", LAYERS, _on_layers(lambda m: tp_plans.explain(_plan(m), m, tp=2))),
     Case("str(explain): layers", LAYERS, _on_layers(lambda m: str(tp_plans.explain(_plan(m), m, tp=2)))),
-    Case("suggest: layers", LAYERS, _on_layers(tp_plans.suggest)),
-    Case("styles_by_path: layers", LAYERS, _on_layers(lambda m: tp_plans.styles_by_path(_plan(m), m))),
-    Case("from_hugging_face: layers", LAYERS, _on_layers(tp_plans.from_hugging_face)),
-    Case("split_towers: layers", LAYERS, _on_layers(lambda m: tp_plans.split_towers(_plan(m), m, tp=2))),
-    Case("check and styles_by_path, a rule a module: layers", LAYERS, _rule_for_each_module),
+    Case("suggest: layers", LAYERS, _on_layers(tp_plans.infer.suggest)),
+    Case("to_torch: layers", LAYERS, _on_layers(lambda m: _plan(m).to_torch(m))),
+    Case("plan_for transformers: layers", LAYERS, _on_layers(lambda m: tp_plans.plan_for(m, "transformers"))),
+    Case("plan_for towers: layers", LAYERS, _on_layers(lambda m: tp_plans.plan_for(m, _plan(m), towers_tp=2))),
+    Case("check and to_torch, a rule a module: layers", LAYERS, _rule_for_each_module),
     Case("check: experts that are modules", EXPERT_MODULES, partial(_expert_modules, tp_plans.check)),
     Case("explain: experts that are modules", EXPERT_MODULES, partial(_expert_modules, tp_plans.explain)),
     Case("suggest: experts", EXPERTS, _suggest_experts),
     Case("Plan.to_json and from_json: rules", RULES, _json),
     Case("suggest and with_expert_parallelism: layers of experts", LAYERS, _expert_parallelism),
-    Case("rowwise_free: rules", RULES, lambda size: partial(tp_plans.rowwise_free, _rules(size))),
+    Case(
+        "plan_for rowwise=False: rules",
+        RULES,
+        lambda size: partial(tp_plans.plan_for, None, _rules(size), rowwise=False),
+    ),
 ]

@@ -8,13 +8,13 @@ from typing import Any
 from growth.measure import Case
 from growth.models import matrices
 from tp_plans import Replicate, Shard
+from tp_plans.boxes import full_box
 from tp_plans.transfer import (
     CheckpointTensor,
     EngineSize,
     StoredBlock,
     TransferLayout,
     engine_layout,
-    full_box,
     mesh_layout,
     plan_cover,
     plan_transfer,

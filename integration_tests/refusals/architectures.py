@@ -13,8 +13,9 @@ from torch import nn
 from harness.models import tiny_model
 from refusals import Provocations
 from refusals.worlds import Own, Tree, refuse
-from tp_plans import Partial, RowwiseParallel, from_hugging_face, plan_for, register, registry
-from tp_plans.hugging_face.style_names import parameter_style_from_name
+from tp_plans import Partial, RowwiseParallel, plan_for, register, registry
+from tp_plans.hugging_face.translate import from_hugging_face
+from tp_plans.styles.words import parameter_style_from_name
 
 TP = {"tp": 2}
 LORA = peft.LoraConfig(r=2, target_modules=["down_proj"])
@@ -63,7 +64,7 @@ CASES: Provocations = {
             replace(_entry("LlamaForCausalLM"), notes="another")
         ),
         "UnknownArchitectureError: no plan is known for": lambda: plan_for("birch"),
-        "UnknownArchitectureError: keeps its blocks at": lambda: plan_for(LlamaForCausalLM()),
+        "UnknownArchitectureError: keeps its blocks at": lambda: plan_for(LlamaForCausalLM(), "own"),
         "UnknownArchitectureError: with another head": lambda: plan_for(Qwen3ForQuestionAnswering),
     },
     "tp_plans/models/spec.py": {
@@ -72,12 +73,17 @@ CASES: Provocations = {
         ),
         "CapabilityError: can be split over": lambda: _limited({"tp": 4}, {}, max_tp=2),
     },
-    "tp_plans/inner_models.py": {
+    "tp_plans/infer/inner_models.py": {
         "UnknownArchitectureError: carries adapters inside a module of yours": lambda: refuse(
             Tree(policy=peft.get_peft_model(tiny_model("LlamaForCausalLM"), LORA), value=nn.Linear(64, 1)), TP
         ),
     },
-    "tp_plans/hugging_face/style_names.py": {
+    "tp_plans/infer/complete.py": {
+        "PlanError: carries low-rank adapters": lambda: refuse(
+            peft.inject_adapter_in_model(LORA, tiny_model("LlamaForCausalLM")), TP, plan="inferred"
+        ),
+    },
+    "tp_plans/styles/words.py": {
         "UnknownStyleError: unknown style word 'colums' for 'lm_head'": lambda: refuse(
             Own(), TP, plan={"lm_head": "colums"}
         ),
@@ -86,17 +92,14 @@ CASES: Provocations = {
         ),
     },
     "tp_plans/hugging_face/translate.py": {
-        "PlanError: from_hugging_face needs a model": lambda: from_hugging_face(Own),
+        "PlanError: is not a model: the plan that transformers ships": lambda: from_hugging_face(Own),
         "PlanError: ships no tensor-parallel plan": lambda: from_hugging_face(Own()),
         "PlanError: none of its patterns matches": lambda: from_hugging_face(_shipping(Own(), head="colwise")),
         "PlanError: has no get_input_embeddings()": lambda: from_hugging_face(
             _shipping(Tree(fc=nn.Linear(2, 2)), fc="rowwise"), sequence_parallel=True
         ),
     },
-    "tp_plans/lora.py": {
+    "tp_plans/styles/adapters.py": {
         "PlanError: cannot carry a low-rank adapter": _addends,
-        "PlanError: carries low-rank adapters": lambda: refuse(
-            peft.inject_adapter_in_model(LORA, tiny_model("LlamaForCausalLM")), TP, plan="inferred"
-        ),
     },
 }

@@ -14,7 +14,7 @@ from fsdp_runtime.steps.compile import async_compile_options
 from harness.models import tiny_model
 from refusals import Provocations
 from refusals.worlds import Own, Tree, ids, parallelized, refuse
-from tp_plans import NoParallel, ParameterStyle, Shard, resolve_plan
+from tp_plans import NoParallel, ParameterStyle, Shard, plan_for
 
 TP, EP = {"tp": 2}, {"dp_shard": 2, "ep": 2}
 MOE = "Qwen3MoeForCausalLM"
@@ -37,12 +37,12 @@ def _injected() -> nn.Module:
 
 def _adapted_router() -> None:
     gate = "model.layers.*.mlp.gate"
-    plan = resolve_plan("auto", tiny_model(MOE)).override({f"{gate}.weight": ParameterStyle(layout=Shard(0))})
+    plan = plan_for(tiny_model(MOE)).override({f"{gate}.weight": ParameterStyle(layout=Shard(0))})
     refuse(_adapted(MOE, target_parameters=["mlp.gate.weight"]), TP, plan=plan)
 
 
 def _experts_by_feature() -> None:
-    plan = resolve_plan("auto", tiny_model(MOE)).override({"model.layers.*.mlp.experts": NoParallel()})
+    plan = plan_for(tiny_model(MOE)).override({"model.layers.*.mlp.experts": NoParallel()})
     refuse(_adapted(MOE, **STACKED), TP, plan=plan)
 
 

@@ -18,6 +18,7 @@ from tp_plans import (
     ExpertsParallel,
     NoParallel,
     ParameterStyle,
+    Partial,
     Plan,
     PrepareModuleInput,
     Replicate,
@@ -25,8 +26,9 @@ from tp_plans import (
     SequenceParallel,
     Shard,
     check,
-    suggest,
+    plan_for,
 )
+from tp_plans.infer import suggest
 from tp_plans.infer.full_output import with_full_output
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.model_tree import ModelTree
@@ -163,6 +165,10 @@ def _tied() -> None:
     _check({"a": DispatchExperts()}, model)
 
 
+def _rowwise_free(**fields: Any) -> None:
+    plan_for(None, {"down": RowwiseParallel(**fields)}, rowwise=False)
+
+
 def _transposed() -> Tree:
     layer: Any = _linear(8, 24)
     layer.nx, layer.nf = 8, 24
@@ -183,7 +189,7 @@ CASES: Provocations = {
         "UnknownArchitectureError: does not serve either": lambda: _plan(
             "auto", _Unknown(Tree(a=_linear(8)), Tree(a=_linear(8)))
         ),
-        "CustomPlanError: is neither 'auto' nor": lambda: _plan("a plan"),
+        "CustomPlanError: no known architecture, and no dotted path": lambda: _plan("a plan"),
         "CustomPlanError: custom plan '": (
             lambda: _plan("no_such_module.plan"),
             lambda: _dotted("other"),
@@ -211,6 +217,10 @@ CASES: Provocations = {
         "PlanError: sits where the activations are": lambda: with_sequence_parallelism(
             Plan({"model.layers.*.mlp": NoParallel()}), _Causal(_Trunk())
         ),
+    },
+    "tp_plans/infer/without_rowwise.py": {
+        "PlanError: its output is a partial sum": lambda: _rowwise_free(output_layouts=Partial()),
+        "PlanError: which no gather puts in order": lambda: _rowwise_free(fused_sizes=(1, 1)),
     },
     "tp_plans/infer/suggest.py": {
         "PlanError: suggest proposes plans for models of tokens": (

@@ -14,7 +14,7 @@ def gathered_head(name: str) -> Plan:
     return plan.override({"lm_head": ColwiseParallel(output_layouts=Replicate())})
 
 
-def checked(plan: Plan, model: object, tp: int) -> tuple[tp_plans.Finding, ...]:
+def checked(plan: Plan, model: object, tp: int) -> tuple[tp_plans.checks.Finding, ...]:
     assert_type(tp_plans.verify_plan(model, plan, tp=tp), VerificationReport)
     assert_type(tp_plans.explain(plan, model, tp=tp).collectives("forward"), dict[str, int])
     return tp_plans.check(plan, model, tp=tp).errors

@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import MeshSpec, parallelize, record_routes, replay_routes, submesh
 from tp_plans import with_expert_parallelism
-from tp_plans.runtime import expert_styles_by_path
+from tp_plans.runtime import dispatch_styles
 
 HIDDEN, TOKENS, VOCAB = 64, 32, 128
 
@@ -142,7 +142,7 @@ def dispatched(layers: int, *, dp: int, whole: bool = False) -> nn.Module:
     model: Any = mixture(layers)
     mesh = MeshSpec(dp_shard=dp, ep=dp).build(device_type="cpu")
     plan = with_expert_parallelism(None, model)
-    parallelize_module(model, submesh(mesh, "ep"), dict(expert_styles_by_path(plan, model)))
+    parallelize_module(model, submesh(mesh, "ep"), dispatch_styles(plan.by_path(model)))
     experts = {parameter for block in model.model.layers for parameter in block.mlp.experts.parameters()}
     for module in (*model.model.layers, model) if whole else ():
         fully_shard(module, mesh=mesh["dp_shard"], ignored_params=experts)

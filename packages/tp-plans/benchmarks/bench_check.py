@@ -27,7 +27,7 @@ def main() -> None:
         "fnmatch, every pattern against every path": (lambda: model, matched),
         "plan_for and check": (lambda: model, lambda m: tp_plans.check(tp_plans.plan_for(m), m, tp=8)),
         "explain": (lambda: model, lambda m: tp_plans.explain(tp_plans.plan_for(m), m, tp=8)),
-        "suggest": (lambda: model, tp_plans.suggest),
+        "suggest": (lambda: model, tp_plans.infer.suggest),
     }
     times = take_turns(steps, options.rounds)
     table("80 layers on the meta device", times, None, "plan_for and check under 100 ms")

@@ -30,7 +30,7 @@ from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.tensor.step import TensorParallel
-from tp_plans import Plan, from_hugging_face, resolve_plan
+from tp_plans import Plan, plan_for
 
 TorchPlan = dict[str, ParallelStyle]
 
@@ -236,7 +236,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> TorchPlan:
     Raises:
         tp_plans.PlanError: it ships none.
     """
-    return dict(from_hugging_face(model).to_torch())
+    return dict(plan_for(model, "transformers").to_torch())
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
@@ -245,7 +245,7 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     Raises:
         tp_plans.errors.UnknownStyleError: the name is not known.
     """
-    return resolve_plan({"module": style}, None).to_torch()["module"]
+    return plan_for(None, {"module": style}).to_torch()["module"]
 
 
 def import_class_from_path(name: str) -> Any:
@@ -365,7 +365,7 @@ def _resolve_plan(
         if tp_mesh is not None and structure is not None and any("attn" in key or "attention" in key for key in plan):
             _check_heads(structure, tp_mesh.size(), may_share=False)
         return dict(plan)
-    return resolve_plan("auto" if plan is None else plan, model, sequence_parallel=sequence_parallel, mesh=tp_mesh)
+    return plan_for(model, "auto" if plan is None else plan, sequence_parallel=sequence_parallel, mesh=tp_mesh)
 
 
 def _load_plan(path: str) -> Any:
@@ -388,7 +388,7 @@ def _check_edited(plan: Mapping[str, ParallelStyle]) -> None:
             raise OptionError(
                 f"{pattern} has torch's {type(style).__name__}, but {parent} has a style of tp_plans that shards "
                 "all of its heads: give torch's styles for every layer, or edit the plan before to_torch(), as "
-                "in {**tp_plans.from_hugging_face(model), ...}"
+                "in {**tp_plans.plan_for(model, 'transformers'), ...}"
             )
 
 

@@ -14,7 +14,7 @@ from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded import safetensors_io
 from fsdp_runtime.sharded.chunks import slices_of
 from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
-from tp_plans.transfer import Box
+from tp_plans.boxes import Box
 
 SHAPES = ((), (0,), (7,), (5, 6), (4, 0, 3), (3, 4, 5), (2, 3, 4, 5))
 

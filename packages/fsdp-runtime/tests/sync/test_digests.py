@@ -26,8 +26,8 @@ from fsdp_runtime.sync import (
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
+from tp_plans.boxes import full_box, split_box
 from tp_plans.transfer import CheckpointTensor, EngineSize
-from tp_plans.transfer.boxes import full_box, split_box
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool)
 

@@ -32,8 +32,8 @@ from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
 from tp_plans import Replicate, Shard
-from tp_plans.transfer import CheckpointTensor, EngineSize, StridedShard, TransferLayout
-from tp_plans.transfer.boxes import full_box
+from tp_plans.boxes import StridedShard, full_box
+from tp_plans.transfer import CheckpointTensor, EngineSize, TransferLayout
 
 FORMATS = ("fp8", "fp8_block", "mxfp8", "nvfp4")
 MESHES = [(2,), (3,), (8,), (2, 2), (3, 2), (2, 2, 2)]

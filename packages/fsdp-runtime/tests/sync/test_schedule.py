@@ -28,7 +28,8 @@ from fsdp_runtime.sync.schedule import (
 )
 from fsdp_runtime.sync.tensor_views import Sides, box_views, message_values
 from tp_plans import Replicate, Shard
-from tp_plans.transfer import CheckpointTensor, EngineSize, StridedShard, TransferLayout, TransferPlan
+from tp_plans.boxes import StridedShard
+from tp_plans.transfer import CheckpointTensor, EngineSize, TransferLayout, TransferPlan
 
 MESHES = [(2,), (3,), (7,), (8,), (2, 2), (3, 2), (2, 2, 2)]
 SHAPES = {
@@ -77,7 +78,7 @@ def _stacked(draw: Any, tensors: dict[str, CheckpointTensor], mesh: tuple[int, .
     """Experts that the model keeps in two stacks, each over the mesh in any way, as over ``ep`` and FSDP2."""
     blocks: dict[str, list[tp_plans.transfer.StoredBlock]] = {}
     for stack, shape, parts in (("gate_up", (6, 16, 12), ("gate", "up")), ("down", (6, 12, 8), ("down",))):
-        boxes = tp_plans.transfer.mesh_boxes(shape, mesh, _layouts(draw, mesh, CheckpointTensor(shape)))
+        boxes = tp_plans.boxes.mesh_boxes(shape, mesh, _layouts(draw, mesh, CheckpointTensor(shape)))
         rows = shape[1] // len(parts)
         for expert in range(shape[0]):
             for number, part in enumerate(parts):

@@ -103,7 +103,7 @@ def test_local_parts_are_those_that_the_placements_declare(two_ranks: RankPool) 
 
 
 def test_placements_of_two_axes_and_none_where_no_mesh_of_ranks_in_order_says_it() -> None:
-    shard, replicate, strided = tp_plans.Shard, tp_plans.Replicate(), tp_plans.transfer.StridedShard
+    shard, replicate, strided = tp_plans.Shard, tp_plans.Replicate(), tp_plans.boxes.StridedShard
     tensors = {"weight": tp_plans.transfer.CheckpointTensor((8, 4))}
 
     def placed(shape: tuple[int, int], *layouts: Any) -> MeshPlacement | None:

@@ -16,14 +16,13 @@ import tp_plans
 from tp_plans.checks import check
 from tp_plans.errors import PlanError, TpPlansError, UnknownArchitectureError
 from tp_plans.explanation import explain
-from tp_plans.hugging_face import from_hugging_face
 from tp_plans.infer.experts import with_expert_parallelism
 from tp_plans.infer.suggest import suggest
 from tp_plans.meta_models import class_of_model_type, meta_model_from_config, meta_model_of_class, model_of
 from tp_plans.models import Architecture
 from tp_plans.plan import Plan
-from tp_plans.registry import architectures, plan_for
-from tp_plans.resolve import resolve_plan
+from tp_plans.registry import architectures
+from tp_plans.resolve import plan_for
 from tp_plans.text import colorize, short_repr, table
 from tp_plans.verification import verify_plan
 
@@ -182,7 +181,7 @@ def _suggest(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     model = model_of(options.model)
-    plan = resolve_plan(_chosen(options), model, sequence_parallel=options.sequence_parallel)
+    plan = plan_for(model, _chosen(options), sequence_parallel=options.sequence_parallel)
     report = verify_plan(model, plan, tp=options.tp)
     print(report)
     return OK if report.right else FOUND
@@ -193,7 +192,8 @@ def _plan(name: str, *, sequence_parallel: bool) -> Plan:
     if name.endswith(".json"):
         return _from_file(name)
     if name.startswith("hf:"):
-        return from_hugging_face(meta_model_of_class(name.removeprefix("hf:")), sequence_parallel=sequence_parallel)
+        name = name.removeprefix("hf:")
+        return plan_for(meta_model_of_class(name), "transformers", sequence_parallel=sequence_parallel)
     try:
         return plan_for(name, sequence_parallel=sequence_parallel)
     except UnknownArchitectureError as error:
@@ -204,7 +204,7 @@ def _other_command(name: str, *, sequence_parallel: bool) -> str:
     """Return a sentence with a command that shows a plan of an architecture that has none here."""
     try:
         name = class_of_model_type(name)
-        from_hugging_face(meta_model_of_class(name), sequence_parallel=sequence_parallel)
+        plan_for(meta_model_of_class(name), "transformers", sequence_parallel=sequence_parallel)
     except ImportError:
         return f"With torch and transformers, tp-plans show hf:{name} looks for a plan that transformers ships."
     except TpPlansError:
@@ -216,7 +216,7 @@ def _plan_of(model: object, options: argparse.Namespace) -> Plan:
     """Return the plan that ``--plan`` means for a model."""
     if options.ep != 1 and options.tp == 1 and options.plan == "auto":
         return with_expert_parallelism(None, model)
-    plan = resolve_plan(_chosen(options), model, sequence_parallel=options.sequence_parallel)
+    plan = plan_for(model, _chosen(options), sequence_parallel=options.sequence_parallel)
     return plan if options.ep == 1 else with_expert_parallelism(plan, model)
 
 

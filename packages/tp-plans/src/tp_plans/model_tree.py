@@ -19,6 +19,8 @@ from tp_plans._validate import require_model
 from tp_plans.naming import leaf
 from tp_plans.patterns import Patterns, wildcard
 
+__all__ = ["ModelTree", "ancestors", "class_of_forward", "is_at_or_below", "join", "parent"]
+
 _CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
 
 
@@ -38,7 +40,7 @@ class ModelTree:
         ...     _parameters = {}
         ...     def named_modules(self):
         ...         yield "", self
-        >>> tree = tp_plans.ModelTree.of(Linear())
+        >>> tree = tp_plans.model_tree.ModelTree.of(Linear())
         >>> list(tree.modules), tree.blocks
         ([''], ())
     """

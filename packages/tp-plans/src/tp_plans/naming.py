@@ -8,6 +8,12 @@ from __future__ import annotations
 
 import re
 
+#: The names that a runtime reads too.
+__all__ = [
+    *("EXPERT_COUNTS", "FUSED_QKV", "HEAD_COUNTS", "HEAD_DIM", "KEY", "KV_GROUPS", "MLA_HEADS", "MLA_QUERIES"),
+    *("MLA_ROPE_DIM", "MLP_MODULES", "QUERY"),
+]
+
 # Attention with separate projections.
 QUERY, KEY, VALUE = "q_proj", "k_proj", "v_proj"
 QKV = (QUERY, KEY, VALUE)
@@ -70,6 +76,18 @@ HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?norm")
 #: Attributes that count heads or features, and those that look so and do not.
 COUNT = re.compile(r"head|hidden|embed|dim|size|width|^h$|^n_")
 NO_COUNT = re.compile(r"(?<!all_)head_(dim|size)|per_head|proj_dim|group|idx|index|rotary|rope")
+
+#: Inner models that cannot shard activations on the sequence between blocks, with the reason.
+NO_SEQUENCE_PARALLELISM: dict[str, str] = {
+    "EvollaModel": "its blocks attend to features of a protein encoder, which is part of the decoder",
+    "Gemma3nTextModel": "its blocks pass on several streams, stacked before the batch",
+    "HrmTextModel": "its blocks sit in two stacks that run in turns and add learned states to the stream",
+    "Inkling2LoopTextModel": "its blocks read the outputs of all blocks before, collected outside of them",
+    "Inkling2TextModel": "its blocks read the outputs of all blocks before, collected outside of them",
+}
+
+#: Classes with identity experts: an index at or above the number of experts returns the input.
+EXPERTS_WITH_IDENTITIES = ("LongcatFlashExperts",)
 
 
 def leaf(path: str) -> str:

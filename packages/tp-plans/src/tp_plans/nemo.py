@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tp_plans.hugging_face import from_hugging_face, style_from_name
+from tp_plans.hugging_face.translate import from_hugging_face
 from tp_plans.plan import Plan
+from tp_plans.styles.words import style_from_name
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tp_plans._validate import is_integer
 from tp_plans.errors import PlanError, type_name
+from tp_plans.model_tree import ModelTree
 from tp_plans.patterns import Patterns
 from tp_plans.styles import DispatchExperts, Style, style_from_dict, style_to_dict
 
@@ -152,13 +153,39 @@ class Plan(Mapping[str, Style]):
         given = {field: data[field] for field in ("name", "sequence_parallel") if field in data}
         return cls(rules, **given)
 
-    def to_torch(self) -> dict[str, ParallelStyle]:
+    def by_path(self, model: Any) -> dict[str, Style]:
+        """The style of each module and parameter of a model that a rule matches, by path; of several rules, the first.
+
+        Raises:
+            ModelError: ``model`` is not a model.
+        """
+        tree = ModelTree.of(model)
+        styles = {path: self[found[0]] for path in (*tree.modules, *tree.parameters) if (found := self.match(path))}
+        return {p: s for p, s in styles.items() if p in tree.modules or not isinstance(s, DispatchExperts)}
+
+    def to_torch(self, model: Any = None) -> dict[str, ParallelStyle]:
         """The plan for ``torch.distributed.tensor.parallel.parallelize_module`` (imports torch).
 
         Tied parameters stay one parameter if the plan shards them in the same way, which ``tp_plans.check`` verifies.
 
+        Args:
+            model: key the styles by the paths of this model's modules in place of patterns.  ``parallelize_module``
+                then does not warn of layers without a match, and two patterns of one module stay apart from patterns
+                of different modules.  The meta device is enough.
+
+        Returns:
+            Pattern or path to style; rules of bare parameters are folded onto the module that owns them.
+
         Raises:
             ImportError: torch is not installed; the extra ``tp-plans[torch]`` installs it.
+            ModelError: ``model`` is not a model.
+
+        Example:
+            >>> import torch, tp_plans
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
+            >>> plan = tp_plans.Plan({"0": tp_plans.ColwiseParallel(), "1": tp_plans.RowwiseParallel()})
+            >>> sorted(plan.to_torch(model))
+            ['0', '1']
         """
         try:
             from tp_plans.torch_styles import to_torch
@@ -166,7 +193,7 @@ class Plan(Mapping[str, Style]):
             if (error.name or "").partition(".")[0] != "torch":
                 raise
             raise ImportError("Plan.to_torch needs torch: pip install 'tp-plans[torch]'", name="torch") from error
-        return to_torch(self)
+        return to_torch(self if model is None else self.by_path(model))
 
     @cached_property
     def _patterns(self) -> Patterns:
@@ -179,7 +206,7 @@ class Plan(Mapping[str, Style]):
 def require_plan(value: object) -> Plan:
     """The value, which is a plan."""
     if not isinstance(value, Plan):
-        raise PlanError(f"an object of type {type_name(value)} is not a plan: make one with resolve_plan(plan, model)")
+        raise PlanError(f"an object of type {type_name(value)} is not a plan: make one with plan_for(model)")
     return value
 
 

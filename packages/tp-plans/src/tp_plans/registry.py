@@ -11,14 +11,20 @@ from typing import Any
 from tp_plans.errors import PlanError, UnknownArchitectureError, type_name
 from tp_plans.infer.complete import with_learned_activations
 from tp_plans.infer.full_output import is_read_in_full, with_full_output
+from tp_plans.layouts import Replicate
 from tp_plans.model_tree import ModelTree
 from tp_plans.models import ARCHITECTURES, Architecture
 from tp_plans.naming import leaf
 from tp_plans.plan import Plan
-from tp_plans.task_heads import TASK_HEADS, with_task_head
-from tp_plans.without_rowwise import rowwise_free
+from tp_plans.styles import RowwiseParallel, Style
 
 _BY_NAME: dict[str, Architecture] = {name: entry for entry in ARCHITECTURES for name in entry.names}
+#: By task: the head's name, and its style.  Row-wise, since labels are few; it reads activations in any layout, full
+#: or sharded on the sequence, and outputs full plain scores.
+_TASK_HEADS: dict[str, tuple[str, Style]] = {
+    "ForSequenceClassification": ("score", RowwiseParallel(input_layouts=Replicate())),
+    "ForTokenClassification": ("score", RowwiseParallel(input_layouts=Replicate())),
+}
 _TASK = re.compile(r"(.+?)(For[A-Z]\w+)")
 
 
@@ -78,33 +84,8 @@ def register(entry: Architecture) -> None:
         _BY_NAME.setdefault(name, entry)
 
 
-def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool = True, tp: int | None = None) -> Plan:
-    """The plan of an architecture.
-
-    Args:
-        target: a class name (``"Qwen3ForCausalLM"``), a qualified one, a ``model_type`` (``"qwen3"``), a model
-            class, a model, or a config.  Wrapped and re-created classes are found by the names of their bases,
-            then by the config's ``architectures`` and ``model_type``.  A class of the same model for another task
-            gets the plan with that task's head.
-        sequence_parallel: also keep the activations between blocks cut on the sequence.
-        rowwise: false for the plan without row-wise layers (see :func:`tp_plans.rowwise_free`): its forward
-            results equal one process.
-        tp: the size of the axis, where it is known: one beyond the architecture's largest is refused.
-
-    Returns:
-        The plan; for a model, adapted to its config and without rules for modules that it does not have.
-
-    Raises:
-        UnknownArchitectureError: none of the target's names is known; the message lists those tried and the
-            nearest known ones.  Or it is for a task of whose head nothing is known, or has its blocks elsewhere.
-        CapabilityError: the architecture has no sequence-parallel form, or cannot be split over ``tp`` ranks.
-
-    Example:
-        >>> import tp_plans
-        >>> plan = tp_plans.plan_for("Qwen3ForCausalLM", sequence_parallel=True)
-        >>> plan["model.norm"]
-        SequenceParallel(sequence_dim=1, full_output=False)
-    """
+def architecture_plan(target: object, *, sequence_parallel: bool = False, tp: int | None = None) -> Plan:
+    """Return this package's plan of an architecture; for a model, adapted to its config."""
     names = _names(target.model if isinstance(target, ModelTree) else target)
     entry = next((_BY_NAME[name] for name in names if name in _BY_NAME), None) or _of_same_model(names)
     if entry is None:
@@ -116,14 +97,14 @@ def plan_for(target: object, *, sequence_parallel: bool = False, rowwise: bool =
             raise UnknownArchitectureError(
                 f"{type(tree.model).__name__} keeps its blocks at {tree.decoder}, and the plan of {entry.class_name} "
                 f"is for {_blocks(entry)}: give plan_for({entry.class_name!r}) with other names, or "
-                "tp_plans.from_hugging_face(model)."
+                "plan_for(model, 'transformers')."
             )
         plan = with_learned_activations(entry.for_model(plan, tree), tree)
         if sequence_parallel and tree.lm_head is not None and is_read_in_full(tree):
             plan = with_full_output(plan, tree)
     if names.task is not None and not entry.class_name.endswith(names.task[1]):
         plan = _for_task(plan, entry, *names.task)
-    return plan if rowwise else rowwise_free(plan)
+    return plan
 
 
 def known_by_class(tree: ModelTree) -> bool:
@@ -143,18 +124,22 @@ def _blocks(entry: Architecture) -> str:
 def _of_same_model(names: _Names) -> Architecture | None:
     """The architecture of the same model for text generation, for a class that is known by its task only."""
     model, task = names.task or ("", "")
-    if task not in TASK_HEADS:
+    if task not in _TASK_HEADS:
         return None
     return _BY_NAME.get(f"{model}ForConditionalGeneration") or _BY_NAME.get(f"{model}ForCausalLM")
 
 
 def _for_task(plan: Plan, entry: Architecture, model: str, task: str) -> Plan:
-    if task not in TASK_HEADS:
+    if task not in _TASK_HEADS:
         raise UnknownArchitectureError(
             f"{model}{task} is {entry.class_name} with another head, which no plan describes: give "
             f"plan_for({entry.class_name!r}).override({{{entry.decoder.lm_head!r}: None, HEAD: STYLE}})"
         )
-    return with_task_head(plan, entry.decoder.lm_head, task, name=f"{model}{task}")
+    head, (path, style) = entry.decoder.lm_head, _TASK_HEADS[task]
+    removed: dict[str, Style | None] = {head: None} if head in plan else {}
+    return Plan(
+        plan.override({**removed, path: style}), name=f"{model}{task}", sequence_parallel=plan.sequence_parallel
+    )
 
 
 def _unknown(names: _Names, target: object) -> UnknownArchitectureError:
@@ -163,8 +148,8 @@ def _unknown(names: _Names, target: object) -> UnknownArchitectureError:
     return UnknownArchitectureError(
         f"no plan is known for {' / '.join(names) or repr(target)}{hint} "
         f"Known: {', '.join(entry.class_name for entry in architectures())}. "
-        "Give a dict of pattern to style, or take tp_plans.resolve_plan('auto', model): "
-        "from_hugging_face(model), if transformers ships a plan, or an inferred and verified one."
+        "Give a dict of pattern to style, or a model: plan_for(model) takes the plan that transformers ships, else an "
+        "inferred and verified one."
     )
 
 

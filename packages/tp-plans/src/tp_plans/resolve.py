@@ -1,4 +1,4 @@
-"""Turn a user's ``plan=`` (``"auto"``, a plan, a dict, a dotted path) into a plan."""
+"""The plan of a model, from its source: ours, transformers', inferred, or the user's own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from tp_plans.errors import (
     UnknownArchitectureError,
     type_name,
 )
-from tp_plans.hugging_face import from_hugging_face, style_from_name
-from tp_plans.hugging_face.translate import ships_plan_of_blocks
+from tp_plans.hugging_face.translate import from_hugging_face, ships_plan_of_blocks
+from tp_plans.infer.inner_models import inner_models, plan_around
 from tp_plans.infer.suggest import suggest
 from tp_plans.infer.towers import split_towers
-from tp_plans.inner_models import inner_models, plan_around
+from tp_plans.infer.without_rowwise import rowwise_free
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
-from tp_plans.registry import known_by_class, plan_for
+from tp_plans.registry import architecture_plan, known_by_class
+from tp_plans.styles.words import style_from_name
 from tp_plans.verification.run import inferred_plan
 
 if TYPE_CHECKING:
@@ -31,91 +32,133 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_WORDS = ("auto", "own", "transformers", "inferred")
 _KINDS = "a Plan, a dict of pattern to style, or a dotted path to a dict or to a function that returns one"
 
 
-def resolve_plan(
-    plan: object,
+def plan_for(
     model: Any,
+    source: object = "auto",
     *,
     sequence_parallel: bool = False,
+    rowwise: bool = True,
+    tp: int | None = None,
     mesh: DeviceMesh | None = None,
     towers_tp: int | None = None,
 ) -> Plan:
-    """The plan that a user's ``plan`` argument means for a model.
+    """Return the plan of a model or an architecture.
 
     Args:
-        plan: ``"auto"`` (the architecture's own plan, else the one that transformers ships for it, else one that is
-            inferred, and verified by a run where it has doubts), ``"inferred"`` (the proposal of ``suggest``, with its
-            doubts), the name of an architecture, a :class:`Plan`, a dict of pattern to style or style word, or a dotted
-            path (``"package.module.name"``) to one of these or to a function that returns one.
-        model: the model that the plan is for.
-        sequence_parallel: wanted of ``"auto"``; a plan of the user's must then be a sequence-parallel one.
-        mesh: the axis whose ranks run a small copy of the model where an inferred plan has doubts, all of which have
-            to call this; by default new processes of this machine's CPU do.
-        towers_tp: the size of the axis where ``"auto"`` is to shard vision and audio towers too, as
-            :func:`tp_plans.split_towers` does; next to an inferred plan they are split inside where that is verified.
+        model: a ``torch.nn.Module`` on any device (meta is enough).  This package's own plans are also found by a class
+            name (``"Qwen3ForCausalLM"``), a qualified one, a ``model_type`` (``"qwen3"``), a model class or a config.
+            Wrapped and re-created classes are found by the names of their bases, then by the config's
+            ``architectures`` and ``model_type``.  A class of the same model for another task gets the plan with that
+            task's head.
+        source: the origin of the plan:
+
+            - ``"auto"``: the architecture's own plan, else the one that transformers ships, else an inferred one; a run
+              of a small copy decides its doubts
+            - ``"own"``: the architecture's own plan, adapted to the model's config
+            - ``"transformers"``: the plan that transformers ships, merged from all levels of the model, translated and
+              completed: attention is sharded by heads, and logits stay sharded on the vocabulary
+            - ``"inferred"``: a proposal from the model's modules that is not run; its doubts are logged
+              (:func:`tp_plans.infer.suggest` returns them)
+            - the name of an architecture, a :class:`Plan`, a dict of pattern to style or style word, or a dotted path
+              (``"package.module.name"``) to one of these or to a function that returns one
+        sequence_parallel: also shard the activations between blocks on the sequence (arXiv:2205.05198).  A plan of
+            yours must then be a sequence-parallel one.
+        rowwise: false for a plan without row-wise layers: no activation is a sum over ranks, so that forward results
+            equal one process.  Each rank gathers the layer's input and computes some of its output features; stacked
+            experts are replicated; gradients are still sums.
+        tp: the size of the axis, if known: an own plan refuses a larger one than the architecture's largest.
+        mesh: the axis; its ranks run the small copy of the model, and all of them have to call this.  By default, new
+            processes of this machine's CPU run it.
+        towers_tp: the size of the axis over which vision and audio towers and projectors are split too: attention in
+            heads, MLPs in features; other linear layers are stored sharded, and their outputs gathered.
 
     Returns:
         The plan.
 
     Raises:
-        CustomPlanError: the user's plan cannot be used; the message gives the reason.
-        UnknownStyleError: it holds a word that names no style.
-        UnknownArchitectureError: ``"auto"`` found no plan that is certain or verified.
+        UnknownArchitectureError: no own plan is known (the message lists the names tried and the nearest known ones),
+            or ``"auto"`` found no plan that is certain or verified.
         CapabilityError: sequence parallelism was asked of a model that has no such form, or the architecture cannot be
-            split over as many ranks as ``mesh`` has.
-        PlanError: ``towers_tp`` is not a positive number.
+            split over as many ranks.
+        CustomPlanError: a plan of yours cannot be used; the message gives the reason.
+        UnknownStyleError: a plan has a word that names no style.
+        PlanError: transformers ships no plan, ``towers_tp`` is not a positive number, or a row-wise layer has no form
+            without sums.
+        ModelError: ``source`` needs a model, and ``model`` is none.
 
     Example:
         >>> import tp_plans
-        >>> tp_plans.resolve_plan({"up": "colwise", "down": "rowwise"}, model=None)
+        >>> plan = tp_plans.plan_for("Qwen3ForCausalLM", sequence_parallel=True)
+        >>> plan["model.norm"]
+        SequenceParallel(sequence_dim=1, full_output=False)
+        >>> tp_plans.plan_for(None, {"up": "colwise", "down": "rowwise"})
         <Plan the custom plan: TP, 2 rules>
     """
     if towers_tp is not None:
         require_size(towers_tp)
-    if plan == "auto":
-        return _automatic(model, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
-    if plan == "inferred":
+    tp = mesh.size() if mesh is not None else tp
+    is_model = isinstance(model, ModelTree) or (hasattr(model, "named_modules") and not isinstance(model, type))
+    if source == "auto" and is_model:
+        plan = _automatic(model, sequence_parallel=sequence_parallel, tp=tp, mesh=mesh, towers_tp=towers_tp)
+    else:
+        plan = _from_source(model, source, sequence_parallel=sequence_parallel, tp=tp)
+        plan = plan if towers_tp is None else split_towers(plan, model, tp=towers_tp)
+    return plan if rowwise else rowwise_free(plan)
+
+
+def _from_source(model: Any, source: object, *, sequence_parallel: bool, tp: int | None) -> Plan:
+    if source in ("auto", "own"):
+        return architecture_plan(model, sequence_parallel=sequence_parallel, tp=tp)
+    if source == "transformers":
+        return from_hugging_face(model, sequence_parallel=sequence_parallel)
+    if source == "inferred":
         return _with_doubts(model, sequence_parallel=sequence_parallel)
-    named = _registered(plan, sequence_parallel=sequence_parallel, tp=_size(mesh))
-    custom = _from_value(_imported(plan) if isinstance(plan, str) else plan, plan) if named is None else named
-    if sequence_parallel and not custom.sequence_parallel:
+    named = _registered(source, sequence_parallel=sequence_parallel, tp=tp)
+    plan = _from_value(_imported(source) if isinstance(source, str) else source, source) if named is None else named
+    if sequence_parallel and not plan.sequence_parallel:
         raise CustomPlanError(
-            f"sequence_parallel=True was asked, but the plan {custom.name} is not a sequence-parallel one: "
+            f"sequence_parallel=True was asked, but the plan {plan.name} is not a sequence-parallel one: "
             "build it as Plan(rules, sequence_parallel=True), or leave sequence_parallel off"
         )
-    return custom
+    return plan
 
 
-def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None) -> Plan:
-    tree = ModelTree.of(model) if hasattr(model, "named_modules") and not isinstance(model, type) else None
-    if tree is not None and not known_by_class(tree) and (inner := inner_models(tree)):
+def _automatic(
+    model: Any, *, sequence_parallel: bool, tp: int | None, mesh: DeviceMesh | None, towers_tp: int | None
+) -> Plan:
+    tree = ModelTree.of(model)
+    if not known_by_class(tree) and (inner := inner_models(tree)):
         plans = {
-            path: _automatic(tree.modules[path], sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
+            path: _automatic(
+                tree.modules[path], sequence_parallel=sequence_parallel, tp=tp, mesh=mesh, towers_tp=towers_tp
+            )
             for path in inner
         }
         return plan_around(plans, tree)
-    source = model if tree is None else tree  # which is read once
     try:
-        plan = plan_for(source, sequence_parallel=sequence_parallel, tp=_size(mesh))
+        plan = architecture_plan(tree, sequence_parallel=sequence_parallel, tp=tp)
     except UnknownArchitectureError as unknown:
         try:
-            if not ships_plan_of_blocks(source):
-                raise PlanError(f"it has no rules for the blocks of {type_name(model)}.")
-            plan = from_hugging_face(source, sequence_parallel=sequence_parallel)
+            if not ships_plan_of_blocks(tree):
+                raise PlanError(f"it has no rules for the blocks of {type_name(tree.model)}.")
+            plan = from_hugging_face(tree, sequence_parallel=sequence_parallel)
         except CapabilityError:
             raise
         except TpPlansError as error:
             try:
-                return inferred_plan(source, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
+                return inferred_plan(tree, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
             except UnknownArchitectureError as uncertain:
                 raise UnknownArchitectureError(
                     f"{unknown} Its Hugging Face plan does not serve either: {error} {uncertain}"
                 ) from error
-        logger.warning("no plan of our own for %s: using the one that transformers ships", type(model).__name__)
+        name = type(tree.model).__name__
+        logger.warning("no plan of our own for %s: using the one that transformers ships", name)
     logger.info("tensor-parallel plan: %r", plan)
-    return plan if towers_tp is None else split_towers(plan, source, tp=towers_tp)
+    return plan if towers_tp is None else split_towers(plan, tree, tp=towers_tp)
 
 
 def _with_doubts(model: Any, *, sequence_parallel: bool) -> Plan:
@@ -130,21 +173,19 @@ def _registered(plan: object, *, sequence_parallel: bool, tp: int | None) -> Pla
     if not isinstance(plan, str) or not plan.isidentifier():
         return None
     try:
-        return plan_for(plan, sequence_parallel=sequence_parallel, tp=tp)
+        return architecture_plan(plan, sequence_parallel=sequence_parallel, tp=tp)
     except UnknownArchitectureError:
         return None
-
-
-def _size(mesh: DeviceMesh | None) -> int | None:
-    """Return how many ranks a plan is for, where that is known."""
-    return None if mesh is None else mesh.size()
 
 
 def _imported(path: str) -> object:
     """The object at a dotted path, called when it is a function."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
-        raise CustomPlanError(f"{path!r} is neither 'auto' nor a dotted path like 'package.module.name'")
+        raise CustomPlanError(
+            f"{path!r} is none of {', '.join(map(repr, _WORDS))}, no known architecture, and no dotted path "
+            "like 'package.module.name'"
+        )
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # noqa: BLE001 (the code of a user may raise anything)

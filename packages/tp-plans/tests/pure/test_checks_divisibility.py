@@ -15,7 +15,7 @@ from tp_plans import (
     check,
     plan_for,
 )
-from tp_plans.row_ranges import compute_ranges, shard_ranges
+from tp_plans.layouts import compute_ranges, shard_ranges
 from tp_plans.styles import ColwiseEmbedding, MLAKVProjection, ParallelAttention
 
 

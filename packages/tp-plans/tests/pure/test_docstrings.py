@@ -7,6 +7,8 @@ import re
 import pytest
 
 import tp_plans
+from tp_plans.boxes import mesh_boxes
+from tp_plans.model_tree import ModelTree
 
 FUNCTIONS = [name for name in tp_plans.__all__ if inspect.isfunction(getattr(tp_plans, name))]
 
@@ -33,8 +35,8 @@ def test_a_public_function_states_arguments_result_and_an_example(name):
     assert examples(function)
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "ModelTree"])
-def test_the_example_runs_without_torch(name):
-    for test in examples(getattr(tp_plans, name)):
+@pytest.mark.parametrize("value", [*(getattr(tp_plans, name) for name in FUNCTIONS), ModelTree, mesh_boxes])
+def test_the_example_runs_without_torch(value):
+    for test in examples(value):
         if not needs_torch(test):
             assert failures(test) == 0

@@ -7,9 +7,12 @@ import pytest
 
 import tp_plans
 
-DOORS = ("", ".errors", ".explanation", ".models", ".nemo", ".runtime", ".styles", ".transfer", ".verification")
+DOORS = (
+    *("", ".boxes", ".checks", ".errors", ".explanation", ".infer", ".layouts", ".model_tree", ".models", ".naming"),
+    *(".nemo", ".runtime", ".styles", ".transfer", ".verification"),
+)
 #: Front doors whose docstring lists all names; the others' contents are one function or a list of classes.
-WITH_CONTENTS = ("", ".models", ".runtime", ".transfer")
+WITH_CONTENTS = ("", ".boxes", ".infer", ".models", ".runtime", ".transfer")
 
 
 @pytest.mark.parametrize("door", WITH_CONTENTS)
@@ -19,8 +22,40 @@ def test_table_of_contents_names_all_that_is_public_and_nothing_else(door):
     assert set(re.findall(r"``(\w+)``", contents)) == set(module.__all__)
 
 
-def test_top_level_has_at_most_48_names():
-    assert len(tp_plans.__all__) <= 48
+def test_top_level_has_at_most_28_names_and_runtime_at_most_22():
+    assert len(tp_plans.__all__) <= 28
+    assert len(tp_plans.runtime.__all__) <= 22
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        *(("resolve_plan", r"plan_for\(model, plan\)"), ("from_hugging_face", r"plan_for\(model, 'transformers'\)")),
+        *(("suggest", r"plan_for\(model, 'inferred'\), or tp_plans\.infer\.suggest"), ("Doubt", r"tp_plans\.infer")),
+        *(
+            ("rowwise_free", "rowwise=False"),
+            ("split_towers", "towers_tp=SIZE"),
+            ("ModelTree", r"tp_plans\.model_tree"),
+        ),
+        *(("styles_by_path", r"plan\.to_torch\(model\)"), ("Finding", r"tp_plans\.checks"), ("Layout", r"\.layouts")),
+    ],
+)
+def test_old_names_raise_with_the_new_call_or_module(name, fix):
+    with pytest.raises(AttributeError, match=rf"module 'tp_plans' has no attribute '{name}': use .*{fix}"):
+        getattr(tp_plans, name)
+
+
+@pytest.mark.parametrize(
+    ("door", "name", "home"),
+    [
+        *(("runtime", "parent", "model_tree"), ("runtime", "QUERY", "naming"), ("runtime", "shard_ranges", "layouts")),
+        *(("transfer", "Box", "boxes"), ("transfer", "mesh_boxes", "boxes")),
+    ],
+)
+def test_names_that_left_a_door_raise_with_their_module(door, name, home):
+    with pytest.raises(AttributeError, match=rf"module 'tp_plans\.{door}' has no attribute '{name}'.*tp_plans\.{home}"):
+        getattr(import_module(f"tp_plans.{door}"), name)
+    assert hasattr(import_module(f"tp_plans.{home}"), name)
 
 
 @pytest.mark.parametrize("door", DOORS[1:])

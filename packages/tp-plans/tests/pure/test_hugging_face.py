@@ -14,10 +14,10 @@ from tp_plans import (
     RowwiseParallel,
     Shard,
     VocabParallelEmbedding,
-    from_hugging_face,
 )
 from tp_plans.errors import UnknownStyleError
-from tp_plans.hugging_face import IGNORED_STYLES, STYLE_BY_NAME
+from tp_plans.hugging_face.translate import from_hugging_face
+from tp_plans.styles.words import IGNORED_STYLES, STYLE_BY_NAME
 
 HEADS_COLUMN, HEADS_ROW = ColwiseParallel(multiple_of="head_dim"), RowwiseParallel(multiple_of="head_dim")
 INNER_WORDS = {
@@ -177,7 +177,7 @@ def test_a_model_that_ships_no_plan_is_told_so(model):
 
 @pytest.mark.parametrize("target", ["LlamaForCausalLM", None, {"a": "colwise"}, TinyForCausalLM])
 def test_only_a_model_has_a_plan_to_translate(target):
-    with pytest.raises(PlanError, match="needs a model"):
+    with pytest.raises(PlanError, match="is not a model: the plan that transformers ships"):
         from_hugging_face(target)
 
 

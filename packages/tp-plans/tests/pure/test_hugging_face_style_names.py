@@ -14,8 +14,8 @@ from tp_plans import (
     VocabParallelEmbedding,
 )
 from tp_plans.errors import UnknownStyleError
-from tp_plans.hugging_face import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
 from tp_plans.styles import AllReduceOutput, ColwiseEmbedding, MLAKVProjection, ParallelAttention, ScaleInput
+from tp_plans.styles.words import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
 
 WORDS = {
     "colwise": ColwiseParallel(),

@@ -15,8 +15,8 @@ from tp_plans import (
     Shard,
     VocabParallelEmbedding,
 )
-from tp_plans.lora import adapter_styles
 from tp_plans.styles import GatheredParameters, MLAKVProjection
+from tp_plans.styles.adapters import adapter_styles
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 from stub_modules import Embedding, Linear, Module, Norm, decoder, tensor
 
 import tp_plans
-from tp_plans import ModelTree
 from tp_plans.errors import ModelError
+from tp_plans.model_tree import ModelTree
 from tp_plans.patterns import wildcard
 
 
@@ -104,7 +104,7 @@ def test_a_tree_stands_for_its_model_wherever_a_model_is_read():
     model = decoder()
     tree = ModelTree.of(model)
     assert ModelTree.of(tree) is tree
-    assert tp_plans.suggest(tree).plan == tp_plans.suggest(model).plan
+    assert tp_plans.infer.suggest(tree).plan == tp_plans.infer.suggest(model).plan
     plan = tp_plans.plan_for("LlamaForCausalLM")
     assert tp_plans.check(plan, tree, tp=2) == tp_plans.check(plan, model, tp=2)
     assert tp_plans.explain(plan, tree, tp=2) == tp_plans.explain(plan, model, tp=2)
@@ -125,9 +125,9 @@ def test_a_model_is_walked_once_a_call(sequence_parallel):
     for call in (
         lambda model: tp_plans.check(plan, model, tp=2),
         lambda model: tp_plans.explain(plan, model, tp=2),
-        lambda model: tp_plans.suggest(model, sequence_parallel=sequence_parallel),
-        lambda model: tp_plans.resolve_plan("auto", model, sequence_parallel=sequence_parallel),
-        lambda model: tp_plans.resolve_plan(plan, model, sequence_parallel=sequence_parallel),
+        lambda model: tp_plans.infer.suggest(model, sequence_parallel=sequence_parallel),
+        lambda model: tp_plans.plan_for(model, sequence_parallel=sequence_parallel),
+        lambda model: tp_plans.plan_for(model, plan, sequence_parallel=sequence_parallel),
     ):
         model = LlamaForCausalLM(**decoder().children)
         LlamaForCausalLM.walks = 0
@@ -138,6 +138,6 @@ def test_a_model_is_walked_once_a_call(sequence_parallel):
 def test_several_calls_share_one_walk_of_a_tree():
     model = counted(decoder())
     tree = ModelTree.of(model)
-    tp_plans.check(tp_plans.suggest(tree).plan, tree, tp=2)
+    tp_plans.check(tp_plans.infer.suggest(tree).plan, tree, tp=2)
     tp_plans.explain(tp_plans.plan_for("LlamaForCausalLM"), tree, tp=2)
     assert Counted.walks == 1

@@ -7,9 +7,10 @@ import sys
 SCRIPT = """
 from types import SimpleNamespace as Module
 
-from tp_plans import ModelTree, Plan
+from tp_plans import Plan
 from tp_plans.infer.complete import complete_plan
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
+from tp_plans.model_tree import ModelTree
 
 
 class Linear(Module):

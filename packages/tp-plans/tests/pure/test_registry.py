@@ -14,7 +14,6 @@ from tp_plans import (
     plan_for,
     register,
     registry,
-    rowwise_free,
 )
 from tp_plans.models import Architecture, DecoderSpec, SublayerSpec
 
@@ -100,13 +99,13 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all_known():
     message = str(caught.value)
     assert message.startswith("no plan is known for Qwen3ForCasualLM; did you mean Qwen3ForCausalLM or ")
     assert all(name in message for name in NAMES)
-    assert "from_hugging_face(model)" in message
+    assert "plan_for(model) takes the plan that transformers ships" in message
 
 
 def test_an_unknown_model_is_answered_with_every_name_that_was_tried():
     model = type("Newest", (type("Base", (), {}),), {"config": config_of(architectures=["N"], model_type="n")})()
     with pytest.raises(UnknownArchitectureError, match=r"no plan is known for Newest / Base / N / n\. Known: "):
-        plan_for(model)
+        plan_for(model, "own")
 
 
 @pytest.mark.parametrize("target", ["", None, 3, {}, "a.b."])
@@ -149,7 +148,7 @@ def test_a_class_for_another_task_gets_the_plan_with_that_tasks_head(name, seque
 def test_a_class_with_a_head_of_which_nothing_is_known_is_refused_and_not_given_the_text_plan():
     cls = type("Qwen3ForQuestionAnswering", (), {"config": config_of(architectures=["Qwen3ForCausalLM"])})
     with pytest.raises(UnknownArchitectureError, match=r"Qwen3ForQuestionAnswering is Qwen3ForCausalLM with another"):
-        plan_for(cls())
+        plan_for(cls(), "own")
     with pytest.raises(UnknownArchitectureError, match="no plan is known for Qwen3ForQuestionAnswering"):
         plan_for("Qwen3ForQuestionAnswering")
 
@@ -163,10 +162,6 @@ def test_the_head_of_a_class_with_images_is_that_of_its_own_tree():
 def test_a_wrapper_for_the_same_task_keeps_the_head():
     wrapper = type("PeftModelForCausalLM", (), {"config": config_of(architectures=["Qwen3ForCausalLM"])})
     assert plan_for(wrapper()) == plan_for("Qwen3ForCausalLM")
-
-
-def test_the_variant_without_row_wise_layers_is_asked_for_by_name():
-    assert plan_for("llama", rowwise=False) == rowwise_free(plan_for("llama"))
 
 
 @pytest.mark.parametrize(

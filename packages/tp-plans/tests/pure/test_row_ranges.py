@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tp_plans import PlanError
-from tp_plans.row_ranges import compute_ranges, intersect, shard_ranges
+from tp_plans.layouts import compute_ranges, intersect, shard_ranges
 
 on_any_machine = settings(deadline=None)
 sizes, ranks = st.integers(1, 200), st.integers(1, 9)

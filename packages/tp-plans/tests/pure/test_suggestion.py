@@ -12,8 +12,8 @@ from tp_plans import (
     VocabParallelEmbedding,
     check,
     plan_for,
-    suggest,
 )
+from tp_plans.infer import suggest
 from tp_plans.infer.bytecode import reads_below
 from tp_plans.styles import GatheredParameters, MLAKVProjection, ParallelAttention
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tp_plans.transfer.boxes import box_shape, cells, intersection, split_box, volume
+from tp_plans.boxes import box_shape, cells, intersection, split_box, volume
 
 on_any_machine = settings(deadline=None, max_examples=50)
 ranges = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: (min(pair), max(pair)))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import tp_plans
 from tp_plans import PlanError, Replicate, Shard
-from tp_plans.transfer import CheckpointTensor, StoredBlock, StridedShard, TransferError
-from tp_plans.transfer.boxes import full_box, intersection, volume
+from tp_plans.boxes import StridedShard, full_box, intersection, volume
+from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferError
 
 on_any_machine = settings(deadline=None, max_examples=30)
 
@@ -189,9 +189,9 @@ def test_layouts_that_describe_nothing_are_refused():
     with pytest.raises(TransferError, match="none of the layout's 1 tensors"):
         tp_plans.transfer.TransferLayout(tensors, {"v": []})
     with pytest.raises(TransferError, match="2 layouts for a mesh of 1 axes"):
-        tp_plans.transfer.mesh_boxes((2,), (2,), [Replicate(), Replicate()])
+        tp_plans.boxes.mesh_boxes((2,), (2,), [Replicate(), Replicate()])
     with pytest.raises(TransferError, match=r"shard\(2\) is no layout of a tensor of shape \(4, 2\)"):
-        tp_plans.transfer.mesh_boxes((4, 2), (2,), [Shard(2)])
+        tp_plans.boxes.mesh_boxes((4, 2), (2,), [Shard(2)])
     with pytest.raises(TransferError, match="w has no layout"):
         tp_plans.transfer.mesh_layout(tensors, (2,), {})
     with pytest.raises(TransferError, match="3 ranks for a mesh of 2"):

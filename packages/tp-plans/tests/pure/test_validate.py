@@ -3,18 +3,10 @@
 import pytest
 from stub_modules import decoder
 
-from tp_plans import (
-    ColwiseParallel,
-    Plan,
-    PlanError,
-    TpPlansError,
-    check,
-    explain,
-    plan_for,
-    rowwise_free,
-    suggest,
-)
+from tp_plans import ColwiseParallel, Plan, PlanError, TpPlansError, check, explain, plan_for
 from tp_plans.errors import ModelError
+from tp_plans.infer import suggest
+from tp_plans.infer.without_rowwise import rowwise_free
 
 RULES = {"up": ColwiseParallel()}
 PLAN = Plan(RULES)
@@ -40,7 +32,7 @@ def test_what_is_no_model_is_refused_with_how_to_get_one(asked, model):
 
 @pytest.mark.parametrize("plan", [None, "auto", 3, [("up", ColwiseParallel())]])
 def test_check_takes_plans_and_dicts_only(plan):
-    with pytest.raises(PlanError, match=r"is not a plan: .*resolve_plan\(plan, model\)"):
+    with pytest.raises(PlanError, match=r"is not a plan: .*plan_for\(model\)"):
         check(plan, decoder(), tp=2)
 
 
@@ -54,7 +46,7 @@ def test_check_takes_plans_and_dicts_only(plan):
     ids=["explain", "rowwise_free"],
 )
 def test_a_dict_is_not_taken_for_a_plan_where_only_a_plan_will_do(asked, plan):
-    with pytest.raises(PlanError, match=r"is not a plan: .*resolve_plan\(plan, model\)"):
+    with pytest.raises(PlanError, match=r"is not a plan: .*plan_for\(model\)"):
         asked(plan)
 
 

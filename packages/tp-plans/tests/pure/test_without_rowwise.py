@@ -12,8 +12,8 @@ from tp_plans import (
     RowwiseParallel,
     Shard,
     architectures,
-    rowwise_free,
 )
+from tp_plans.infer.without_rowwise import rowwise_free
 from tp_plans.styles import AllReduceOutput, ScaleInput
 
 FORMS = [

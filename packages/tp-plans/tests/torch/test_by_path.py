@@ -11,7 +11,6 @@ from harness.layers import gradient_mismatches, parallelized, tp_mesh
 from harness.models import jitter
 from harness.ranks import RanksFailed
 from tp_plans import ColwiseParallel, ParameterStyle, Plan, RowwiseParallel
-from tp_plans.by_path import styles_by_path
 from tp_plans.styles import ParallelAttention
 from tp_plans.torch_styles import to_torch
 
@@ -51,7 +50,7 @@ RULES = {
 def by_path(reference, rules):
     module = model()
     module.load_state_dict(reference.state_dict())
-    return parallelize_module(module, tp_mesh(), styles_by_path(Plan(rules), module))
+    return parallelize_module(module, tp_mesh(), Plan(rules).to_torch(module))
 
 
 def step(module):
@@ -71,7 +70,7 @@ def found(apply, rules):
 
 
 @pytest.mark.parametrize("apply", [by_path, parallelized])
-def test_styles_by_path_and_by_pattern_both_give_the_whole_model(two_ranks, apply):
+def test_to_torch_by_path_and_by_pattern_both_give_the_whole_model(two_ranks, apply):
     assert two_ranks.run(found, apply, RULES) == [(True, [])] * 2
 
 
@@ -105,7 +104,7 @@ def test_equal_rules_share_one_style():
         Plan({"a.up": ColwiseParallel(), "b.up": ColwiseParallel(), "c.up": ColwiseParallel(multiple_of=2)})
     )
     assert styles["a.up"] is styles["b.up"] is not styles["c.up"]
-    by_paths = styles_by_path(Plan(RULES), model())
+    by_paths = Plan(RULES).to_torch(model())
     assert by_paths["0.down"] is by_paths["1.down"]
     assert by_paths["0"] is by_paths["1"]
     assert set(by_paths) == {"0", "1", "0.down", "1.down", "0.last"}

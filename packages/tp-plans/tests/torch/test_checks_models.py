@@ -5,7 +5,9 @@ import torch
 import transformers
 from torch import nn
 
-from tp_plans import ColwiseParallel, Plan, RowwiseParallel, check, explain, from_hugging_face, suggest
+from tp_plans import ColwiseParallel, Plan, RowwiseParallel, check, explain
+from tp_plans.hugging_face.translate import from_hugging_face
+from tp_plans.infer import suggest
 
 
 class FeedForward(nn.Module):

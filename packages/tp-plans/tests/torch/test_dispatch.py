@@ -16,7 +16,7 @@ from harness.layers import gradient_mismatches
 from harness.models import jitter
 from harness.ranks import RanksFailed
 from tp_plans import CapabilityError, DispatchExperts, Plan, PlanError
-from tp_plans.runtime import expert_styles_by_path
+from tp_plans.runtime import dispatch_styles
 from tp_plans.torch_styles import AllToAllExchange, exchange_class
 
 HIDDEN, INNER, EXPERTS = 6, 5, 8
@@ -153,7 +153,7 @@ def faults(name, shared, ep):
     view = init_device_mesh("cpu", (dist.get_world_size() // ep, ep), mesh_dim_names=("efsdp", "ep"))
     candidate = copy.deepcopy(reference)
     plan = Plan({"experts": DispatchExperts(identity_indices=kind is WithIdentities)})
-    styles = expert_styles_by_path(plan, candidate, shared_mesh=mesh["tp"] if shared > 1 else None)
+    styles = dispatch_styles(plan.by_path(candidate), shared_mesh=mesh["tp"] if shared > 1 else None)
     parallelize_module(candidate, view["ep"], styles)
 
     generator = torch.Generator().manual_seed(3)
@@ -241,7 +241,7 @@ def test_top_8_of_64_experts_on_8_ranks_send_less_than_three_quarters_of_all_pai
 def odd_experts():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     model = nn.ModuleDict({"experts": WithIdentities()})
-    parallelize_module(model, mesh, expert_styles_by_path(Plan({"experts": DispatchExperts()}), model))
+    parallelize_module(model, mesh, dispatch_styles({"experts": DispatchExperts()}))
 
 
 def test_experts_that_do_not_divide_are_refused_with_the_sizes_that_do(four_ranks):

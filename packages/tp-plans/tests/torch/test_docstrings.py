@@ -10,9 +10,15 @@ from tp_plans import nemo
 
 FUNCTIONS = [
     *(getattr(tp_plans, name) for name in tp_plans.__all__),
-    *(getattr(tp_plans.runtime, name) for name in ("adapter_styles", "expert_styles_by_path", "resolve_style")),
-    *(getattr(tp_plans.transfer, name) for name in ("engine_layout", "engine_rules", "mesh_boxes", "mesh_layout")),
-    *(tp_plans.transfer.plan_cover, tp_plans.transfer.plan_transfer, tp_plans.models.decoder_plan),
+    *(getattr(tp_plans.runtime, name) for name in ("adapter_styles", "dispatch_styles", "resolve_style")),
+    *(getattr(tp_plans.transfer, name) for name in ("engine_layout", "engine_rules", "mesh_layout")),
+    *(
+        tp_plans.boxes.mesh_boxes,
+        tp_plans.infer.suggest,
+        tp_plans.transfer.plan_cover,
+        tp_plans.transfer.plan_transfer,
+        tp_plans.models.decoder_plan,
+    ),
 ]
 FUNCTIONS = [value for value in FUNCTIONS if inspect.isfunction(value)]
 

@@ -8,14 +8,7 @@ from torch import nn
 
 from harness.layers import mismatches, parallelized
 from harness.ranks import RanksFailed
-from tp_plans import (
-    CapabilityError,
-    ExpertsParallel,
-    ParameterStyle,
-    Replicate,
-    Shard,
-    with_expert_parallelism,
-)
+from tp_plans import CapabilityError, ExpertsParallel, ParameterStyle, Replicate, Shard, with_expert_parallelism
 from tp_plans._transformers_compat import skips_sentinel_index
 from tp_plans.styles import AllReduceOutput, DispatchExperts, ScaleInput
 

@@ -11,8 +11,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from harness.models import ARCHITECTURES, tiny_config, tiny_model
 from harness.pairwise import alternating_first
 from harness.parity import GRADIENT_BOUND, Case, assert_parity, compare
-from tp_plans import ColwiseParallel, Plan, VocabParallelEmbedding, check, from_hugging_face, plan_for
-from tp_plans.hugging_face import STYLE_BY_NAME, style_from_name
+from tp_plans import ColwiseParallel, Plan, VocabParallelEmbedding, check, plan_for
+from tp_plans.hugging_face.translate import from_hugging_face
+from tp_plans.styles.words import STYLE_BY_NAME, style_from_name
 
 RELEASE = tuple(map(int, re.findall(r"\d+", version("transformers"))[:2]))
 EVERY = pytest.mark.parametrize("architecture", ARCHITECTURES)

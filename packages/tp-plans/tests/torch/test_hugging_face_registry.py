@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from tp_plans.errors import UnknownStyleError
-from tp_plans.hugging_face import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name
+from tp_plans.styles.words import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name
 
 #: Who fills the registry, which is empty before they are imported; not every release has both.
 FILLED_BY = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")

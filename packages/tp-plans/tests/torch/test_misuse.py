@@ -7,7 +7,8 @@ import torch
 
 import tp_plans
 from harness.misuse import Call, try_wrong_arguments
-from tp_plans import ColwiseParallel, Plan, RowwiseParallel
+from tp_plans import ColwiseParallel, DispatchExperts, Plan, RowwiseParallel
+from tp_plans.model_tree import ModelTree
 
 ERRORS = (tp_plans.TpPlansError,)
 #: The records that functions return, and names of several types.
@@ -71,11 +72,6 @@ def layout_of_block(rank, box, local, offset, dims):
     )
 
 
-def mixture():
-    model = torch.nn.ModuleDict({"experts": torch.nn.Identity()})
-    return {"plan": Plan({"experts": tp_plans.DispatchExperts()}), "model": model}
-
-
 class Experts(torch.nn.Module):
     """Stacked experts."""
 
@@ -105,13 +101,16 @@ CLASSES = {
     "SublayerSpec": lambda: {"path": "mlp", "colwise": ("up",), "rowwise": "down"},
 }
 #: Names of the front door for runtimes that users call too; its others are not for them.
-FOR_USERS = ("AdapterStyles", "adapter_styles", "expert_styles_by_path", "resolve_style")
+FOR_USERS = ("AdapterStyles", "adapter_styles", "dispatch_styles", "resolve_style")
 #: Names of the front doors that only runtimes call, with boxes and steps that are checked already.
 FOR_RUNTIMES = {
     *("ARCHITECTURES", "Box", "MeshLayout", "ShardStep", "box_shape", "full_box", "intersection", "shard_steps"),
     *("parameter_layout", "split_box", "style_from_dict", "style_to_dict", "volume"),
 }
-DOORS = (tp_plans.models, tp_plans.transfer, tp_plans.styles, tp_plans.verification, tp_plans.explanation, tp_plans)
+DOORS = (
+    *(tp_plans.models, tp_plans.boxes, tp_plans.transfer, tp_plans.styles, tp_plans.verification),
+    *(tp_plans.explanation, tp_plans.checks, tp_plans.infer, tp_plans),
+)
 PUBLIC = {
     **{name: getattr(tp_plans.runtime, name) for name in FOR_USERS},
     **{name: getattr(door, name) for door in DOORS for name in door.__all__ if name not in FOR_RUNTIMES},
@@ -121,11 +120,13 @@ STYLES = [name for name in STYLES if name not in RESULTS and dataclasses.fields(
 
 CALLS = {
     **{name: Call(PUBLIC[name], CLASSES.get(name, dict)) for name in sorted({*STYLES, *CLASSES})},
-    "ModelTree.of": Call(tp_plans.ModelTree.of, lambda: {"model": Model()}),
+    "ModelTree.of": Call(ModelTree.of, lambda: {"model": Model()}),
     "Plan.from_json": Call(Plan.from_json, lambda: {"text": plan().to_json()}),
     "Plan.match": Call(plan().match, lambda: {"path": "layers.0.0"}),
     "Plan.override": Call(plan().override, lambda: {"rules": {"head": ColwiseParallel()}}),
+    "Plan.by_path": Call(plan().by_path, lambda: {"model": Model()}),
     "Plan.to_json": Call(plan().to_json),
+    "Plan.to_torch": Call(plan().to_torch, lambda: {"model": Model()}),
     "Plan.with_prefix": Call(plan().with_prefix, lambda: {"prefix": "model"}),
     "TransferLayout": Call(
         tp_plans.transfer.TransferLayout,
@@ -149,29 +150,26 @@ CALLS = {
         },
     ),
     "engine_rules": Call(tp_plans.transfer.engine_rules, lambda: {"engine": "vllm"}),
-    "expert_styles_by_path": Call(tp_plans.runtime.expert_styles_by_path, mixture),
+    "dispatch_styles": Call(tp_plans.runtime.dispatch_styles, lambda: {"rules": {"experts": DispatchExperts()}}),
     "explain": Call(tp_plans.explain, lambda: {**planned(), "tp": 2}),
-    "from_hugging_face": Call(tp_plans.from_hugging_face, lambda: {"model": Model()}),
     "mesh_boxes": Call(
-        tp_plans.transfer.mesh_boxes, lambda: {"shape": (5, 4), "mesh_shape": (2,), "layouts": [tp_plans.Shard(0)]}
+        tp_plans.boxes.mesh_boxes, lambda: {"shape": (5, 4), "mesh_shape": (2,), "layouts": [tp_plans.Shard(0)]}
     ),
     "mesh_layout": Call(
         tp_plans.transfer.mesh_layout,
         lambda: {"tensors": checkpoint(), "mesh_shape": (2,), "layouts": {"weight": [tp_plans.Shard(0)]}},
     ),
     "plan_cover": Call(tp_plans.transfer.plan_cover, lambda: {"layout": transfer_layout()}),
-    "plan_for": Call(tp_plans.plan_for, lambda: {"target": "LlamaForCausalLM"}),
+    "plan_for": Call(tp_plans.plan_for, lambda: {"model": "LlamaForCausalLM"}),
     "plan_transfer": Call(
         tp_plans.transfer.plan_transfer,
         lambda: {"source": transfer_layout(), "destination": transfer_layout().shifted(1)},
     ),
     "register": Call(tp_plans.register, lambda: {"entry": tp_plans.architectures()[0]}),
-    "resolve_plan": Call(tp_plans.resolve_plan, planned),
+    "plan_for of a plan": Call(tp_plans.plan_for, lambda: {"model": Model(), "source": plan(), "rowwise": False}),
+    "plan_for towers": Call(tp_plans.plan_for, lambda: {"model": Model(), "source": plan(), "towers_tp": 2}),
     "resolve_style": Call(tp_plans.runtime.resolve_style, lambda: {"style": ColwiseParallel(), "owner": Model()}),
-    "rowwise_free": Call(tp_plans.rowwise_free, lambda: {"plan": plan()}),
-    "styles_by_path": Call(tp_plans.styles_by_path, planned),
-    "split_towers": Call(tp_plans.split_towers, lambda: {**planned(), "tp": 2}),
-    "suggest": Call(tp_plans.suggest, lambda: {"model": Model()}),
+    "suggest": Call(tp_plans.infer.suggest, lambda: {"model": Model()}),
     # Without rules nothing is run: every call would start processes.
     "verify_plan": Call(tp_plans.verify_plan, lambda: {"plan": Plan({}), "model": Model()}),
     "with_expert_parallelism": Call(
@@ -188,7 +186,7 @@ def test_every_public_function_is_called():
     assert called - {"ModelTree"} == public - RESULTS - without_arguments
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "from_hugging_face"])
+@pytest.mark.parametrize("name", CALLS)
 def test_right_arguments_are_taken(name):
     CALLS[name].function(**CALLS[name].valid())
 

@@ -6,8 +6,9 @@ import pytest
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from harness.models import tiny_model
-from tp_plans import from_hugging_face, nemo
+from tp_plans import nemo
 from tp_plans.errors import UnknownStyleError
+from tp_plans.hugging_face.translate import from_hugging_face
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def test_every_block_of_the_readme_runs(two_ranks, capsys):
 @pytest.mark.parametrize(
     "name",
     [
-        *("plan_for", "check", "override", "with_prefix", "resolve_plan", "from_hugging_face"),
-        *("explain", "suggest", "rowwise_free", "legal_tp"),
+        *("plan_for", "check", "override", "with_prefix", "to_torch"),
+        *("explain", "suggest", "rowwise=False", "legal_tp"),
     ],
 )
 def test_the_readme_names_what_a_user_needs(name):

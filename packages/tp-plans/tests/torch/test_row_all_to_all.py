@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from harness.layers import tp_mesh
-from tp_plans.row_ranges import compute_ranges, shard_ranges
+from tp_plans.layouts import compute_ranges, shard_ranges
 from tp_plans.torch_styles.row_all_to_all import RowExchange
 
 WIDTH = 3

@@ -13,7 +13,8 @@ from coverage.table import entries
 from coverage.table import tiny_model as small
 from harness.models import ARCHITECTURES, tiny_model
 from harness.parity import Case, assert_parity, compare, mesh_for
-from tp_plans import CapabilityError, NoParallel, PrepareModuleInput, TpPlansError, check, plan_for, suggest
+from tp_plans import CapabilityError, NoParallel, PrepareModuleInput, TpPlansError, check, plan_for
+from tp_plans.infer import suggest
 from tp_plans.styles import GatheredParameters
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tp_plans import ColwiseParallel, ParameterStyle, Plan, Replicate, RowwiseParallel, Shard, check, split_towers
+from tp_plans import ColwiseParallel, ParameterStyle, Plan, Replicate, RowwiseParallel, Shard, check
+from tp_plans.infer.towers import split_towers
 from tp_plans.styles import GatheredParameters, ParallelAttention
 
 

@@ -22,12 +22,13 @@ from tp_plans import (
     UnknownArchitectureError,
     VocabParallelEmbedding,
     check,
-    resolve_plan,
-    suggest,
+    plan_for,
     verify_plan,
 )
 from tp_plans.cli import main
 from tp_plans.errors import ModelError
+from tp_plans.infer import suggest
+from tp_plans.model_tree import ModelTree
 from tp_plans.styles import ParallelAttention
 from tp_plans.verification import ranks
 from tp_plans.verification.compare import first_reference_run
@@ -259,7 +260,7 @@ def parallelized_with_automatic_plan(build, sequence_parallel):
     torch.manual_seed(0)
     whole = build().double()
     mesh = mesh_for({"tp": 2})["tp"]
-    found = resolve_plan("auto", whole, sequence_parallel=sequence_parallel, mesh=mesh)
+    found = plan_for(whole, sequence_parallel=sequence_parallel, mesh=mesh)
     split = torch.distributed.tensor.parallel.parallelize_module(copy.deepcopy(whole), mesh, found.to_torch())
     ids = torch.arange(14).view(2, 7)
     expected, actual = whole(ids), split(ids).full_tensor()
@@ -293,8 +294,8 @@ def test_the_sequence_is_gathered_for_entire_blocks_where_their_code_mixes_it_wi
 
 def test_automatic_says_once_that_a_plan_was_verified(caplog):
     with caplog.at_level(logging.WARNING, logger="tp_plans"):
-        found = resolve_plan("auto", Own())
-        resolve_plan("auto", Own())
+        found = plan_for(Own())
+        plan_for(Own())
     said = [record.message for record in caplog.records if "no plan is known for Own" in record.message]
     assert len(said) == 1
     assert "verified on 2 ranks" in said[0]
@@ -310,9 +311,9 @@ class Stubborn(Own):
 
 def test_doubts_that_cannot_be_decided_are_listed_with_the_way_to_accept_them(caplog):
     with pytest.raises(UnknownArchitectureError, match=r"(?s)Doubts: .*tower.*cannot be run.*plan=\"inferred\""):
-        resolve_plan("auto", Stubborn())
+        plan_for(Stubborn())
     with caplog.at_level(logging.WARNING, logger="tp_plans"):
-        assert resolve_plan("inferred", Stubborn()) == suggest(Stubborn()).plan
+        assert plan_for(Stubborn(), "inferred") == suggest(Stubborn()).plan
     assert any("was not run, and may be wrong" in record.message for record in caplog.records)
 
 
@@ -364,12 +365,12 @@ class Seeing(nn.Module):
 
 
 def automatic_plan_of_towers():
-    return dict(resolve_plan("auto", Seeing(), towers_tp=2, mesh=mesh_for({"tp": 2})["tp"]))
+    return dict(plan_for(Seeing(), towers_tp=2, mesh=mesh_for({"tp": 2})["tp"]))
 
 
 def test_parts_of_towers_are_split_where_a_run_with_images_verifies_it(two_ranks):
     model = Seeing()
-    guessed = tp_plans.split_towers(suggest(model).plan, model, tp=2)
+    guessed = plan_for(model, "inferred", towers_tp=2)
     parts = ("eye.blocks.*.attention.out_proj", "eye.blocks.*.mlp.fc2", "ear.*.mlp.fc2")
     assert all(guessed[path].input_layouts == tp_plans.Shard(-1) for path in parts)
     stored = ColwiseParallel(output_layouts=tp_plans.Replicate())
@@ -394,7 +395,7 @@ class Writing(Own):
 
 
 def automatic_plan_of_writing():
-    return dict(resolve_plan("auto", Writing(), mesh=mesh_for({"tp": 2})["tp"]))
+    return dict(plan_for(Writing(), mesh=mesh_for({"tp": 2})["tp"]))
 
 
 def test_a_head_whose_logits_are_written_into_is_gathered_and_so_are_parts_that_no_run_reaches(two_ranks):
@@ -466,9 +467,7 @@ def test_a_large_multimodal_model_is_run_at_small_sizes_with_images():
         model = BlipForConditionalGeneration(BlipConfig())
     tiny = tiny_model(model, tp=2)
     assert sum(parameter.numel() for parameter in tiny.model.parameters()) < 2e6
-    assert {tree.decoder for tree in map(tp_plans.ModelTree.of, (model, tiny.model))} == {
-        "text_decoder.bert.encoder.layer"
-    }
+    assert {tree.decoder for tree in map(ModelTree.of, (model, tiny.model))} == {"text_decoder.bert.encoder.layer"}
     reference = first_reference_run(tiny.model, None, device="cpu")
     assert {"pixel_values", "input_ids"} <= reference.inputs.keys()
     reached = [path for path, gradient in reference.gradients.items() if gradient is not None]
@@ -509,5 +508,5 @@ def test_a_fused_key_value_head_that_cannot_be_split_is_gathered():
     model = small(coverage_entries()["gpt_bigcode"])
     with pytest.raises(tp_plans.CheckFailedError, match="1 heads of 8"):
         check(suggest(model).plan, model, tp=2).raise_on_error()
-    found = resolve_plan("auto", model)
+    found = plan_for(model)
     assert check(found, model, tp=2).errors == ()

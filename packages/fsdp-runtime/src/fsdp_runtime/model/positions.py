@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.model.structure import ModelStructure
-from tp_plans.runtime import ancestors, is_at_or_below, parent, referenced_names, takes_argument
+from tp_plans.model_tree import ancestors, is_at_or_below, parent
+from tp_plans.runtime import referenced_names, takes_argument
 
 _POSITIONS = "position_ids"
 

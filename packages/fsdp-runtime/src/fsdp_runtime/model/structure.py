@@ -1,4 +1,4 @@
-"""Blocks, token embedding and head of a model, as modules: a view of ``tp_plans.ModelTree``."""
+"""Blocks, token embedding and head of a model, as modules: a view of ``tp_plans.model_tree.ModelTree``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cached_property
 from torch import nn
 
 from fsdp_runtime.errors import ModelError
-from tp_plans import ModelTree
-from tp_plans.runtime import FUSED_QKV, HEAD_DIM, KEY, KV_GROUPS, QUERY
+from tp_plans.model_tree import ModelTree
+from tp_plans.naming import FUSED_QKV, HEAD_DIM, KEY, KV_GROUPS, QUERY
 
 
 @dataclass(frozen=True)

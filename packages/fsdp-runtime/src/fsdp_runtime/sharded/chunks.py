@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.sharded.shard_offsets import dtensor_box
-from tp_plans.transfer import Box, box_shape, full_box, intersection, split_box
+from tp_plans.boxes import Box, box_shape, full_box, intersection, split_box
 
 #: Bytes that are read before they are converted, or copied to a device.
 _READ_AT_ONCE = 2**24

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import all_gather_flat
 from fsdp_runtime.sharded.collectives import own_rank
 from fsdp_runtime.sharded.shard_offsets import dtensor_box, shard_steps
-from tp_plans.transfer import ShardStep
+from tp_plans.boxes import ShardStep
 
 #: Shards of at least this many bytes have an all-gather each, which avoids two copies through a shared buffer.
 _MIN_BYTES_ALONE = 2**20

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.sharded.chunks import inside
-from tp_plans.transfer import Box, full_box, split_box
+from tp_plans.boxes import Box, full_box, split_box
 
 #: Elements that are converted to int64 at once, to bound the extra memory.
 _CHUNK = 2**20

@@ -14,7 +14,8 @@ from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sharded.chunks import Chunk, in_dims, slices_of
 from fsdp_runtime.sharded.shard_offsets import dtensor_box, mesh_layout_of
-from tp_plans.transfer import Box, StoredBlock, box_shape, intersection, mesh_boxes
+from tp_plans.boxes import Box, box_shape, intersection, mesh_boxes
+from tp_plans.transfer import StoredBlock
 
 
 class BoxOwners:

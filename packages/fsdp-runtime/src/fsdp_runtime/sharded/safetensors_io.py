@@ -26,7 +26,7 @@ from torch import Tensor
 from fsdp_runtime.errors import CheckpointError, WeightsError
 from fsdp_runtime.sharded.chunks import inside
 from fsdp_runtime.sharded.fsync import naming_write_errors, reserve, start_writing
-from tp_plans.transfer import Box, box_shape, full_box, intersection, split_box, volume
+from tp_plans.boxes import Box, box_shape, full_box, intersection, split_box, volume
 
 #: The format's names of dtypes.
 DTYPE_NAMES = {

@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor, Placement
 from fsdp_runtime._torch_compat import is_strided
 from fsdp_runtime.errors import WeightsError
 from tp_plans import Replicate, Shard
-from tp_plans.transfer import Box, MeshLayout, ShardStep, StridedShard, box_shape, volume
-from tp_plans.transfer import shard_steps as plan_steps
+from tp_plans.boxes import Box, MeshLayout, ShardStep, StridedShard, box_shape, volume
+from tp_plans.boxes import shard_steps as plan_steps
 
 
 def shard_steps(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> list[ShardStep]:
-    """Return the sharding steps of a DTensor in the order of :func:`tp_plans.transfer.placements.shard_steps`."""
+    """Return the sharding steps of a DTensor in the order of :func:`tp_plans.boxes.shard_steps`."""
     return plan_steps([mesh_layout_of(placement) for placement in placements], mesh_shape)
 
 

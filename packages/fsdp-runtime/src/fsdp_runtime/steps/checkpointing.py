@@ -27,7 +27,7 @@ from fsdp_runtime.steps.routing.session import CarriedRoutes
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
 from fsdp_runtime.values import require_one_of
 from fsdp_runtime.wrap import Wrapper, wrap
-from tp_plans.runtime import MLP_MODULES
+from tp_plans.naming import MLP_MODULES
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sync.codec import HEADER_BYTES, apply_changes, encode_changes, end_of_record
 from fsdp_runtime.sync.point_to_point import CHANGES, SIZES, PointToPoint
 from fsdp_runtime.sync.tensor_views import Sides
-from tp_plans.transfer import BlockTransfer, Box, TransferPlan
+from tp_plans.boxes import Box
+from tp_plans.transfer import BlockTransfer, TransferPlan
 
 #: The record of each box of a tensor.
 Records = Mapping[tuple[str, Box], Tensor]

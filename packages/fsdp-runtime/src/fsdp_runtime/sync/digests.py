@@ -19,7 +19,8 @@ from fsdp_runtime.sync.groups import rank_in
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
 from fsdp_runtime.sync.tensor_views import box_views, torch_dtype
 from fsdp_runtime.weights.stream import WeightExport
-from tp_plans.transfer import Box, TransferLayout, TransferPlan, box_shape, plan_cover
+from tp_plans.boxes import Box, box_shape
+from tp_plans.transfer import TransferLayout, TransferPlan, plan_cover
 
 
 def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[str, int]:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_runtime.errors import OptionError
-from tp_plans.transfer import BlockTransfer, TransferPlan, split_box, volume
+from tp_plans.boxes import split_box, volume
+from tp_plans.transfer import BlockTransfer, TransferPlan
 
 
 @dataclass(frozen=True)

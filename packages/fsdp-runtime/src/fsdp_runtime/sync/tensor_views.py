@@ -11,7 +11,8 @@ from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sharded.chunks import inside
 from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.sync.schedule import Message
-from tp_plans.transfer import BlockTransfer, Box, TransferLayout, TransferPlan, box_shape
+from tp_plans.boxes import Box, box_shape
+from tp_plans.transfer import BlockTransfer, TransferLayout, TransferPlan
 
 
 def box_views(

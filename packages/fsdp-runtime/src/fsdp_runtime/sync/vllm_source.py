@@ -29,7 +29,8 @@ from fsdp_runtime.sync.model_layout import ModelShards
 from fsdp_runtime.weights.held_tensors import HeldTensors
 from fsdp_runtime.weights.stream import WeightExport
 from tp_plans import Replicate, Shard
-from tp_plans.transfer import TransferLayout, box_shape, mesh_boxes, volume
+from tp_plans.boxes import box_shape, mesh_boxes, volume
+from tp_plans.transfer import TransferLayout
 
 _base: Any = None
 with suppress(ImportError):

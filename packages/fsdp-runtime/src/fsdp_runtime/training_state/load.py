@@ -44,7 +44,7 @@ from fsdp_runtime.training_state.optimizers import (
 from fsdp_runtime.training_state.rng_state import require_rng_states, set_rng_states
 from fsdp_runtime.training_state.safe_pickle import read_object
 from fsdp_runtime.training_state.save import SHARED_FILE, Stateful, mesh_sizes, rng_file
-from tp_plans.transfer import Box
+from tp_plans.boxes import Box
 
 logger = logging.getLogger(__name__)
 #: Types of the values in the file of non-tensor values, by key.

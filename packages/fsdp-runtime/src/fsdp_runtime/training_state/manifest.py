@@ -17,7 +17,7 @@ from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.fsync import write_and_fsync
 from fsdp_runtime.sharded.paths import is_file_name
 from fsdp_runtime.sharded.safetensors_io import memory_of
-from tp_plans.transfer import Box, intersection, volume
+from tp_plans.boxes import Box, intersection, volume
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"

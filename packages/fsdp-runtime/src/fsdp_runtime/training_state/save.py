@@ -36,7 +36,7 @@ from fsdp_runtime.training_state.optimizers import as_list, optimizer_metadata, 
 from fsdp_runtime.training_state.rng_state import rng_states
 from fsdp_runtime.training_state.safe_pickle import serialize, write_object
 from fsdp_runtime.values import require_no_removed
-from tp_plans.transfer import Box
+from tp_plans.boxes import Box
 
 SHARED_FILE = "shared.pt"
 

@@ -18,7 +18,7 @@ from fsdp_runtime.sharded.paths import file_version, is_file_name, require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
 from fsdp_runtime.sharded.work_directory import machine
 from fsdp_runtime.weights.companion_files import COMPANIONS
-from tp_plans.transfer import Box
+from tp_plans.boxes import Box
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -35,7 +35,7 @@ from fsdp_runtime.weights.adapters import base_state_entries, require_materializ
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 from fsdp_runtime.weights.naming import WeightMap
 from fsdp_runtime.weights.new_modules import deviation, how_to_load, initial_value, map_into, submodule
-from tp_plans.transfer import box_shape, split_box
+from tp_plans.boxes import box_shape, split_box
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,6 @@ from tp_plans import (
     RowwiseParallel,
     Shard,
     plan_for,
-    resolve_plan,
 )
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -357,7 +356,7 @@ def test_kinds_that_cannot_be_split_are_refused() -> None:
 
 def test_experts_that_are_not_sharded_by_expert_are_refused() -> None:
     model = _adapted(MOE, **EXPERTS).get_base_model()
-    plan = resolve_plan("auto", tiny_model(MOE))
+    plan = plan_for(tiny_model(MOE))
     experts = "model.layers.*.mlp.experts"
     for odd in ({f"{experts}.down_proj": ParameterStyle(layout=Shard(2))}, {experts: NoParallel()}):
         with pytest.raises(OptionError, match=r"mlp\.experts\.\w+ carries adapters and is not sharded by expert"):

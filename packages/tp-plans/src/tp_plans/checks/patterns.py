@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 
 from tp_plans.checks.findings import Finding
 from tp_plans.errors import PlanError, UnknownStyleError
-from tp_plans.hugging_face import STYLE_BY_NAME, style_from_name
 from tp_plans.model_tree import parent
 from tp_plans.naming import leaf
 from tp_plans.patterns import Patterns
 from tp_plans.plan import Plan, require_plan
 from tp_plans.planned_tree import PlannedTree
 from tp_plans.styles import ParameterStyle, Style
+from tp_plans.styles.words import STYLE_BY_NAME, style_from_name
 
 
 def parse_plan(rules: object) -> tuple[Plan, list[Finding]]:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tp_plans import styles
-from tp_plans.layouts import Layout, Partial, Replicate, Shard
+from tp_plans.layouts import Layout, Partial, Replicate, Shard, compute_ranges, shard_ranges
 from tp_plans.model_tree import ancestors, join, parent
 from tp_plans.module_attrs import resolve_int
 from tp_plans.naming import leaf
 from tp_plans.planned_tree import PlannedTree
-from tp_plans.row_ranges import compute_ranges, shard_ranges
 
 Kind = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 When = Literal["forward", "backward"]

@@ -9,13 +9,12 @@ from typing import Any
 
 from tp_plans.checks.replicated import size_of
 from tp_plans.explanation.collectives import CollectiveSummary
-from tp_plans.layouts import Layout, Replicate, Shard
+from tp_plans.layouts import Layout, Replicate, Shard, shard_ranges
 from tp_plans.model_tree import join
 from tp_plans.naming import leaf
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree
-from tp_plans.row_ranges import shard_ranges
 from tp_plans.styles import GatheredParameters, Style, style_to_dict
 from tp_plans.text import format_bytes, short_repr
 

@@ -8,51 +8,25 @@ from typing import Any
 from tp_plans._transformers_compat import own_plan
 from tp_plans.errors import PlanError
 from tp_plans.hugging_face.overrides import with_overrides
-from tp_plans.hugging_face.style_names import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
-from tp_plans.infer.complete import complete_plan, with_learned_activations
+from tp_plans.infer.complete import complete_plan, require_no_adapters, with_learned_activations
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
-from tp_plans.lora import require_no_adapters
 from tp_plans.model_tree import ModelTree, is_at_or_below, parent
 from tp_plans.plan import Plan
 from tp_plans.styles import ColwiseParallel, ExpertsParallel, RowwiseParallel, Style, VocabParallelEmbedding
+from tp_plans.styles.words import IGNORED_STYLES, STYLE_BY_NAME, parameter_style_from_name, style_from_name
 
 #: The words that a linear output head may carry; all become logits sharded on the vocabulary.
 _HEAD_WORDS = {"colwise", "colwise_rep", "colwise_gather_output"}
 
 
 def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
-    """The tensor-parallel plan that transformers ships for a model, merged from all its levels, translated, completed.
-
-    Beyond translation, the head keeps its logits sharded on the vocabulary, attention is sharded by heads, and
-    modules without a rule are sharded where that is certainly right (``tp_plans.infer.complete``).  Rules that match
-    nothing in this model, as for the experts of a config without any, are left out.
-
-    Args:
-        model: a ``transformers`` model; the meta device is enough.
-        sequence_parallel: give the plan's sequence-parallel form (arXiv:2205.05198).
-
-    Returns:
-        The plan.
-
-    Raises:
-        PlanError: the model ships no plan, or is not a model.
-        UnknownStyleError: it uses a style word that has no translation.
-        CapabilityError: sequence parallelism is asked of a model that has no such form.
-
-    Example:
-        >>> import torch, tp_plans
-        >>> class Model(torch.nn.Module):
-        ...     _tp_plan = {"head": "colwise"}
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.head = torch.nn.Linear(8, 32)
-        >>> tp_plans.from_hugging_face(Model())
-        <Plan hf:Model: TP, 1 rules>
-    """
+    """Return the plan that transformers ships for a model, merged from all its levels, translated, completed."""
+    # Modules without a rule are sharded where that is certainly right. Rules that match nothing in this model, as for
+    # the experts of a config without any, are left out.
     if not isinstance(model, ModelTree) and (isinstance(model, type) or not hasattr(model, "named_modules")):
         raise PlanError(
-            f"from_hugging_face needs a model, since its plan comes from every inner model and config; {model!r} is "
-            "none (build it on the meta device, or use tp_plans.plan_for)"
+            f"{model!r} is not a model: the plan that transformers ships is in every inner model and config, so build "
+            "the model, on the meta device, or take plan_for(name)"
         )
     tree = ModelTree.of(model)
     require_no_adapters(tree)
@@ -61,13 +35,13 @@ def from_hugging_face(model: Any, *, sequence_parallel: bool = False) -> Plan:
     if not words:
         raise PlanError(
             f"{name} ships no tensor-parallel plan (no _tp_plan, no base_model_tp_plan): "
-            "tp_plans.resolve_plan('auto', model) infers and verifies one; or give your own plan"
+            "plan_for(model) infers and verifies one; or give your own plan"
         )
     rules = dict(_translated(words, tree))
     if not rules:
         raise PlanError(
             f"{name} ships a plan, but none of its patterns matches a module ({', '.join(words)}): "
-            "tp_plans.resolve_plan('auto', model) infers and verifies one; or give your own plan"
+            "plan_for(model) infers and verifies one; or give your own plan"
         )
     head, embedding = tree.declared("get_output_embeddings"), tree.declared("get_input_embeddings")
     if head is not None and (words.get(head) in _HEAD_WORDS or (head not in rules and tree.is_plain_linear(head))):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tp_plans.errors import PlanError
 from tp_plans.infer.attention import per_head_norms, split_in_heads, with_replicated_kv_heads
 from tp_plans.infer.stored_parameters import embedding_submodules, shard_storage
 from tp_plans.infer.sublayers import split_sublayers
@@ -96,3 +97,14 @@ def complete_plan(plan: Plan, model: Any, *, root: str = "") -> Plan:
     for step in STEPS:
         plan = plan.override(step(PlannedTree(tree, plan), root))
     return plan
+
+
+def require_no_adapters(tree: ModelTree) -> None:
+    """Refuse a model with low-rank adapters: its layers have other names and shapes than the architecture's."""
+    for path in tree.modules:
+        layer = parent(path)
+        if path.endswith(".base_layer") and join(layer, "lora_A") in tree.modules:
+            raise PlanError(
+                f"{layer} of {type(tree.model).__name__} carries low-rank adapters: make the plan before "
+                "peft.get_peft_model, and give it to fsdp_runtime.parallelize, which adds the rules of the adapters"
+            )

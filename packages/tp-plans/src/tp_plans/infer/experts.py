@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from tp_plans._transformers_compat import own_expert_plan
-from tp_plans.class_names import EXPERTS_WITH_IDENTITIES
 from tp_plans.errors import CapabilityError
 from tp_plans.infer.bytecode import first_argument, takes_argument
 from tp_plans.model_tree import ModelTree, ancestors, join
+from tp_plans.naming import EXPERTS_WITH_IDENTITIES
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import merge_per_block
 from tp_plans.styles import DispatchExperts, Style

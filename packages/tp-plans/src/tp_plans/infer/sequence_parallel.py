@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from tp_plans.class_names import NO_SEQUENCE_PARALLELISM
 from tp_plans.errors import CapabilityError, PlanError
 from tp_plans.infer.bytecode import first_argument, takes_argument
 from tp_plans.infer.encoder_decoder import token_streams
@@ -20,7 +19,7 @@ from tp_plans.infer.full_output import is_read_in_full, is_tied, norm_after_bloc
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ModelTree, is_at_or_below, join, parent
 from tp_plans.models.spec import SEQUENCE_DIM
-from tp_plans.naming import EMBEDDINGS_ARGUMENT, FEATURES_BETWEEN_BLOCKS, MLA_NORMS, leaf
+from tp_plans.naming import EMBEDDINGS_ARGUMENT, FEATURES_BETWEEN_BLOCKS, MLA_NORMS, NO_SEQUENCE_PARALLELISM, leaf
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
 from tp_plans.styles import (

@@ -8,13 +8,13 @@ from typing import Any
 
 from tp_plans.errors import PlanError
 from tp_plans.infer.bytecode import reads_below
+from tp_plans.infer.complete import require_no_adapters
 from tp_plans.infer.encoder_decoder import token_blocks, token_streams, token_tables
 from tp_plans.infer.rules import Doubt, Proposal, gathered_rules, propose, stored_rules
 from tp_plans.infer.sequence_parallel import with_sequence_parallelism
 from tp_plans.infer.stored_parameters import shard_storage
 from tp_plans.infer.sublayers import Sublayer, recognize, sublayers_apart
 from tp_plans.layouts import Replicate, Shard
-from tp_plans.lora import require_no_adapters
 from tp_plans.model_tree import ModelTree, ancestors, join, parent
 from tp_plans.naming import leaf
 from tp_plans.patterns import wildcard
@@ -83,7 +83,7 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
         >>> mlp = torch.nn.Sequential(OrderedDict(up=torch.nn.Linear(8, 32), down=torch.nn.Linear(32, 8)))
         >>> block = torch.nn.Sequential(OrderedDict(mlp=mlp))
         >>> parts = {"embed": torch.nn.Embedding(16, 8), "layers": torch.nn.ModuleList([block])}
-        >>> tp_plans.suggest(torch.nn.ModuleDict(parts)).plan["embed"]
+        >>> tp_plans.infer.suggest(torch.nn.ModuleDict(parts)).plan["embed"]
         VocabParallelEmbedding(output_layouts=Replicate(), use_local_output=True)
     """
     return suggestion(ModelTree.of(model), sequence_parallel=sequence_parallel, gathered=gathered)

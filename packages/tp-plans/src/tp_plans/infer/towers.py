@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tp_plans._validate import require_size
 from tp_plans.checks.divisibility import Constraint, divisibility_constraints
 from tp_plans.infer.bytecode import reads_below, reads_weights
 from tp_plans.infer.rules import propose
@@ -55,36 +54,9 @@ _Part = tuple[str, Mapping[str, Style]]
 
 
 def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
-    """Return a plan with rules for the vision and audio towers and projectors that it leaves replicated.
-
-    Attention is split in heads and MLPs in features, where every part of them is known; of other modules the linear
-    layers are stored sharded, and their outputs gathered.  Where a number of heads or features does not divide, the
-    layers are stored sharded too, which is logged.
-
-    Args:
-        plan: the plan of the language model; its own rules stay.
-        model: the model that it is for; the meta device is enough.
-        tp: the size of the axis.
-
-    Returns:
-        The plan; the same one where nothing stands next to the language model.
-
-    Raises:
-        PlanError: ``tp`` is not a positive number.
-        ModelError: ``model`` is not a model.
-
-    Example:
-        >>> import tp_plans
-        >>> from torch import nn
-        >>> projector = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-        >>> block = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
-        >>> text = nn.ModuleDict({"embed": nn.Embedding(16, 8), "layers": nn.ModuleList([block])})
-        >>> model = nn.ModuleDict({"projector": projector, "text": text})
-        >>> plan = tp_plans.Plan({"text.layers.*.0": tp_plans.ColwiseParallel()})
-        >>> sorted(tp_plans.split_towers(plan, model, tp=2))
-        ['projector.0', 'projector.2', 'text.layers.*.0']
-    """
-    require_size(tp)
+    """Return a plan with rules for the vision and audio towers and projectors that it leaves replicated."""
+    # Its own rules stay. Where a number of heads or features does not divide, the layers are stored sharded, which is
+    # logged.
     return with_towers(plan, ModelTree.of(model), tp=tp)[0]
 
 

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tp_plans._validate import (
-    is_attribute,
-    is_integer,
-    is_name,
-    require,
-    require_attributes,
-    require_flag,
-    require_layout,
-)
+from tp_plans._validate import is_integer
 from tp_plans.layouts import Layout, Replicate
 from tp_plans.styles.experts import AllReduceOutput, ExpertsParallel
+from tp_plans.styles.fields import is_attribute, is_name, require, require_attributes, require_flag, require_layout
 from tp_plans.styles.replicated import GatheredParameters
 
 

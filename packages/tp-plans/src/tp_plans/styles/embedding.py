@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tp_plans._validate import require_flag, require_layout
 from tp_plans.layouts import Layout, Replicate
+from tp_plans.styles.fields import require_flag, require_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tp_plans._validate import require, require_flag, require_fused_sizes, require_layout, require_multiple_of
 from tp_plans.layouts import Layout, Partial, Replicate, Shard
+from tp_plans.styles.fields import require, require_flag, require_fused_sizes, require_layout, require_multiple_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

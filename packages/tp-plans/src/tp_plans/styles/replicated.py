@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tp_plans._validate import is_integer, require, require_attributes, require_flag, require_layout
+from tp_plans._validate import is_integer
 from tp_plans.layouts import Layout, Shard
+from tp_plans.styles.fields import require, require_attributes, require_flag, require_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,9 +37,33 @@ def to_torch(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
 
 
 def dispatch_styles(
-    rules: Mapping[str, Style], *, shared_mesh: DeviceMesh | None, exchange: str | type[TokenExchange]
+    rules: Mapping[str, Style],
+    *,
+    shared_mesh: DeviceMesh | None = None,
+    exchange: str | type[TokenExchange] = "all_to_all",
 ) -> dict[str, ParallelStyle]:
-    """The rules of the axis ``ep`` as styles, equal ones as one; others are left out."""
+    """Return the torch styles of the rules of the axis ``ep``.
+
+    Apply them with ``parallelize_module(model, mesh["ep"], styles)``, after the styles of the axis ``tp``.
+
+    Args:
+        rules: module path to style, as of ``Plan.by_path``; rules of the axis ``tp`` are left out.
+        shared_mesh: ``tp``, if its ranks have the same tokens: they divide the tokens among themselves before they
+            send them; ``None`` if every rank has different tokens.
+        exchange: how tokens travel: ``"all_to_all"``, or a subclass of ``TokenExchange``.
+
+    Returns:
+        ``{module path: ParallelStyle}``; equal rules share one style.
+
+    Raises:
+        CapabilityError: the kernels of the exchange are not installed.
+        PlanError: the exchange is unknown, or an argument is of another type.
+
+    Example:
+        >>> import tp_plans
+        >>> sorted(tp_plans.runtime.dispatch_styles({"experts": tp_plans.DispatchExperts()}))
+        ['experts']
+    """
     if shared_mesh is not None and not isinstance(shared_mesh, DeviceMesh):
         raise PlanError(f"shared_mesh is of type {type_name(shared_mesh)}: give the axis as mesh['tp'], or None")
     chosen = exchange_class(exchange)

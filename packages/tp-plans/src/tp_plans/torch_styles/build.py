@@ -89,7 +89,7 @@ def _implementation(style: Style | None, parameter_rules: Mapping[str, Parameter
     if isinstance(style, DispatchExperts):
         raise PlanError(
             "DispatchExperts is a style of the axis ep: apply plan.on_axis('tp') to the mesh of tp, and "
-            "expert_styles_by_path(plan, model) to the axis ep"
+            "tp_plans.runtime.dispatch_styles(plan.by_path(model)) to the axis ep"
         )
     return LocalTensorStyle(None, parameter_rules) if style is None else _IMPL[type(style)](style, parameter_rules)
 

@@ -12,7 +12,7 @@ from tp_plans import layouts
 from tp_plans._torch_compat import own_parameters
 from tp_plans._transformers_compat import mark_expert_parallel, skips_sentinel_index
 from tp_plans.errors import LayoutError, PlanError
-from tp_plans.row_ranges import shard_ranges
+from tp_plans.layouts import shard_ranges
 from tp_plans.styles import AllReduceOutput, ExpertsParallel, ScaleInput
 from tp_plans.torch_styles.base import (
     Args,

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_plans import layouts
+from tp_plans.layouts import compute_ranges
 from tp_plans.module_attrs import resolve_int
-from tp_plans.row_ranges import compute_ranges
 from tp_plans.styles import ColwiseParallel, MLAKVProjection, ParameterStyle, RowwiseParallel, Style
 from tp_plans.torch_styles.base import FirstTensorStyle, ForwardContext
 from tp_plans.torch_styles.boundaries import entered, known_part, local_part, summed_gradient, with_summed_gradient

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tp_plans.row_ranges import intersect, shard_ranges
+from tp_plans.layouts import intersect, shard_ranges
 from tp_plans.torch_styles._host_time_compat import direct
 from tp_plans.torch_styles.collectives import group_of, without_history
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tp_plans.transfer.boxes import Box
+from tp_plans.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tp_plans.boxes import Box
 from tp_plans.errors import TransferError
-from tp_plans.transfer.boxes import Box
 from tp_plans.transfer.layout import CheckpointTensor
 
 #: The suffix of a scale's name after its weight's name.

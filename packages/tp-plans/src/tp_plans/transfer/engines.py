@@ -8,8 +8,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tp_plans._validate import MAX_RANKS, is_integer
+from tp_plans.boxes import Box, full_box
 from tp_plans.errors import TransferError
-from tp_plans.transfer.boxes import Box, full_box
 from tp_plans.transfer.engine_scales import ScaleOf, in_cells, scale_of
 from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
 from tp_plans.transfer.patterns import Copies, Pattern, Placed

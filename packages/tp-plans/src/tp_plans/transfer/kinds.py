@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from tp_plans.boxes import Box, cells, split_box, volume
 from tp_plans.errors import TransferError
-from tp_plans.transfer.boxes import Box, cells, split_box, volume
 from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
 from tp_plans.transfer.patterns import Pattern
 from tp_plans.transfer.shares import Share, share_out

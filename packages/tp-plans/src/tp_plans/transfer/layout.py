@@ -11,10 +11,9 @@ from functools import cached_property
 from typing import Any
 
 from tp_plans._validate import is_integer
+from tp_plans.boxes import Box, MeshLayout, box_shape, full_box, intersection, mesh_boxes, volume
 from tp_plans.errors import TransferError, type_name
-from tp_plans.transfer.boxes import Box, box_shape, full_box, intersection, volume
 from tp_plans.transfer.patterns import NOWHERE, Copies, KnownPatterns, Pattern, Placed, StoredBlock
-from tp_plans.transfer.placements import MeshLayout, mesh_boxes
 
 #: Bytes of an element of each dtype that a checkpoint may have, by torch's name of the dtype.
 ITEM_SIZES: Mapping[str, int] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from tp_plans.transfer.boxes import Box, volume
+from tp_plans.boxes import Box, volume
 
 
 @dataclass(frozen=True, slots=True)

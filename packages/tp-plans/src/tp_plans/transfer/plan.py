@@ -10,9 +10,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TypeVar
 
+from tp_plans.boxes import full_box
 from tp_plans.errors import TransferError
 from tp_plans.transfer.block_transfer import BlockTransfer
-from tp_plans.transfer.boxes import full_box
 from tp_plans.transfer.kinds import CutPart, Kind, Move, kinds_of, share_parts
 from tp_plans.transfer.layout import TransferLayout
 from tp_plans.transfer.patterns import Copies, Pattern, Placed

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tp_plans.by_path import styles_by_path
 from tp_plans.errors import ModelError
 from tp_plans.model_tree import ModelTree
 from tp_plans.plan import Plan
@@ -82,7 +81,7 @@ def compare(reference: Reference, plan: Plan, mesh: DeviceMesh) -> Differences:
     """Split a copy of the model by a plan, run it and compare, on this rank; every rank of the mesh has to call it."""
     candidate = copy.deepcopy(reference.model)
     try:
-        parallelize_module(candidate, mesh, dict(styles_by_path(plan, candidate)))
+        parallelize_module(candidate, mesh, dict(plan.to_torch(candidate)))
         output = _run(candidate, reference.inputs)
         output = output.full_tensor() if isinstance(output, DTensor) else output
         if output.shape != reference.output.shape:

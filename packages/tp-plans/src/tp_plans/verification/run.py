@@ -107,7 +107,7 @@ def inferred_plan(
         doubts = "; ".join(map(str, proposed.doubts)) or "the sequence-parallel form is derived"
         raise UnknownArchitectureError(
             f"A plan can be inferred, and is not certain. Doubts: {doubts}. They could not be decided by running it: "
-            f'{error}. Accept them with plan="inferred", or correct the plan of tp_plans.suggest(model) and give it'
+            f'{error}. Accept them with plan="inferred", or correct plan_for(model, "inferred") and give it'
         ) from error
     _log_once(name, how)
     return plan

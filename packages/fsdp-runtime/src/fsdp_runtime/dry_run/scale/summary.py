@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from fsdp_runtime.dry_run.trace.fused_allocations import with_fused_storages
 from fsdp_runtime.dry_run.trace.recorder import OpEvent, Recording, StorageInfo, Stream
 from fsdp_runtime.dry_run.types import Assumption, MemoryBreakdown, Peak, Phase
-from tp_plans.runtime import is_at_or_below
+from tp_plans.model_tree import is_at_or_below
 
 Key = TypeVar("Key", bound=Hashable)
 #: Phase, kind of collective, and global ranks of its group.

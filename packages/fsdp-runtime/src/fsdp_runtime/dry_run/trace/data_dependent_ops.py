@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import operator_name
-from tp_plans.runtime import EXPERT_COUNTS
+from tp_plans.naming import EXPERT_COUNTS
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_runtime._torch_compat import operator_name
-from tp_plans.runtime import is_at_or_below
+from tp_plans.model_tree import is_at_or_below
 
 #: Parts of the names of operators that are separate kernels.
 _KERNELS: tuple[str, ...] = ("mm", "attention", "conv", "sort", "topk", "nonzero", "scatter", "index_put", "index_add")

@@ -16,7 +16,7 @@ from fsdp_runtime._transformers_compat.models import MEDIA_METHODS
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.context.outputs import GlobalRows
-from tp_plans.runtime import is_at_or_below
+from tp_plans.model_tree import is_at_or_below
 
 #: Read for positions alone, which are given.
 _FOR_POSITIONS = ("second_per_grid_ts",)

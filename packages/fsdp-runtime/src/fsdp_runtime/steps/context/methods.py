@@ -11,7 +11,7 @@ from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.model.token_mixers import TokenMixer
 from tp_plans import ColwiseParallel, Plan
-from tp_plans.runtime import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
+from tp_plans.naming import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
 
 #: How queries meet the keys of other ranks: torch's word, DeepSpeed's, and that of Liu et al.
 Method = Literal["allgather", "ulysses", "ring"]

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime.steps.context.exchange import heads_to_tokens, tokens_to_heads
 from fsdp_runtime.steps.context.methods import require_heads
 from fsdp_runtime.steps.context.sharding import SequenceLayout
-from tp_plans.runtime import KV_GROUPS
+from tp_plans.naming import KV_GROUPS
 
 
 def attend_over_heads(

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._peft_compat import active_factors, is_out_first, lora_layers
 from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.wrap import Wrapper, wrap
-from tp_plans.runtime import attach_zero_grads, full_view, shard_ranges
+from tp_plans.layouts import shard_ranges
+from tp_plans.runtime import attach_zero_grads, full_view
 
 _WRAPPERS = "_fsdp_runtime_adapters"
 

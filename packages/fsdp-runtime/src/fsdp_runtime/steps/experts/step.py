@@ -16,7 +16,7 @@ from fsdp_runtime.step import Step
 from fsdp_runtime.steps.experts.adapters import adapt_experts
 from fsdp_runtime.steps.refused_adapters import refuse_adapters
 from tp_plans import Plan, with_expert_parallelism
-from tp_plans.runtime import TokenExchange, exchange_class, expert_styles_by_path
+from tp_plans.runtime import TokenExchange, dispatch_styles, exchange_class
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,7 @@ class ExpertParallel(Step[None]):
         ep_mesh = setup.meshes.ep
         if setup.expert_plan is None or ep_mesh is None:
             return
-        styles = expert_styles_by_path(
-            setup.expert_plan, model, shared_mesh=setup.meshes.shared, exchange=self.exchange
-        )
+        rules = setup.expert_plan.by_path(model)
+        styles = dispatch_styles(rules, shared_mesh=setup.meshes.shared, exchange=self.exchange)
         parallelize_module(model, ep_mesh, dict(styles))
         logger.info("expert parallelism: %d modules over %d ranks", len(styles), ep_mesh.size())

@@ -24,7 +24,7 @@ from fsdp_runtime._torch_compat import hook_gradient
 from fsdp_runtime._transformers_compat.dtypes import kept_in_float32
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.structure import ModelStructure
-from tp_plans.runtime import ancestors
+from tp_plans.model_tree import ancestors
 
 #: A module of parameters in another dtype is sharded from this number of elements on; below it, memory is less than
 #: the cost of an all-gather.

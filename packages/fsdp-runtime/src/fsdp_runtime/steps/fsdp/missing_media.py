@@ -26,7 +26,7 @@ from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.wrap import hook_forward, hook_model
-from tp_plans.runtime import is_at_or_below
+from tp_plans.model_tree import is_at_or_below
 
 #: The media of a method that does not declare its arguments.
 _FIRST = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}

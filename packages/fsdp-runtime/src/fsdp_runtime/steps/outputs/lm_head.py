@@ -24,7 +24,7 @@ from fsdp_runtime._torch_compat import children
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.wrap import effects_of, hook_forward
-from tp_plans.runtime import class_of_forward
+from tp_plans.model_tree import class_of_forward
 
 #: The effect, as ``describe_parallelism`` names it, of gathering logits that are kept over ``cp``.
 KEEPS_OVER_CP = "gathers logits that are kept"

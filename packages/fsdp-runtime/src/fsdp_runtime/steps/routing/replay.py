@@ -24,7 +24,7 @@ from fsdp_runtime.steps.routing.routers import Router, Routers, find_routers
 from fsdp_runtime.steps.routing.routes import Routes, checked_routes, fill_recorded, has_holes
 from fsdp_runtime.steps.routing.session import CarriedRoutes, Session, activated
 from fsdp_runtime.wrap import hook_forward
-from tp_plans.runtime import ancestors
+from tp_plans.model_tree import ancestors
 
 logger = logging.getLogger(__name__)
 

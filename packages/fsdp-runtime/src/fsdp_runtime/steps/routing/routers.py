@@ -17,8 +17,8 @@ from torch import nn
 
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure, inspect_model
-from tp_plans import ModelTree
-from tp_plans.runtime import EXPERT_COUNTS
+from tp_plans.model_tree import ModelTree
+from tp_plans.naming import EXPERT_COUNTS
 
 #: Kinds of selection: ``torch.topk`` over the scores of all experts; over the sums of two halves of keys (PEER,
 #: arXiv:2407.04153); one maximum after another (SparseMixer, arXiv:2409.12136).

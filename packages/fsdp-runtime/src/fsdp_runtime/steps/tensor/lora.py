@@ -44,9 +44,10 @@ from tp_plans import (
     Plan,
     PrepareModuleInput,
     Style,
-    resolve_plan,
+    plan_for,
 )
-from tp_plans.runtime import adapter_styles, ancestors, is_at_or_below, join, parent, resolve_style
+from tp_plans.model_tree import ancestors, is_at_or_below, join, parent
+from tp_plans.runtime import adapter_styles, resolve_style
 from tp_plans.styles import GatheredParameters, ParallelAttention
 
 _FILE, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -62,13 +63,13 @@ def resolve_adapted_plan(
     mesh: DeviceMesh | None = None,
     towers_tp: int | None = None,
 ) -> Plan:
-    """Resolve a plan as ``tp_plans.resolve_plan`` does; for a ``PeftModel``, add styles for its adapters."""
+    """Resolve a plan as ``tp_plans.plan_for`` does; for a ``PeftModel``, add styles for its adapters."""
     # The paths of a plan for a ``PeftModel`` are its own, or those in the model inside.
     base = base_model(model) if is_peft_model(model) else model
     if base is not model and isinstance(plan, Mapping):
         plan = _inside_wrapper(plan)
     bare = model if base is model else without_adapters(base)
-    resolved = resolve_plan(plan, bare, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
+    resolved = plan_for(bare, plan, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     if base is not model:
         _require_prompts_fit(model, resolved)
         # The path of the model inside differs between prompt learning and other kinds.

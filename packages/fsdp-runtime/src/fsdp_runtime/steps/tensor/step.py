@@ -18,7 +18,7 @@ from fsdp_runtime.step import Step
 from fsdp_runtime.steps.outputs.labels import has_sharded_logits
 from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
 from fsdp_runtime.values import require_bool, require_one_of
-from tp_plans import Plan, Replicate, Style, UnknownArchitectureError, check, styles_by_path
+from tp_plans import Plan, Replicate, Style, UnknownArchitectureError, check
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class TensorParallel(Step[tuple[str, ...]]):
         if setup.plan is None or tp_mesh is None:
             return
         plan = setup.plan.on_axis("tp") if isinstance(setup.plan, Plan) else setup.plan
-        styles: Mapping[str, Any] = styles_by_path(plan, model) if isinstance(plan, Plan) else plan
+        styles: Mapping[str, Any] = plan.to_torch(model) if isinstance(plan, Plan) else plan
         parallelize_module(model, tp_mesh, dict(styles))
         for parameter in model.parameters():
             if parameter.numel() == 1 and parameter.is_floating_point() and not isinstance(parameter, DTensor):

@@ -1,16 +1,99 @@
-"""Boxes that the ranks of a mesh hold of a tensor under DTensor's and FSDP2's placements, without torch."""
+"""Boxes: rectangular parts of a tensor, one half-open range per dim, and the boxes that ranks of a mesh store.
+
+A box:      ``Box``, ``full_box``, ``box_shape``, ``volume``, ``intersection``, ``split_box``
+Of a mesh:  ``mesh_boxes``, ``MeshLayout``, ``StridedShard``, ``ShardStep``, ``shard_steps``
+
+The placements are those of DTensor and FSDP2.  Torch is not needed.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tp_plans._validate import MAX_RANKS
 from tp_plans.errors import PlanError, TransferError
 from tp_plans.layouts import Replicate, Shard
-from tp_plans.transfer.boxes import Box
+
+__all__ = [
+    "Box",
+    "MeshLayout",
+    "ShardStep",
+    "StridedShard",
+    "box_shape",
+    "full_box",
+    "intersection",
+    "mesh_boxes",
+    "shard_steps",
+    "split_box",
+    "volume",
+]
+
+#: Start and stop of each dim.
+Box = tuple[tuple[int, int], ...]
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of a full tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The sizes of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """The number of elements of a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """The common part of two boxes of one tensor; ``None`` where there is none."""
+    common = []
+    for (start, stop), (first, last) in zip(one, other, strict=True):
+        low, high = max(start, first), min(stop, last)
+        if high <= low:
+            return None
+        common.append((low, high))
+    return tuple(common)
+
+
+def cells(boxes: Sequence[Box]) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Cut boxes by the borders of all of them; yield each part once, with the numbers of the boxes that have it."""
+    if boxes:
+        yield from _cells(boxes, range(len(boxes)), 0)
+
+
+def _cells(boxes: Sequence[Box], numbers: Sequence[int], dim: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Cut some boxes into slices along a dim, and each slice along the dims after it."""
+    if dim == len(boxes[numbers[0]]):
+        yield (), tuple(numbers)
+        return
+    starting: dict[int, list[int]] = defaultdict(list)
+    for number in numbers:
+        starting[boxes[number][dim][0]].append(number)
+    inside: list[int] = []
+    for low, high in itertools.pairwise(sorted({border for number in numbers for border in boxes[number][dim]})):
+        inside = [number for number in inside if boxes[number][dim][1] > low]
+        if low in starting:
+            inside = sorted([*inside, *starting[low]])
+        if inside:
+            yield from ((((low, high), *rest), found) for rest, found in _cells(boxes, inside, dim + 1))
+
+
+def split_box(box: Box, limit: int) -> list[Box]:
+    """Cut a box into boxes of at most ``limit`` elements, along its first dims, in row-major order."""
+    if volume(box) <= limit:
+        return [box]
+    dim = next(index for index, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    step = max(1, limit // (volume(box) // (stop - start)))
+    parts = [(*box[:dim], (low, min(low + step, stop)), *box[dim + 1 :]) for low in range(start, stop, step)]
+    return [small for part in parts for small in split_box(part, limit)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +179,7 @@ def mesh_boxes(shape: Sequence[int], mesh_shape: Sequence[int], layouts: Sequenc
 
     Example:
         >>> import tp_plans
-        >>> tp_plans.transfer.mesh_boxes((5, 4), (2, 2), [tp_plans.Shard(0), tp_plans.Shard(1)])
+        >>> tp_plans.boxes.mesh_boxes((5, 4), (2, 2), [tp_plans.Shard(0), tp_plans.Shard(1)])
         [((0, 3), (0, 2)), ((0, 3), (2, 4)), ((3, 5), (0, 2)), ((3, 5), (2, 4))]
     """
     if len(layouts) != len(mesh_shape):

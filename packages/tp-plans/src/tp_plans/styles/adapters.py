@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from tp_plans import styles
 from tp_plans.errors import PlanError
 from tp_plans.layouts import Partial, Replicate, Shard
-from tp_plans.model_tree import ModelTree, join, parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +66,3 @@ def adapter_styles(style: styles.Style, *, sequence_dim: int | None = None) -> A
         f"a layer that is {style} cannot carry a low-rank adapter: leave it out of the adapter's target modules, or "
         "give it a rule ColwiseParallel, RowwiseParallel, MLAKVProjection or NoParallel"
     )
-
-
-def require_no_adapters(tree: ModelTree) -> None:
-    """Refuse a model with low-rank adapters: its layers have other names and shapes than the architecture's."""
-    for path in tree.modules:
-        layer = parent(path)
-        if path.endswith(".base_layer") and join(layer, "lora_A") in tree.modules:
-            raise PlanError(
-                f"{layer} of {type(tree.model).__name__} carries low-rank adapters: make the plan before "
-                "peft.get_peft_model, and give it to fsdp_runtime.parallelize, which adds the rules of the adapters"
-            )

@@ -11,35 +11,13 @@ from tp_plans.plan import Plan, require_plan
 
 
 def rowwise_free(plan: Plan) -> Plan:
-    """The plan with every row-wise layer column-wise instead, so that no activation is a sum over ranks.
-
-    A row-wise layer sums the ranks' products in another order than one process does.  Here each rank
-    gathers the layer's input and computes some of its output features, each of them with one product over all
-    input features, and the features are gathered.  Stacked experts are replicated.  Embeddings are
-    looked up as before: all but one of the summed values are zero.  Only the
-    forward pass is free of sums; gradients are sums.
-
-    It sends more (a gather before and after each such layer) and costs no memory besides, except for experts.
-
-    Source: the batch-invariant plans that NeMo RL's users write by hand for equal log-probabilities in training
-    and generation.
-
-    Args:
-        plan: the plan.
-
-    Returns:
-        The changed plan.
-
-    Raises:
-        PlanError: a layer's part of a sum is left to another module, or its input consists of pieces; or what was
-            given is not a plan.
-
-    Example:
-        >>> import tp_plans
-        >>> plan = tp_plans.rowwise_free(tp_plans.Plan({"down": tp_plans.RowwiseParallel()}))
-        >>> type(plan["down"]).__name__
-        'ColwiseParallel'
-    """
+    """Return the plan with every row-wise layer column-wise instead, so that no activation is a sum over ranks."""
+    # A row-wise layer sums the ranks' products in another order than one process does. Here each rank gathers the
+    # layer's input and computes some of its output features, each with one product over all input features, and the
+    # features are gathered. Embeddings are looked up as before: all but one of the summed values are zero. The plan
+    # sends more (a gather before and after each such layer) and costs no memory, except for replicated experts.
+    # Source: the batch-invariant plans that NeMo RL's users write by hand for equal log-probabilities in training and
+    # generation.
     require_plan(plan)
     changed = {pattern: _without_sum(pattern, style) for pattern, style in plan.items()}
     return Plan(changed, name=f"{plan.name}, rowwise-free", sequence_parallel=plan.sequence_parallel)
