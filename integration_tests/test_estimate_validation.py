@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import fsdp_runtime
 import rl_logprobs
 from fsdp_runtime.dry_run import estimate
+from fsdp_runtime.dry_run.parse_args import parse_fsdp
 from fsdp_runtime.steps import CheckInputs
 from harness.collectives import RecordCollectives, by_axis
 from harness.models import VOCAB, jitter, tiny_config
@@ -134,7 +135,7 @@ def predicted(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
     """The same by the dry run."""
     options = dict(options)
     master = options.pop("master", False)
-    told: dict[str, Any] = {"dtype": "bf16", "master_dtype": "fp32"} if master else {"dtype": "fp32"}
+    told: dict[str, Any] = {"fsdp": parse_fsdp(master_dtype="fp32")} if master else {"dtype": torch.float32}
     told["attention_kernels"] = "none"  # the real step runs on a CPU, whose attention has no workspaces of a GPU's
     found = estimate(
         config_of(name), axes, seq_len=LENGTH, micro_batch=BATCH, rank=rank, logprobs=logprobs, **told, **options

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, estimate
 from fsdp_runtime.dry_run.adapters import WithAdapters
+from fsdp_runtime.dry_run.parse_args import parse_fsdp
 from fsdp_runtime.dry_run.several_adapters import with_several
 from fsdp_runtime.dry_run.step_time import HARDWARE, step_time
 
@@ -31,7 +32,8 @@ ROWS = Path(__file__).parents[1] / "published-setups.json"
 PAGE = ROWS.with_suffix(".md")
 SIZES = Path(__file__).with_name("model_sizes.json")
 
-#: Defaults of each source, as keywords of ``estimate``; ``loss`` and ``adapters`` are explained at their functions.
+#: Defaults of each source, as keywords of ``estimate`` and of ``parse_fsdp``; ``loss`` and ``adapters`` are explained
+#: at their functions.
 SOURCES: Mapping[str, Mapping[str, Any]] = {
     "torchtitan": {
         "master_dtype": "fp32",
@@ -123,7 +125,10 @@ def run(row: Mapping[str, Any]) -> Estimate:
         keywords["logprobs"] = held_logits(keywords.get("micro_batches", 1))
     if mesh.tp > 1:
         keywords.setdefault("sequence_parallel", True)
-    return estimate(build, mesh, **keywords)
+    fsdp = {
+        name: keywords.pop(name) for name in ("master_dtype", "offload", "reshard_after_forward") if name in keywords
+    }
+    return estimate(build, mesh, fsdp=parse_fsdp(**fsdp), **keywords)
 
 
 def build_model(name: str, *, every_second_matmul: bool = False, adapters: int = 0, mlp_tokens: int = 0) -> nn.Module:

@@ -21,6 +21,7 @@ from torch import nn
 
 from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, estimate
+from fsdp_runtime.dry_run.parse_args import parse_fsdp
 from fsdp_runtime.dry_run.report.format import format_bytes, format_count
 from fsdp_runtime.dry_run.sweep_types import format_mesh
 from fsdp_runtime.steps.context.methods import Method
@@ -184,8 +185,7 @@ def run(setup: Setup) -> Estimate:
         sequence_parallel=setup.mesh.tp > 1,
         context_parallel=setup.context_parallel,
         activation_checkpointing=setup.recomputes,  # type: ignore[arg-type]
-        dtype="bf16",
-        master_dtype=setup.master_dtype,
+        fsdp=parse_fsdp(master_dtype=setup.master_dtype),
         logprobs=setup.loss,
     )
 

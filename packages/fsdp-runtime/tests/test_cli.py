@@ -16,6 +16,7 @@ import fsdp_runtime
 from fsdp_runtime import MeshSpec, ModelError, cli
 from fsdp_runtime.dry_run import Estimate, Sweep
 from fsdp_runtime.dry_run.candidates import rank_candidates
+from fsdp_runtime.dry_run.parse_args import parse_fsdp
 from fsdp_runtime.dry_run.sweep_types import Candidate
 from fsdp_runtime.steps import TensorParallel
 from fsdp_runtime.trainers.verl import check
@@ -76,11 +77,10 @@ def test_given_options_are_passed_to_the_dry_run_and_no_others(monkeypatch: pyte
         "sequence_parallel": True,
         "activation_checkpointing": "block",
         "dtype": "fp16",
-        "master_dtype": "fp32",
         "optimizer": "sgd",
         "logprobs": "linear",
         "clip": False,
-        "offload": True,
+        "fsdp": parse_fsdp("fp16", master_dtype="fp32", offload=True),
         "exact": True,
         "rank": 3,
         "routing": "worst",

@@ -99,7 +99,7 @@ class _Freeze(Step[None]):
             model.get_submodule(path).requires_grad_(False)
 
 
-def test_a_new_option_touches_its_step_alone() -> None:
+def test_step_alone_names_its_new_option() -> None:
     config = tiny_config("LlamaForCausalLM")
     assert any("blocks=2" in step.describe() for step in steps_of(steps=(_Freeze(blocks=2),)))
     trained, frozen = (
@@ -109,7 +109,13 @@ def test_a_new_option_touches_its_step_alone() -> None:
     assert frozen < trained
 
 
-def test_a_dry_run_takes_the_options_of_fsdp() -> None:
+@pytest.mark.parametrize("name", ["master_dtype", "offload", "reshard_after_forward"])
+def test_estimate_refuses_fields_of_fsdp(name: str) -> None:
+    with pytest.raises(OptionError, match=rf"{name} is an option of FSDP2: give it in fsdp="):
+        estimate("config.json", {"dp_shard": 2}, seq_len=8, **{name: True})  # type: ignore[arg-type]
+
+
+def test_estimate_takes_the_options_of_fsdp() -> None:
     config = tiny_config("LlamaForCausalLM")
     sharded, kept = (
         estimate(config, {"dp_shard": 2}, seq_len=8, attention_kernels="none", fsdp=FSDP2(reshard_after_forward=each))

@@ -15,7 +15,7 @@ from typing import Any, cast
 import fsdp_runtime
 from fsdp_runtime.dry_run import Estimate, Sweep, estimate, sweep
 from fsdp_runtime.dry_run.adapters import WithAdapters
-from fsdp_runtime.dry_run.parse_args import parse_mesh, split_bandwidths
+from fsdp_runtime.dry_run.parse_args import parse_fsdp, parse_mesh, split_bandwidths
 from fsdp_runtime.dry_run.recipe import recipes
 from fsdp_runtime.dry_run.report.charts import chart_picture
 from fsdp_runtime.dry_run.report.html import html_report
@@ -31,9 +31,12 @@ OK, TOO_LARGE, FAILED = 0, 1, 2
 
 #: What a command was given, by option; what it was not given has the default of the call that it is handed to.
 Given = Mapping[str, Any]
-_STEPS = ("sequence_parallel", "activation_checkpointing", "context_parallel", "compile")
-_ESTIMATE = {*signature(estimate).parameters, *_STEPS} - {"model", "mesh"}
+_FSDP = {"master_dtype", "offload", "reshard_after_forward"}
+_STEPS = {"sequence_parallel", "activation_checkpointing", "context_parallel"}
 _SWEEP = {*signature(sweep).parameters} - {"model", "world_size"}
+#: Options that the command itself reads; the others are arguments of ``estimate``.
+_COMMAND = {"command", "model", "mesh", "world_size", "sweep", "towers", "lora", "adapters", "json", "html", "png"}
+_COMMAND |= _FSDP | (_SWEEP - _STEPS)
 _RECIPES = {*signature(recipes).parameters}
 
 _DEVICE_MEMORY = "bytes of a GPU: 79GiB for an H100 or A100 of 80 GB; 80GB is 80,000,000,000 bytes, or 74.5 GiB"
@@ -144,7 +147,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sequence-parallel", action="store_true", help="shard activations between blocks over tp")
     group.add_argument("--towers", help="vision and audio towers over tp: sharded (default), replicated")
     group.add_argument(
-        "--context-parallel", metavar="WAY", help="allgather (default), ulysses, ring: attention over cp"
+        "--context-parallel", metavar="METHOD", help="allgather (default), ulysses, ring: attention over cp"
     )
     group.add_argument("--rank", type=int, help="the rank to simulate (default: 0, which holds the largest shards)")
 
@@ -277,7 +280,9 @@ def _model(given: Given) -> Any:
 def _options(given: Given) -> dict[str, Any]:
     """Return the arguments of ``estimate`` but for model and mesh."""
     _require_unit(given.get("device_memory"), "--device-memory")
-    options = {name: value for name, value in given.items() if name in _ESTIMATE}
+    options = {name: value for name, value in given.items() if name not in _COMMAND}
+    if fsdp := {name: given[name] for name in _FSDP & given.keys()}:
+        options["fsdp"] = parse_fsdp(given.get("dtype", "bf16"), **fsdp)
     if "optimizer" in given:
         options["optimizer"] = given["optimizer"].replace("-", "_")
     if "bandwidth" in given:

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_runtime import cli
 from fsdp_runtime.dry_run import Estimate, EstimateError, estimate
 from fsdp_runtime.dry_run.adapters import WithAdapters
+from fsdp_runtime.dry_run.parse_args import parse_fsdp
 from harness.models import tiny_config
+
+MASTER = parse_fsdp(master_dtype="fp32")
 
 
 @cache
 def run(name: str = "Qwen3ForCausalLM", adapters: int = 0, blocks: int = 1, **options: Any) -> Estimate:
     config = tiny_config(name, num_hidden_layers=blocks)
     model = WithAdapters(config, rank=8, adapters=adapters) if adapters else config
-    return estimate(model, {"dp_shard": 2}, **{"seq_len": 64, "master_dtype": "fp32", **options})
+    return estimate(model, {"dp_shard": 2}, **{"seq_len": 64, "fsdp": MASTER, **options})
 
 
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_adapters_that_compute_have_gradients_and_moments(name: str) -> None:
-    plain = run(name, master_dtype=None).memory.resident.parameters
+    plain = run(name, fsdp=None).memory.resident.parameters
     two, four = (run(name, count).memory for count in (2, 4))
     added = two.resident.parameters - plain
     assert added > 0
@@ -47,14 +52,14 @@ def test_adapters_of_experts_are_parameters_of_this_rank() -> None:
 
 def test_frozen_parameters_are_stored_in_their_own_dtype_and_gathered_in_the_compute_dtype() -> None:
     narrow, wide = run(adapters=2), run(adapters=2, frozen_dtype="fp32")
-    frozen = run(master_dtype=None).memory.resident.parameters
+    frozen = run(fsdp=None).memory.resident.parameters
     assert wide.memory.resident.parameters == narrow.memory.resident.parameters + frozen
     gathers = [sum(item.nbytes for item in e.traffic if item.kind == "all_gather") for e in (narrow, wide)]
     assert gathers[0] == gathers[1]
 
 
 def test_parameters_that_stay_gathered_are_not_gathered_again_for_backward() -> None:
-    freed, kept = run(blocks=2), run(blocks=2, reshard_after_forward=False)
+    freed, kept = run(blocks=2), run(blocks=2, fsdp=replace(MASTER, reshard_after_forward=False))
     gathers = [sum(item.count for item in e.traffic if item.kind == "all_gather") for e in (freed, kept)]
     assert gathers[1] < gathers[0]
     assert kept.memory.after_forward.gathered > freed.memory.after_forward.gathered
@@ -74,8 +79,8 @@ def test_parts_of_the_vocabulary_stand_for_one_another() -> None:
 
 
 def test_a_frozen_dtype_needs_one_to_gather_in() -> None:
-    with pytest.raises(EstimateError, match="give master_dtype too"):
-        run(adapters=2, master_dtype=None, frozen_dtype="fp32")
+    with pytest.raises(EstimateError, match="give fsdp= with mp_policy="):
+        run(adapters=2, fsdp=None, frozen_dtype=torch.float32)
     with pytest.raises(EstimateError, match="positive"):
         WithAdapters("config.json", rank=0)
 

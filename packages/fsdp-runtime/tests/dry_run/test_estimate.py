@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fsdp_runtime import MeshError, OptionError, setup
+from fsdp_runtime import FSDP2, MeshError, OptionError, setup
 from fsdp_runtime.dry_run import Estimate, EstimateError, MemoryBreakdown, Peak, estimate, pipeline
 from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions
+from fsdp_runtime.dry_run.parse_args import parse_fsdp
 from fsdp_runtime.steps import TensorParallel
 from fsdp_runtime.steps.tensor import step as tensor
 from harness.estimates import made_estimate, made_settings
@@ -148,14 +150,14 @@ def test_min_times_follow_the_bandwidth_of_the_axis() -> None:
 
 
 def test_master_weights_are_resident_in_the_master_dtype_and_gathered_in_the_compute_dtype() -> None:
-    resident, master = plain().memory.resident, run(master_dtype="fp32")
+    resident, master = plain().memory.resident, run(fsdp=parse_fsdp(master_dtype="fp32"))
     assert master.memory.resident.parameters == 2 * resident.parameters
     gathers = [sum(item.nbytes for item in e.traffic if item.kind == "all_gather") for e in (plain(), master)]
     assert gathers[0] == gathers[1]
 
 
 def test_offload_moves_shards_to_the_host() -> None:
-    on_host, on_device = run(offload=True), plain()
+    on_host, on_device = run(fsdp=FSDP2(offload_policy=CPUOffloadPolicy())), plain()
     assert on_host.memory.resident.parameters == 0
     assert on_host.memory.host.parameters == on_device.memory.resident.parameters
     assert on_host.memory.peak.total < on_device.memory.peak.total

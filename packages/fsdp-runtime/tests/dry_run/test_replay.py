@@ -9,6 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from fsdp_runtime.dry_run import Estimate, estimate
+from fsdp_runtime.dry_run.parse_args import parse_fsdp
 
 #: More blocks than are traced to scale them, and as few as a model has that is traced as it is.
 MANY, FEW = 8, 2
@@ -52,7 +53,7 @@ def test_gradients_of_earlier_micro_batches_are_live_in_forward() -> None:
 
 def test_gradients_on_the_host_reserve_nothing() -> None:
     wide = _config(MANY, 2048, 8192)
-    options: dict[str, Any] = {"seq_len": 64, "offload": True, "micro_batches": 2, "constants": ()}
+    options: dict[str, Any] = {"seq_len": 64, "fsdp": parse_fsdp(offload=True), "micro_batches": 2, "constants": ()}
     scaled, exact = (
         estimate(wide, {"tp": 2}, exact=each, activation_checkpointing="block", **options).memory
         for each in (False, True)

@@ -33,7 +33,8 @@ def _known(settings: Settings, memory: Memory) -> dict[str, int | None]:
     if memory.peak.phase == "optimizer" and settings.optimizer == "adamw" and peak.temporaries:
         found["optimizer='adamw_fused': AdamW(fused=True), without the temporaries of foreach"] = peak.temporaries
     if not settings.offload and states:
-        found["offload=True: keep parameters, gradients and optimizer state on the host"] = states
+        change = "CPUOffloadPolicy() in fsdp=, or --offload: keep parameters, gradients and optimizer state on the host"
+        found[change] = states
     if batch > 1:
         saved = (peak.activations + peak.logits + peak.temporaries) * (batch - 1) // batch
         found["micro_batch=1, with gradient accumulation for the rest of the batch"] = saved

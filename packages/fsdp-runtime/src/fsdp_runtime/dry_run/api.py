@@ -7,9 +7,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 if TYPE_CHECKING:
+    import torch
+
     from fsdp_runtime.dry_run.types import Estimate
     from fsdp_runtime.keywords import Options
     from fsdp_runtime.mesh.spec import MeshSpec
+
+    class EstimateOptions(Options, total=False):
+        """The keywords of ``parallelize``, and those of the training step."""
+
+        micro_batch: int
+        micro_batches: int
+        dtype: torch.dtype | str
+        frozen_dtype: torch.dtype | str | None
+        optimizer: str
+        logprobs: str | Callable[..., Any]
+        clip: bool
+        assume_gradients: bool
+        routing: Literal["balanced", "worst"]
+        offload_activations: bool
+        attention_kernels: Literal["flash2", "flash3", "none"]
+        allocator: str | None
+        constants: Collection[str]
 
 
 def estimate(
@@ -17,28 +36,12 @@ def estimate(
     mesh: MeshSpec | Mapping[str, int],
     *,
     seq_len: int,
-    micro_batch: int = 1,
-    dtype: str = "bf16",
-    master_dtype: str | None = None,
-    optimizer: str = "adamw",
-    logprobs: str | Callable[..., Any] = "logits",
-    clip: bool = True,
-    offload: bool = False,
-    assume_gradients: bool = False,
-    routing: Literal["balanced", "worst"] = "balanced",
     exact: bool = False,
     rank: int = 0,
     device_memory: int | str | None = None,
     bandwidth: Mapping[str, float | str] | float | str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    micro_batches: int = 1,
-    offload_activations: bool = False,
-    attention_kernels: Literal["flash2", "flash3", "none"] = "flash2",
-    allocator: str | None = "",
-    constants: Collection[str] = ("context", "nccl", "cublas"),
-    frozen_dtype: str | None = None,
-    reshard_after_forward: bool = True,
-    **options: Unpack[Options],
+    **options: Unpack[EstimateOptions],
 ) -> Estimate:
     """Run one training step of a model on fake tensors, as one rank of a simulated mesh.
 
@@ -52,49 +55,46 @@ def estimate(
             builds any model (on the meta device).
         mesh: a ``MeshSpec``, or its axes as ``{"dp_shard": 128, "tp": 8}``, every size given.
         seq_len: tokens per sequence.
-        micro_batch: sequences per data-parallel rank.
-        dtype: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``: dtype of computation, and without ``master_dtype`` also
-            of parameters, gradients and optimizer state.
-        master_dtype: such as ``"fp32"``: dtype of parameters, gradients and optimizer state.  FSDP2 then gathers
-            parameters in ``dtype`` and reduces gradients in ``master_dtype`` (the usual mixed precision).
-        optimizer: ``"adamw"`` or ``"sgd"`` (with momentum), torch's with ``foreach`` as on an accelerator by default;
-            ``"adamw_fused"`` and ``"adamw_single"``, without the temporaries of ``foreach``; or ``"none"``.
-        logprobs: the loss, the mean of token log-probabilities: ``"logits"`` by ``rl_logprobs.token_logprobs``,
-            ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states; the loss of other code,
-            ``"transformers"``, ``"cross-entropy"`` (of logits in their own dtype), ``"compiled"`` (no float32 copies
-            are written), ``"torchtitan"`` (loss parallel), ``"chunked:8"`` (tokens in 8 parts),
-            ``"chunked-float32:256"`` (tokens of a part), ``"chunked-vocabulary:2048"`` (rows of the vocabulary) or
-            ``"fused-linear"``; or a function (or its dotted path) that is called as ``function(model, inputs)`` and
-            returns the loss (all of it counts as forward).
-        clip: clip the gradient norm by ``rl_logprobs.clip_grad_norm_``, if that package is installed.
-        offload: FSDP2 keeps shards, gradients and optimizer state on the host.
-        assume_gradients: count gradients and optimizer state of trainable parameters that the step does not reach,
-            such as a vision tower's: the step has text and no images.
-        routing: on a mesh with ``ep``, the routes of a mixture's tokens: ``"balanced"``, as if its router chose any
-            experts equally often; or ``"worst"``, every token of every rank to as many of this rank's experts as
-            possible.
         exact: trace every block.
         rank: the rank to simulate; rank 0 holds the largest shards.
         device_memory: bytes of a device, or ``"80GiB"``; the result then says whether the peak fits.
         bandwidth: bytes per second that a rank can send over an axis, such as ``{"tp": "450GB/s", "dp_shard": 5e10}``;
             or one number for all axes.
         progress: called with a step's name, the number of finished steps and the number of all steps.
+        options: the keywords below, and those of ``parallelize``, such as ``plan`` and ``fsdp``.  Compiled code cannot
+            be traced: with ``compile``, results that a compiler fuses are left out of the memory of an eager trace.
+
+    Keyword Args:
+        micro_batch: sequences per data-parallel rank; 1 by default.
         micro_batches: forward and backward passes of a step; their gradients add up.
+        dtype: dtype of the model, ``torch.bfloat16`` by default, or a word: ``"bf16"``, ``"fp16"``, ``"fp32"``,
+            ``"fp64"``.  ``fsdp`` sets other dtypes of parameters, gradients and optimizer state.
+        frozen_dtype: dtype of stored parameters without gradients, such as ``torch.float32`` beside LoRA of code that
+            loads models in it; ``dtype`` by default.
+        optimizer: ``"adamw"`` (default) or ``"sgd"`` (with momentum), torch's with ``foreach`` as on an accelerator;
+            ``"adamw_fused"`` and ``"adamw_single"``, without the temporaries of ``foreach``; or ``"none"``.
+        logprobs: the loss, the mean of token log-probabilities: ``"logits"`` (default) by
+            ``rl_logprobs.token_logprobs``, ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states;
+            the loss of other code, ``"transformers"``, ``"cross-entropy"`` (of logits in their own dtype),
+            ``"compiled"`` (no float32 copies are written), ``"torchtitan"`` (loss parallel), ``"chunked:8"`` (tokens
+            in 8 parts), ``"chunked-float32:256"`` (tokens of a part), ``"chunked-vocabulary:2048"`` (rows of the
+            vocabulary) or ``"fused-linear"``; or a function (or its dotted path) that is called as
+            ``function(model, inputs)`` and returns the loss (all of it counts as forward).
+        clip: clip the gradient norm by ``rl_logprobs.clip_grad_norm_``, if that package is installed; ``True`` by
+            default.
+        assume_gradients: count gradients and optimizer state of trainable parameters that the step does not reach,
+            such as a vision tower's: the step has text and no images.
+        routing: on a mesh with ``ep``, the routes of a mixture's tokens: ``"balanced"`` (default), as if its router
+            chose any experts equally often; or ``"worst"``, every token of every rank to as many of this rank's
+            experts as possible.
         offload_activations: move tensors kept for backward to the host and back; with blocks that recompute,
             their inputs.
-        attention_kernels: count the workspaces of these kernels in backward: FlashAttention 2 (also torch's own), 3,
-            or none.
+        attention_kernels: count the workspaces of these kernels in backward: ``"flash2"`` (default: FlashAttention 2,
+            also torch's own), ``"flash3"`` or ``"none"``.
         allocator: options of the CUDA caching allocator as in ``PYTORCH_ALLOC_CONF``, such as
             ``"expandable_segments:True"``; ``None`` models no allocator.
-        constants: costs of a process on a GPU that are counted besides tensors: ``"context"``, ``"nccl"``,
-            ``"cublas"``.
-        frozen_dtype: dtype in which parameters without gradients are stored, such as ``"fp32"`` beside LoRA of code
-            that loads models in it; without it they are stored in ``dtype``.
-        reshard_after_forward: free a block's gathered parameters after its forward, as FSDP2 does by default.
-        options: the keywords of ``parallelize``, such as ``plan`` and ``activation_checkpointing``.  Compiled code
-            cannot be traced: with ``compile``, results that a compiler fuses are left out of the memory of an eager
-            trace.  ``fsdp`` takes the place of ``master_dtype``, ``offload`` and
-            ``reshard_after_forward``.
+        constants: costs of a process on a GPU that are counted besides tensors: ``"context"``, ``"nccl"`` and
+            ``"cublas"``, all by default.
 
     Returns:
         Bytes, collectives and floating-point operations of that rank.
@@ -126,33 +126,7 @@ def estimate(
     from fsdp_runtime.dry_run.pipeline import run  # torch, after the arguments that need none
     from fsdp_runtime.dry_run.step import StepConfig
 
-    step = StepConfig(
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        dtype=parse_args.parse_dtype(dtype),
-        master_dtype=None if master_dtype is None else parse_args.parse_dtype(master_dtype),
-        optimizer=optimizer,
-        logprobs=logprobs,
-        clip=clip,
-        offload=offload,
-        assume_gradients=assume_gradients,
-        routing=routing,
-        micro_batches=micro_batches,
-        offload_activations=offload_activations,
-        attention_kernels=attention_kernels,
-        allocator=None if allocator is None else parse_args.parse_allocator(allocator, device_memory=memory),
-        constants=constants,
-        reshard_after_forward=reshard_after_forward,
-        frozen_dtype=None if frozen_dtype is None else parse_args.parse_dtype(frozen_dtype),
-        options=options,
-    )
+    step = StepConfig.parse(options, seq_len=seq_len, device_memory=memory)
     return run(
-        model,
-        spec,
-        step,
-        exact=exact,
-        rank=rank,
-        device_memory=memory,
-        bandwidths=bandwidths,
-        progress=progress,
+        model, spec, step, exact=exact, rank=rank, device_memory=memory, bandwidths=bandwidths, progress=progress
     )

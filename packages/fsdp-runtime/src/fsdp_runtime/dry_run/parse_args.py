@@ -16,6 +16,8 @@ from fsdp_runtime.values import DTYPES, floating_dtype
 if TYPE_CHECKING:
     import torch
 
+    from fsdp_runtime.steps.fsdp.step import FSDP2
+
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
 _ALLOCATOR_OPTIONS = (
     "expandable_segments:True, max_split_size_mb:512, garbage_collection_threshold:0.8, roundup_power2_divisions:4"
@@ -148,6 +150,23 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     except OptionError as error:
         raise EstimateError(str(error)) from None
     raise EstimateError(f"dtype is None: write one of {', '.join(DTYPES)}")
+
+
+def parse_fsdp(
+    dtype: str = "bf16", *, master_dtype: str | None = None, offload: bool = False, reshard_after_forward: bool = True
+) -> FSDP2:
+    """Return the options of FSDP2 that computes in ``dtype`` and reduces gradients in ``master_dtype``."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    from fsdp_runtime.steps.fsdp.step import FSDP2
+
+    master = None if master_dtype is None else parse_dtype(master_dtype)
+    return FSDP2(
+        mp_policy=None if master is None else MixedPrecisionPolicy(parse_dtype(dtype), reduce_dtype=master),
+        master_dtype=master,
+        offload_policy=CPUOffloadPolicy() if offload else None,
+        reshard_after_forward=reshard_after_forward,
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

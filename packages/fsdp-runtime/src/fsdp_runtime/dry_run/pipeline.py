@@ -86,7 +86,7 @@ def run(
         others = [each for each in step.options.get("steps", ()) if not isinstance(each, ExpertParallel)]
         steps = (*others, ExpertParallel(exchange))  # this exchange assumes where tokens go
         # Compiled code cannot be traced: the trace leaves out results that a compiler fuses.
-        options: Options = {**step.options, "fsdp": step.fsdp, "compile": False, "steps": steps}
+        options: Options = {**step.options, "compile": False, "steps": steps}
         parallelism = resolve_parallelism(model, mesh, **options)
         full = TracedModel(model, parallelism.structure)
         with kernels_of_recurrences(model), kernels_of_attention():

@@ -10,15 +10,15 @@ from typing import Any
 
 from fsdp_runtime.dry_run.adapters import WithAdapters, not_adapted
 from fsdp_runtime.dry_run.compare import sweep
-from fsdp_runtime.dry_run.parse_args import parse_bytes, require_model_source
+from fsdp_runtime.dry_run.parse_args import parse_bytes, parse_fsdp, require_model_source
 from fsdp_runtime.dry_run.sweep_types import Recipe
 from fsdp_runtime.errors import EstimateError
 
 #: Tokens of a sequence for which one rank of ``cp`` is enough; longer ones are also tried on several.
 _TOKENS_WITHOUT_CP = 16384
 
-#: Differences between kinds of training: LoRA leaves the model in bfloat16, as it was loaded.
-_TRAININGS: Mapping[str, Mapping[str, Any]] = {"full": {"master_dtype": "fp32"}, "lora": {}}
+#: The dtype of parameters, gradients and moments: LoRA leaves the model in bfloat16, as it was loaded.
+_TRAININGS: Mapping[str, str | None] = {"full": "fp32", "lora": None}
 
 
 def recipes(
@@ -69,7 +69,7 @@ def recipes(
                 gpus,
                 seq_len=length,
                 cp=_sizes_of_cp(gpus, length),
-                **_TRAININGS[training],
+                fsdp=parse_fsdp(master_dtype=_TRAININGS[training]),
                 **options,
             ),
             without_adapters=without_adapters,

@@ -6,14 +6,13 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import local_tensor, viewed_tensor
@@ -21,6 +20,7 @@ from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
 from fsdp_runtime.dry_run.build_model import vocabulary_size
 from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs_on_accelerator
+from fsdp_runtime.dry_run.parse_args import parse_allocator, parse_dtype
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
 from fsdp_runtime.dry_run.scale.summary import Summary, add_up, summarize, wildcard
 from fsdp_runtime.dry_run.trace.assumed_routes import Routing
@@ -28,12 +28,11 @@ from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data
 from fsdp_runtime.dry_run.trace.kernels import AttentionKernels
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.trace.recorder import Recorder
-from fsdp_runtime.errors import EstimateError
+from fsdp_runtime.errors import EstimateError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.parallelism import Parallelism
 from fsdp_runtime.steps.context.sharding import sequence_layout
-from fsdp_runtime.steps.fsdp.step import FSDP2
 
 #: Optimizers by name, and the bytes of state per byte of a parameter; ``adamw_single`` is the one without ``foreach``,
 #: with temporaries of one parameter.
@@ -45,29 +44,43 @@ OPTIMIZERS: dict[str, tuple[Callable[[list[Any]], torch.optim.Optimizer] | None,
     "none": (None, 0),
 }
 
+#: Keywords of earlier versions of ``estimate``, which are fields of ``fsdp=``.
+_MOVED = {"master_dtype", "offload", "reshard_after_forward"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """The arguments of ``estimate`` that define the step; see there."""
+    """The training step, by the keywords of ``estimate``; ``options`` are the keywords of ``parallelize``."""
 
     seq_len: int
-    micro_batch: int
-    dtype: torch.dtype
-    master_dtype: torch.dtype | None
-    optimizer: str
-    logprobs: str | Callable[..., Any]
-    clip: bool
-    offload: bool
+    micro_batch: int = 1
+    micro_batches: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    frozen_dtype: torch.dtype | None = None
+    optimizer: str = "adamw"
+    logprobs: str | Callable[..., Any] = "logits"
+    clip: bool = True
+    assume_gradients: bool = False
+    routing: Routing = "balanced"
+    offload_activations: bool = False
+    attention_kernels: AttentionKernels = "flash2"
+    allocator: AllocatorSettings | None = field(default_factory=AllocatorSettings)
+    constants: Collection[str] = ("context", "nccl", "cublas")
     options: Options
-    assume_gradients: bool
-    routing: Routing
-    micro_batches: int
-    offload_activations: bool
-    attention_kernels: AttentionKernels
-    allocator: AllocatorSettings | None
-    constants: Collection[str]
-    frozen_dtype: torch.dtype | None
-    reshard_after_forward: bool
+
+    @classmethod
+    def parse(cls, keywords: Mapping[str, Any], *, seq_len: int, device_memory: int | None) -> StepConfig:
+        """Return the step of the keywords of ``estimate``."""
+        if moved := _MOVED & keywords.keys():
+            raise OptionError(f"{min(moved)} is an option of FSDP2: give it in fsdp=, as to parallelize")
+        names = {each.name for each in fields(cls)} & keywords.keys()
+        step = {name: keywords[name] for name in names}
+        options: Any = {name: value for name, value in keywords.items() if name not in names}
+        for name in {"dtype", "frozen_dtype"} & names:
+            step[name] = None if name == "frozen_dtype" and step[name] is None else parse_dtype(step[name])
+        if step.get("allocator") is not None:
+            step["allocator"] = parse_allocator(step["allocator"], device_memory=device_memory)
+        return cls(seq_len=seq_len, options=options, **step)
 
     def __post_init__(self) -> None:
         """Raise :class:`EstimateError` for an unknown optimizer, a batch without tokens, or untraceable options."""
@@ -80,36 +93,16 @@ class StepConfig:
             raise EstimateError(f"attention_kernels={self.attention_kernels!r}: write one of {allowed}")
         if self.optimizer not in OPTIMIZERS:
             raise EstimateError(f"optimizer {self.optimizer!r}: write one of {', '.join(OPTIMIZERS)}")
-        casts = self.options.get("fsdp") is not None or self.master_dtype is not None
-        if self.frozen_dtype not in (None, self.dtype) and not casts:
+        if self.frozen_dtype not in (None, self.dtype) and self.options.get("fsdp") is None:
             raise EstimateError(
-                f"frozen_dtype={self.frozen_dtype} without a dtype to gather in: give master_dtype too, such as 'fp32'"
-            )
-        if self.options.get("fsdp") is not None and (
-            self.master_dtype is not None or self.offload or not self.reshard_after_forward
-        ):
-            raise EstimateError(
-                "master_dtype, offload and reshard_after_forward are fields of the options that fsdp= gives: leave "
-                "them out"
+                f"frozen_dtype={self.frozen_dtype} without a dtype to gather in: give fsdp= with mp_policy="
+                f"MixedPrecisionPolicy({self.dtype}), or --master-dtype"
             )
 
     @property
     def compiled(self) -> bool:
         """Whether the run compiles its blocks; the trace runs them eagerly and leaves out fused results."""
         return self.options.get("compile", False) is not False
-
-    @property
-    def fsdp(self) -> FSDP2:
-        """Dtypes and offload of FSDP2."""
-        if (given := self.options.get("fsdp")) is not None:
-            return given
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.master_dtype)
-        return FSDP2(
-            mp_policy=None if self.master_dtype is None else policy,
-            master_dtype=self.master_dtype,
-            offload_policy=CPUOffloadPolicy() if self.offload else None,
-            reshard_after_forward=self.reshard_after_forward,
-        )
 
 
 def trace_step(
