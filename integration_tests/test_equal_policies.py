@@ -75,7 +75,7 @@ def _generate(model: nn.Module) -> Rollout:
         samples=[row[:length] for row, length in zip(found.tokens, lengths, strict=True)],
         logprobs=found.logprobs,
         support=found.support,
-        routes=fsdp_runtime.routes_from_generator(
+        routes=fsdp_runtime.steps.routes_from_generator(
             [routes[: length - 1] for routes, length in zip(by_token, lengths, strict=True)], mask
         ),
     )

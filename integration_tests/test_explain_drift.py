@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fsdp_runtime import Routes, record_routes, replay_routes
+from fsdp_runtime import record_routes, replay_routes
+from fsdp_runtime.steps import Routes
 from harness.models import jitter
 from rl_logprobs import SamplingFilter, explain_drift, next_token_targets, token_logprobs
 

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from coverage.shrink import VOCAB
 from coverage.table import entries, tiny_model
-from fsdp_runtime import ModelError, Routes, parallelize, record_routes, replay_routes, sequence_layout
+from fsdp_runtime import ModelError, parallelize, record_routes, replay_routes, sequence_layout
 from fsdp_runtime.errors import RoutesError
+from fsdp_runtime.steps import Routes
 from fsdp_runtime.steps.routing.routers import find_routers
 from harness.float64 import compute_in_float64
 from harness.options import CONTIGUOUS, load_balancer_of

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_runtime import FSDP2, ContextAttention, MeshSpec, adopt_mesh, offload, parallelize, submesh
+from fsdp_runtime import MeshSpec, adopt_mesh, offload, parallelize, submesh
 from fsdp_runtime.mesh import fsdp_mesh
 from fsdp_runtime.mesh.experts import expert_view
 from fsdp_runtime.parallelism import resolve_parallelism
-from fsdp_runtime.steps import ContextParallel, ExpertParallel, SharedPrefixes, TensorParallel
+from fsdp_runtime.steps import FSDP2, ContextAttention, ContextParallel, ExpertParallel, SharedPrefixes, TensorParallel
 from fsdp_runtime.steps.context.step import check_context_parallel, replace_attention
 from fsdp_runtime.steps.documents.step import check_packing
 from harness.models import tiny_model

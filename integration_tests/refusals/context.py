@@ -11,8 +11,9 @@ from torch import nn
 
 from coverage.multimodal import multimodal_model
 from coverage.multimodal_inputs import multimodal_inputs
-from fsdp_runtime import ContextAttention, parallelize, sequence_layout
+from fsdp_runtime import parallelize, sequence_layout
 from fsdp_runtime.setup import ModelFacts
+from fsdp_runtime.steps import ContextAttention
 from fsdp_runtime.steps.context.inputs import _require_order
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import Method

@@ -8,8 +8,7 @@ from typing import Any
 import peft
 from torch import nn
 
-from fsdp_runtime import SelectiveCheckpoint
-from fsdp_runtime.steps import Compile
+from fsdp_runtime.steps import Compile, SelectiveCheckpoint
 from fsdp_runtime.steps.compile import async_compile_options
 from harness.models import tiny_model
 from refusals import Provocations

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import torch
 
-import fsdp_runtime
 import rl_logprobs
+from fsdp_runtime.steps import routes_from_generator
 
 IGNORED = -100
 """The target of a position that is not scored."""
@@ -114,4 +114,4 @@ def _routes(samples: Sequence[Sample], length: int, device: torch.device) -> tor
     if any(routes is None for routes in sequences):
         return None
     lengths = torch.tensor([len(sample.prompt) + len(sample.completion) for sample in samples])
-    return fsdp_runtime.routes_from_generator(sequences, torch.arange(length) < lengths[:, None]).to(device)
+    return routes_from_generator(sequences, torch.arange(length) < lengths[:, None]).to(device)

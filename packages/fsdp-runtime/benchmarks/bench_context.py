@@ -13,9 +13,10 @@ from typing import get_args
 import torch
 from torch import nn
 
-from fsdp_runtime import ContextAttention, MeshSpec
+from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data, fake_world
 from fsdp_runtime.mesh.collectives import min_bytes_sent
+from fsdp_runtime.steps import ContextAttention
 from fsdp_runtime.steps.context.methods import Method
 from harness.collectives import RecordCollectives
 from harness.memory import LiveBytes

@@ -24,7 +24,6 @@ from fsdp_runtime import (
     MeshSpec,
     ModelError,
     OptionError,
-    SelectiveCheckpoint,
     agreement,
     load_weights,
     parallelize,
@@ -32,6 +31,7 @@ from fsdp_runtime import (
 )
 from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps import SelectiveCheckpoint
 from harness.collectives import RecordCollectives
 from harness.models import tiny_model
 from harness.parity import mesh_for

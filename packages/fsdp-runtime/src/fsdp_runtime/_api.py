@@ -20,17 +20,14 @@ from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.memory.offload import offload, onload
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.mesh.spec import MeshSpec, adopt_mesh, submesh
-from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
-from fsdp_runtime.steps.checkpointing import SelectiveCheckpoint
-from fsdp_runtime.steps.context.attention import ContextAttention
+from fsdp_runtime.parallelism import resolve_parallelism
 from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import assert_inputs_equal
 from fsdp_runtime.steps.outputs.lm_head import forward_with_lm_head
 from fsdp_runtime.steps.routing.replay import record_routes, replay_routes
-from fsdp_runtime.steps.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.steps.tensor.lora import save_adapter
-from fsdp_runtime.training_state import TrainingState, load_training_state, save_training_state
+from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights import (
     init_adapters,
     load_adapter,
@@ -44,7 +41,6 @@ from fsdp_runtime.weights import (
 __all__ = [
     "FSDP2",
     "BackendError",
-    "ContextAttention",
     "FsdpRuntimeError",
     "GradientError",
     "LayoutError",
@@ -52,10 +48,6 @@ __all__ = [
     "MeshSpec",
     "ModelError",
     "OptionError",
-    "Parallelism",
-    "Routes",
-    "SelectiveCheckpoint",
-    "TrainingState",
     "WeightsError",
     "adopt_mesh",
     "assert_finite_gradients",
@@ -76,7 +68,6 @@ __all__ = [
     "record_routes",
     "replay_routes",
     "resolve_parallelism",
-    "routes_from_generator",
     "save_adapter",
     "save_training_state",
     "save_weights",

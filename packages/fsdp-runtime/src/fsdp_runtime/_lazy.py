@@ -15,15 +15,15 @@ def lazy_names(
     homes: Mapping[str, str] | str,
     *,
     extras: Mapping[str, str] | None = None,
-    renamed: Mapping[str, str] | None = None,
+    moved: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package (PEP 562).
 
     Args:
         package: the package's ``__name__``.
-        homes: for each public name the module that has it; or one module, whose ``__all__`` are the names.
-        extras: for a module, the extra of fsdp-runtime that installs what it imports.
-        renamed: for an old name, the new one.
+        homes: for each public name the module that has it; or one module with the names in its ``__all__``.
+        extras: for a module, the extra of fsdp-runtime that installs its imports.
+        moved: for a name of earlier versions, the place of its successor.
     """
 
     def names() -> Mapping[str, str]:
@@ -33,8 +33,9 @@ def lazy_names(
         # Other private names are submodules, which the import system finds.
         home = None if name.startswith("_") and name != "__all__" else names().get(name)
         if home is None:
-            hint = f": use {renamed[name]}" if renamed and name in renamed else ""
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
+            new = (moved or {}).get(name)
+            told = "" if new is None else f": use {new}"
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{told}")
         try:
             value = getattr(import_module(home), name)
         except ModuleNotFoundError as error:

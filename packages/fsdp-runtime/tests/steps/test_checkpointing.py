@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_runtime import MeshSpec, ModelError, OptionError, SelectiveCheckpoint, parallelize
+from fsdp_runtime import MeshSpec, ModelError, OptionError, parallelize
+from fsdp_runtime.steps import SelectiveCheckpoint
 from harness.collectives import RecordCollectives
 from harness.models import jitter, tiny_inputs, tiny_model
 

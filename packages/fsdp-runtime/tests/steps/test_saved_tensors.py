@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime import MeshSpec, SelectiveCheckpoint, parallelize
+from fsdp_runtime import MeshSpec, parallelize
+from fsdp_runtime.steps import SelectiveCheckpoint
 
 Change = Callable[[Tensor, Tensor], Tensor]
 

@@ -6,6 +6,8 @@ Memory:   ``ActivationCheckpointing``
 Speed:    ``Compile``
 Checks:   ``CheckInputs``
 Your own: a subclass of ``Step``
+Values:   ``SelectiveCheckpoint`` of a checkpointing step, ``ContextAttention`` of a model, ``Routes`` of a mixture and
+          ``routes_from_generator``
 """
 
 from __future__ import annotations

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, SelectiveCheckpoint
 from fsdp_runtime.steps.compile import Compile
+from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.step import ContextParallel
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import PackedSequences
 from fsdp_runtime.steps.experts.step import ExpertParallel
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
+from fsdp_runtime.steps.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.steps.tensor.step import TensorParallel
 
 __all__ = [
@@ -18,10 +20,14 @@ __all__ = [
     "ActivationCheckpointing",
     "CheckInputs",
     "Compile",
+    "ContextAttention",
     "ContextParallel",
     "ExpertParallel",
     "PackedSequences",
+    "Routes",
+    "SelectiveCheckpoint",
     "SharedPrefixes",
     "Step",
     "TensorParallel",
+    "routes_from_generator",
 ]

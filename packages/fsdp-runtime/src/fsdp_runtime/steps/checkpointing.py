@@ -44,7 +44,7 @@ class SelectiveCheckpoint:
             attention and collectives.
 
     Example:
-        >>> from fsdp_runtime import SelectiveCheckpoint
+        >>> from fsdp_runtime.steps import SelectiveCheckpoint
         >>> SelectiveCheckpoint(save=("aten.mm",)).overloads()[0]
         <OpOverload(op='aten.mm', overload='default')>
     """

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime import ContextAttention, LayoutError, MeshSpec, parallelize, sequence_layout
-from fsdp_runtime.steps import ContextParallel
+from fsdp_runtime import LayoutError, MeshSpec, parallelize, sequence_layout
+from fsdp_runtime.steps import ContextAttention, ContextParallel
 from fsdp_runtime.steps.context.inputs import _require_order
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout
 from fsdp_runtime.steps.context.step import replace_attention

@@ -11,7 +11,8 @@ from torch import nn
 
 from coverage.multimodal import multimodal_model
 from coverage.multimodal_inputs import multimodal_inputs
-from fsdp_runtime import ContextAttention, MeshSpec, parallelize, sequence_layout
+from fsdp_runtime import MeshSpec, parallelize, sequence_layout
+from fsdp_runtime.steps import ContextAttention
 from fsdp_runtime.steps.context.step import replace_attention
 from harness.float64 import compute_in_float64
 from harness.parity import gradient_errors, largest, mesh_for

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import fsdp_runtime.steps.context.masks as masks
 from coverage.table import entries
 from coverage.table import tiny_model as tiny_row
-from fsdp_runtime import ContextAttention, LayoutError, MeshSpec, ModelError, OptionError
+from fsdp_runtime import LayoutError, MeshSpec, ModelError, OptionError
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
 from fsdp_runtime.setup import ModelFacts
+from fsdp_runtime.steps import ContextAttention
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import Method
 from fsdp_runtime.steps.context.ring import Parts

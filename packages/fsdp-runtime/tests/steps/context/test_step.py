@@ -11,18 +11,10 @@ from torch import nn
 
 from coverage.table import entries
 from coverage.table import tiny_model as tiny_row
-from fsdp_runtime import (
-    ContextAttention,
-    LayoutError,
-    MeshSpec,
-    ModelError,
-    describe_parallelism,
-    parallelize,
-    sequence_layout,
-)
+from fsdp_runtime import LayoutError, MeshSpec, ModelError, describe_parallelism, parallelize, sequence_layout
 from fsdp_runtime.memory.unshard import unsharded
 from fsdp_runtime.setup import ModelFacts
-from fsdp_runtime.steps import Compile, ContextParallel
+from fsdp_runtime.steps import Compile, ContextAttention, ContextParallel
 from fsdp_runtime.steps.context.full_sequence import eager_function, gather_for, gathered_mixers
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.context.step import (

@@ -11,17 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fsdp_runtime import (
-    MeshSpec,
-    ModelError,
-    Routes,
-    describe_parallelism,
-    parallelize,
-    record_routes,
-    replay_routes,
-)
+from fsdp_runtime import MeshSpec, ModelError, describe_parallelism, parallelize, record_routes, replay_routes
 from fsdp_runtime.errors import RoutesError
-from fsdp_runtime.steps import Compile
+from fsdp_runtime.steps import Compile, Routes
 from fsdp_runtime.steps.routing import selections
 from fsdp_runtime.steps.routing.routers import find_routers
 from harness.float64 import compute_in_float64

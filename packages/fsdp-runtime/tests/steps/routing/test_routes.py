@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_runtime import Routes, routes_from_generator
 from fsdp_runtime.errors import RoutesError
+from fsdp_runtime.steps import Routes, routes_from_generator
 
 
 def _sequence(tokens: int, first: int = 0, layers: int = 2, width: int = 2) -> Tensor:

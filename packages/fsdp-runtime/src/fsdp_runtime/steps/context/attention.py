@@ -60,7 +60,8 @@ class ContextAttention:
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from fsdp_runtime import ContextAttention, MeshSpec
+        >>> from fsdp_runtime import MeshSpec
+        >>> from fsdp_runtime.steps import ContextAttention
         >>> mesh = MeshSpec(cp=1).build(device_type="cpu")
         >>> attention = ContextAttention(mesh.get_group("cp"), load_balancer="headtail")
         >>> query = key = value = torch.ones(1, 2, 4, 8)  # [batch, heads, seq / cp, head_dim]

@@ -27,7 +27,7 @@ class Routes(Mapping[str, Tensor]):
 
     Example:
         >>> import torch
-        >>> from fsdp_runtime import Routes
+        >>> from fsdp_runtime.steps import Routes
         >>> routes = Routes({"layers.0.mlp.gate": torch.tensor([[0, 2], [1, 3], [2, 0]])})
         >>> routes.take(torch.tensor([2, -1]))["layers.0.mlp.gate"].tolist()
         [[2, 0], [-1, -1]]
@@ -124,7 +124,7 @@ def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> T
 
     Example:
         >>> import torch
-        >>> from fsdp_runtime import routes_from_generator
+        >>> from fsdp_runtime.steps import routes_from_generator
         >>> one_token = torch.tensor([[[3, 1]]])  # one layer, two experts per token
         >>> routes_from_generator([one_token], torch.tensor([[0, 1, 1]])).tolist()  # left padding, then two tokens
         [[[-1, -1], [3, 1], [-1, -1]]]
