@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ class RuntimeState:
     compiled: Any = None  # a block's compiled call, while it runs in Python to record outputs
     recomputes_in_python: bool = False  # outside of compiled graphs
     carried: tuple[Any, ...] = ()  # state of a forward that its recomputation takes from it
-    fsdp_module: Any = None  # the one that gathers the module's own parameters
+    units: Sequence[Any] = ()  # a root's FSDP modules, the root included
+    marks: Sequence[Any] = ()  # a root's parameters with accumulated gradients, each with its placeholder
     versions: tuple[int, ...] | None = ()  # of shards that were copied; ``None`` for fresh copies
     unsharded: bool | None = None  # kept gathered, or not under ``max_bytes``; ``None`` outside of ``unsharded``
     no_sync: bool = False  # inside of :func:`fsdp_runtime.no_sync`

@@ -11,4 +11,3 @@ from fsdp_runtime._torch_compat.fake_tensors import *  # noqa: F403
 from fsdp_runtime._torch_compat.fsdp2 import *  # noqa: F403
 from fsdp_runtime._torch_compat.meshes import *  # noqa: F403
 from fsdp_runtime._torch_compat.modules import *  # noqa: F403
-from fsdp_runtime._torch_compat.optimizers import *  # noqa: F403

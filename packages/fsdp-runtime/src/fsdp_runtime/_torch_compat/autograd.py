@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -39,19 +38,6 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
         yield
 
 
-def watch_inputs(before: Callable[[Sequence[Any]], None]) -> None:
-    """Call a function with the ``inputs`` of every ``grad`` and ``backward``; torch 2.10 to 2.15 have no hook."""
-    engine: Any = torch.autograd
-    original = engine._engine_run_backward
-
-    @wraps(original)
-    def run(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        before(inputs)
-        return original(outputs, gradients, retain, create, inputs, *args, **kwargs)
-
-    engine._engine_run_backward = run
-
-
 def autograd_position() -> int:
     """The number that the next operator's backward node will get in this thread (private in torch 2.10 to 2.15)."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -66,6 +52,16 @@ def running_backward_of() -> int | None:
 def in_backward() -> bool:
     """Return True while a backward runs in this thread, its hooks and callbacks included (private in 2.10 to 2.15)."""
     return int(torch._C._current_graph_task_id()) != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the running backward, as DDP and FSDP2 do (private in torch 2.10 to 2.15)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_written(tensor: Tensor) -> bool:
+    """Return whether an operator has changed a tensor in place (``Tensor._version``, private in torch 2.10 to 2.15)."""
+    return tensor._version > 0
 
 
 def viewed_tensor(tensor: Tensor) -> Tensor | None:

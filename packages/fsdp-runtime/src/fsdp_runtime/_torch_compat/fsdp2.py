@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat.meshes import local_tensor
 
@@ -38,38 +39,6 @@ def initialize_root(root: FSDPModule) -> None:
     state._lazy_init()
 
 
-def move_root(old: FSDPModule, new: Any) -> None:
-    """Make ``new``, an unwrapped module below the root ``old``, the FSDP2 root; it takes over the parameters in use."""
-    # Unloading adapters leaves out the ``PeftModel``, the old root with the root's parameters. In torch 2.10 to 2.15
-    # the only public way is to wrap a copy of the model. Nothing is gathered as yet.
-    units: list[Any] = [old, *(each for each in new.modules() if isinstance(each, FSDPModule))]
-    state: Any = old._get_fsdp_state()
-    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-        handle.remove()
-    mesh = next(group.mesh_info.mesh for unit in units for group in _parameter_groups(unit))
-    fully_shard(
-        new, mesh=mesh, mp_policy=state._mp_policy, reshard_after_forward=True, ignored_params=set(new.parameters())
-    )
-    kept = set(new.modules())
-    for unit in units:
-        used = [group for group in _parameter_groups(unit) if _keep_parameters(group, kept)]
-        _set_groups(unit._get_fsdp_state(), [])
-        owner = new if unit is old else unit
-        _set_groups(owner._get_fsdp_state(), used)
-        for group in used if unit is old else ():
-            group.modules = (new,)
-    initialize_root(new)
-
-
-def _keep_parameters(group: Any, modules: Container[nn.Module]) -> bool:
-    """Leave out parameters that belong to none of the modules; return whether parameters are left."""
-    infos = {each: each._module_info for each in group.fsdp_params}
-    group.fsdp_params = [
-        each for each, info in infos.items() if any(owner in modules for owner in (info.module, *info.shared_modules))
-    ]
-    return bool(group.fsdp_params)
-
-
 def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
     """Return the shards of an FSDP module with gradients not reduced yet, or not yet over replicas."""
     # Under ``set_requires_gradient_sync(False)`` that is intended; torch 2.10 to 2.15 have no public way to ask.
@@ -83,17 +52,24 @@ def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
     ]
 
 
+def placeholder(shard: Any) -> DTensor:
+    """Return zeros of a shard's shape in the memory of one number; torch refuses to scale them in place."""
+    local = local_tensor(shard)
+    return DTensor.from_local(
+        local.new_zeros(()).expand_as(local),
+        shard.device_mesh,
+        shard.placements,
+        run_check=False,
+        shape=shard.shape,
+        stride=shard.stride(),
+    )
+
+
 def reduce_gradients(root: FSDPModule) -> None:
     """Reduce the gradients that are not reduced yet, as FSDP2 does at the end of a backward."""
     # A backward through no FSDP module's output skips this reduction; torch 2.10 to 2.15 have no public call for it.
     state: Any = root._get_fsdp_state()
     state._root_post_backward_final_callback()
-
-
-def parameter_owners(unit: FSDPModule) -> set[nn.Module]:
-    """The modules that own an FSDP module's gathered parameters, without owners in FSDP modules below it."""
-    infos = [parameter._module_info for group in _parameter_groups(unit) for parameter in group.fsdp_params]
-    return {module for info in infos for module in (info.module, *info.shared_modules)}
 
 
 def gathered_copies(unit: FSDPModule, *, now: bool = True) -> dict[nn.Parameter, nn.Parameter]:
@@ -119,25 +95,19 @@ def has_gradient_hooks(root: FSDPModule) -> bool:
 
 
 def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
-    """The places of parameters that hold another tensor than FSDP2 will gather (private in torch 2.10 to 2.15)."""
-    # The first forward takes parameters that modules then hold, as after ``load_state_dict(assign=True)``, and the
-    # tensors of ``functional_call``, too.
-    state: Any = root._get_fsdp_state()
-    if state._is_root is None:
-        places = [place for each in _fsdp_parameters(root) for place in _places(each._module_info)]  # type: ignore[arg-type]
-        return [(module, name) for module, name in places if not isinstance(module._parameters[name], nn.Parameter)]
+    """The places in an initialized root with another tensor than FSDP2 gathers (private in torch 2.10 to 2.15)."""
     return [
         (module, name)
         for _, group in _groups_below(root)
-        for each in group.fsdp_params
-        for module, name in _places(each._module_info)
-        if ((held := module._parameters.get(name)) is not each.sharded_param or _is_swapped(each))
-        and held is not getattr(each, "_unsharded_param", None)
+        for parameter in group.fsdp_params
+        for module, name in _places(parameter._module_info)
+        if ((tensor := module._parameters.get(name)) is not parameter.sharded_param or _is_swapped(parameter))
+        and tensor is not getattr(parameter, "_unsharded_param", None)
     ]
 
 
 def _is_swapped(parameter: Any) -> bool:
-    """Return True if a shard has other memory than FSDP2 gathers, as ``torch.utils.swap_tensors`` gives it."""
+    """Return whether FSDP2 gathers other memory than a shard's, as after the conversion of one module."""
     local, gathered = parameter.sharded_param._local_tensor, parameter._sharded_param_data
     return type(local) is type(gathered) is Tensor and not torch._C._is_alias_of(local, gathered)  # type: ignore[attr-defined]
 
@@ -173,18 +143,6 @@ def _unshard(group: Any, async_op: bool = False) -> None:
     group.unshard(async_op)
 
 
-def gather_before_gradient(root: FSDPModule, tensor: Tensor) -> None:
-    """Gather every FSDP module before a backward computes a tensor's gradient, as of a key cache."""
-    # FSDP2 does so for outputs of FSDP modules only, privately in torch 2.10 to 2.15.
-    states = dict.fromkeys(state for state, _ in _groups_below(root))
-
-    def gather(gradient: Tensor) -> None:
-        for state in states:
-            state._pre_backward(gradient)
-
-    tensor.register_hook(gather)  # type: ignore[no-untyped-call]
-
-
 def in_forward(unit: FSDPModule) -> bool:
     """Return True while the root of an FSDP module runs its forward (private in torch 2.10 to 2.15)."""
     state: Any = unit._get_fsdp_state()
@@ -209,27 +167,25 @@ def reset_after_error(root: FSDPModule) -> None:
             group.wait_for_unshard()  # of a prefetched module
             group.reshard()
             if passes != {"FORWARD"}:
-                _drop_unreduced(group)
+                _drop_unreduced(group, group.fsdp_params)
 
 
-def drop_unreduced_gradients(unit: FSDPModule, shards: Container[nn.Parameter] | None = None) -> bool:
-    """Drop unreduced accumulated gradients, of some shards or all; return whether there were any."""
-    # Gradients that share a buffer with others are not dropped, such as gradients waiting for the replicas' all-reduce
-    # (private in torch 2.10 to 2.15).
-    dropped = True
+def drop_unreduced_gradients(unit: FSDPModule, shards: Container[nn.Parameter]) -> bool:
+    """Drop the unreduced gradients of some shards; return ``False`` if they share a buffer with other shards'."""
+    # Gradients that wait for the all-reduce between replicas share one (private in torch 2.10 to 2.15).
     for group in _parameter_groups(unit):
-        chosen = [each for each in group.fsdp_params if shards is None or each.sharded_param in shards]
-        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in shards]
+        trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
         if chosen and group._partial_reduce_output is not None and not set(trained) <= set(chosen):
-            dropped = False
-        elif chosen:
+            return False
+        if chosen:
             _drop_unreduced(group, chosen)
-    return dropped
+    return True
 
 
-def _drop_unreduced(group: Any, parameters: Iterable[Any] | None = None) -> None:
+def _drop_unreduced(group: Any, parameters: Iterable[Any]) -> None:
     group._partial_reduce_output = None
-    for parameter in group.fsdp_params if parameters is None else parameters:
+    for parameter in parameters:
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
@@ -273,13 +229,6 @@ def _groups_below(root: FSDPModule) -> list[tuple[Any, Any]]:
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
     return _groups_of(unit._get_fsdp_state())
-
-
-def _set_groups(state: Any, groups: list[Any]) -> None:
-    if hasattr(state, "_fsdp_param_groups"):
-        state._fsdp_param_groups = groups
-    else:
-        state._fsdp_param_group = next(iter(groups), None)
 
 
 def _groups_of(state: Any) -> list[Any]:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_runtime._torch_compat import (
+    after_backward,
+    drop_unreduced_gradients,
+    is_written,
+    placeholder,
+    unreduced_gradients,
+)
+from fsdp_runtime.errors import ModelError
 from fsdp_runtime.runtime_state import reshards_after_forward, runtime_state
 
 
@@ -71,3 +82,46 @@ def no_sync(
         sync(True)
         for unit, _ in units:
             runtime_state(unit).no_sync = False
+
+
+def watch_accumulation(root: Any, outputs: Iterable[Tensor]) -> None:
+    """Let a backward from a root's outputs drop the accumulated gradients that the user has cleared before it."""
+    # FSDP2 keeps accumulated gradients away from ``parameter.grad``, so neither ``zero_grad`` nor ``grad = None``
+    # reaches them. Between two backwards a placeholder of zeros is the gradient: its loss means that it was cleared.
+
+    def begin(_gradient: Tensor) -> None:
+        drop_cleared_gradients(root)
+        state = runtime_state(root)
+        for shard, mark in state.marks:
+            shard.grad = None if shard.grad is mark else shard.grad
+        state.marks = ()
+        after_backward(partial(_mark, root))
+
+    for output in outputs:
+        if output.requires_grad:
+            output.register_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def _mark(root: Any) -> None:
+    state = runtime_state(root)
+    if state.marks:  # by another output of the same backward
+        return
+    shards = [shard for unit in state.units for shard in unreduced_gradients(unit)]
+    state.marks = [(shard, placeholder(shard) if shard.grad is None else None) for shard in shards]
+    for shard, mark in state.marks:
+        shard.grad = shard.grad if mark is None else mark
+
+
+def drop_cleared_gradients(root: Any) -> None:
+    """Drop the accumulated gradients of parameters with a gradient that was set to ``None`` or zero."""
+    state = runtime_state(root)
+    zeroed = {shard for shard, mark in state.marks if mark is not None and shard.grad is mark and is_written(mark)}
+    cleared = zeroed | {shard for shard, _ in state.marks if shard.grad is None}
+    if cleared and not all(drop_unreduced_gradients(unit, cleared) for unit in state.units):
+        raise ModelError(
+            f"the gradients of {len(cleared)} parameters were cleared, and no_sync(reduce_scatter=True) keeps them "
+            "together with other gradients: call model.zero_grad()"
+        )
+    for shard in zeroed:
+        shard.grad = torch.zeros_like(shard)
+    state.marks = [(shard, mark) for shard, mark in state.marks if shard not in cleared]

@@ -1,7 +1,7 @@
-"""What users and optimizers have attached to parameters that ``parallelize`` replaces by DTensors.
+"""The user's attributes and hooks of parameters that are replaced by DTensors, and optimizers of replaced parameters.
 
-Attributes and hooks are carried over.  An optimizer that was built before still holds the old parameters, whose
-gradients are never set: its steps would change nothing, without an error, so they raise.
+Attributes and hooks are carried over.  An optimizer built before ``parallelize`` holds the replaced parameters.  They
+get no gradients, and a step would change nothing without an error, so the step raises.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from torch.optim import Optimizer
 from fsdp_runtime._torch_compat import parameter_hooks, set_parameter_hooks
 from fsdp_runtime.errors import ModelError
 
-#: The attribute of a parameter that ``parallelize`` has replaced: its path.  An attribute, since torch refuses to swap
-#: tensors that have weak references, and a strong one would keep the memory.
+#: An attribute of a replaced parameter: its path.  torch refuses to swap tensors with weak references, and a strong
+#: reference would keep the memory.
 _REPLACED = "_fsdp_runtime_replaced"
 
 
 @contextmanager
-def carry_over_parameters(model: nn.Module) -> Iterator[None]:
-    """Carry attributes and hooks over to the parameters that take the place of others inside the ``with``."""
-    # Hooks of ``register_post_accumulate_grad_hook`` get the new parameter with its complete gradient, those of
-    # ``register_hook`` the gradient as a DTensor; FSDP2, which runs none of the latter, refuses them before.
+def carry_over_parameters(model: nn.Module, *, recurse: bool = True) -> Iterator[None]:
+    """Carry attributes and hooks over to parameters that are replaced inside the ``with``."""
+    # A hook of ``register_post_accumulate_grad_hook`` gets the new parameter with its complete gradient, a hook of
+    # ``register_hook`` the gradient as a DTensor. FSDP2 does not run the latter, so it is refused before.
     attached = {}
-    for path, parameter in model.named_parameters():
+    for path, parameter in model.named_parameters(recurse=recurse):
         attached[path] = dict(vars(parameter)), parameter_hooks(parameter)
         setattr(parameter, _REPLACED, path)
     try:
         yield
     finally:
-        for parameter in model.parameters():
+        for parameter in model.parameters(recurse=recurse):
             parameter.__dict__.pop(_REPLACED, None)
-    for path, parameter in model.named_parameters():
+    for path, parameter in model.named_parameters(recurse=recurse):
         attributes, hooks = attached.get(path, ({}, (None, None)))
         vars(parameter).update({**attributes, **vars(parameter)})
         set_parameter_hooks(parameter, hooks)
 
 
 def refuse_replaced(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse a step of parameters that others have taken the place of."""
+    """Refuse a step of an optimizer with replaced parameters."""
     stale = [path for parameter in parameters if (path := getattr(parameter, _REPLACED, None)) is not None]
     if stale:
         raise ModelError(
