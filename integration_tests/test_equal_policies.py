@@ -48,7 +48,7 @@ class Rollout:
 
     samples: list[Tensor]
     logprobs: Tensor
-    support: rl_logprobs.Support
+    kept_tokens: rl_logprobs.KeptTokens
     routes: Tensor
 
 
@@ -74,7 +74,7 @@ def _generate(model: nn.Module) -> Rollout:
     return Rollout(
         samples=[row[:length] for row, length in zip(found.tokens, lengths, strict=True)],
         logprobs=found.logprobs,
-        support=found.support,
+        kept_tokens=found.kept_tokens,
         routes=fsdp_runtime.steps.routes_from_generator(
             [routes[: length - 1] for routes, length in zip(by_token, lengths, strict=True)], mask
         ),
@@ -97,7 +97,7 @@ def _train(
     model: nn.Module,
     rollout: Rollout,
     axes: dict[str, int] | None = None,
-    cures: tuple[str, ...] = ("support", "routes"),
+    cures: tuple[str, ...] = ("kept tokens", "routes"),
     **options: Any,
 ) -> Found:
     """Score the packed samples and run backward, on one process or on the ranks of a mesh."""
@@ -133,8 +133,8 @@ def _train(
         with replay_routes(model, routes) if "routes" in cures else nullcontext():
             logits = model(**inputs, use_cache=False).logits
         own = local(row, places[None])
-        support = rollout.support.select(own) if "support" in cures else None
-        logprobs = rl_logprobs.token_logprobs(logits, local(row, row.targets), support=support)
+        kept_tokens = rollout.kept_tokens.select(own) if "kept tokens" in cures else None
+        logprobs = rl_logprobs.token_logprobs(logits, local(row, row.targets), kept_tokens=kept_tokens)
         old = rollout.logprobs.flatten()[own]
         distance = max(distance, largest((logprobs.detach() - old)[mask]))
         policy = rl_logprobs.ppo_loss(logprobs, old, advantages[segment], mask)
@@ -198,5 +198,5 @@ def test_without_either_cure_the_ratio_is_not_one(name: str) -> None:
     model, rollout = _model_and_rollout(name)
     with compute_in_float64():
         assert _train(copy.deepcopy(model), rollout).distance <= BOUND
-        assert _train(copy.deepcopy(model), rollout, cures=("support",)).distance > 1e-3
+        assert _train(copy.deepcopy(model), rollout, cures=("kept tokens",)).distance > 1e-3
         assert _train(copy.deepcopy(model), rollout, cures=("routes",)).distance > 1e-2

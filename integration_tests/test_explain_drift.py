@@ -26,7 +26,7 @@ TARGETS = next_token_targets(IDS, attention_mask=MASK)
 
 #: What the generator does otherwise than the trainer; keywords of ``_score``.
 CANDIDATES: dict[str, dict[str, Any]] = {
-    "support": {"top_p": 0.8},
+    "kept tokens": {"top_p": 0.8},
     "routes": {"replay": True},
     "temperature": {"temperature": 0.7},
     "padding": {"padding": "masked"},

@@ -89,7 +89,7 @@ def test_a_mixture_replays_its_routes_and_explains_its_drift(tmp_path: Path) -> 
     assert figures["steps"][0]["logprob_diff_max"] < FLOAT32_ROUNDING
     assert "drift of" in job.stdout
     causes = {cause["name"]: cause for cause in figures["drift"]["causes"]}
-    assert causes["support"]["step"] == 1
+    assert causes["kept tokens"]["step"] == 1
     assert causes["routes"]["step"] is None  # in float32 the trainer selects the same experts
     assert figures["drift"]["after"]["mean_absolute"] < FLOAT32_ROUNDING < figures["drift"]["before"]["mean_absolute"]
 

@@ -127,7 +127,7 @@ def test_targets_are_the_next_tokens_of_the_completion_only(grpo: SimpleNamespac
     assert batch.targets.tolist() == [[-100, -100, 8, 9, -100, -100], [6, *[-100] * 5]]
     torch.testing.assert_close(batch.logprobs[batch.mask], torch.tensor([-0.1, -0.2, -0.3]))
     assert grpo.batch.padded_length(samples) == 8
-    assert batch.support is None
+    assert batch.kept_tokens is None
 
 
 def test_kept_sets_lie_at_the_targets_that_were_chosen_from_them(grpo: SimpleNamespace) -> None:
@@ -136,7 +136,7 @@ def test_kept_sets_lie_at_the_targets_that_were_chosen_from_them(grpo: SimpleNam
         grpo.batch.Sample([5], [6], [-0.3], [[6, 1, 4]]),
     ]
     batch = grpo.batch.collate(samples, length=6, pad_id=0, device=torch.device("cpu"))
-    rows = batch.support.ids.split(batch.support.offsets.diff().tolist())
+    rows = batch.kept_tokens.ids.split(batch.kept_tokens.offsets.diff().tolist())
     expected = [[], [], [8, 2], [9], [], [], [6, 1, 4], [], [], [], [], []]
     assert [row.tolist() for row in rows] == expected
 
@@ -201,7 +201,7 @@ def test_top_p_returns_the_kept_sets_and_log_probs_over_them(grpo: SimpleNamespa
     assert any(len(kept) > 1 for sample in samples for kept in sample.kept)
     with torch.no_grad():
         logits = generator.model(batch.tokens).logits
-    scored = rl_logprobs.token_logprobs(logits, batch.targets, temperature=3.0, support=batch.support)
+    scored = rl_logprobs.token_logprobs(logits, batch.targets, temperature=3.0, kept_tokens=batch.kept_tokens)
     torch.testing.assert_close(scored, batch.logprobs, atol=5e-5, rtol=0)
     biased = rl_logprobs.token_logprobs(logits, batch.targets, temperature=3.0)
     assert (biased - batch.logprobs)[batch.mask].mean() < -0.05

@@ -58,7 +58,7 @@ def _generate(model: nn.Module) -> Rollout:
     found = sample_completions(next_logits, prompts, lengths.tolist(), LENGTH, SAMPLING)
     positions = torch.arange(LENGTH)
     mask = (positions >= PROMPT - 1) & (positions < PROMPT - 1 + lengths[:, None])
-    return Rollout(found.tokens, found.logprobs * mask, found.support, mask)
+    return Rollout(found.tokens, found.logprobs * mask, found.kept_tokens, mask)
 
 
 def _gradients(model: nn.Module, rollout: Rollout, axes: dict[str, int] | None, per: str) -> tuple[float, nn.Module]:
@@ -94,7 +94,7 @@ def _gradients(model: nn.Module, rollout: Rollout, axes: dict[str, int] | None, 
             inputs = layout.shard_batch(inputs)
         logits = model(**inputs, use_cache=False).logits
         logprobs = rl_logprobs.token_logprobs(
-            logits, local(targets, part), support=rollout.support.select(local(positions, part))
+            logits, local(targets, part), kept_tokens=rollout.kept_tokens.select(local(positions, part))
         )
         old = local(rollout.logprobs, part)
         furthest = max(furthest, (logprobs.detach() - old).abs().max().item())

@@ -49,8 +49,8 @@ def _sampled(logits: Tensor, targets: Tensor) -> Any:
 
 
 def _kept(logits: Tensor, targets: Tensor) -> Any:
-    support = rl.sampling_support(logits.detach(), rl.SamplingFilter(top_k=20))
-    return rl.token_logprobs(logits, logits.detach().argmax(-1), support=support)
+    kept_tokens = rl.sampling_mask(logits.detach(), rl.SamplingFilter(top_k=20))
+    return rl.token_logprobs(logits, logits.detach().argmax(-1), kept_tokens=kept_tokens)
 
 
 def _divergence(logits: Tensor, targets: Tensor) -> Any:
@@ -62,7 +62,7 @@ LOGITS: dict[str, Logits] = {
     "token_statistics": _statistics,
     "token_logprobs with a filter": _filtered,
     "sample_tokens": _sampled,
-    "sampling_support and token_logprobs with it": _kept,
+    "sampling_mask and token_logprobs with it": _kept,
     "topk_logprobs": lambda logits, targets: rl.topk_logprobs(logits, 8),
     "logprobs_at": lambda logits, targets: rl.logprobs_at(logits, targets[:, None]),
     "token_kl": lambda logits, targets: rl.token_kl(logits, logits.detach() + 1),

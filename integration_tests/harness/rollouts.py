@@ -18,12 +18,12 @@ class Completions:
     Args:
         tokens: ``[batch, seq]``, with the prompts; after the end of a sample, what the generator would have drawn.
         logprobs: ``[batch, seq]``, of the next token, 0 where that is of the prompt and at the end.
-        support: the ids that were kept for the next token.
+        kept_tokens: the ids that were kept for the next token.
     """
 
     tokens: Tensor
     logprobs: Tensor
-    support: rl_logprobs.Support
+    kept_tokens: rl_logprobs.KeptTokens
 
 
 def sample_completions(
@@ -50,7 +50,7 @@ def sample_completions(
         logits = next_logits(tokens)
         drawn = rl_logprobs.sample_tokens(logits, seed=step, sampling=sampling)
         logprobs.append(rl_logprobs.token_logprobs(logits, drawn, sampling=sampling)[:, None])
-        kept = rl_logprobs.sampling_support(logits, sampling)
+        kept = rl_logprobs.sampling_mask(logits, sampling)
         for row, (start, end) in zip(rows, kept.offsets.unfold(0, 2, 1).tolist(), strict=True):
             row.append(kept.ids[start:end].tolist())
         tokens = torch.cat([tokens, drawn[:, None]], 1)
@@ -58,5 +58,5 @@ def sample_completions(
     return Completions(
         tokens,
         torch.cat([*logprobs, torch.zeros(batch, 1, dtype=torch.float64)], 1),
-        rl_logprobs.Support.from_completions(rows, [prompt] * batch, length).next_token(),
+        rl_logprobs.KeptTokens.from_completions(rows, [prompt] * batch, length).next_token(),
     )

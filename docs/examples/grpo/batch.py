@@ -44,14 +44,14 @@ class Batch:
         tokens: Prompt, completion, padding.
         targets: Position ``i`` holds the token at ``i + 1`` where that is part of the completion, else ``IGNORED``.
         logprobs: The generator's log-prob of each target; zero elsewhere.
-        support: The kept ids of each target, over which log-probs are normalised; None for the whole vocabulary.
+        kept_tokens: The kept ids of each target, over which log-probs are normalised; None for the whole vocabulary.
         routes: ``[layers, batch * seq, k]``, the generator's experts of each token, -1 where it ran none; None without.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     logprobs: torch.Tensor
-    support: rl_logprobs.Support | None = None
+    kept_tokens: rl_logprobs.KeptTokens | None = None
     routes: torch.Tensor | None = None
 
     @property
@@ -100,12 +100,14 @@ def collate(samples: Sequence[Sample], length: int, pad_id: int, device: torch.d
         targets[row, scored] = text[len(sample.prompt) :]
         if sample.logprobs:
             logprobs[row, scored] = torch.tensor(sample.logprobs)
-    support = None
+    kept_tokens = None
     if any(sample.kept for sample in samples):
         starts = [len(sample.prompt) for sample in samples]
-        rows = rl_logprobs.Support.from_completions([sample.kept for sample in samples], starts, length)
-        support = rows.next_token().to(device)  # the targets are shifted, too
-    return Batch(tokens.to(device), targets.to(device), logprobs.to(device), support, _routes(samples, length, device))
+        rows = rl_logprobs.KeptTokens.from_completions([sample.kept for sample in samples], starts, length)
+        kept_tokens = rows.next_token().to(device)  # the targets are shifted, too
+    return Batch(
+        tokens.to(device), targets.to(device), logprobs.to(device), kept_tokens, _routes(samples, length, device)
+    )
 
 
 def _routes(samples: Sequence[Sample], length: int, device: torch.device) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from run import Run, mean_and_max, scheduled
 from task import Question, draw_questions, reward
 
 import rl_logprobs
+from rl_logprobs.drift.report import DriftReport
 
 
 def grpo_step(run: Run, step: int) -> Step:
@@ -98,7 +99,7 @@ def improve(run: Run, samples: Sequence[Sample], rewards: torch.Tensor, step: in
     return Improvement(mean_difference, max_difference, torch.stack(norms).mean().item())
 
 
-def drift(run: Run, batch: Batch) -> rl_logprobs.DriftReport:
+def drift(run: Run, batch: Batch) -> DriftReport:
     """Which of the generator's doings a trainer has to take over for equal log-probs, and what each moves; collective.
 
     Args:
@@ -110,19 +111,23 @@ def drift(run: Run, batch: Batch) -> rl_logprobs.DriftReport:
     """
 
     def score(
-        support: rl_logprobs.Support | None = None, routes: torch.Tensor | None = None, temperature: float = 1.0
+        kept_tokens: rl_logprobs.KeptTokens | None = None, routes: torch.Tensor | None = None, temperature: float = 1.0
     ) -> torch.Tensor:
-        (found,) = run.trainer.frozen_logprobs([replace(batch, support=support, routes=routes)], temperature)
+        (found,) = run.trainer.frozen_logprobs([replace(batch, kept_tokens=kept_tokens, routes=routes)], temperature)
         return found
 
     candidates = {
-        "support": {"support": batch.support},
+        "kept tokens": {"kept_tokens": batch.kept_tokens},
         "routes": {"routes": batch.routes},
         "temperature": {"temperature": run.settings.temperature},
     }
-    given = {name: each for name, each in candidates.items() if all(value is not None for value in each.values())}
+    present = {
+        name: keywords for name, keywords in candidates.items() if all(value is not None for value in keywords.values())
+    }
     # What float32 rounds differently needs no explanation.
-    return rl_logprobs.explain_drift(batch.logprobs, score, given, mask=batch.mask, tolerance=1e-5, group=run.dp_group)
+    return rl_logprobs.explain_drift(
+        batch.logprobs, score, present, mask=batch.mask, tolerance=1e-5, group=run.dp_group
+    )
 
 
 def _sample_on_all_ranks(run: Run, questions: Sequence[Question]) -> list[Sample]:

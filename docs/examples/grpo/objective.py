@@ -9,6 +9,7 @@ import torch
 from batch import Batch
 
 import rl_logprobs
+from rl_logprobs.policy.global_mean import MeanWeights
 
 LARGEST_CORRECTION = 2.0
 """The bound of the weights that correct for a generator whose log-probs differ from the trainer's."""
@@ -34,7 +35,7 @@ def policy_loss(
     old_logprobs: torch.Tensor,
     batch: Batch,
     advantages: torch.Tensor,
-    weights: rl_logprobs.MeanWeights,
+    weights: MeanWeights,
     clip: float = 0.2,
 ) -> torch.Tensor:
     """The clipped policy-gradient loss: this batch's part of the mean over all counted tokens.

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-import rl_logprobs
+from rl_logprobs.drift.report import DriftReport
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Report:
     steps: list[Step] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     reloaded: Reloaded | None = None
-    drift: rl_logprobs.DriftReport | None = None
+    drift: DriftReport | None = None
 
     def __post_init__(self) -> None:
         self._console = Console(quiet=not self.visible, highlight=False, soft_wrap=True)
@@ -111,7 +111,7 @@ class Report:
         self.scores.append(score)
         self.say(f"held-out exact match {when}: {score.sampled:.3f} sampled, {score.greedy:.3f} greedy")
 
-    def add_drift(self, drift: rl_logprobs.DriftReport) -> None:
+    def add_drift(self, drift: DriftReport) -> None:
         """Record and print which causes move log-probs between trainer and generator."""
         self.drift = drift
         self.say(str(drift))

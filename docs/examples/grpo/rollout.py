@@ -115,9 +115,9 @@ class Generator:
             cache = output[self.cache]
             scores = (output.logits[:, -1].float() / (temperature or 1.0)).log_softmax(dim=-1)
             if sampling is not None:
-                support = rl_logprobs.sampling_support(scores, sampling)
-                scores = _among_kept(scores, support)
-                for row, ids in zip(kept, support.ids.split(support.offsets.diff().tolist()), strict=True):
+                kept_tokens = rl_logprobs.sampling_mask(scores, sampling)
+                scores = _among_kept(scores, kept_tokens)
+                for row, ids in zip(kept, kept_tokens.ids.split(kept_tokens.offsets.diff().tolist()), strict=True):
                     row.append(ids.tolist())
             if temperature == 0:
                 token = scores.argmax(dim=-1)
@@ -158,8 +158,8 @@ def _with_routes(samples: Sequence[Sample], routes: torch.Tensor) -> list[Sample
     return found
 
 
-def _among_kept(scores: torch.Tensor, support: rl_logprobs.Support) -> torch.Tensor:
+def _among_kept(scores: torch.Tensor, kept_tokens: rl_logprobs.KeptTokens) -> torch.Tensor:
     """Log-probs renormalised over the kept ids, ``-inf`` for the others."""
     kept = torch.zeros_like(scores, dtype=torch.bool)
-    kept[support.rows(), support.ids] = True
+    kept[kept_tokens.rows(), kept_tokens.ids] = True
     return scores.masked_fill(~kept, float("-inf")).log_softmax(dim=-1)

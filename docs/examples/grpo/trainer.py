@@ -69,7 +69,7 @@ class Trainer:
         with nullcontext() if routes is None else fsdp_runtime.replay_routes(self.model, routes):
             logits = self.model(batch.tokens, use_cache=False).logits
         return rl_logprobs.token_logprobs(
-            logits, batch.targets, temperature=temperature, ignore_index=IGNORED, support=batch.support
+            logits, batch.targets, temperature=temperature, ignore_index=IGNORED, kept_tokens=batch.kept_tokens
         )
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ class Rollout(NamedTuple):
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
-    support: rl_logprobs.Support
+    kept_tokens: rl_logprobs.KeptTokens
 
 
 @torch.no_grad()
@@ -41,14 +41,14 @@ def generate(policy: torch.Tensor, seed: int) -> Rollout:
     rows: list[list[list[int]]] = [[] for _ in range(samples)]
     for position in range(LENGTH):
         logits = policy[position][tokens[:, -1]]
-        support = rl_logprobs.sampling_support(logits, SAMPLING)
+        kept_tokens = rl_logprobs.sampling_mask(logits, SAMPLING)
         drawn = rl_logprobs.sample_tokens(logits, seed=seed * LENGTH + position, sampling=SAMPLING)
-        logprobs.append(rl_logprobs.token_logprobs(logits, drawn, support=support))
-        for row, ids in zip(rows, support.ids.split(support.offsets.diff().tolist()), strict=True):
+        logprobs.append(rl_logprobs.token_logprobs(logits, drawn, kept_tokens=kept_tokens))
+        for row, ids in zip(rows, kept_tokens.ids.split(kept_tokens.offsets.diff().tolist()), strict=True):
             row.append(ids.tolist())
         tokens = torch.cat([tokens, drawn[:, None]], dim=1)
-    support = rl_logprobs.Support.from_completions(rows, [0] * samples, LENGTH)
-    return Rollout(tokens, torch.stack(logprobs, 1), support)
+    kept_tokens = rl_logprobs.KeptTokens.from_completions(rows, [0] * samples, LENGTH)
+    return Rollout(tokens, torch.stack(logprobs, 1), kept_tokens)
 
 
 def run(kept_sets: bool, steps: int, lr: float, seed: int) -> list[Figures]:
@@ -67,8 +67,8 @@ def run(kept_sets: bool, steps: int, lr: float, seed: int) -> list[Figures]:
         advantages = rl_logprobs.group_advantages(rewards, prompts, PROMPTS)
         for update in range(UPDATES):
             logits = policy[positions, rollout.tokens[:, :-1]]
-            support = rollout.support if kept_sets else None
-            found = rl_logprobs.token_statistics(logits, targets, support=support)
+            kept_tokens = rollout.kept_tokens if kept_sets else None
+            found = rl_logprobs.token_statistics(logits, targets, kept_tokens=kept_tokens)
             if update == 0:
                 metrics = rl_logprobs.ratio_metrics(found.logprobs.detach(), rollout.logprobs, mask).values()
                 entropy = rl_logprobs.token_statistics(logits.detach(), targets, entropy=True).entropy

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import rl_logprobs
 from rl_logprobs import SamplingFilter, TokenStatistics, VocabShard
 from rl_logprobs.errors import ShapeError
+from rl_logprobs.policy.global_mean import MeanWeights
 
 
 def loss(logits: Tensor, tokens: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
@@ -19,7 +20,7 @@ def loss(logits: Tensor, tokens: Tensor, old: Tensor, advantages: Tensor) -> Ten
     mask = tokens != 0
     objective = rl_logprobs.ppo_loss(found.logprobs, old, advantages, mask)
     weights = rl_logprobs.mean_weights(mask)
-    assert_type(weights, rl_logprobs.MeanWeights)
+    assert_type(weights, MeanWeights)
     return rl_logprobs.global_mean(objective.loss, mask, weights)
 
 

@@ -145,11 +145,11 @@ def test_bf16_inputs_keep_float32_accuracy():
     torch.testing.assert_close(found.double(), exact.logprobs, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("support", [None, [list(range(11))] * 14])
+@pytest.mark.parametrize("kept_tokens", [None, [list(range(11))] * 14])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_changes_nothing(small_tiles, dtype, support):
+def test_autocast_changes_nothing(small_tiles, dtype, kept_tokens):
     hidden, weight, bias, targets = problem(11, dtype)
-    options = {} if support is None else {"support": rl_logprobs.Support.from_rows(support)}
+    options = {} if kept_tokens is None else {"kept_tokens": rl_logprobs.KeptTokens.from_rows(kept_tokens)}
     expected = values_and_gradients(linear_token_statistics, (hidden, weight, bias), targets, **options)
     with torch.autocast("cpu", torch.bfloat16):
         found = values_and_gradients(linear_token_statistics, (hidden, weight, bias), targets, **options)

@@ -8,10 +8,12 @@ import torch.distributed as dist
 
 import rl_logprobs
 from harness.misuse import Call, complaint, try_wrong_arguments
+from rl_logprobs import distillation
+from rl_logprobs.norms import grad_norm
 
 TOKENS, VOCAB, FEATURES = (2, 4), 7, 3
 #: The records that functions return.
-RESULTS = {"DriftReport", "MeanWeights", "TokenStatistics"}
+RESULTS = {"TokenStatistics"}
 #: What the caller wrote: its errors are the caller's.
 CALLER = ("score", "progress")
 
@@ -63,12 +65,12 @@ def segmented():
     return {"segments": ids(*TOKENS), "num_segments": VOCAB}
 
 
-def support():
-    return rl_logprobs.Support.from_rows([[0, token] for token in range(1, 5)] * 2)
+def kept_tokens():
+    return rl_logprobs.KeptTokens.from_rows([[0, token] for token in range(1, 5)] * 2)
 
 
 def kept():
-    return {"targets": torch.zeros(TOKENS, dtype=torch.int64), "support": support()}
+    return {"targets": torch.zeros(TOKENS, dtype=torch.int64), "kept_tokens": kept_tokens()}
 
 
 def drift():
@@ -95,20 +97,20 @@ CALLS = {
     "LinearLogits": Call(rl_logprobs.LinearLogits, lambda: {"hidden": floats(2, 3), "weight": floats(VOCAB, 3)}),
     "SamplingFilter": Call(rl_logprobs.SamplingFilter),
     "VocabShard": Call(rl_logprobs.VocabShard, lambda: {"vocab_size": VOCAB, "group": dist.group.WORLD, "start": 0}),
-    "Support": Call(rl_logprobs.Support, lambda: {"ids": ids(4), "offsets": torch.tensor([0, 1, 4])}),
-    "Support.from_completions": Call(
-        rl_logprobs.Support.from_completions, lambda: {"masks": [[[1, 2], [3]]], "starts": [1], "length": 4}
+    "KeptTokens": Call(rl_logprobs.KeptTokens, lambda: {"ids": ids(4), "offsets": torch.tensor([0, 1, 4])}),
+    "KeptTokens.from_completions": Call(
+        rl_logprobs.KeptTokens.from_completions, lambda: {"masks": [[[1, 2], [3]]], "starts": [1], "length": 4}
     ),
-    "Support.from_padded": Call(
-        rl_logprobs.Support.from_padded, lambda: {"ids": ids(*TOKENS), "sizes": torch.tensor([4, 2])}
+    "KeptTokens.from_padded": Call(
+        rl_logprobs.KeptTokens.from_padded, lambda: {"ids": ids(*TOKENS), "sizes": torch.tensor([4, 2])}
     ),
-    "Support.from_rows": Call(rl_logprobs.Support.from_rows, lambda: {"rows": [[1, 2], [], [3]]}),
-    "Support.select": Call(support().select, lambda: {"rows": torch.tensor([3, 0])}),
-    "Support.to": Call(support().to, lambda: {"device": torch.device("cpu")}),
+    "KeptTokens.from_rows": Call(rl_logprobs.KeptTokens.from_rows, lambda: {"rows": [[1, 2], [], [3]]}),
+    "KeptTokens.select": Call(kept_tokens().select, lambda: {"rows": torch.tensor([3, 0])}),
+    "KeptTokens.to": Call(kept_tokens().to, lambda: {"device": torch.device("cpu")}),
     "cispo_loss": Call(rl_logprobs.cispo_loss, lambda: {**policy(), "clip_high": 2.0}),
     "clip_grad_norm_": Call(rl_logprobs.clip_grad_norm_, lambda: {"parameters": parameters(), "max_norm": 1.0}),
     "clip_grads_with_norm_": Call(
-        rl_logprobs.clip_grads_with_norm_,
+        grad_norm.clip_grads_with_norm_,
         lambda: {"parameters": parameters(), "max_norm": 1.0, "total_norm": torch.tensor(2.0)},
     ),
     "explain_drift": Call(rl_logprobs.explain_drift, drift, keep=CALLER),
@@ -132,7 +134,7 @@ CALLS = {
         rl_logprobs.importance_weights,
         lambda: {**pair("generator_logprobs"), **segmented(), "level": "mean", "mode": "mask", "low": 0.5, "high": 2.0},
     ),
-    "kept_logprobs": Call(rl_logprobs.kept_logprobs, lambda: {**logits(), "support": support()}),
+    "kept_logprobs": Call(distillation.kept_logprobs, lambda: {**logits(), "kept_tokens": kept_tokens()}),
     "kl_estimate": Call(
         rl_logprobs.kl_estimate, lambda: {"logprobs": floats(*TOKENS), "reference_logprobs": floats(*TOKENS)}
     ),
@@ -150,8 +152,8 @@ CALLS = {
         rl_logprobs.rejection_mask, lambda: {**pair("generator_logprobs"), "level": "max", "statistic": "k3"}
     ),
     "sample_tokens": Call(rl_logprobs.sample_tokens, lambda: {**logits(), "seed": 0}),
-    "sampling_support": Call(
-        rl_logprobs.sampling_support, lambda: {**logits(), "sampling": rl_logprobs.SamplingFilter(top_k=2)}
+    "sampling_mask": Call(
+        rl_logprobs.sampling_mask, lambda: {**logits(), "sampling": rl_logprobs.SamplingFilter(top_k=2)}
     ),
     "sequence_shard": Call(rl_logprobs.sequence_shard, lambda: sequence("full")),
     "should_skip_step": Call(rl_logprobs.should_skip_step, lambda: {"total_norm": torch.tensor(2.0)}),
@@ -188,7 +190,7 @@ def test_the_table_of_contents_names_what_is_public():
 def test_every_public_function_is_called():
     public = {name for name in rl_logprobs.__all__ if not name.endswith("Error")}
     called = {name.partition(".")[0].partition(" ")[0] for name in CALLS}
-    assert called - {"RatioMetrics"} == public - RESULTS
+    assert called - {"RatioMetrics", "kept_logprobs", "clip_grads_with_norm_"} == public - RESULTS
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -263,3 +265,11 @@ def test_a_gradient_of_a_gradient_is_refused(call):
     arguments[first].requires_grad_()
     with pytest.raises(rl_logprobs.LogprobsError, match="gradients of gradients"):
         torch.autograd.grad(call.function(**arguments).sum(), arguments[first], create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(rl_logprobs, "Support"), (rl_logprobs, "kept_logprobs"), (rl_logprobs.errors, "SupportError")]
+)
+def test_a_former_name_states_its_present_place(module, name):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; use rl_logprobs"):
+        getattr(module, name)

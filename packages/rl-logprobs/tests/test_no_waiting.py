@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rl_logprobs
-from rl_logprobs import SamplingFilter, Support
+from rl_logprobs import KeptTokens, SamplingFilter
 
 SHAPE = (3, 5)
 
@@ -34,8 +34,8 @@ def from_hidden(vocab=300, **options):
 
 
 def kept():
-    support = Support.from_padded(torch.arange(4).expand(*SHAPE, 4))
-    return support.to("meta")
+    kept_tokens = KeptTokens.from_padded(torch.arange(4).expand(*SHAPE, 4))
+    return kept_tokens.to("meta")
 
 
 def per_token():
@@ -83,10 +83,10 @@ STEPS = {
     "token_divergence": lambda: divergence(beta=1.0).sum().backward(),
     "token_divergence of a mixture": lambda: divergence(beta=0.5).sum().backward(),
     "from hidden": lambda: from_hidden(shift=True, softcap=3.0).sum().backward(),
-    "kept sets": lambda: statistics(entropy=True, support=kept()).sum().backward(),
-    "kept sets from hidden": lambda: from_hidden(shift=True, softcap=3.0, support=kept()).sum().backward(),
-    "kept rows of a head": lambda: from_hidden(vocab=4000, support=kept()).sum().backward(),
-    "divergence over kept sets": lambda: rl_logprobs.token_kl(logits(), logits(), support=kept()).sum().backward(),
+    "kept sets": lambda: statistics(entropy=True, kept_tokens=kept()).sum().backward(),
+    "kept sets from hidden": lambda: from_hidden(shift=True, softcap=3.0, kept_tokens=kept()).sum().backward(),
+    "kept rows of a head": lambda: from_hidden(vocab=4000, kept_tokens=kept()).sum().backward(),
+    "divergence over kept sets": lambda: rl_logprobs.token_kl(logits(), logits(), kept_tokens=kept()).sum().backward(),
     "policy gradients": policy_step,
     "targets": lambda: rl_logprobs.next_token_targets(ids(7), cu_seqlens=ids(3)),
 }

@@ -448,12 +448,12 @@ REFUSED = {
     ),
     "an id twice": (
         lambda s, t: (LinearLogits(*s), (torch.zeros(*TOKENS, 2).long(), torch.full((*TOKENS, 2), -2.0)), {}),
-        "SupportError",
+        "KeptTokensError",
         "twice",
     ),
     "an id outside": (
         lambda s, t: (LinearLogits(*s), (torch.full((*TOKENS, 1), 13), torch.full((*TOKENS, 1), -2.0)), {}),
-        "SupportError",
+        "KeptTokensError",
         "outside",
     ),
     "no id with a probability": (

@@ -11,16 +11,16 @@ from rl_logprobs._torch_compat import apply_function, first_derivative
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError, ShapeError
+from rl_logprobs.kept_tokens.entries import kept_entries
+from rl_logprobs.kept_tokens.kept_logits import kept_logits
+from rl_logprobs.kept_tokens.kept_sets import KeptTokens
+from rl_logprobs.kept_tokens.statistics import kept_logprobs_of, kept_softmax
 from rl_logprobs.softmax.log2_scale import TemperatureScale, check_temperature
 from rl_logprobs.softmax.partial_softmax import LogitGradient, PartialSoftmax, TargetColumns, merge
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.torch_kernels import reduce_logits, write_gradient
 from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.softmax.vocab_shard import TokenSlice, VocabColumns, VocabShard, locate_logits
-from rl_logprobs.support.entries import kept_entries
-from rl_logprobs.support.kept_logits import kept_logits
-from rl_logprobs.support.kept_sets import Support
-from rl_logprobs.support.statistics import kept_logprobs_of, kept_softmax
 from rl_logprobs.targets import scored_targets
 
 
@@ -179,7 +179,7 @@ def logprobs_at(
 
 def kept_logprobs(
     logits: torch.Tensor,
-    support: Support,
+    kept_tokens: KeptTokens,
     *,
     shard: VocabShard | None = None,
     temperature: float | torch.Tensor = 1.0,
@@ -187,38 +187,39 @@ def kept_logprobs(
     """Return the log-probability of every kept id under the softmax over its kept set.
 
     With a teacher's log-probabilities of the same entries, distillation over kept sets is the sum over entries of
-    ``teacher.exp() * (teacher - kept_logprobs(student_logits, support))``.  ``Support.from_padded(top.ids)`` is the
-    support of ``topk_logprobs``.
+    ``teacher.exp() * (teacher - kept_logprobs(student_logits, kept_tokens))``.  ``KeptTokens.from_padded(top.ids)``
+    keeps the ids of ``topk_logprobs``.
 
     Args:
         logits: ``[..., tokens, vocab]``, plain, a DTensor or a local shard, as ``token_statistics`` takes them.
-        support: one row per token of this rank's logits; empty rows have no entries.
+        kept_tokens: one row per token of this rank's logits; empty rows have no entries.
         shard: which ids the columns of local logits are, or how many ids are no padding; see ``VocabShard``.
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
 
     Returns:
-        ``[entries]`` in the order of ``support.ids``, float32 (float64 for float64 logits), differentiable, the same on
-        every rank that holds those tokens.
+        ``[entries]`` in the order of ``kept_tokens.ids``, float32 (float64 for float64 logits), differentiable, the
+        same on every rank that holds these tokens.
 
     Raises:
-        ShapeError: the support has another number of rows than this rank has tokens, or widths contradict each other.
-        SupportError: a kept id is outside the vocabulary.
+        ShapeError: the rows are not as many as this rank's tokens, or widths contradict each other.
+        KeptTokensError: a kept id is outside the vocabulary.
         LogprobsError: as ``token_statistics``, of the logits.
 
     Example:
         >>> import torch
-        >>> from rl_logprobs import Support, kept_logprobs
-        >>> kept_logprobs(torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]]), Support.from_rows([[1, 2], [0]]))
+        >>> from rl_logprobs import KeptTokens
+        >>> from rl_logprobs.distillation import kept_logprobs
+        >>> kept_logprobs(torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 0.0]]), KeptTokens.from_rows([[1, 2], [0]]))
         tensor([-0.3133, -1.3133,  0.0000])
     """
     located = locate_logits(logits, shard)
     tokens = TokenSlice.all_of(located.tokens.shape)
-    require_same_device(logits=located.values, support=support.ids)
+    require_same_device(logits=located.values, kept_tokens=kept_tokens.ids)
     unscored = torch.zeros(tokens.shape, dtype=torch.bool, device=located.values.device)
     flat_temperature = check_temperature(temperature, unscored)
-    if support.num_tokens == unscored.numel():
-        unscored = (support.offsets.diff() == 0).view(tokens.shape)
-    entries = kept_entries(support, tokens, unscored, located.vocab.vocab_size)
+    if kept_tokens.num_tokens == unscored.numel():
+        unscored = (kept_tokens.offsets.diff() == 0).view(tokens.shape)
+    entries = kept_entries(kept_tokens, tokens, unscored, located.vocab.vocab_size)
     values = kept_logits(located.values, entries, located.vocab)
     found = kept_softmax(values, entries, unscored.reshape(-1), flat_temperature)
     return kept_logprobs_of(found, entries).to(values.dtype)

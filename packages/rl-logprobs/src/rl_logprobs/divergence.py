@@ -10,14 +10,14 @@ import torch.distributed as dist
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
+from rl_logprobs.kept_tokens.entries import kept_entries
+from rl_logprobs.kept_tokens.kept_logits import kept_logits
+from rl_logprobs.kept_tokens.kept_sets import KeptTokens
+from rl_logprobs.kept_tokens.statistics import kept_divergence, kept_softmax
 from rl_logprobs.softmax.divergence import softmax_divergence
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabColumns, VocabShard, locate_logits
 from rl_logprobs.sources import LinearLogits, LogitSource, Source
-from rl_logprobs.support.entries import kept_entries
-from rl_logprobs.support.kept_logits import kept_logits
-from rl_logprobs.support.kept_sets import Support
-from rl_logprobs.support.statistics import kept_divergence, kept_softmax
 from rl_logprobs.targets import local_targets
 from rl_logprobs.topk_divergence import topk_divergence
 
@@ -106,7 +106,7 @@ def token_kl(
     shard: VocabShard | None = None,
     temperature: float | torch.Tensor = 1.0,
     mask: torch.Tensor | None = None,
-    support: Support | None = None,
+    kept_tokens: KeptTokens | None = None,
 ) -> torch.Tensor:
     """Return ``KL(softmax(logits / T) || softmax(reference_logits / T))`` of each token, over the full vocabulary.
 
@@ -120,8 +120,8 @@ def token_kl(
         temperature: positive number, or positive tensor that broadcasts to this rank's tokens.
         mask: bool or integers of the logits' leading shape, the full batch or this rank's part; 0 at tokens that do
             not count (such as prompt and padding): value 0 and gradient 0, whatever their logits.
-        support: the divergence of the two distributions over the ids that the sampler kept, each normalised over them;
-            one row per token, for the full batch or for this rank's part.
+        kept_tokens: the divergence of the two distributions over the ids that the sampler kept, each normalised over
+            them; one row per token, for the full batch or for this rank's part.
 
     Returns:
         Nats, of the logits' leading shape, float32 (float64 if either input is float64), differentiable in both.
@@ -131,7 +131,7 @@ def token_kl(
         PlacementError: the vocabularies are sharded differently or over two mesh axes, or the logits are a partial sum.
         DtypeError: the logits are not floating point.
         OptionError: an option is outside its range, or ``shard`` has a group for a DTensor.
-        SupportError: the kept set of a token that counts is empty, or contains an id outside the vocabulary.  All
+        KeptTokensError: the kept set of a token that counts is empty, or contains an id outside the vocabulary.  All
             errors are raised before any collective starts.
 
     Example:
@@ -146,8 +146,8 @@ def token_kl(
     require_same_device(logits=policy.values, reference_logits=reference.values)
     ignored = _ignored(mask, policy.tokens, policy.values.device)
     flat_temperature = check_temperature(temperature, ignored)
-    if support is not None:
-        return _kept_kl(policy, reference, flat_temperature, ignored, support)
+    if kept_tokens is not None:
+        return _kept_kl(policy, reference, flat_temperature, ignored, kept_tokens)
     student, teacher = (LogitSource(**vars(side)).side(flat_temperature) for side in (policy, reference))
     return softmax_divergence(student, teacher, ignored.reshape(-1), beta=1.0).view(ignored.shape)
 
@@ -201,7 +201,7 @@ def token_divergence(
         DtypeError: an input is not floating point, or ids are not integers.
         OptionError: ``beta``, a temperature or another option is outside its range, or the teacher's values are no
             log-probabilities.
-        SupportError: a teacher's id occurs twice at a token, or is outside the vocabulary.  All errors but a wrong
+        KeptTokensError: a teacher's id occurs twice at a token, or is outside the vocabulary.  All errors but a wrong
             ``start`` of a shard are raised before any collective starts.
 
     Example:
@@ -255,10 +255,10 @@ def _kept_kl(
     reference: LocalLogits,
     temperature: float | torch.Tensor,
     ignored: torch.Tensor,
-    support: Support,
+    kept_tokens: KeptTokens,
 ) -> torch.Tensor:
     """Return the divergence over kept sets; one all-reduce of the kept logits of each side."""
-    entries, flat = kept_entries(support, policy.tokens, ignored, policy.vocab.vocab_size), ignored.reshape(-1)
+    entries, flat = kept_entries(kept_tokens, policy.tokens, ignored, policy.vocab.vocab_size), ignored.reshape(-1)
     softmaxes = [
         kept_softmax(kept_logits(side.values, entries, side.vocab), entries, flat, temperature)
         for side in (policy, reference)

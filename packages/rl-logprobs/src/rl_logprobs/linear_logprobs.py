@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from rl_logprobs.devices import require_same_device
+from rl_logprobs.kept_tokens.kept_sets import KeptTokens
 from rl_logprobs.softmax.backends import kernels_check, runs_triton
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_parallel import TokenStatistics
 from rl_logprobs.softmax.vocab_shard import VocabShard
 from rl_logprobs.sources import LinearLogits, score
-from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.targets import scored_targets
 
 
@@ -27,7 +27,7 @@ def linear_token_logprobs(
     shard: VocabShard | None = None,
     shift: bool = False,
     ignore_index: int = -100,
-    support: Support | None = None,
+    kept_tokens: KeptTokens | None = None,
 ) -> torch.Tensor:
     """Return the log-probability of each target under the LM head's softmax, without a ``[tokens, vocab / tp]`` tensor.
 
@@ -62,7 +62,7 @@ def linear_token_logprobs(
         shard=shard,
         shift=shift,
         ignore_index=ignore_index,
-        support=support,
+        kept_tokens=kept_tokens,
     ).logprobs
 
 
@@ -80,7 +80,7 @@ def linear_token_statistics(
     shard: VocabShard | None = None,
     shift: bool = False,
     ignore_index: int = -100,
-    support: Support | None = None,
+    kept_tokens: KeptTokens | None = None,
 ) -> TokenStatistics:
     """Return the log-probability, log-sum-exp and other statistics of each token under the LM head's softmax.
 
@@ -107,8 +107,8 @@ def linear_token_statistics(
         shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
             position gets 0.
         ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their hidden states.
-        support: normalise over the ids that the sampler kept, one row per target; for the full batch, or for the tokens
-            that this rank has after the gather.  All statistics cover the kept ids.  Small sets read the kept
+        kept_tokens: normalise over the ids that the sampler kept, one row per target; for the full batch, or for the
+            tokens that this rank has after the gather.  All statistics cover the kept ids.  Small sets read the kept
             rows of the head and no others, large ones compute all logits of a few tokens at a time, whichever costs
             less; only kept rows have a gradient.
 
@@ -122,8 +122,8 @@ def linear_token_statistics(
         DtypeError: hidden, weight or bias is not floating point, or the targets are not integers.
         OptionError: an option is outside its range, or options contradict each other.
         TargetError: a target is outside the vocabulary or its kept set.
-        SupportError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors are
-            raised before any collective starts.
+        KeptTokensError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors
+            are raised before any collective starts.
 
     Example:
         >>> import torch
@@ -135,8 +135,8 @@ def linear_token_statistics(
     """
     source = LinearLogits(hidden, weight, bias, logit_scale, softcap, shard).located()
     require_same_device(hidden=hidden, targets=targets)
-    check = not (support is None and runs_triton(hidden.device) and kernels_check(hidden.device))
+    check = not (kept_tokens is None and runs_triton(hidden.device) and kernels_check(hidden.device))
     vocab_size = source.vocab.vocab_size
     scored = scored_targets(targets, source.tokens, vocab_size, shift=shift, ignore_index=ignore_index, check=check)
     options = SoftmaxOptions(check_temperature(temperature, scored.ids), entropy, argmax)
-    return score(source, scored, support, options)
+    return score(source, scored, kept_tokens, options)

@@ -6,6 +6,7 @@ import torch
 
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import OptionError
+from rl_logprobs.kept_tokens.kept_sets import KeptTokens
 from rl_logprobs.sampling_filter import SamplingFilter
 from rl_logprobs.softmax.backends import Backend, chosen_backend, kernels_check
 from rl_logprobs.softmax.log2_scale import check_temperature
@@ -13,7 +14,6 @@ from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_parallel import TokenStatistics
 from rl_logprobs.softmax.vocab_shard import VocabShard, locate_logits
 from rl_logprobs.sources import LogitSource, score
-from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.targets import scored_targets
 
 
@@ -26,7 +26,7 @@ def token_logprobs(
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
     sampling: SamplingFilter | None = None,
-    support: Support | None = None,
+    kept_tokens: KeptTokens | None = None,
     inplace_backward: bool = False,
     inplace_forward: bool = False,
     backend: Backend | None = None,
@@ -63,7 +63,7 @@ def token_logprobs(
         temperature=temperature,
         ignore_index=ignore_index,
         sampling=sampling,
-        support=support,
+        kept_tokens=kept_tokens,
         inplace_backward=inplace_backward,
         inplace_forward=inplace_forward,
         backend=backend,
@@ -82,7 +82,7 @@ def token_statistics(
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
     sampling: SamplingFilter | None = None,
-    support: Support | None = None,
+    kept_tokens: KeptTokens | None = None,
     inplace_backward: bool = False,
     inplace_forward: bool = False,
     backend: Backend | None = None,
@@ -106,8 +106,8 @@ def token_statistics(
         ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their logits.
         sampling: score under the filtered and renormalised distribution of a sampler with these settings, entropy
             included.  A target that the filter removes has ``-inf`` and no gradient.  Needs a few more collectives.
-        support: normalise over the ids that the sampler kept, one row per target, for a full batch or for this rank's
-            tokens; all statistics cover the kept ids, and gradients go to kept columns only.  Reads the kept
+        kept_tokens: normalise over the ids that the sampler kept, one row per target, for a full batch or for this
+            rank's tokens; all statistics cover the kept ids, and gradients go to kept columns only.  Reads the kept
             logits alone, with torch's own operations on every backend.  Not together with ``sampling``.
         inplace_backward: write the gradient over the logits' memory instead of a second tensor of their size.
             The logits are lost in the backward pass.
@@ -127,8 +127,8 @@ def token_statistics(
         DtypeError: the logits are not floating point, or the targets are not integers.
         OptionError: an option is outside its range, or options contradict each other.
         TargetError: a target is outside the vocabulary or its kept set.
-        SupportError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors are
-            raised before any collective starts.
+        KeptTokensError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors
+            are raised before any collective starts.
 
     Example:
         >>> import torch
@@ -139,8 +139,8 @@ def token_statistics(
     """
     if inplace_forward and entropy:
         raise OptionError("inplace_forward loses the logits that the entropy's gradient needs; use inplace_backward")
-    if support is not None and sampling is not None:
-        raise OptionError("support is what the sampler kept: leave out sampling, which would filter it again")
+    if kept_tokens is not None and sampling is not None:
+        raise OptionError("kept_tokens is what the sampler kept: leave out sampling, which would filter it again")
     located = locate_logits(logits, shard)
     chosen = chosen_backend(backend, located.values.device)
     scored = scored_targets(
@@ -149,7 +149,7 @@ def token_statistics(
         located.vocab.vocab_size,
         shift=shift,
         ignore_index=ignore_index,
-        check=not (chosen == "triton" and support is None and kernels_check(located.values.device)),
+        check=not (chosen == "triton" and kept_tokens is None and kernels_check(located.values.device)),
     )
     require_same_device(logits=located.values, targets=scored.ids)
     options = SoftmaxOptions(
@@ -157,7 +157,7 @@ def token_statistics(
         entropy,
         argmax,
         target_rank,
-        inplace_backward=inplace_backward or (support is not None and inplace_forward),
+        inplace_backward=inplace_backward or (kept_tokens is not None and inplace_forward),
         inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
     )
     source = LogitSource(
@@ -166,4 +166,4 @@ def token_statistics(
         backend=chosen,
         inplace_backward=options.inplace_backward,
     )
-    return score(source, scored, support, options)
+    return score(source, scored, kept_tokens, options)

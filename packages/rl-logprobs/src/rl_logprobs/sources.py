@@ -14,6 +14,10 @@ from torch.distributed.tensor.placement_types import Placement
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
+from rl_logprobs.kept_tokens.entries import KeptEntries, kept_targets
+from rl_logprobs.kept_tokens.kept_logits import kept_linear_logits, kept_logits
+from rl_logprobs.kept_tokens.kept_sets import KeptTokens
+from rl_logprobs.kept_tokens.statistics import kept_statistics
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
 from rl_logprobs.softmax.backends import Backend, runs_triton
 from rl_logprobs.softmax.fused_linear import HeadReducer, LMHead, product_dtype
@@ -34,11 +38,6 @@ from rl_logprobs.softmax.vocab_shard import (
     columns_of_plain,
     token_slice,
 )
-from rl_logprobs.support.entries import KeptEntries, kept_targets
-from rl_logprobs.support.kept_linear import kept_linear_logits
-from rl_logprobs.support.kept_logits import kept_logits
-from rl_logprobs.support.kept_sets import Support
-from rl_logprobs.support.statistics import kept_statistics
 from rl_logprobs.targets import Targets
 
 
@@ -223,12 +222,12 @@ class HeadSource:
 Source = LogitSource | HeadSource
 
 
-def score(source: Source, targets: Targets, support: Support | None, options: SoftmaxOptions) -> TokenStatistics:
+def score(source: Source, targets: Targets, kept_tokens: KeptTokens | None, options: SoftmaxOptions) -> TokenStatistics:
     """Return the statistics of a rank's targets, over the full vocabulary or over kept sets, in their shape."""
-    if support is None:
+    if kept_tokens is None:
         found = source.full_statistics(targets, options)
     else:
-        kept = kept_targets(support, source.tokens, targets, source.vocab.vocab_size)
+        kept = kept_targets(kept_tokens, source.tokens, targets, source.vocab.vocab_size)
         found = kept_statistics(source.entry_logits(kept.entries), kept, options)
     shape = targets.ids.shape
     shaped = (value if value is None or value.shape == shape else value.view(shape) for value in found)

@@ -11,11 +11,11 @@ from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
+from rl_logprobs.kept_tokens.entries import KeptEntries, kept_entries
+from rl_logprobs.kept_tokens.kept_sets import KeptTokens
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_shard import TokenSlice
 from rl_logprobs.sources import Source, tokens_of
-from rl_logprobs.support.entries import KeptEntries, kept_entries
-from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.targets import Targets
 
 #: Sums of probabilities may exceed 1 by this much: log-probabilities of engines are rounded to 16 bits.
@@ -76,9 +76,9 @@ def _entries(ids: torch.Tensor, possible: torch.Tensor, ignored: torch.Tensor, s
     offsets = torch.arange(ignored.numel() + 1, device=ids.device) * k
     # Ids of tokens that do not count may be anything; k different ids replace them.
     filled = torch.where(ignored[..., None], torch.arange(k, device=ids.device), ids)
-    support = Support(filled.reshape(-1), offsets)
+    kept_tokens = KeptTokens(filled.reshape(-1), offsets)
     tokens = TokenSlice.all_of(source.tokens.shape)
-    entries = kept_entries(support, tokens, ignored, source.vocab.vocab_size)
+    entries = kept_entries(kept_tokens, tokens, ignored, source.vocab.vocab_size)
     return replace(entries, counted=entries.counted & possible.reshape(-1))
 
 

@@ -24,7 +24,7 @@ TARGETS = LOGITS.argmax(-1)
 
 CANDIDATES: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7},
-    "support": {"keep": 8},
+    "sampling": {"keep": 8},
     "weights": {"stale": 0.5},
     "dtype": {"dtype": torch.bfloat16},
     "vocabulary": {"padding": 14},
@@ -109,9 +109,9 @@ def test_a_candidate_that_excludes_a_sampled_token_is_no_cause() -> None:
     def score(keep: int | None = None) -> Tensor:
         return torch.full((4,), float("-inf")) if keep else torch.zeros(4)
 
-    report = explain_drift(torch.full((4,), -0.5), score, {"support": {"keep": 1}})
+    report = explain_drift(torch.full((4,), -0.5), score, {"sampling": {"keep": 1}})
     assert report.found == ()
-    assert report["support"].alone.mean_absolute == float("inf")
+    assert report["sampling"].alone.mean_absolute == float("inf")
     assert json.loads(report.to_json())["causes"][0]["alone"]["mean_absolute"] is None
 
 
@@ -128,13 +128,13 @@ def test_statistics_are_those_of_their_definitions() -> None:
 
 def test_the_table_and_the_json_have_every_candidate() -> None:
     lines: list[str] = []
-    report = explain_drift(_generator("support"), _score, CANDIDATES, progress=lines.append)
+    report = explain_drift(_generator("sampling"), _score, CANDIDATES, progress=lines.append)
     table = str(report).splitlines()
     assert [line.split()[0] for line in table[3:-1]] == [cause.name for cause in report.causes]
-    assert table[3].startswith("support ")
+    assert table[3].startswith("sampling ")
     assert all(line.endswith("not a cause") for line in table[4:-1])
     loaded = json.loads(report.to_json())
-    assert loaded["causes"][0]["name"] == "support"
+    assert loaded["causes"][0]["name"] == "sampling"
     assert loaded["before"]["mean_absolute"] == report.before.mean_absolute
     assert lines[0] == "log-probabilities 1: trainer"
     assert len(lines) == report.evaluations
@@ -172,16 +172,16 @@ def _on_ranks(shares: tuple[int, int]) -> Any:
     def score(**keywords: Any) -> Tensor:
         return _score(**keywords)[own]
 
-    generator = _generator("support", "weights")[own]
+    generator = _generator("sampling", "weights")[own]
     mask = torch.full(generator.shape, bool(shares[dist.get_rank()]))
     return explain_drift(generator, score, CANDIDATES, mask=mask, group=dist.group.WORLD)
 
 
 @pytest.mark.parametrize("shares", [(10, TOKENS - 10), (TOKENS, 0)])
 def test_ranks_with_different_tokens_decide_as_one_process_does(two_ranks: RankPool, shares: tuple[int, int]) -> None:
-    expected = explain_drift(_generator("support", "weights"), _score, CANDIDATES)
+    expected = explain_drift(_generator("sampling", "weights"), _score, CANDIDATES)
     for report in two_ranks.run(_on_ranks, shares):
         assert (report.found, report.tokens) == (expected.found, TOKENS)
         for one, other in [(report.before, expected.before), (report["weights"].alone, expected["weights"].alone)]:
             assert asdict(one) == pytest.approx(asdict(other), abs=1e-12)
-        assert report["support"].moves == pytest.approx(expected["support"].moves, abs=1e-12)
+        assert report["sampling"].moves == pytest.approx(expected["sampling"].moves, abs=1e-12)

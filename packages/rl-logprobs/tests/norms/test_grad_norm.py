@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import rl_logprobs
 from harness.ranks import RanksFailed
-from rl_logprobs import clip_grad_norm_, clip_grads_with_norm_, grad_norm, grad_norms
+from rl_logprobs import clip_grad_norm_, grad_norm, grad_norms
+from rl_logprobs.norms.grad_norm import clip_grads_with_norm_
 
 ORDERS = [2.0, 1.0, 3.0, 0.5, math.inf]
 SHAPES = {"matrix": (10, 6), "uneven": (7, 3), "short": (1, 5), "vector": (9,), "scalar": ()}

@@ -89,5 +89,5 @@ def test_norms_and_clipping_compile(launches, order):
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     rl_logprobs.grad_norm(parameters, order)
-    rl_logprobs.clip_grads_with_norm_(parameters, 1.0, torch.tensor(2.0))
+    grad_norm.clip_grads_with_norm_(parameters, 1.0, torch.tensor(2.0))
     assert len(launches) == 8

@@ -7,6 +7,7 @@ import torch
 
 import rl_logprobs
 from rl_logprobs.norms import chunk_table
+from rl_logprobs.norms.grad_norm import clip_grads_with_norm_
 
 SHAPES = [(100,), (7, 9), (64,), (0,), (300,), (8, 8), (1,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float16, torch.float32, torch.bfloat16]
@@ -53,15 +54,15 @@ def test_norms_keep_infinity_and_nan(order, value):
 def test_a_factor_below_one_scales_and_another_touches_nothing():
     all_parameters = parameters()
     before = [parameter.grad.clone() for parameter in all_parameters]
-    rl_logprobs.clip_grads_with_norm_(all_parameters, 1.0, torch.tensor(0.5))
+    clip_grads_with_norm_(all_parameters, 1.0, torch.tensor(0.5))
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(all_parameters, before, strict=True))
-    rl_logprobs.clip_grads_with_norm_(all_parameters, 1.0, torch.tensor(3.0))
+    clip_grads_with_norm_(all_parameters, 1.0, torch.tensor(3.0))
     for parameter, gradient in zip(all_parameters, before, strict=True):
         # Triton's interpreter truncates to bfloat16, where a GPU rounds.
         rounding = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(gradient.dtype, 2e-7)
         expected = (gradient.double() / (3 + 1e-6)).to(gradient.dtype)
         torch.testing.assert_close(parameter.grad, expected, rtol=rounding, atol=0)
-    rl_logprobs.clip_grads_with_norm_(all_parameters, 1.0, torch.tensor(math.nan))
+    clip_grads_with_norm_(all_parameters, 1.0, torch.tensor(math.nan))
     assert all(parameter.grad.isnan().all() for parameter in all_parameters)
 
 

@@ -96,14 +96,16 @@ def head_contenders(targets: Tensor, device: torch.device) -> list[Contender]:
 def norm_contenders(parameters: Sequence[torch.nn.Parameter]) -> list[Contender]:
     """Return functions without inputs over the parameters' gradients; a clip that scales runs last."""
     ours: Any = optional("rl_logprobs")
-    utils = torch.nn.utils
+    utils, scale = torch.nn.utils, ours.norms.grad_norm.clip_grads_with_norm_
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [
         Contender("rl-logprobs norm", lambda: ours.grad_norm(parameters)),
         Contender("torch norm", lambda: utils.get_total_norm(gradients)),
         Contender("rl-logprobs clip, nothing to do", lambda: ours.clip_grad_norm_(parameters, 1e9)),
         Contender("torch clip, nothing to do", lambda: utils.clip_grad_norm_(parameters, 1e9)),
-        Contender("rl-logprobs scale by 0.999", lambda: ours.clip_grads_with_norm_(parameters, 0.999, 1.0)),
+        Contender(
+            "rl-logprobs scale by 0.999", lambda: scale(parameters, 0.999, 1.0)
+        ),
         Contender("torch scale by 0.999", lambda: utils.clip_grads_with_norm_(parameters, 0.999, _one(gradients))),
     ]
 

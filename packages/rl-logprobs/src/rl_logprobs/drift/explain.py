@@ -36,7 +36,7 @@ def explain_drift(
 ) -> DriftReport:
     """Say which candidates explain the drift between a generator's log-probabilities and a trainer's.
 
-    ``score()`` are the trainer's log-probabilities.  A candidate names a cause (a truncated support, routes, a
+    ``score()`` are the trainer's log-probabilities.  A candidate names a cause (a truncated kept_tokens, routes, a
     temperature, padding, packing, a padded vocabulary, a dtype, other weights) and gives the keywords with which
     ``score`` computes as the generator did.  At each step the candidate is added that leaves the least drift, or the
     pair, where no candidate explains nearly all of it; a candidate that later candidates make worthless is dropped.  A

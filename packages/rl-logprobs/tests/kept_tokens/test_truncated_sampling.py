@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from rl_logprobs import (
+    KeptTokens,
     SamplingFilter,
-    Support,
     importance_weights,
     next_token_targets,
     ratio_metrics,
     sample_tokens,
-    sampling_support,
+    sampling_mask,
     token_logprobs,
 )
 
@@ -37,8 +37,8 @@ class TinyModel:
 
     def kept_mass(self, tokens, sampling):
         logits = self(tokens)
-        support = sampling_support(logits, sampling)
-        return logits.softmax(-1).flatten(0, 1)[support.rows(), support.ids].sum() / tokens.numel()
+        kept_tokens = sampling_mask(logits, sampling)
+        return logits.softmax(-1).flatten(0, 1)[kept_tokens.rows(), kept_tokens.ids].sum() / tokens.numel()
 
     def generate(self, sampling):
         """Token ids, and what an engine returns for each completion: log-probabilities and kept ids."""
@@ -48,7 +48,7 @@ class TinyModel:
             logits = self(tokens)[:, -1]
             drawn = sample_tokens(logits, seed=step, sampling=sampling)
             logprobs.append(token_logprobs(logits, drawn, sampling=sampling))
-            kept = sampling_support(logits, sampling)
+            kept = sampling_mask(logits, sampling)
             for row, (start, end) in zip(rows, kept.offsets.unfold(0, 2, 1).tolist(), strict=True):
                 row.append(kept.ids[start:end].tolist())
             tokens = torch.cat([tokens, drawn[:, None]], 1)
@@ -69,8 +69,8 @@ def test_the_published_bias_is_the_kept_mass_and_kept_sets_remove_it(sampling, k
     assert biased["ratio_mean"].item() == pytest.approx(published_ratio, abs=0.02)
     assert importance_weights(full, generated, mask).mean() < 0.98
 
-    support = Support.from_completions(rows, starts=[1] * BATCH, length=LENGTH)
-    replayed = token_logprobs(model(tokens), tokens, shift=True, support=support)[:, :-1]
+    kept_tokens = KeptTokens.from_completions(rows, starts=[1] * BATCH, length=LENGTH)
+    replayed = token_logprobs(model(tokens), tokens, shift=True, kept_tokens=kept_tokens)[:, :-1]
     cured = ratio_metrics(replayed, generated, mask).values()
     for name, exact in (("ratio_min", 1), ("ratio_max", 1), ("ess", 1), ("chi2", 0), ("kl_k1", 0)):
         assert cured[name].item() == pytest.approx(exact, abs=1e-12), name
@@ -84,7 +84,7 @@ def test_scoring_under_a_recomputed_filter_loses_tokens_at_its_boundary_that_kep
     trainer_logits = model(tokens) + 0.3 * noise  # the trainer rounds differently
     targets = next_token_targets(tokens)
     recomputed = token_logprobs(trainer_logits, targets, sampling=sampling)
-    support = Support.from_completions(rows, starts=[1] * BATCH, length=LENGTH).next_token()
-    replayed = token_logprobs(trainer_logits, targets, support=support)
+    kept_tokens = KeptTokens.from_completions(rows, starts=[1] * BATCH, length=LENGTH).next_token()
+    replayed = token_logprobs(trainer_logits, targets, kept_tokens=kept_tokens)
     assert (recomputed == -torch.inf).any()
     assert replayed.isfinite().all()

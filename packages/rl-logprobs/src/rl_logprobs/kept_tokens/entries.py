@@ -1,4 +1,4 @@
-"""The entries of a support that count for this rank's tokens, checked."""
+"""The kept ids that count for this rank's tokens, checked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from rl_logprobs._torch_compat import assert_on_device
-from rl_logprobs.errors import OptionError, ShapeError, SupportError, TargetError
+from rl_logprobs.errors import KeptTokensError, OptionError, ShapeError, TargetError
+from rl_logprobs.kept_tokens.kept_sets import KeptTokens
 from rl_logprobs.softmax.vocab_shard import TokenSlice
-from rl_logprobs.support.kept_sets import Support
 from rl_logprobs.targets import Targets
 
 
@@ -44,16 +44,16 @@ class KeptEntries:
 
 
 def kept_entries(
-    support: Support, tokens: TokenSlice, ignored: torch.Tensor, vocab_size: int, *, shift: bool = False
+    kept_tokens: KeptTokens, tokens: TokenSlice, ignored: torch.Tensor, vocab_size: int, *, shift: bool = False
 ) -> KeptEntries:
-    """Return the entries for this rank's tokens, of a support for the full batch or for these tokens."""
+    """Return the entries for this rank's tokens, from rows for the full batch or for these tokens."""
     # Rows of ignored tokens do not count; ``shift`` shifts the rows as the targets.
-    if support.ids.device != ignored.device:
-        raise OptionError(f"the support is on {support.ids.device} and the tokens on {ignored.device}; move it")
-    is_full = support.num_tokens == math.prod(tokens.full)
-    if not is_full and support.num_tokens != math.prod(tokens.shape):
+    if kept_tokens.ids.device != ignored.device:
+        raise OptionError(f"the kept_tokens is on {kept_tokens.ids.device} and the tokens on {ignored.device}; move it")
+    is_full = kept_tokens.num_tokens == math.prod(tokens.full)
+    if not is_full and kept_tokens.num_tokens != math.prod(tokens.shape):
         raise ShapeError(
-            f"the support has {support.num_tokens} rows where the tokens {tokens.full} need {math.prod(tokens.full)}"
+            f"kept_tokens has {kept_tokens.num_tokens} rows, and the tokens {tokens.full} need {math.prod(tokens.full)}"
             + (f", or {math.prod(tokens.shape)} for this rank's alone" if tokens.shape != tokens.full else "")
         )
     if shift:
@@ -62,12 +62,12 @@ def kept_entries(
                 f"shift needs the rows of the full sequence of {tokens.full[-1]} tokens, because the last of this "
                 f"rank's {tokens.shape[-1]} is scored under the next rank's first"
             )
-        support = support.next_token()
+        kept_tokens = kept_tokens.next_token()
     if is_full and tokens.shape != tokens.full:
-        rows = torch.arange(support.num_tokens, device=support.ids.device).view(tokens.full)
-        support = support.select(tokens.local(rows))
-    rows, flat_ignored = support.rows(), ignored.reshape(-1)
-    entries = KeptEntries(support.ids, rows, support.offsets, ~flat_ignored[rows])
+        rows = torch.arange(kept_tokens.num_tokens, device=kept_tokens.ids.device).view(tokens.full)
+        kept_tokens = kept_tokens.select(tokens.local(rows))
+    rows, flat_ignored = kept_tokens.rows(), ignored.reshape(-1)
+    entries = KeptEntries(kept_tokens.ids, rows, kept_tokens.offsets, ~flat_ignored[rows])
     _check(entries, flat_ignored, vocab_size)
     return entries
 
@@ -80,13 +80,13 @@ def _check(entries: KeptEntries, ignored: torch.Tensor, vocab_size: int) -> None
         assert_on_device(~outside.any(), f"a kept set contains an id outside [0, {vocab_size})")
         return
     if empty.any():
-        raise SupportError(
+        raise KeptTokensError(
             f"the kept sets of {int(empty.sum())} scored tokens are empty, the first is that of token "
             f"{int(empty.int().argmax())}; mark tokens that no sampler drew with ignore_index (or mask=0)"
         )
     if outside.any():
         first = int(outside.int().argmax())
-        raise SupportError(
+        raise KeptTokensError(
             f"{int(outside.sum())} kept ids are outside [0, {vocab_size}), the first is {entries.ids[first].item()} of "
             f"token {entries.rows[first].item()}"
         )
@@ -101,16 +101,16 @@ class KeptTargets(NamedTuple):
 
 
 def kept_targets(
-    support: Support,
+    kept_tokens: KeptTokens,
     tokens: TokenSlice,
     targets: Targets,
     vocab_size: int,
 ) -> KeptTargets:
     """Return this rank's targets with their entries; the other arguments are as for ``kept_entries``."""
-    entries = kept_entries(support, tokens, targets.ignored, vocab_size, shift=targets.shifted)
+    entries = kept_entries(kept_tokens, tokens, targets.ignored, vocab_size, shift=targets.shifted)
     flat_targets, flat_ignored = targets.flat_ids, targets.flat_ignored
     positions = entries.positions(flat_targets)
-    if support.missing_target == "error":
+    if kept_tokens.missing_target == "error":
         _check_kept(entries, positions, flat_targets, flat_ignored)
     return KeptTargets(entries, positions, flat_ignored)
 

@@ -13,7 +13,7 @@ import torch
 from rl_logprobs._torch_compat import assert_on_device
 from rl_logprobs.devices import require_same_device
 from rl_logprobs.dtypes import is_integral
-from rl_logprobs.errors import DtypeError, OptionError, ShapeError, SupportError
+from rl_logprobs.errors import DtypeError, KeptTokensError, OptionError, ShapeError
 from rl_logprobs.targets import require_ascending
 
 #: The treatment of a target outside its kept set.
@@ -33,7 +33,7 @@ class SamplingMask(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Support:
+class KeptTokens:
     """The kept set of each token: the ids among which the sampler chose, as rows of a sparse matrix (CSR).
 
     With truncated sampling (top-k, top-p, min-p), a generator's log-probabilities are normalised over the ids that were
@@ -53,14 +53,15 @@ class Support:
     Raises:
         DtypeError: ids or offsets are not integers.
         ShapeError: the offsets do not ascend from 0 to the number of ids.
-        SupportError: a row contains an id twice, or a negative id.  On an accelerator the values are checked there.
+        KeptTokensError: a row contains an id twice, or a negative id.  On an accelerator the values are checked there.
         OptionError: ``missing_target`` is unknown.
 
     Example:
         >>> import torch
-        >>> from rl_logprobs import Support, token_logprobs
-        >>> support = Support(ids=torch.tensor([0, 1, 2]), offsets=torch.tensor([0, 2, 3]))
-        >>> token_logprobs(torch.tensor([[0.0, 0.0, 9.0], [9.0, 9.0, 0.0]]), torch.tensor([1, 2]), support=support)
+        >>> from rl_logprobs import KeptTokens, token_logprobs
+        >>> kept_tokens = KeptTokens(ids=torch.tensor([0, 1, 2]), offsets=torch.tensor([0, 2, 3]))
+        >>> logits = torch.tensor([[0.0, 0.0, 9.0], [9.0, 9.0, 0.0]])
+        >>> token_logprobs(logits, torch.tensor([1, 2]), kept_tokens=kept_tokens)
         tensor([-0.6931,  0.0000])
     """
 
@@ -91,15 +92,15 @@ class Support:
         return self.offsets.shape[0] - 1
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]], *, missing_target: Missing = "error") -> Support:
-        """Return the support of one list of ids per token.
+    def from_rows(cls, rows: Sequence[Sequence[int]], *, missing_target: Missing = "error") -> KeptTokens:
+        """Return the kept tokens of one list of ids per token.
 
         Raises:
             DtypeError: the rows are not lists of integers.
 
         Example:
-            >>> from rl_logprobs import Support
-            >>> Support.from_rows([[4, 7], [], [1]]).offsets
+            >>> from rl_logprobs import KeptTokens
+            >>> KeptTokens.from_rows([[4, 7], [], [1]]).offsets
             tensor([0, 2, 2, 3])
         """
         ids, counts = _rows(rows, "rows")
@@ -108,13 +109,13 @@ class Support:
     @classmethod
     def from_padded(
         cls, ids: torch.Tensor, sizes: torch.Tensor | None = None, *, missing_target: Missing = "error"
-    ) -> Support:
-        """Return the support of padded rows, such as a top-k's ids.
+    ) -> KeptTokens:
+        """Return the kept tokens of padded rows, such as a top-k's ids.
 
         Args:
             ids: integers ``[..., k]``; negative ids are padding.
             sizes: ``[...]``, the number of ids at the front of each row; the rest is padding whatever its value.
-            missing_target: see ``Support``.
+            missing_target: see ``KeptTokens``.
 
         Raises:
             DtypeError: ids or sizes are not integers.
@@ -123,8 +124,8 @@ class Support:
 
         Example:
             >>> import torch
-            >>> from rl_logprobs import Support
-            >>> Support.from_padded(torch.tensor([[3, 1, -1], [2, -1, -1]])).ids
+            >>> from rl_logprobs import KeptTokens
+            >>> KeptTokens.from_padded(torch.tensor([[3, 1, -1], [2, -1, -1]])).ids
             tensor([3, 1, 2])
         """
         if ids.dim() < 1 or (sizes is not None and sizes.shape != ids.shape[:-1]):
@@ -152,8 +153,8 @@ class Support:
         length: int,
         *,
         missing_target: Missing = "error",
-    ) -> Support:
-        """Return the support of a padded batch of prompts and completions, for token ids ``[batch, length]``.
+    ) -> KeptTokens:
+        """Return the kept tokens of a padded batch of prompts and completions, for token ids ``[batch, length]``.
 
         Args:
             masks: per sequence the generator's output for its completion: vLLM's ``sampling_mask``
@@ -161,10 +162,10 @@ class Support:
                 ids per generated token (SGLang).
             starts: the position of each sequence's first generated token in its row.
             length: tokens of a row, padding included.
-            missing_target: see ``Support``.
+            missing_target: see ``KeptTokens``.
 
         Returns:
-            The support of the token ids, for calls with ``shift=True``; prompt and padding have empty rows.  With
+            One row for each token id, for calls with ``shift=True``; prompt and padding have empty rows.  With
             targets that are shifted already, use ``next_token()``.
 
         Raises:
@@ -172,8 +173,8 @@ class Support:
             DtypeError: a mask is neither of the two, or a value that should be an integer is not.
 
         Example:
-            >>> from rl_logprobs import Support
-            >>> Support.from_completions([[[4, 7], [1]]], starts=[2], length=5).offsets
+            >>> from rl_logprobs import KeptTokens
+            >>> KeptTokens.from_completions([[[4, 7], [1]]], starts=[2], length=5).offsets
             tensor([0, 0, 0, 2, 3, 3])
         """
         masks = _listed(masks, "masks")
@@ -193,8 +194,8 @@ class Support:
             counts.extend([0] * start + row_counts + [0] * (length - start - len(row_counts)))
         return cls(_integers(ids, "masks"), torch.tensor(counts).cumsum(0), missing_target)
 
-    def to(self, device: torch.device | str) -> Support:
-        """Return the support with its tensors on a device.
+    def to(self, device: torch.device | str) -> KeptTokens:
+        """Return the kept tokens with their tensors on a device.
 
         Raises:
             OptionError: the string names no device.
@@ -205,8 +206,8 @@ class Support:
             raise OptionError(f"device {device!r} is unknown: {error}") from error
         return self._with(self.ids.to(device), self.offsets.to(device))
 
-    def select(self, rows: torch.Tensor) -> Support:
-        """Return the support of some tokens; the host waits for an accelerator, because the size is a device value.
+    def select(self, rows: torch.Tensor) -> KeptTokens:
+        """Return the rows of some tokens; the host waits for an accelerator, because the size is a device value.
 
         Args:
             rows: integers of any shape, the positions of the tokens among the flattened ones.  For context parallelism:
@@ -215,17 +216,17 @@ class Support:
         Raises:
             DtypeError: the rows are not integers.
             OptionError: the rows are on another device.
-            ShapeError: a row is outside the support.  On an accelerator the check runs there.
+            ShapeError: a row is outside the kept_tokens.  On an accelerator the check runs there.
 
         Example:
             >>> import torch
-            >>> from rl_logprobs import Support
-            >>> Support.from_rows([[4, 7], [5], [1]]).select(torch.tensor([2, 0])).ids
+            >>> from rl_logprobs import KeptTokens
+            >>> KeptTokens.from_rows([[4, 7], [5], [1]]).select(torch.tensor([2, 0])).ids
             tensor([1, 4, 7])
         """
         if not is_integral(rows.dtype):
             raise DtypeError(f"rows must be integers, got {rows.dtype}")
-        require_same_device(support=self.ids, rows=rows)
+        require_same_device(kept_tokens=self.ids, rows=rows)
         rows = rows.reshape(-1)
         inside = ((rows >= 0) & (rows < self.num_tokens)).all()
         if rows.device.type != "cpu":
@@ -238,15 +239,15 @@ class Support:
         within = torch.arange(int(offsets[-1]), device=rows.device) - offsets[:-1].repeat_interleave(counts)
         return self._with(self.ids[starts.repeat_interleave(counts) + within], offsets)
 
-    def next_token(self) -> Support:
-        """Return the support for targets that ``next_token_targets`` has shifted: row ``i`` belongs to token ``i + 1``.
+    def next_token(self) -> KeptTokens:
+        """Return rows for targets that ``next_token_targets`` has shifted: row ``i`` belongs to token ``i + 1``.
 
         The last row gets the first row's ids.  The last position of a sequence has no target, so that no row of another
         sequence counts.
 
         Example:
-            >>> from rl_logprobs import Support
-            >>> Support.from_rows([[], [5, 6], [1]]).next_token().offsets
+            >>> from rl_logprobs import KeptTokens
+            >>> KeptTokens.from_rows([[], [5, 6], [1]]).next_token().offsets
             tensor([0, 2, 3, 3])
         """
         entries, first = self.ids.shape[0], self.offsets[1 : 2 if self.num_tokens else 1].sum()
@@ -259,8 +260,8 @@ class Support:
         tokens = torch.arange(self.num_tokens, device=self.ids.device)
         return tokens.repeat_interleave(self.offsets.diff(), output_size=self.ids.shape[0])
 
-    def _with(self, ids: torch.Tensor, offsets: torch.Tensor) -> Support:
-        """Return a support with tensors made from this support's checked tensors."""
+    def _with(self, ids: torch.Tensor, offsets: torch.Tensor) -> KeptTokens:
+        """Return kept tokens with tensors made from this value's checked tensors."""
         other = copy(self)
         object.__setattr__(other, "ids", ids)
         object.__setattr__(other, "offsets", offsets)
@@ -278,7 +279,7 @@ class Support:
             assert_on_device(valid, "a kept set contains an id twice, or a negative id")
         elif not valid:
             wrong = int(torch.cat([twice.new_zeros(1), twice]).logical_or(ids < 0).int().argmax())
-            raise SupportError(
+            raise KeptTokensError(
                 f"the kept set of token {rows[wrong].item()} contains id {ids[wrong].item()}"
                 + (", which is no vocabulary id" if ids[wrong] < 0 else " twice; give each id once")
             )
