@@ -1,4 +1,4 @@
-"""What the documentation shows runs as it stands there, and every command that it names exists."""
+"""The code of the documentation runs, and every command that it names exists."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _name(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pages call ``checkpoint``: a tiny real one."""
+    """The ``checkpoint`` of the pages: a tiny real one."""
     folder = tmp_path_factory.mktemp("checkpoint")
     tiny_model("Qwen3ForCausalLM").float().save_pretrained(folder)
     return folder
@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [pytest.param(page, marks=pytest.mark.slow) if _name(page) in LONG else page for page in WITH_CODE],
     ids=_name,
 )
-def test_the_code_of_a_page_runs_and_prints_what_it_says(
+def test_code_of_a_page_runs_and_prints_its_comments(
     page: Path, checkpoint: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     names = {"__name__": "page", "checkpoint": str(checkpoint)}
@@ -92,7 +92,7 @@ def test_commands_of_a_page_exist(page: Path, checkpoint: Path) -> None:
 
 
 def _fault(words: list[str], page: str) -> str | None:
-    """Why a command could not be given as the page gives it."""
+    """Return the reason why a command of a page cannot run, or ``None``."""
     while words and ("=" in words[0] or words[0] in ("export", "srun", "python3", "python", "-m")):
         words = words[1:]
     match words:
@@ -129,7 +129,7 @@ def _fault(words: list[str], page: str) -> str | None:
 
 
 def _missing_extra(requirement: str) -> str | None:
-    """What an extra of ours, as in ``fsdp-runtime[transformers]``, lacks."""
+    """Return a message if an extra of a package, as in ``fsdp-runtime[transformers]``, is missing."""
     found = re.fullmatch(r"(?:\./packages/)?([a-z-]+)\[([a-z-]+)\]", requirement)
     if found is None or not (ROOT / "packages" / found[1]).exists():
         return None
@@ -144,7 +144,7 @@ def test_json_of_a_page_is_json(page: Path) -> None:
 
 
 @pytest.mark.parametrize("package", [tp_plans, fsdp_runtime, rl_logprobs], ids=lambda package: package.__name__)
-def test_the_reference_has_every_public_name(package: object) -> None:
+def test_reference_has_every_public_name(package: object) -> None:
     name = str(package.__name__)  # type: ignore[attr-defined]
     page = (DOCS / "reference" / f"{name.replace('_', '-')}.md").read_text()
     shown = {path.rpartition(".")[2] for path in re.findall(rf"^::: ({name}\.[\w.]+)$", page, flags=re.MULTILINE)}
@@ -152,7 +152,7 @@ def test_the_reference_has_every_public_name(package: object) -> None:
     assert public - shown == set()
 
 
-def test_the_navigation_has_every_page() -> None:
+def test_navigation_has_every_page() -> None:
     named = set(re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert {str(page.relative_to(DOCS)) for page in PAGES} - named == set()
 
@@ -160,7 +160,7 @@ def test_the_navigation_has_every_page() -> None:
 @pytest.mark.parametrize(
     "module", [tp_plans_nemo, fsdp_runtime_nemo, rl_logprobs_nemo], ids=lambda module: module.__name__
 )
-def test_the_migration_pages_name_every_function_that_keeps_its_name(module: ModuleType) -> None:
+def test_migration_pages_name_every_function_that_keeps_its_name(module: ModuleType) -> None:
     pages_from_nemo = "".join((DOCS / "migration" / name).read_text() for name in ("nemo-rl.md", "automodel.md"))
     kept = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     missing = [name for name in kept if f"`{name}`" not in pages_from_nemo and f".{name}`" not in pages_from_nemo]

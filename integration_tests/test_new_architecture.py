@@ -1,4 +1,4 @@
-"""The guide to a plan for a new architecture, followed word for word: its files, its commands, what they print."""
+"""The guide to a plan for a new architecture, followed word for word: its files, commands and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = re.findall(r"```bash\n(.*?)```\n\n```text\n(.*?)```", GUIDE, flags=re.DO
 
 
 def said(command: str, folder: Path) -> str:
-    """What a command of the guide prints in a folder, with the programs of this environment."""
+    """Return the output of a command of the guide in a folder, with the programs of this environment."""
     done = subprocess.run(
         command, shell=True, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
@@ -24,7 +24,7 @@ def said(command: str, folder: Path) -> str:
     return own_lines(done.stdout)
 
 
-def test_following_the_guide_prints_what_it_shows(tmp_path: Path) -> None:
+def test_guide_commands_print_the_shown_output(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     assert len(STEPS) == GUIDE.count("```bash") == 2
