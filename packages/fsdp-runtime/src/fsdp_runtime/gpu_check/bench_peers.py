@@ -103,9 +103,7 @@ def norm_contenders(parameters: Sequence[torch.nn.Parameter]) -> list[Contender]
         Contender("torch norm", lambda: utils.get_total_norm(gradients)),
         Contender("rl-logprobs clip, nothing to do", lambda: ours.clip_grad_norm_(parameters, 1e9)),
         Contender("torch clip, nothing to do", lambda: utils.clip_grad_norm_(parameters, 1e9)),
-        Contender(
-            "rl-logprobs scale by 0.999", lambda: scale(parameters, 0.999, 1.0)
-        ),
+        Contender("rl-logprobs scale by 0.999", lambda: scale(parameters, 0.999, 1.0)),
         Contender("torch scale by 0.999", lambda: utils.clip_grads_with_norm_(parameters, 0.999, _one(gradients))),
     ]
 
