@@ -71,7 +71,6 @@ CASES: Provocations = {
         "CapabilityError: has no sequence-parallel form": lambda: _limited(
             TP, {"sequence_parallel": True}, sequence_parallel=False
         ),
-        "CapabilityError: can be split over": lambda: _limited({"tp": 4}, {}, max_tp=2),
     },
     "tp_plans/infer/inner_models.py": {
         "UnknownArchitectureError: carries adapters inside a module of yours": lambda: refuse(

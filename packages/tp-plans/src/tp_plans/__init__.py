@@ -1,4 +1,4 @@
-"""Tensor-parallel plans as pure data: which layer of which architecture is split how.
+"""Tensor-parallel plans as pure data: the style of each layer of an architecture.
 
 Find a plan:   ``plan_for``, ``architectures``, ``register``
 Change one:    ``with_expert_parallelism``

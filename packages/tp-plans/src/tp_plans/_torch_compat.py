@@ -13,20 +13,20 @@ def own_parameters(module: Any) -> dict[str, Any]:
     """A module's dict of direct parameters, absent ones (``None``) and views in their place included."""
     # ``named_parameters`` hides both, and assigning an attribute refuses a plain tensor where a parameter was; torch's
     # own parametrisation and FSDP2 work on the same dict.
-    found: dict[str, Any] = getattr(module, "_parameters", {})
-    return found
+    parameters: dict[str, Any] = getattr(module, "_parameters", {})
+    return parameters
 
 
 def own_children(module: Any) -> dict[str, Any]:
     """A module's dict of direct children; ``named_children`` takes ten times as long in every call of a module."""
-    found: dict[str, Any] = module._modules
-    return found
+    children: dict[str, Any] = module._modules
+    return children
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
     """A module's dict of direct buffers, for modules that are no ``nn.Module`` too."""
-    found: dict[str, Any] = getattr(module, "_buffers", {})
-    return found
+    buffers: dict[str, Any] = getattr(module, "_buffers", {})
+    return buffers
 
 
 #: The method that runs a module's hooks and forward; the compiler looks it up by this name.

@@ -3,7 +3,7 @@
 A box:      ``Box``, ``full_box``, ``box_shape``, ``volume``, ``intersection``, ``split_box``
 Of a mesh:  ``mesh_boxes``, ``MeshLayout``, ``StridedShard``, ``ShardStep``, ``shard_steps``
 
-The placements are those of DTensor and FSDP2.  Torch is not needed.
+Placements are as in DTensor and FSDP2.  Torch is not needed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _cells(boxes: Sequence[Box], numbers: Sequence[int], dim: int) -> Iterator[t
         if low in starting:
             inside = sorted([*inside, *starting[low]])
         if inside:
-            yield from ((((low, high), *rest), found) for rest, found in _cells(boxes, inside, dim + 1))
+            yield from ((((low, high), *rest), holders) for rest, holders in _cells(boxes, inside, dim + 1))
 
 
 def split_box(box: Box, limit: int) -> list[Box]:

@@ -118,12 +118,12 @@ def _add_json(parser: argparse.ArgumentParser, how: str) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     wanted = options.filter.lower()
-    found = [each for each in architectures() if wanted in f"{each.class_name} {each.model_type} {each.notes}".lower()]
+    listed = [each for each in architectures() if wanted in f"{each.class_name} {each.model_type} {each.notes}".lower()]
     if options.json:
-        print(json.dumps([_as_data(entry) for entry in found], indent=2))
+        print(json.dumps([_as_data(entry) for entry in listed], indent=2))
     else:
         header = ("architecture", "model type", "TP", "SP", "MoE", "notes")
-        _print_lines(table([header, *map(_as_row, found)]))
+        _print_lines(table([header, *map(_as_row, listed)]))
         print("\nFor other architectures the plan that transformers ships is used: tp-plans show hf:CLASS")
     return OK
 
@@ -132,7 +132,6 @@ def _as_data(entry: Architecture) -> dict[str, object]:
     return {
         "architecture": entry.class_name,
         "model_type": entry.model_type,
-        "max_tp": entry.max_tp,
         "sequence_parallel": entry.sequence_parallel,
         "experts": entry.has_experts,
         "notes": entry.notes,
@@ -140,9 +139,8 @@ def _as_data(entry: Architecture) -> dict[str, object]:
 
 
 def _as_row(entry: Architecture) -> tuple[str, ...]:
-    tp = "yes" if entry.max_tp is None else f"to {entry.max_tp}"
     sp, experts = ("yes" if flag else "no" for flag in (entry.sequence_parallel, entry.has_experts))
-    return entry.class_name, entry.model_type, tp, sp, experts, entry.notes
+    return entry.class_name, entry.model_type, "yes", sp, experts, entry.notes
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -67,9 +67,9 @@ def model_of(source: str) -> Any:
         return meta_model_of_class(source)
     sys.path.insert(0, "")  # the module may be in the current folder
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
-        is_model = hasattr(found, "named_modules") and not isinstance(found, type)
-        return found if is_model or not callable(found) else found()
+        value = getattr(importlib.import_module(module_name), attribute)
+        is_model = hasattr(value, "named_modules") and not isinstance(value, type)
+        return value if is_model or not callable(value) else value()
     except Exception as error:
         raise ModelConfigError(f"{source}: no model can be built from it: {type(error).__name__}: {error}") from error
     finally:

@@ -175,12 +175,12 @@ class ModelTree:
     @cached_property
     def by_wildcard(self) -> Mapping[str, Mapping[str, None]]:
         """The modules and parameters that differ in block numbers only, by their common pattern, in a fixed order."""
-        found: dict[str, dict[str, None]] = defaultdict(dict)
+        paths: dict[str, dict[str, None]] = defaultdict(dict)
         for path in self.modules:
-            found[wildcard(path)][path] = None
+            paths[wildcard(path)][path] = None
             for parameter in (join(path, name) for name in self.own_parameters(path)):
-                found[wildcard(parameter)][parameter] = None
-        return found
+                paths[wildcard(parameter)][parameter] = None
+        return paths
 
     @cached_property
     def tied(self) -> tuple[tuple[str, ...], ...]:
@@ -195,10 +195,10 @@ class ModelTree:
         known = Patterns(patterns)
         modules: dict[str, list[str]] = defaultdict(list)
         parameters: dict[str, list[str]] = defaultdict(list)
-        for paths, found in ((self.modules, modules), (self.parameters, parameters)):
+        for paths, matched in ((self.modules, modules), (self.parameters, parameters)):
             for path in paths:
                 for pattern in known.match(path):
-                    found[pattern].append(path)
+                    matched[pattern].append(path)
         return dict(modules), dict(parameters)
 
     # The parts of a language model.
@@ -330,19 +330,19 @@ class ModelTree:
         is_list = self._is_list(container)
         if not is_list and not _inherits(self.modules[container], _CONTAINERS):
             return ()
-        found: list[str] = []
+        blocks: list[str] = []
         for child in self.children[container]:
             if type(self.modules[child]).__name__ in ("ModuleList", "ModuleDict"):
                 if not (inner := self._members(child)):
                     return ()
-                found += inner
+                blocks += inner
             elif self.children[child] and not self._is_namespace(child):
-                found.append(child)
+                blocks.append(child)
             else:
                 return ()
         # Any other dict or sequence of modules is a model, not a stack.
-        uniform = len({type(self.modules[path]) for path in found}) == 1 and len(found) > 1
-        return tuple(found) if is_list or uniform else ()
+        uniform = len({type(self.modules[path]) for path in blocks}) == 1 and len(blocks) > 1
+        return tuple(blocks) if is_list or uniform else ()
 
     def _is_namespace(self, path: str) -> bool:
         """Whether a module is a bare ``nn.Module()`` that holds others, as in a VQ-VAE: nothing calls it."""

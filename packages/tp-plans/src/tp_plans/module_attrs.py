@@ -25,24 +25,24 @@ def getattr_path(owner: Any, path: str) -> object:
 def key_value_heads(attention: Any, style: ParallelAttention) -> int | None:
     """The number of an attention layer's key/value heads, or ``None`` where the layer does not tell it."""
     # The size of the layer's own key projection comes first: layers of one config may have different numbers (MiMo-V2).
-    # Without one, layers whose config has no single number tell it by the number of their groups.
+    # Without a key projection, and without one number in the config, the number of groups gives it.
     features, size = getattr_path(attention, f"{KEY}.out_features"), getattr_path(attention, HEAD_DIM)
     if is_integer(features, least=1) and is_integer(size, least=1) and features % size == 0:
         return features // size
-    found = getattr_path(attention, style.kv_heads_attr)
-    if is_integer(found, least=1):
-        return found
+    kv_heads = getattr_path(attention, style.kv_heads_attr)
+    if is_integer(kv_heads, least=1):
+        return kv_heads
     heads, groups = getattr_path(attention, f"config.{HEAD_COUNTS[0]}"), getattr_path(attention, style.kv_groups_attr)
     return heads // groups if is_integer(heads, least=1) and is_integer(groups, least=1) else None
 
 
 def resolve_int(owner: Any, value: int | str, *, least: int = 1) -> int:
     """``value`` itself where it is a number, else the integer, ``least`` or more, that ``owner`` has of that name."""
-    found = getattr_path(owner, value) if isinstance(value, str) else value
-    if not is_integer(found, least=least):
+    number = getattr_path(owner, value) if isinstance(value, str) else value
+    if not is_integer(number, least=least):
         kind = "positive integer" if least else "integer"
-        raise PlanError(f"{type(owner).__name__} has no {kind} {value!r} (found {found!r}): give the number itself")
-    return found
+        raise PlanError(f"{type(owner).__name__} has no {kind} {value!r} (found {number!r}): give the number itself")
+    return number
 
 
 def needs_parent(style: Style) -> bool:

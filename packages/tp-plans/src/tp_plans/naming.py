@@ -1,7 +1,7 @@
 """The names that models give to their layers, by role: the only place of this package that lists them.
 
-A structural reader needs no names.  These lists serve what shapes cannot tell apart: queries from keys, a gate from an
-up-projection, a norm of each head from one of the residual stream.
+A structural reader needs no names.  These lists serve layers of equal shape: queries and keys, a gate and an
+up-projection, a norm of each head and one of the residual stream.
 """
 
 from __future__ import annotations

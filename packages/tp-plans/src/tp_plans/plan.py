@@ -56,7 +56,7 @@ class Plan(Mapping[str, Style]):
 
     @property
     def name(self) -> str:
-        """What the plan is for."""
+        """The model or class of the plan."""
         return self._name
 
     @property
@@ -160,7 +160,9 @@ class Plan(Mapping[str, Style]):
             ModelError: ``model`` is not a model.
         """
         tree = ModelTree.of(model)
-        styles = {path: self[found[0]] for path in (*tree.modules, *tree.parameters) if (found := self.match(path))}
+        styles = {
+            path: self[patterns[0]] for path in (*tree.modules, *tree.parameters) if (patterns := self.match(path))
+        }
         return {p: s for p, s in styles.items() if p in tree.modules or not isinstance(s, DispatchExperts)}
 
     def to_torch(self, model: Any = None) -> dict[str, ParallelStyle]:
@@ -170,8 +172,8 @@ class Plan(Mapping[str, Style]):
 
         Args:
             model: key the styles by the paths of this model's modules in place of patterns.  ``parallelize_module``
-                then does not warn of layers without a match, and two patterns of one module stay apart from patterns
-                of different modules.  The meta device is enough.
+                then does not warn of layers without a match, and tells two patterns of one module from patterns of
+                different modules.  The meta device is enough.
 
         Returns:
             Pattern or path to style; rules of bare parameters are folded onto the module that owns them.

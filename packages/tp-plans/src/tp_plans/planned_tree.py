@@ -127,8 +127,8 @@ class PlannedTree:
 
     def number(self, path: str, value: int | str, *, least: int = 1) -> int | None:
         """Return a number, or the integer attribute of that name, ``least`` or more, of the module above ``path``."""
-        found = getattr_path(self.modules[parent(path)], value) if isinstance(value, str) else value
-        return found if is_integer(found, least=least) else None
+        number = getattr_path(self.modules[parent(path)], value) if isinstance(value, str) else value
+        return number if is_integer(number, least=least) else None
 
     def within(self, root: str) -> Iterator[tuple[str, Any]]:
         """Iterate over the modules of the language model at ``root``, except those inside split experts."""
@@ -145,11 +145,11 @@ class PlannedTree:
 
 def merge_per_block(rules: Iterable[tuple[str, Style]], tree: ModelTree) -> dict[str, Style]:
     """Merge rules of single paths into one for all blocks, where every such path in the model has the same style."""
-    found: dict[str, dict[str, Style]] = defaultdict(dict)
+    by_pattern: dict[str, dict[str, Style]] = defaultdict(dict)
     for path, style in rules:
-        found[wildcard(path)][path] = style
+        by_pattern[wildcard(path)][path] = style
     merged: dict[str, Style] = {}
-    for pattern, places in found.items():
+    for pattern, places in by_pattern.items():
         if len(set(places.values())) == 1 and tree.by_wildcard[pattern].keys() <= places.keys():
             merged[pattern] = next(iter(places.values()))
         else:

@@ -30,7 +30,7 @@ _TASK = re.compile(r"(.+?)(For[A-Z]\w+)")
 
 @dataclass(frozen=True)
 class _Names:
-    """What a target is called: by its classes, nearest first, and by its config."""
+    """The names of a target: its classes, nearest first, and the names in its config."""
 
     classes: tuple[str, ...]
     config: tuple[str, ...]
@@ -41,8 +41,8 @@ class _Names:
     @property
     def task(self) -> tuple[str, str] | None:
         """The model and the task that its nearest class of transformers' naming is for."""
-        found = next((match for name in self.classes if (match := _TASK.fullmatch(name))), None)
-        return None if found is None else (found[1], found[2])
+        match_of_class = next((match for name in self.classes if (match := _TASK.fullmatch(name))), None)
+        return None if match_of_class is None else (match_of_class[1], match_of_class[2])
 
 
 def architectures() -> tuple[Architecture, ...]:
@@ -84,13 +84,13 @@ def register(entry: Architecture) -> None:
         _BY_NAME.setdefault(name, entry)
 
 
-def architecture_plan(target: object, *, sequence_parallel: bool = False, tp: int | None = None) -> Plan:
+def architecture_plan(target: object, *, sequence_parallel: bool = False) -> Plan:
     """Return this package's plan of an architecture; for a model, adapted to its config."""
     names = _names(target.model if isinstance(target, ModelTree) else target)
     entry = next((_BY_NAME[name] for name in names if name in _BY_NAME), None) or _of_same_model(names)
     if entry is None:
         raise _unknown(names, target)
-    plan = entry.plan(sequence_parallel=sequence_parallel, tp=tp)
+    plan = entry.plan(sequence_parallel=sequence_parallel)
     if isinstance(target, ModelTree) or (hasattr(target, "named_modules") and not isinstance(target, type)):
         tree = ModelTree.of(target)
         if not _in_same_place(entry, tree):

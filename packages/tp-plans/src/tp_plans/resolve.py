@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tp_plans._validate import require_size
@@ -42,7 +43,6 @@ def plan_for(
     *,
     sequence_parallel: bool = False,
     rowwise: bool = True,
-    tp: int | None = None,
     mesh: DeviceMesh | None = None,
     towers_tp: int | None = None,
 ) -> Plan:
@@ -70,7 +70,6 @@ def plan_for(
         rowwise: false for a plan without row-wise layers: no activation is a sum over ranks, so that forward results
             equal one process.  Each rank gathers the layer's input and computes some of its output features; stacked
             experts are replicated; gradients are still sums.
-        tp: the size of the axis, if known: an own plan refuses a larger one than the architecture's largest.
         mesh: the axis; its ranks run the small copy of the model, and all of them have to call this.  By default, new
             processes of this machine's CPU run it.
         towers_tp: the size of the axis over which vision and audio towers and projectors are split too: attention in
@@ -82,8 +81,7 @@ def plan_for(
     Raises:
         UnknownArchitectureError: no own plan is known (the message lists the names tried and the nearest known ones),
             or ``"auto"`` found no plan that is certain or verified.
-        CapabilityError: sequence parallelism was asked of a model that has no such form, or the architecture cannot be
-            split over as many ranks.
+        CapabilityError: sequence parallelism was asked of a model that has no such form.
         CustomPlanError: a plan of yours cannot be used; the message gives the reason.
         UnknownStyleError: a plan has a word that names no style.
         PlanError: transformers ships no plan, ``towers_tp`` is not a positive number, or a row-wise layer has no form
@@ -100,25 +98,29 @@ def plan_for(
     """
     if towers_tp is not None:
         require_size(towers_tp)
-    tp = mesh.size() if mesh is not None else tp
     is_model = isinstance(model, ModelTree) or (hasattr(model, "named_modules") and not isinstance(model, type))
     if source == "auto" and is_model:
-        plan = _automatic(model, sequence_parallel=sequence_parallel, tp=tp, mesh=mesh, towers_tp=towers_tp)
+        plan = _automatic(model, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     else:
-        plan = _from_source(model, source, sequence_parallel=sequence_parallel, tp=tp)
+        plan = _from_source(model, source, sequence_parallel=sequence_parallel)
         plan = plan if towers_tp is None else split_towers(plan, model, tp=towers_tp)
     return plan if rowwise else rowwise_free(plan)
 
 
-def _from_source(model: Any, source: object, *, sequence_parallel: bool, tp: int | None) -> Plan:
+def _from_source(model: Any, source: object, *, sequence_parallel: bool) -> Plan:
     if source in ("auto", "own"):
-        return architecture_plan(model, sequence_parallel=sequence_parallel, tp=tp)
+        return architecture_plan(model, sequence_parallel=sequence_parallel)
     if source == "transformers":
         return from_hugging_face(model, sequence_parallel=sequence_parallel)
     if source == "inferred":
-        return _with_doubts(model, sequence_parallel=sequence_parallel)
-    named = _registered(source, sequence_parallel=sequence_parallel, tp=tp)
-    plan = _from_value(_imported(source) if isinstance(source, str) else source, source) if named is None else named
+        suggestion = suggest(model, sequence_parallel=sequence_parallel)
+        for doubt in suggestion.doubts:
+            logger.warning("the inferred plan was not run, and may be wrong: %s", doubt)
+        return suggestion.plan
+    if isinstance(source, str) and source.isidentifier():
+        with suppress(UnknownArchitectureError):
+            return architecture_plan(source, sequence_parallel=sequence_parallel)
+    plan = _from_value(_imported(source) if isinstance(source, str) else source, source)
     if sequence_parallel and not plan.sequence_parallel:
         raise CustomPlanError(
             f"sequence_parallel=True was asked, but the plan {plan.name} is not a sequence-parallel one: "
@@ -127,20 +129,16 @@ def _from_source(model: Any, source: object, *, sequence_parallel: bool, tp: int
     return plan
 
 
-def _automatic(
-    model: Any, *, sequence_parallel: bool, tp: int | None, mesh: DeviceMesh | None, towers_tp: int | None
-) -> Plan:
+def _automatic(model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None) -> Plan:
     tree = ModelTree.of(model)
     if not known_by_class(tree) and (inner := inner_models(tree)):
         plans = {
-            path: _automatic(
-                tree.modules[path], sequence_parallel=sequence_parallel, tp=tp, mesh=mesh, towers_tp=towers_tp
-            )
+            path: _automatic(tree.modules[path], sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
             for path in inner
         }
         return plan_around(plans, tree)
     try:
-        plan = architecture_plan(tree, sequence_parallel=sequence_parallel, tp=tp)
+        plan = architecture_plan(tree, sequence_parallel=sequence_parallel)
     except UnknownArchitectureError as unknown:
         try:
             if not ships_plan_of_blocks(tree):
@@ -159,23 +157,6 @@ def _automatic(
         logger.warning("no plan of our own for %s: using the one that transformers ships", name)
     logger.info("tensor-parallel plan: %r", plan)
     return plan if towers_tp is None else split_towers(plan, tree, tp=towers_tp)
-
-
-def _with_doubts(model: Any, *, sequence_parallel: bool) -> Plan:
-    suggestion = suggest(model, sequence_parallel=sequence_parallel)
-    for doubt in suggestion.doubts:
-        logger.warning("the inferred plan was not run, and may be wrong: %s", doubt)
-    return suggestion.plan
-
-
-def _registered(plan: object, *, sequence_parallel: bool, tp: int | None) -> Plan | None:
-    """The plan of an architecture that is named by a plain word."""
-    if not isinstance(plan, str) or not plan.isidentifier():
-        return None
-    try:
-        return architecture_plan(plan, sequence_parallel=sequence_parallel, tp=tp)
-    except UnknownArchitectureError:
-        return None
 
 
 def _imported(path: str) -> object:
@@ -206,8 +187,8 @@ def _fail(path: str, problem: str, error: Exception) -> NoReturn:
     raise CustomPlanError(f"custom plan {path!r}: {problem} {type(error).__name__}: {error}") from error
 
 
-def _from_value(value: object, given: object) -> Plan:
-    name = given if isinstance(given, str) else "the custom plan"
+def _from_value(value: object, source: object) -> Plan:
+    name = source if isinstance(source, str) else "the custom plan"
     if isinstance(value, Plan):
         return value
     if not isinstance(value, Mapping):

@@ -24,13 +24,7 @@ from tp_plans.styles.adapters import AdapterStyles, adapter_styles
 from tp_plans.text import colorize
 
 if TYPE_CHECKING:
-    from tp_plans.torch_styles import (
-        AllToAllExchange,
-        DispatchedTokens,
-        TokenExchange,
-        dispatch_styles,
-        exchange_class,
-    )
+    from tp_plans.torch_styles import AllToAllExchange, DispatchedTokens, TokenExchange, dispatch_styles, exchange_class
     from tp_plans.torch_styles._host_time_compat import direct
     from tp_plans.torch_styles.dispatch.style import scale_expert_gradients
     from tp_plans.torch_styles.gradients import attach_zero_grads, full_view

@@ -29,7 +29,7 @@ def test_list_is_filtered_by_name_type_or_notes(capsys: pytest.CaptureFixture[st
     row, *others = json.loads(capsys.readouterr().out)
     assert all("vision" in "".join(map(str, each.values())).lower() for each in (row, *others))
     assert len(others) + 1 < len(architectures())
-    assert set(row) == {"architecture", "model_type", "max_tp", "sequence_parallel", "experts", "notes"}
+    assert set(row) == {"architecture", "model_type", "sequence_parallel", "experts", "notes"}
 
 
 def test_list_tells_what_an_architecture_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:

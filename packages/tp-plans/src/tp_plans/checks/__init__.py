@@ -37,8 +37,8 @@ def check(plan: Plan | Mapping[str, object], model: Any, *, tp: int, ep: int = 1
     Returns:
         The report.  Errors: unknown style names, patterns that match nothing, modules matched twice, modules that a
         style does not fit, numbers that the model does not have, sizes that do not divide (with those that do),
-        layers whose input layout differs from their neighbours' output, parameters whose gradient would be a partial
-        sum, replicated modules after blocks that output sharded activations, tied weights that would be untied.
+        input layouts that differ from a neighbour's output layout, parameters with a partial sum as gradient,
+        replicated modules after blocks that output sharded activations, tied weights that would be untied.
         Warnings: likely cases of these, and large parameters that stay replicated.  Equal findings of one rule are
         merged.
 

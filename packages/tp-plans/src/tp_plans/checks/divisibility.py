@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tp_plans import styles
 from tp_plans._validate import is_integer
 from tp_plans.checks.findings import Finding
 from tp_plans.layouts import Shard
 from tp_plans.model_tree import join, parent
 from tp_plans.module_attrs import getattr_path, key_value_heads
 from tp_plans.planned_tree import PlannedTree
-from tp_plans.styles import (
-    ColwiseEmbedding,
-    ColwiseParallel,
-    ExpertsParallel,
-    MLAKVProjection,
-    ParallelAttention,
-    ParameterStyle,
-    RowwiseParallel,
-    VocabParallelEmbedding,
-)
 
 #: The largest axis that is tried if nothing in a plan bounds it.
 MAX_TP = 1024
@@ -72,34 +63,36 @@ def divisibility_constraints(planned: PlannedTree) -> tuple[list[Constraint], li
     cuts: list[Constraint] = []
     findings: list[Finding] = []
     for path in planned.styles:
-        for found in _constraints(path, planned):
-            (cuts if isinstance(found, Constraint) else findings).append(found)  # type: ignore[arg-type]
+        for constraint in _constraints(path, planned):
+            (cuts if isinstance(constraint, Constraint) else findings).append(constraint)  # type: ignore[arg-type]
     return cuts, findings
 
 
 def _constraints(path: str, planned: PlannedTree) -> Iterator[Constraint | Finding]:
     match planned.own_style(path):
-        case ColwiseParallel(multiple_of=unit, fused_sizes=pieces, replicate_kv_heads=shared) if (
+        case styles.ColwiseParallel(multiple_of=unit, fused_sizes=pieces, replicate_kv_heads=shared) if (
             weight := planned.tree.weight(path)
         ) is not None:
             yield from _weight_constraints(path, weight.shape[0], unit, pieces, planned, shared=shared)
-        case RowwiseParallel(multiple_of=unit, fused_sizes=pieces) if (weight := planned.tree.weight(path)) is not None:
+        case styles.RowwiseParallel(multiple_of=unit, fused_sizes=pieces) if (
+            weight := planned.tree.weight(path)
+        ) is not None:
             yield from _weight_constraints(path, weight.shape[1], unit, pieces, planned)
-        case MLAKVProjection(rope_dim=rotary) if (weight := planned.tree.weight(path)) is not None:
+        case styles.MLAKVProjection(rope_dim=rotary) if (weight := planned.tree.weight(path)) is not None:
             yield from _mla_constraints(path, weight.shape[0], rotary, planned)
-        case VocabParallelEmbedding() if (weight := planned.tree.weight(path)) is not None:
+        case styles.VocabParallelEmbedding() if (weight := planned.tree.weight(path)) is not None:
             yield Constraint(path, weight.shape[0], "entries")
-        case ColwiseEmbedding() if (weight := planned.tree.weight(path)) is not None:
+        case styles.ColwiseEmbedding() if (weight := planned.tree.weight(path)) is not None:
             yield Constraint(path, weight.shape[1])
-        case ExpertsParallel():
+        case styles.ExpertsParallel():
             for each in list(planned.tree.own_parameters(path).values())[:1]:
                 if each.ndim:
                     yield Constraint(path, each.shape[0], "experts")
-        case ParameterStyle(layout=Shard(dim=dim)):
+        case styles.ParameterStyle(layout=Shard(dim=dim)):
             parameter = planned.parameters[path]
             if -parameter.ndim <= dim < parameter.ndim:
                 yield Constraint(path, parameter.shape[dim], "entries")
-        case ParallelAttention() as style:
+        case styles.ParallelAttention() as style:
             yield from _count_constraints(path, style, planned)
 
 
@@ -108,7 +101,7 @@ def _weight_constraints(
 ) -> Iterator[Constraint | Finding]:
     width = planned.number(path, unit)
     proportions = [planned.number(path, piece) for piece in pieces] or [1]
-    missing = [name for name, found in zip((unit, *pieces), (width, *proportions), strict=False) if found is None]
+    missing = [name for name, number in zip((unit, *pieces), (width, *proportions), strict=False) if number is None]
     for name in dict.fromkeys(missing):
         yield _missing_attribute(path, name, "unit" if name == unit else "piece", planned)
     if missing:
@@ -148,7 +141,9 @@ def _missing_attribute(path: str, name: int | str, problem: str, planned: Planne
     return Finding("error", path, message, f"give the {problem} as a number")
 
 
-def _count_constraints(path: str, style: ParallelAttention, planned: PlannedTree) -> Iterator[Constraint | Finding]:
+def _count_constraints(
+    path: str, style: styles.ParallelAttention, planned: PlannedTree
+) -> Iterator[Constraint | Finding]:
     module = planned.modules[path]
     for name in style.head_count_attrs:
         count = getattr_path(module, name)
@@ -167,7 +162,7 @@ def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
     """Find attention layers that share key/value heads between ranks but do not tell the heads' number."""
     for path in planned.styles:
         style = planned.own_style(path)
-        if not isinstance(style, ParallelAttention):
+        if not isinstance(style, styles.ParallelAttention):
             continue
         module = planned.modules[path]
         if not is_integer(getattr_path(module, style.kv_groups_attr)) or key_value_heads(module, style) is not None:
@@ -184,7 +179,7 @@ def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
 
 def _has_fewer_heads(path: str, planned: PlannedTree, tp: int) -> bool:
     style, weight = planned.style(path), planned.tree.weight(path)
-    unit = planned.number(path, style.multiple_of) if isinstance(style, ColwiseParallel) else None
+    unit = planned.number(path, style.multiple_of) if isinstance(style, styles.ColwiseParallel) else None
     return weight is not None and unit is not None and int(weight.shape[0]) // unit < tp
 
 
@@ -192,5 +187,5 @@ def _replicated_kv(path: str, planned: PlannedTree) -> Iterator[str]:
     """Yield the projections of an attention layer with heads that ranks may share."""
     for child in planned.children[path]:
         style = planned.style(child)
-        if isinstance(style, ColwiseParallel) and style.replicate_kv_heads:
+        if isinstance(style, styles.ColwiseParallel) and style.replicate_kv_heads:
             yield child

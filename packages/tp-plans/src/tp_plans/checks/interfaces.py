@@ -8,26 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tp_plans import styles
 from tp_plans.checks.findings import Finding
 from tp_plans.layouts import Replicate, Shard
 from tp_plans.model_tree import ancestors, parent
 from tp_plans.naming import leaf
 from tp_plans.planned_tree import PlannedTree
-from tp_plans.styles import (
-    ColwiseParallel,
-    GatherSequence,
-    NoParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    VocabParallelEmbedding,
-)
 
 
 def check_interfaces(planned: PlannedTree) -> Iterator[Finding]:
     """Find layers with an input or output layout that differs from their neighbours'."""
     matrices = [(path, style) for path, style in planned.styled_modules() if planned.tree.weight(path) is not None]
     giving = [path for path, _ in matrices if planned.outputs_local_shard(path)]
-    linear = [(path, style) for path, style in matrices if isinstance(style, (RowwiseParallel, ColwiseParallel))]
+    linear = [
+        (path, style) for path, style in matrices if isinstance(style, (styles.RowwiseParallel, styles.ColwiseParallel))
+    ]
     reading = [path for path, style in linear if style.input_layouts == Shard(-1)]
     yield from _missing_gather(giving, reading, planned)
     yield from _missing_shard(giving, reading, planned)
@@ -67,7 +62,9 @@ def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree)
 def _reads_features(path: str, features: int, planned: PlannedTree) -> bool:
     """Return whether a layer that the plan leaves replicated reads so many features."""
     weight, style = planned.tree.weight(path), planned.style(path)
-    return weight is not None and (style is None or isinstance(style, NoParallel)) and weight.shape[1] == features
+    return (
+        weight is not None and (style is None or isinstance(style, styles.NoParallel)) and weight.shape[1] == features
+    )
 
 
 def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
@@ -76,11 +73,11 @@ def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) 
         above = parent(path)
         if above in givers:
             continue
-        styles = {child: planned.style(child) for child in planned.children[above]}
+        siblings = ((child, planned.style(child)) for child in planned.children[above])
         gathered = [
             child
-            for child, style in styles.items()
-            if isinstance(style, ColwiseParallel) and style.output_layouts == Replicate()
+            for child, style in siblings
+            if isinstance(style, styles.ColwiseParallel) and style.output_layouts == Replicate()
         ]
         if gathered:
             problem = f"expects a local shard of features, but {', '.join(gathered)} output all features"
@@ -99,9 +96,9 @@ def _scopes(path: str) -> Iterator[str]:
 
 def _implicit_shard(planned: PlannedTree) -> Iterator[Finding]:
     """Find plain local shards of the sequence, which ``SequenceParallel`` norms would shard again."""
-    norms = any(isinstance(style, SequenceParallel) for style in planned.plan.values())
+    norms = any(isinstance(style, styles.SequenceParallel) for style in planned.plan.values())
     for path, style in planned.styled_modules() if norms else ():
-        if isinstance(style, (RowwiseParallel, VocabParallelEmbedding)) and style.use_local_output:
+        if isinstance(style, (styles.RowwiseParallel, styles.VocabParallelEmbedding)) and style.use_local_output:
             layout = style.output_layouts
             if isinstance(layout, Shard) and layout.dim >= 0:
                 problem = (
@@ -115,14 +112,14 @@ def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
     """Find replicated modules that read the output of blocks that shard it on the sequence."""
     tree = planned.tree
     norm = None if tree.final_norm is None else planned.style(tree.final_norm)
-    if isinstance(norm, SequenceParallel) and norm.full_output:
+    if isinstance(norm, styles.SequenceParallel) and norm.full_output:
         return
     last = (path for block in tree.decoder_blocks[-1:] for path in (block, *tree.below(block)))
     if not any(_shards_sequence(path, planned) for path in last):
         return
     for path in tree.reads_decoder_output:
         style = planned.style(path)
-        is_replicated = style is None or (isinstance(style, NoParallel) and style.gradient == "full")
+        is_replicated = style is None or (isinstance(style, styles.NoParallel) and style.gradient == "full")
         if not is_replicated or not tree.own_parameters(path):
             continue
         problem = "is replicated, but the blocks output activations sharded on the sequence"
@@ -137,8 +134,8 @@ def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:
 def _shards_sequence(path: str, planned: PlannedTree) -> bool:
     """Return whether a module outputs a DTensor that is sharded on the sequence."""
     style = planned.style(path)
-    if isinstance(style, GatherSequence):
+    if isinstance(style, styles.GatherSequence):
         return True
-    if not isinstance(style, (ColwiseParallel, RowwiseParallel)) or style.use_local_output:
+    if not isinstance(style, (styles.ColwiseParallel, styles.RowwiseParallel)) or style.use_local_output:
         return False
     return isinstance(style.output_layouts, Shard) and style.output_layouts.dim >= 0

@@ -49,8 +49,8 @@ def explain(plan: Plan, model: Any, *, tp: int, ep: int = 1) -> Explanation:
     planned = PlannedTree(tree, plan)
     rules = []
     for pattern, style in plan.items():
-        found = planned.parameters if isinstance(style, ParameterStyle) else planned.modules
-        places = tuple(path for path in found if planned.rules[path][:1] == [pattern])
+        candidates = planned.parameters if isinstance(style, ParameterStyle) else planned.modules
+        places = tuple(path for path in candidates if planned.rules[path][:1] == [pattern])
         ranks = ep if isinstance(style, DispatchExperts) else tp
         parameters = tuple(each for path in places for each in sharded_parameters(path, planned, ranks))
         collectives = collectives_of(places, style, planned, ranks)

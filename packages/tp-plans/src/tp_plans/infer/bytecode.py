@@ -19,7 +19,7 @@ _FEATURE_BY_FEATURE = {
     *("torch", "nn", "functional", "F", "training", "p", "float", "to", "dtype", "type", "type_as", "min", "max"),
     *("isinstance", "weight", "Tensor", "int8"),  # a cast to the dtype of a layer's weight
 }
-#: What is read of a tensor without its values.
+#: Attributes of a tensor that do not read its values.
 _NO_VALUES = ("dtype", "device", "shape", "size", "ndim")
 
 

@@ -37,15 +37,15 @@ def tied_modules(planned: PlannedTree, root: str) -> Mapping[str, Style]:
 
 def _tied_pairs(planned: PlannedTree) -> dict[tuple[str, str], None]:
     """Return the modules with rules and the modules without that have the same parameters below them."""
-    found: dict[tuple[str, str], None] = {}
+    pairs: dict[tuple[str, str], None] = {}
     for group in planned.tree.tied:
         with_layout = [path for path in group if planned.layout(path) is not None]
         for path in (path for path in group if planned.layout(path) is None):
             for other in with_layout[:1]:
                 pair = _without_common_end(other, path)
                 if all(each in planned.modules for each in pair):
-                    found[pair] = None
-    return found
+                    pairs[pair] = None
+    return pairs
 
 
 def _without_common_end(one: str, other: str) -> tuple[str, str]:

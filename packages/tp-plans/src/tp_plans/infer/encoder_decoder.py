@@ -9,12 +9,12 @@ def token_streams(tree: ModelTree) -> tuple[str, ...]:
     """Return the modules that each hold a token embedding and blocks; none if the model has one stream."""
     table = tree.shape(tree.embedding) if tree.embedding else None
     holders = dict.fromkeys(parent(stack) for stack in tree.stacks)
-    found = tuple(
+    streams = tuple(
         path
         for path in holders
         if path and any(tree.is_embedding(child) and tree.shape(child) == table for child in tree.children[path])
     )
-    return found if len(found) > 1 else ()
+    return streams if len(streams) > 1 else ()
 
 
 def token_blocks(tree: ModelTree) -> tuple[str, ...]:

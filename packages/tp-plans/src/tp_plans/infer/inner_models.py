@@ -22,8 +22,10 @@ def inner_models(tree: ModelTree) -> tuple[str, ...]:
     """Return the paths of the outermost language models of transformers inside a module that is none itself."""
     if _is_language_model("", tree):
         return ()
-    found = [path for path in tree.modules if path and _is_language_model(path, tree)]
-    outermost = tuple(path for path in found if not any(above in found for above in ancestors(path)))
+    language_models = [path for path in tree.modules if path and _is_language_model(path, tree)]
+    outermost = tuple(
+        path for path in language_models if not any(above in language_models for above in ancestors(path))
+    )
     if not any(is_at_or_below(tree.decoder or "", path) for path in outermost):
         return ()
     for path in outermost:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
+from tp_plans import styles
 from tp_plans.errors import CapabilityError, PlanError
 from tp_plans.infer.bytecode import first_argument, takes_argument
 from tp_plans.infer.encoder_decoder import token_streams
@@ -22,23 +23,16 @@ from tp_plans.models.spec import SEQUENCE_DIM
 from tp_plans.naming import EMBEDDINGS_ARGUMENT, FEATURES_BETWEEN_BLOCKS, MLA_NORMS, NO_SEQUENCE_PARALLELISM, leaf
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
-from tp_plans.styles import (
-    AllReduceOutput,
-    ExpertsParallel,
-    GatheredParameters,
-    GatherSequence,
-    ParallelAttention,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    Style,
-    VocabParallelEmbedding,
-)
 
 _STREAM = Shard(SEQUENCE_DIM)
 
 #: The styles of a module's own that may be the inner one of a ``GatherSequence``.
-_WRAPPABLE_STYLES = (ParallelAttention, GatheredParameters, ExpertsParallel, AllReduceOutput)
+_WRAPPABLE_STYLES = (
+    styles.ParallelAttention,
+    styles.GatheredParameters,
+    styles.ExpertsParallel,
+    styles.AllReduceOutput,
+)
 
 
 def with_sequence_parallelism(plan: Plan, model: Any, *, gather_blocks: bool = False) -> Plan:
@@ -107,10 +101,10 @@ def _blocks(tree: ModelTree) -> tuple[str, ...]:
     return tuple(block for members in stacks.values() for block in members)
 
 
-def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
+def _rules_before_blocks(planned: PlannedTree) -> dict[str, styles.Style]:
     """Return the rules that shard the embeddings on the sequence before the first block."""
     tree, embedding = planned.tree, planned.tree.embedding
-    gathers = isinstance(planned.style(tree.root), GatheredParameters)
+    gathers = isinstance(planned.style(tree.root), styles.GatheredParameters)
     if tree.root and planned.style(tree.root) is not None and not gathers:
         return {}
     between_blocks = tree.root and takes_argument(tree.modules[tree.root], FEATURES_BETWEEN_BLOCKS[1])
@@ -118,13 +112,13 @@ def _rules_before_blocks(planned: PlannedTree) -> dict[str, Style]:
     if gathers or not takes_embeddings or between_blocks or _adds_to_embeddings(tree):
         # Its code may add positions to the embeddings, or scale them: shard the first block's input.
         block = _blocks(tree)[0]
-        return {block: PrepareModuleInput(layout=_STREAM, argument=first_argument(tree.modules[block]))}
-    rules: dict[str, Style] = {
-        tree.root: PrepareModuleInput(layout=_STREAM, argument=EMBEDDINGS_ARGUMENT, position=None)
+        return {block: styles.PrepareModuleInput(layout=_STREAM, argument=first_argument(tree.modules[block]))}
+    rules: dict[str, styles.Style] = {
+        tree.root: styles.PrepareModuleInput(layout=_STREAM, argument=EMBEDDINGS_ARGUMENT, position=None)
     }
-    is_split = embedding is not None and isinstance(planned.style(embedding), VocabParallelEmbedding)
+    is_split = embedding is not None and isinstance(planned.style(embedding), styles.VocabParallelEmbedding)
     if embedding is not None and is_split and not _embeddings_merged_above(tree.root, tree):
-        rules[embedding] = VocabParallelEmbedding(output_layouts=_STREAM, use_local_output=False)
+        rules[embedding] = styles.VocabParallelEmbedding(output_layouts=_STREAM, use_local_output=False)
     return rules
 
 
@@ -143,16 +137,18 @@ def _adds_to_embeddings(tree: ModelTree) -> bool:
     )
 
 
-def _rules_after_blocks(planned: PlannedTree) -> dict[str, Style]:
+def _rules_after_blocks(planned: PlannedTree) -> dict[str, styles.Style]:
     """Return the rules of the modules that read the output of the last block, which is sharded on the sequence."""
     tree = planned.tree
     siblings = [path for path in tree.children[tree.root] if path != tree.decoder]
-    rules: dict[str, Style] = {path: _gather_rule(path, planned) for path in siblings if _has_streams(path, tree)}
+    rules: dict[str, styles.Style] = {
+        path: _gather_rule(path, planned) for path in siblings if _has_streams(path, tree)
+    }
     for path in tree.reads_decoder_output:
         if planned.style(path) is None and tree.is_linear(path) and not is_tied(path, tree):
-            rules[path] = RowwiseParallel(input_layouts=Replicate())  # right for a full input too
+            rules[path] = styles.RowwiseParallel(input_layouts=Replicate())  # right for a full input too
     if (norm := norm_after_blocks(tree)) is not None:
-        rules[norm] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
+        rules[norm] = styles.SequenceParallel(sequence_dim=SEQUENCE_DIM)
     return rules
 
 
@@ -168,7 +164,7 @@ def takes_features_between_blocks(tree: ModelTree) -> bool:
     return any(takes_argument(root, name) for name in FEATURES_BETWEEN_BLOCKS)
 
 
-def _rules_between_blocks(tree: ModelTree, *, per_sublayer: bool) -> dict[str, Style]:
+def _rules_between_blocks(tree: ModelTree, *, per_sublayer: bool) -> dict[str, styles.Style]:
     """Return the rules that give code between blocks the full hidden states, where it adds features to them."""
     if not per_sublayer:
         raise CapabilityError(
@@ -182,31 +178,39 @@ def _rules_between_blocks(tree: ModelTree, *, per_sublayer: bool) -> dict[str, S
     is_list = takes_argument(root, FEATURES_BETWEEN_BLOCKS[0])
     count = len(mergers) if is_list and mergers is not None else len(blocks)
     return {
-        block: PrepareModuleInput(
+        block: styles.PrepareModuleInput(
             layout=_STREAM, argument=first_argument(tree.modules[block]), full_output=index < count
         )
         for index, block in enumerate(blocks[: count + 1])
     }
 
 
-def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
+def _block_rules(path: str, planned: PlannedTree) -> dict[str, styles.Style] | None:
     """Return the rules inside one block; ``None`` where the sequence has to be gathered for the entire block."""
     tree = planned.tree
     if planned.style(path) is not None or tree.own_parameters(path) or tree.has_buffers(path):
         return None
-    rules: dict[str, Style] = {}
+    rules: dict[str, styles.Style] = {}
     for child in (join(path, name) for name in sorted(tree.children_with_parameters(path))):
         own = planned.style(child)
         if tree.is_norm(child):
-            rules[child] = SequenceParallel(sequence_dim=SEQUENCE_DIM)
+            rules[child] = styles.SequenceParallel(sequence_dim=SEQUENCE_DIM)
         elif (inside := _rules_apart(child, planned)) is not None:
             rules |= inside
         elif (only := _only_rowwise(child, planned)) is not None:
             row, style = only
-            prepared = own if isinstance(own, (ParallelAttention, PrepareModuleInput)) else PrepareModuleInput()
+            prepared = (
+                own
+                if isinstance(own, (styles.ParallelAttention, styles.PrepareModuleInput))
+                else styles.PrepareModuleInput()
+            )
             rules[child] = replace(prepared, layout=Replicate())
             rules[row] = replace(style, output_layouts=_STREAM, use_local_output=False)
-        elif not tree.children_with_parameters(child) or isinstance(own, ExpertsParallel) or tree.is_numbered(child):
+        elif (
+            not tree.children_with_parameters(child)
+            or isinstance(own, styles.ExpertsParallel)
+            or tree.is_numbered(child)
+        ):
             return None  # the block's own code feeds it
         elif _has_streams(child, tree):
             return None
@@ -215,13 +219,13 @@ def _block_rules(path: str, planned: PlannedTree) -> dict[str, Style] | None:
     return rules
 
 
-def _rules_apart(path: str, planned: PlannedTree) -> dict[str, Style] | None:
+def _rules_apart(path: str, planned: PlannedTree) -> dict[str, styles.Style] | None:
     """Return the rules of a part of a sub-layer with layers in separate modules; ``None`` for others."""
     # The part that outputs local features gathers the tokens.  The part that reads them scatters its sums and ends in
     # a norm.
     tree, own = planned.tree, planned.style(path)
     owners = [join(path, name) for name in sorted(tree.children_with_parameters(path))]
-    if tree.own_parameters(path) or not owners or not (own is None or isinstance(own, PrepareModuleInput)):
+    if tree.own_parameters(path) or not owners or not (own is None or isinstance(own, styles.PrepareModuleInput)):
         return None
     if own is not None:
         return {path: replace(own, layout=Replicate())} if all(map(planned.outputs_local_shard, owners)) else None
@@ -229,7 +233,7 @@ def _rules_apart(path: str, planned: PlannedTree) -> dict[str, Style] | None:
     if [style.input_layouts for style in rows.values()] == [Shard(-1)] and not planned.split_children(path):
         if not all(tree.is_norm(each) for each in owners if each not in rows):
             return None
-        norms = {each: SequenceParallel(sequence_dim=SEQUENCE_DIM) for each in owners if each not in rows}
+        norms = {each: styles.SequenceParallel(sequence_dim=SEQUENCE_DIM) for each in owners if each not in rows}
         scattered = {
             each: replace(style, output_layouts=_STREAM, use_local_output=False) for each, style in rows.items()
         }
@@ -238,10 +242,10 @@ def _rules_apart(path: str, planned: PlannedTree) -> dict[str, Style] | None:
     return None if None in parts else {place: style for each in parts for place, style in (each or {}).items()}
 
 
-def _only_rowwise(path: str, planned: PlannedTree) -> tuple[str, RowwiseParallel] | None:
+def _only_rowwise(path: str, planned: PlannedTree) -> tuple[str, styles.RowwiseParallel] | None:
     """Return the row-wise layer that outputs the sub-layer's result, if the other layers read any layout."""
     own, tree = planned.style(path), planned.tree
-    if not (own is None or isinstance(own, (PrepareModuleInput, ParallelAttention))):
+    if not (own is None or isinstance(own, (styles.PrepareModuleInput, styles.ParallelAttention))):
         return None
     if any(planned.style(join(path, name)) is None for name in tree.own_parameters(path)):
         return None
@@ -254,19 +258,18 @@ def _only_rowwise(path: str, planned: PlannedTree) -> tuple[str, RowwiseParallel
     return (row, style) if style.output_layouts == Replicate() and style.input_layouts == Shard(-1) else None
 
 
-def _rowwise(paths: list[str], planned: PlannedTree) -> dict[str, RowwiseParallel]:
+def _rowwise(paths: list[str], planned: PlannedTree) -> dict[str, styles.RowwiseParallel]:
     """Return the row-wise layers among some paths."""
-    styles = {path: planned.style(path) for path in paths}
-    return {path: style for path, style in styles.items() if isinstance(style, RowwiseParallel)}
+    return {path: style for path in paths if isinstance(style := planned.style(path), styles.RowwiseParallel)}
 
 
-def _gather_rule(path: str, planned: PlannedTree) -> GatherSequence:
+def _gather_rule(path: str, planned: PlannedTree) -> styles.GatherSequence:
     """The rule that gathers the sequence for a sub-layer or block, with its own rule inside."""
     own = planned.style(path)
-    if own is None or isinstance(own, (PrepareModuleInput, GatherSequence)):
-        return GatherSequence(sequence_dim=SEQUENCE_DIM)
+    if own is None or isinstance(own, (styles.PrepareModuleInput, styles.GatherSequence)):
+        return styles.GatherSequence(sequence_dim=SEQUENCE_DIM)
     if isinstance(own, _WRAPPABLE_STYLES):
-        return GatherSequence(sequence_dim=SEQUENCE_DIM, inner=own)
+        return styles.GatherSequence(sequence_dim=SEQUENCE_DIM, inner=own)
     raise PlanError(
         f"{path} is {type(own).__name__}, and sits where the activations are sharded on the sequence: sequence "
         "parallelism cannot be derived for it; write the sequence-parallel plan yourself"

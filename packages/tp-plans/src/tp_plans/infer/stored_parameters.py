@@ -31,15 +31,18 @@ def shard_storage(
     # ``read_code`` looks into the code of modules for parameters that it reads from modules below, which are gathered
     # for it; the weights of convolutions that nothing above reads are sharded too. ``large`` has the patterns of the
     # large parameters, where another model of the same modules says it.
-    found = list(
+    stored = list(
         _shard_storage(planned, root, large_patterns(planned.tree) if large is None else large, read_code=read_code)
     )
     readers: dict[str, tuple[str, ...]] = defaultdict(tuple)
-    for path, style in found:
+    for path, style in stored:
         if isinstance(style, styles.GatheredParameters):  # one rule for all that a module reads
             readers[path] += style.names
     return merge_per_block(
-        ((path, styles.GatheredParameters(names=readers[path]) if path in readers else style) for path, style in found),
+        (
+            (path, styles.GatheredParameters(names=readers[path]) if path in readers else style)
+            for path, style in stored
+        ),
         planned.tree,
     )
 

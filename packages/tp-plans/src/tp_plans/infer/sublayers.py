@@ -93,9 +93,9 @@ def _split(planned: PlannedTree, root: str) -> Iterator[tuple[str, Style]]:
 def recognize(path: str, tree: ModelTree) -> Sublayer | None:
     """Return the sub-layer that a module is by the names of its parts, or may be by the shapes of its layers."""
     names = tree.children_with_parameters(path)
-    found = _attention(path, names, tree) or _latent_attention(path, names, tree) or _mlp(path, names, tree)
-    if found is not None and all(map(tree.is_linear, (*found.input_projs, found.output_proj))):
-        return found
+    sublayer = _attention(path, names, tree) or _latent_attention(path, names, tree) or _mlp(path, names, tree)
+    if sublayer is not None and all(map(tree.is_linear, (*sublayer.input_projs, sublayer.output_proj))):
+        return sublayer
     return _shaped(path, tree)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tp_plans import styles
 from tp_plans.errors import PlanError
 from tp_plans.infer.bytecode import reads_below
 from tp_plans.infer.complete import require_no_adapters
@@ -20,24 +21,14 @@ from tp_plans.naming import leaf
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
-from tp_plans.styles import (
-    ColwiseParallel,
-    ExpertsParallel,
-    GatheredParameters,
-    NoParallel,
-    ParameterStyle,
-    RowwiseParallel,
-    Style,
-    VocabParallelEmbedding,
-)
 
 #: Right whether or not the experts skip the sentinel index.
-_STACK = ExpertsParallel(skips_sentinel_index=False)
+_STACK = styles.ExpertsParallel(skips_sentinel_index=False)
 _STACK_DOUBT = (
     "assumed to be experts that take tokens, indices and weights; if they skip the sentinel index num_experts, "
     "skips_sentinel_index=True saves work"
 )
-_STORED = (ExpertsParallel, GatheredParameters)
+_STORED = (styles.ExpertsParallel, styles.GatheredParameters)
 
 __all__ = ["Doubt", "Suggestion", "suggest"]
 
@@ -99,7 +90,7 @@ def suggestion(
     if embedding is None or not tree.decoder_blocks:
         missing = "embedding" if embedding is None else "list of blocks (children named 0, 1, 2)"
         raise PlanError(f"{name} has no {missing}: suggest proposes plans for models of tokens")
-    rules: dict[str, Style] = {}
+    rules: dict[str, styles.Style] = {}
     doubts: list[Doubt] = [doubt for table in token_tables(tree) for doubt in _add_embedding(rules, table, tree)]
     if streams := token_streams(tree):
         doubts.append(Doubt("", f"assumed that {', '.join(streams)} pass on full hidden states"))
@@ -109,17 +100,17 @@ def suggestion(
             for path in tree.children[block]
             if tree.is_scale(path, tree.size(embedding, 1)) and not tree.children_with_parameters(path)
         )
-        rules.update(dict.fromkeys(scales, NoParallel()))
+        rules.update(dict.fromkeys(scales, styles.NoParallel()))
         stacks = (path for path in tree.below(block) if tree.is_expert_stack(path))
         rules.update({path: _STACK for path in stacks if not tree.children_with_parameters(path)})
     for path in (each for each in _gathered(gathered, tree) if each != tree.lm_head):
         rules.update(stored_rules(path, tree, deep=path not in token_blocks(tree)))
-    for found, more in _sublayers(tree, rules):
-        rules.update(found)
+    for new_rules, more in _sublayers(tree, rules):
+        rules.update(new_rules)
         doubts += more
     doubts += [Doubt(wildcard(path), _STACK_DOUBT) for path, style in rules.items() if style == _STACK]
     if tree.final_norm is not None and tree.own_parameters(tree.final_norm):
-        rules[tree.final_norm] = NoParallel()
+        rules[tree.final_norm] = styles.NoParallel()
     doubts += _add_head(rules, tree, is_gathered=tree.lm_head in gathered)
     plan = Plan(merge_per_block(rules.items(), tree), name=f"suggested for {name}")
     plan = plan.override(shard_storage(PlannedTree(tree, plan), tree.root, read_code=True, large=large))
@@ -129,31 +120,31 @@ def suggestion(
     return Suggestion(plan, tuple(dict.fromkeys(doubts)))
 
 
-def _add_embedding(rules: dict[str, Style], embedding: str, tree: ModelTree) -> Iterator[Doubt]:
+def _add_embedding(rules: dict[str, styles.Style], embedding: str, tree: ModelTree) -> Iterator[Doubt]:
     inside = [path for path in tree.below(embedding) if tree.own_parameters(path)]
     if inside:
         yield Doubt(embedding, f"the function of {inside[0]} in it is unknown: the embedding stays replicated")
     elif tree.lm_head is None and reads_below(type(tree.modules[parent(embedding)]), leaf(embedding), "weight"):
-        rules[parent(embedding)] = GatheredParameters(names=(f"{leaf(embedding)}.weight",))
+        rules[parent(embedding)] = styles.GatheredParameters(names=(f"{leaf(embedding)}.weight",))
     else:
-        rules[embedding] = VocabParallelEmbedding()
+        rules[embedding] = styles.VocabParallelEmbedding()
 
 
-def _sublayers(tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Proposal]:
+def _sublayers(tree: ModelTree, rules: Mapping[str, styles.Style]) -> Iterator[Proposal]:
     """Return rules for all sub-layers of all blocks; sub-layers of one name are sharded inside in all or in none."""
     # Blocks may pass results to each other (keys and values that several attention layers share).
-    found = [sub for block in token_blocks(tree) for sub in _of_block(block, tree, rules)]
-    proposals = {sub.path: propose(sub, tree) for sub in found}
-    row = RowwiseParallel(input_layouts=Replicate())
-    gathered = {wildcard(sub.path) for sub in found if proposals[sub.path][0].get(sub.output_proj) == row}
-    for sub in found:
+    sublayers = [sub for block in token_blocks(tree) for sub in _of_block(block, tree, rules)]
+    proposals = {sub.path: propose(sub, tree) for sub in sublayers}
+    row = styles.RowwiseParallel(input_layouts=Replicate())
+    gathered = {wildcard(sub.path) for sub in sublayers if proposals[sub.path][0].get(sub.output_proj) == row}
+    for sub in sublayers:
         proposed, doubts = proposals[sub.path]
         if proposed.get(sub.output_proj) != row and wildcard(sub.path) in gathered:
             proposed = gathered_rules(sub)
         yield proposed, [Doubt(wildcard(doubt.where), doubt.what) for doubt in doubts]
 
 
-def _of_block(block: str, tree: ModelTree, rules: Mapping[str, Style]) -> Iterator[Sublayer]:
+def _of_block(block: str, tree: ModelTree, rules: Mapping[str, styles.Style]) -> Iterator[Sublayer]:
     """Iterate over the sub-layers of a block, without those inside modules that have a rule."""
 
     def is_stored(path: str) -> bool:
@@ -177,24 +168,26 @@ def _gathered(patterns: Sequence[str], tree: ModelTree) -> list[str]:
     return [path for paths in matched.values() for path in paths if path]
 
 
-def _add_head(rules: dict[str, Style], tree: ModelTree, *, is_gathered: bool) -> Iterator[Doubt]:
+def _add_head(rules: dict[str, styles.Style], tree: ModelTree, *, is_gathered: bool) -> Iterator[Doubt]:
     tables = token_tables(tree)
     head = tree.lm_head or next((path for path in reversed(tree.shaped_as_embedding) if path not in tables), None)
     kind = "" if head is None else type(tree.modules[head]).__name__
     if head is None:
         yield Doubt("", "no layer has the shape of the embedding: a head, if there is one, stays replicated")
     elif tree.is_linear(head) and (is_gathered or _adds_to_logits(parent(head), head, tree)):
-        rules[head] = ColwiseParallel(output_layouts=Replicate())
+        rules[head] = styles.ColwiseParallel(output_layouts=Replicate())
     elif tree.is_linear(head):
-        rules[head] = ColwiseParallel(use_local_output=False)
+        rules[head] = styles.ColwiseParallel(use_local_output=False)
     elif tree.computes_by_row(head):
-        rules[head] = ColwiseParallel(use_local_output=False)
+        rules[head] = styles.ColwiseParallel(use_local_output=False)
         yield Doubt(head, f"{kind} has a custom forward: assumed that it computes each row separately")
     else:
         yield Doubt(head, f"a head of class {kind}, which is not a linear layer, stays replicated")
     bias = join(head or "", "bias")
     tied = next((group for group in tree.tied if head in rules and bias in group), ())
-    rules.update({path: ParameterStyle() for path in tied if path != bias})  # BERT keeps the bias above the head too
+    rules.update(
+        {path: styles.ParameterStyle() for path in tied if path != bias}
+    )  # BERT keeps the bias above the head too
 
 
 def _adds_to_logits(path: str, head: str, tree: ModelTree) -> bool:
@@ -203,7 +196,7 @@ def _adds_to_logits(path: str, head: str, tree: ModelTree) -> bool:
     return tree.has_buffers(path) or any(join(path, name) not in tied for name in tree.own_parameters(path))
 
 
-def _of_unknown_role(rules: Mapping[str, Style], planned: PlannedTree) -> Iterator[Doubt]:
+def _of_unknown_role(rules: Mapping[str, styles.Style], planned: PlannedTree) -> Iterator[Doubt]:
     """Find the matrices of the blocks that have no rule, or one for their storage alone."""
     tree = planned.tree
     for block in token_blocks(tree):

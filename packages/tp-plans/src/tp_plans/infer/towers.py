@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from tp_plans import styles
 from tp_plans.checks.divisibility import Constraint, divisibility_constraints
 from tp_plans.infer.bytecode import reads_below, reads_weights
 from tp_plans.infer.rules import propose
@@ -26,14 +27,6 @@ from tp_plans.naming import FUSED_MLPS, FUSED_QKV, OUTPUT_PROJECTION, leaf
 from tp_plans.patterns import wildcard
 from tp_plans.plan import Plan
 from tp_plans.planned_tree import PlannedTree, merge_per_block
-from tp_plans.styles import (
-    ColwiseParallel,
-    GatheredParameters,
-    ParallelAttention,
-    PrepareModuleInput,
-    RowwiseParallel,
-    Style,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +43,7 @@ _READS_WEIGHTS = {"MultiheadAttention"}
 
 
 #: A module of a tower, and its rules.
-_Part = tuple[str, Mapping[str, Style]]
+_Part = tuple[str, Mapping[str, styles.Style]]
 
 
 def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
@@ -61,12 +54,7 @@ def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
 
 
 def with_towers(
-    plan: Plan,
-    tree: ModelTree,
-    *,
-    tp: int,
-    among: Collection[str] | None = None,
-    large: Collection[str] | None = None,
+    plan: Plan, tree: ModelTree, *, tp: int, among: Collection[str] | None = None, large: Collection[str] | None = None
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return a plan with rules for towers, and the parts of them that are split inside, as patterns."""
     # Parts that are not in ``among`` are stored sharded. ``large`` has the patterns of the large parameters, where
@@ -75,7 +63,7 @@ def with_towers(
     paths = [path for path in _outside(tree) if planned.style(path) is None and not _is_gathered(path, planned)]
     if not paths:
         return plan, ()
-    rules: dict[str, Style] = {}
+    rules: dict[str, styles.Style] = {}
     split: list[str] = []
     for group in _by_wildcard(_parts(paths, planned)):
         where = wildcard(group[0][0])
@@ -128,7 +116,7 @@ def _parts(paths: Iterable[str], planned: PlannedTree) -> Iterator[_Part]:
             yield path, rules
 
 
-def _sequence(path: str, tree: ModelTree) -> dict[str, Style] | None:
+def _sequence(path: str, tree: ModelTree) -> dict[str, styles.Style] | None:
     """Return the rules of a ``Sequential`` of a linear layer, an activation and a linear layer."""
     if type(tree.modules[path]).__name__ != "Sequential":
         return None
@@ -141,7 +129,7 @@ def _sequence(path: str, tree: ModelTree) -> dict[str, Style] | None:
     inner = [child for child in between if first < children.index(child) < second]
     if any(tree.children[child] or tree.own_parameters(child) or not _is_activation(child, tree) for child in inner):
         return None
-    return {linear[0]: ColwiseParallel(), linear[1]: RowwiseParallel()}
+    return {linear[0]: styles.ColwiseParallel(), linear[1]: styles.RowwiseParallel()}
 
 
 def _is_activation(path: str, tree: ModelTree) -> bool:
@@ -149,18 +137,20 @@ def _is_activation(path: str, tree: ModelTree) -> bool:
     return any(known in name for known in _ACTIVATIONS) and "glu" not in name.replace("gelu", "")
 
 
-def _sublayer(path: str, tree: ModelTree) -> dict[str, Style] | None:
+def _sublayer(path: str, tree: ModelTree) -> dict[str, styles.Style] | None:
     """Return the rules of attention or an MLP that is split inside; ``None`` where one of its parts is unknown."""
     sub = _tower_sublayer(path, tree)
     if sub is None or tree.own_parameters(path):  # such as a bias for every head
         return None
     rules, _ = propose(sub, tree)
-    if rules.get(sub.output_proj) is None or rules[sub.output_proj] == RowwiseParallel(input_layouts=Replicate()):
+    if rules.get(sub.output_proj) is None or rules[sub.output_proj] == styles.RowwiseParallel(
+        input_layouts=Replicate()
+    ):
         return None
     own = rules.pop(path, None)
-    if isinstance(own, ParallelAttention) and own.head_count_attrs:
+    if isinstance(own, styles.ParallelAttention) and own.head_count_attrs:
         rules[path] = replace(own, layout=None)  # the code around may join its input with plain tensors
-    elif own is not None and not isinstance(own, (ParallelAttention, PrepareModuleInput)):
+    elif own is not None and not isinstance(own, (styles.ParallelAttention, styles.PrepareModuleInput)):
         return None
     return rules
 
@@ -201,8 +191,8 @@ def _misfit(part: _Part, tree: ModelTree, tp: int) -> Constraint | None:
 
 
 def _stored(
-    paths: Iterable[str], rules: Mapping[str, Style], planned: PlannedTree, tp: int
-) -> Iterator[tuple[str, Style]]:
+    paths: Iterable[str], rules: Mapping[str, styles.Style], planned: PlannedTree, tp: int
+) -> Iterator[tuple[str, styles.Style]]:
     """Iterate over rules that store the other linear layers sharded."""
     tree = planned.tree
     for path in _outside_split_modules(paths, rules):
@@ -211,10 +201,12 @@ def _stored(
             continue
         rows = tree.shape(path)[0]
         if rows >= MIN_ROWS and Constraint(path, rows).fits(tp):
-            yield path, ColwiseParallel(output_layouts=Replicate())
+            yield path, styles.ColwiseParallel(output_layouts=Replicate())
 
 
-def _stored_tensors(paths: Iterable[str], planned: PlannedTree, large: Collection[str]) -> Iterator[tuple[str, Style]]:
+def _stored_tensors(
+    paths: Iterable[str], planned: PlannedTree, large: Collection[str]
+) -> Iterator[tuple[str, styles.Style]]:
     """Iterate over rules that store large convolutions, tables and bare parameters sharded, and gather them for use."""
     # A module's rule gathers all parameters that its code reads, its own and those below; a parameter's rule only it.
     tree = planned.tree
@@ -235,12 +227,12 @@ def _stored_tensors(paths: Iterable[str], planned: PlannedTree, large: Collectio
             yield tensor, stored_sharded(shape)
         elif shape[0] >= MIN_ROWS and planned.style(above) is None:
             readers[above].append(tensor.removeprefix(f"{above}."))
-    yield from ((reader, GatheredParameters(names=tuple(names))) for reader, names in readers.items() if names)
+    yield from ((reader, styles.GatheredParameters(names=tuple(names))) for reader, names in readers.items() if names)
 
 
-def _outside_split_modules(paths: Iterable[str], rules: Mapping[str, Style]) -> Iterator[str]:
+def _outside_split_modules(paths: Iterable[str], rules: Mapping[str, styles.Style]) -> Iterator[str]:
     """Iterate over the paths outside of modules with split computations (a row-wise layer)."""
-    split = {parent(path) for path, style in rules.items() if isinstance(style, RowwiseParallel)}
+    split = {parent(path) for path, style in rules.items() if isinstance(style, styles.RowwiseParallel)}
     return (path for path in paths if not any(above in split for above in ancestors(path)))
 
 

@@ -30,8 +30,7 @@ QWEN3_5_TEXT = Architecture(
         sublayers=(
             HEAD_NORM_ATTENTION,
             ReplicatedSublayer(
-                path="linear_attn",
-                linears=("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"),
+                path="linear_attn", linears=("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
             ),
             GATED_MLP,
         ),

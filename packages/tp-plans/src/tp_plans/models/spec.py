@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_plans import styles
-from tp_plans._validate import require_size
 from tp_plans.errors import CapabilityError
 from tp_plans.layouts import Layout, Replicate, Shard
 from tp_plans.model_tree import ModelTree
@@ -231,7 +230,6 @@ class Architecture:
         decoder: the names of its parts.
         notes: the parts that are not split, with the reason.
         sequence_parallel: whether it has a sequence-parallel form; ``notes`` says why not.
-        max_tp: the largest axis over which it can be split whatever its sizes, or ``None``.
         aliases: further names of the class.
         adapt_plan: adapts the plan to a model's config, if names do not tell all.
     """
@@ -241,7 +239,6 @@ class Architecture:
     decoder: DecoderSpec
     notes: str = ""
     sequence_parallel: bool = True
-    max_tp: int | None = None
     aliases: tuple[str, ...] = ()
     adapt_plan: Callable[[Plan, Any], Plan] | None = None
 
@@ -255,22 +252,15 @@ class Architecture:
         """Whether its experts are sharded over the axis."""
         return any(isinstance(sublayer, ExpertsSpec) for sublayer in self.decoder.sublayers)
 
-    def plan(self, *, sequence_parallel: bool = False, tp: int | None = None) -> Plan:
+    def plan(self, *, sequence_parallel: bool = False) -> Plan:
         """The architecture's plan, with sequence parallelism when asked.
 
         Raises:
-            CapabilityError: it has no sequence-parallel form, or cannot be split over so many ranks.
+            CapabilityError: the architecture has no sequence-parallel form.
         """
         if sequence_parallel and not self.sequence_parallel:
             raise CapabilityError(
                 f"{self.class_name} has no sequence-parallel form ({self.notes}): pass sequence_parallel=False"
-            )
-        if tp is not None:
-            require_size(tp, CapabilityError)
-        if tp is not None and self.max_tp is not None and tp > self.max_tp:
-            raise CapabilityError(
-                f"{self.class_name} can be split over {self.max_tp} ranks at most ({self.notes}), not {tp}: "
-                f"use tp={self.max_tp}, and the other ranks on another axis"
             )
         return decoder_plan(self.decoder, name=self.class_name, sequence_parallel=sequence_parallel)
 

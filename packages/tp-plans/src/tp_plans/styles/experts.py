@@ -39,9 +39,9 @@ class DispatchExperts:
 
     The one style of the axis ``ep``; all others are of the axis ``tp``.  Each rank of ``ep`` holds
     ``experts / ep`` experts and brings its own tokens.  A token is sent once to every rank that has some of its
-    experts, with their numbers and routing weights, and comes back as one sum.  What the module holds besides stacks,
-    such as a norm of the experts' outputs, is replicated and its gradient summed; routers and shared experts, which
-    are other modules, keep the rules of the axis ``tp``.
+    experts, with their numbers and routing weights, and comes back as one sum.  Other parameters of the module, such as
+    a norm of the experts' outputs, are replicated and their gradients summed.  Routers and shared experts are other
+    modules and keep the rules of the axis ``tp``.
 
     The module's forward takes ``(hidden_states, top_k_index, top_k_weights)`` with global expert numbers, as in
     transformers 5.  Where it takes ``hidden_states`` alone, they are ``[experts * tokens, hidden]``, every expert's in

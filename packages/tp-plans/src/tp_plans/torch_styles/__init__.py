@@ -13,14 +13,7 @@ from tp_plans.torch_styles.build import group_by_parent, style_to_torch
 from tp_plans.torch_styles.dispatch.exchange import AllToAllExchange, DispatchedTokens, TokenExchange, exchange_class
 from tp_plans.torch_styles.dispatch.style import DispatchExpertsImpl
 
-__all__ = [
-    "AllToAllExchange",
-    "DispatchedTokens",
-    "TokenExchange",
-    "dispatch_styles",
-    "exchange_class",
-    "to_torch",
-]
+__all__ = ["AllToAllExchange", "DispatchedTokens", "TokenExchange", "dispatch_styles", "exchange_class", "to_torch"]
 
 
 def to_torch(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:

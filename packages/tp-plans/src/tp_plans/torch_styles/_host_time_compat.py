@@ -1,4 +1,4 @@
-"""Collectives, DTensors and autograd functions without host time that torch's public ways to them take.
+"""Collectives, DTensors and autograd functions without the host time of torch's public calls.
 
 All of it is private, and the same in all versions from 2.10 to 2.15.
 
@@ -6,9 +6,9 @@ All of it is private, and the same in all versions from 2.10 to 2.15.
   and dry runs count them.  The Python functions around them, and the operators' own autograd formulas in Python, take
   five times as long.
 * DTensors are made from their parts without the checks and autograd functions of ``DTensor.from_local``, as FSDP2 makes
-  its parameters.  What is made has no history in autograd.
-* Autograd functions are applied without the checks of ``Function.apply``, which take as long as the function.  They are
-  for ``torch.func``, whose transforms still get them.
+  its parameters.  They have no history in autograd.
+* Autograd functions are applied without the checks of ``Function.apply``, which take as long as the function.  These
+  checks are for transforms of ``torch.func``, which still get them.
 """
 
 from __future__ import annotations

@@ -60,10 +60,10 @@ class ParallelAttentionImpl(PrepareModuleInputImpl):
 
     def _local_counts(self, module: nn.Module, tp: int) -> dict[str, int]:
         style = self.style
-        found = {
+        counts = {
             path: value for path in style.head_count_attrs if is_integer(value := getattr_path(module, path), least=1)
         }
-        own = {path: max(1, value // tp) for path, value in found.items()}
+        own = {path: max(1, value // tp) for path, value in counts.items()}
         groups, kv_heads = getattr_path(module, style.kv_groups_attr), key_value_heads(module, style)
         if is_integer(groups, least=1) and kv_heads is not None and kv_heads < tp:
             own[style.kv_groups_attr] = groups * kv_heads // tp

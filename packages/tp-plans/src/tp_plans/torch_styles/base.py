@@ -127,11 +127,11 @@ class LocalTensorStyle(ParallelStyle):
 
     def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
         """The plain tensors that stand for a module's own parameters during forward."""
-        found = {}
+        tensors = {}
         for name, parameter in parameters.items():
             rule = self._matched_rules.get(name)
-            found[name] = self.local_parameter(name, parameter) if rule is None else parameter_view(rule, parameter)
-        return found
+            tensors[name] = self.local_parameter(name, parameter) if rule is None else parameter_view(rule, parameter)
+        return tensors
 
     def _distribute(self, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(own_parameters(module).items()):
@@ -217,16 +217,16 @@ def expert_counts(module: nn.Module, experts: int) -> tuple[str, ...]:
 def _parts_read_below(children: Mapping[str, Any]) -> list[DTensor]:
     """Return the parameters below a module that are read as this rank's parts, as projections do."""
     # Of a list, such as one of experts, some may not run. A parameter that FSDP2 has yet to gather has two axes.
-    found: list[DTensor] = []
+    parameters: list[DTensor] = []
     waiting = [*children.values()]
     for module in waiting:
         if isinstance(module, _TensorParallelMixin):
             if module.tp_style.reads_parts:
                 own = own_parameters(module).values()
-                found += [each for each in own if isinstance(each, DTensor) and len(each.placements) == 1]
+                parameters += [each for each in own if isinstance(each, DTensor) and len(each.placements) == 1]
         elif module is not None and not isinstance(module, nn.ModuleList):
             waiting += own_children(module).values()
-    return found
+    return parameters
 
 
 def distribute_tied(

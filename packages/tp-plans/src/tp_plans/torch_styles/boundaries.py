@@ -1,7 +1,7 @@
 """Between plain tensors and DTensors, and from one placement to another: one autograd function each.
 
-``DTensor.from_local``, ``to_local`` and ``redistribute`` take five to ten times as long on the host, of which a layer
-would spend most of its time.  Compiled code has none of these costs and traces the public calls.
+``DTensor.from_local``, ``to_local`` and ``redistribute`` take five to ten times as long on the host, which would be
+most of a layer's host time.  Compiled code has none of these costs and traces the public calls.
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ def shared_part(tensor: DTensor) -> Tensor:
 
 
 def _known(tensor: DTensor, name: str) -> Tensor | None:
-    found: tuple[Any, Tensor] | None = vars(tensor).get(name)
-    if found is None or not torch.is_grad_enabled():
+    remembered: tuple[Any, Tensor] | None = vars(tensor).get(name)
+    if remembered is None or not torch.is_grad_enabled():
         return None
-    return found[1] if found[0] is tensor.grad_fn else None  # a change in place is a new history
+    return remembered[1] if remembered[0] is tensor.grad_fn else None  # a change in place is a new history
 
 
 def _remembered(tensor: DTensor, name: str, part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """From a rule, with the rules of its parameters and children, to the ``ParallelStyle`` that torch applies.
 
-``parallelize_module`` hands a style one module and nothing else.  A rule for a bare parameter has no module of
-its own, and one whose numbers are attributes of the module above cannot find them; both go to that module.
+``parallelize_module`` hands a style one module and nothing else.  A rule for a bare parameter has no module, and a rule
+with numbers that are attributes of the parent module cannot find them.  Both rules go to the parent module.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ParentRules:
     children: dict[str, Style] = field(default_factory=dict)
 
     def key(self) -> Hashable:
-        """What two modules with equal rules have in common."""
+        """A key that is equal for modules with equal rules."""
         return frozenset(self.parameter_rules.items()), frozenset(self.children.items())
 
 

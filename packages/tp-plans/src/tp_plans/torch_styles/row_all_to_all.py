@@ -67,5 +67,5 @@ def all_to_all(rows: Tensor, mesh: DeviceMesh, received: Sequence[int], sent: Se
         dist.all_to_all_single(arrived, without_history(rows).contiguous(), received, sent, group=group_of(mesh))
         return arrived
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=mesh.get_group())
-    # A view: torch 2.11's compiler gives no gradient to an autograd function whose output was written in place.
+    # A view: torch 2.11's compiler gives no gradient to an autograd function with an output that was written in place.
     return arrived.view_as(arrived)

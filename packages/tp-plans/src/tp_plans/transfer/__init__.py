@@ -15,11 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 from tp_plans.errors import TransferError
-from tp_plans.transfer.block_transfer import BlockTransfer
 from tp_plans.transfer.engines import EngineSize, engine_layout
 from tp_plans.transfer.layout import CheckpointTensor, TransferLayout, mesh_layout
 from tp_plans.transfer.patterns import StoredBlock
-from tp_plans.transfer.plan import TransferPlan, plan_cover, plan_transfer
+from tp_plans.transfer.plan import BlockTransfer, TransferPlan, plan_cover, plan_transfer
 from tp_plans.transfer.rules import EngineRule, engine_rules
 
 __all__ = [

@@ -150,18 +150,18 @@ def engine_layout(
 
 def _patterns(members: Sequence[_Member], size: EngineSize, first_rank: int, replicas: int) -> list[Pattern]:
     """The layout of each tensor of a parameter; parameters with equal members, as in all layers, share it."""
-    found: dict[str, dict[_Part, list[int]]] = {each.name: {} for each in members}
+    parts_of: dict[str, dict[_Part, list[int]]] = {each.name: {} for each in members}
     in_order = sorted(members, key=lambda each: (_expert(each), each.rule.position))
     for rank in range(size.tp):
         for name, part in _on_rank(in_order, rank, size):
-            found[name].setdefault(part, []).append(rank)
+            parts_of[name].setdefault(part, []).append(rank)
     starts = range(first_rank, first_rank + replicas * size.tp, size.tp)
     return [
         Pattern(
             Copies(tuple(start + rank for start in starts for rank in ranks), box, 0, offset, dims)
             for (box, offset, dims), ranks in parts.items()
         )
-        for parts in found.values()
+        for parts in parts_of.values()
     ]
 
 

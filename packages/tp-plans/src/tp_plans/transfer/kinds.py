@@ -7,18 +7,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from tp_plans.boxes import Box, cells, split_box, volume
 from tp_plans.errors import TransferError
 from tp_plans.transfer.layout import CheckpointTensor, TransferLayout
 from tp_plans.transfer.patterns import Pattern
-from tp_plans.transfer.shares import Share, share_out
 
 #: Boxes that several ranks can send are shared out in parts of at most this many bytes.
 SHARED_BYTES = 4 * 2**20
 
 Ranks = tuple[int, ...]
+#: A rank, and the half-open range ``first`` to ``last`` of equal items that it takes.
+Share = tuple[int, int, int]
 #: The parts of a tensor that are wanted, each with the numbers of the boxes that are stored and wanted of it.
 Cut = Sequence[tuple[Box, tuple[int, ...], tuple[int, ...]]]
 
@@ -122,26 +124,26 @@ def share_parts(kinds: Iterable[Kind]) -> tuple[dict[int, int], dict[int, int]]:
     for kind, ranks, parts in _alike(kinds, lambda part: part.holders):
         count = len(kind.tensors)
         shares = share_out([(part.nbytes, part.copies * count) for part in parts], ranks, sent)
-        for part, found in zip(parts, shares, strict=True):
-            part.senders = found
+        for part, shared in zip(parts, shares, strict=True):
+            part.senders = shared
     for kind, ranks, parts in _alike((kind for kind in kinds if kind.relay), lambda part: part.receivers):
         shares = share_out([(part.nbytes, len(kind.tensors)) for part in parts], ranks, spared)
-        for part, found in zip(parts, shares, strict=True):
-            part.spared = found
+        for part, shared in zip(parts, shares, strict=True):
+            part.spared = shared
     return sent, spared
 
 
 def _alike(kinds: Iterable[Kind], ranks_of: Callable[[CutPart], Ranks]) -> list[tuple[Kind, Ranks, list[CutPart]]]:
     """The parts that are sent, by the ranks that share them: first those that few share, and large ones."""
-    found = []
+    groups = []
     for kind in kinds:
         parts: dict[Ranks, list[CutPart]] = defaultdict(list)
         for part in kind.parts:
             if part.receivers:
                 parts[ranks_of(part)].append(part)
-        found += [(kind, ranks, listed) for ranks, listed in parts.items()]
+        groups += [(kind, ranks, listed) for ranks, listed in parts.items()]
     # Later tensors can balance uneven shares of earlier ones.
-    return sorted(found, key=lambda each: (len(each[1]), -each[2][0].nbytes))
+    return sorted(groups, key=lambda each: (len(each[1]), -each[2][0].nbytes))
 
 
 def _parts(have: Pattern, want: Pattern, cut: Cut, itemsize: int, *, relay: bool) -> Iterator[CutPart]:
@@ -174,9 +176,48 @@ def _union(ranks_of_boxes: Iterable[Ranks]) -> Callable[[tuple[int, ...]], Ranks
 
 
 def _cut(stored: Sequence[Box], wanted: Sequence[Box]) -> Cut:
-    found = []
+    cuts = []
     for box, numbers in cells([*stored, *wanted]):
         place = bisect_left(numbers, len(stored))
         if place < len(numbers):
-            found.append((box, numbers[:place], tuple(number - len(stored) for number in numbers[place:])))
-    return found
+            cuts.append((box, numbers[:place], tuple(number - len(stored) for number in numbers[place:])))
+    return cuts
+
+
+def share_out(items: Sequence[tuple[int, int]], ranks: Sequence[int], load: defaultdict[int, int]) -> list[list[Share]]:
+    """Share items out, each so many bytes and there so many times, and add each rank's bytes to its load."""
+    # The items lie one after another on a line of bytes. Each rank has an interval of the line, and takes the items with
+    # their middle in it.
+    quotas = _quotas([load[rank] for rank in ranks], sum(nbytes * count for nbytes, count in items))
+    stops = list(accumulate(quotas))
+    shares_of_items: list[list[Share]] = []
+    start = place = 0
+    for nbytes, count in items:
+        shares: list[Share] = []
+        first = 0
+        while first < count:
+            before_stop = -(-(2 * (stops[place] - start) - nbytes) // (2 * nbytes))  # items with their middle before it
+            last = min(count, max(first, before_stop))
+            if last > first:
+                shares.append((ranks[place], first, last))
+                load[ranks[place]] += nbytes * (last - first)
+            place += last < count
+            first = last
+        start += nbytes * count
+        shares_of_items.append(shares)
+    return shares_of_items
+
+
+def _quotas(loads: Sequence[int], nbytes: int) -> list[int]:
+    """Split bytes so that the loads become as equal as they can."""
+    order = sorted(range(len(loads)), key=loads.__getitem__)
+    total = count = 0
+    for count, place in enumerate(order, start=1):
+        total += loads[place]
+        if count == len(order) or loads[order[count]] * count - total >= nbytes:
+            break
+    level, rest = divmod(total + nbytes, count)
+    quotas = [0] * len(loads)
+    for number, place in enumerate(order[:count]):
+        quotas[place] = level + (number < rest) - loads[place]
+    return quotas

@@ -155,11 +155,11 @@ class TransferLayout:
         times: dict[tuple[Pattern, int], int] = defaultdict(int)
         for name, (pattern, _) in self._placed.items():
             times[pattern, self._tensors[name].itemsize] += 1
-        found: dict[int, int] = defaultdict(int)
+        nbytes: dict[int, int] = defaultdict(int)
         for (pattern, itemsize), count in times.items():
             for rank, elements in pattern.elements.items():
-                found[rank] += count * itemsize * elements
-        return found
+                nbytes[rank] += count * itemsize * elements
+        return nbytes
 
     def bytes_stored(self, rank: int) -> int:
         """Bytes of checkpoint values that a rank stores, in the dtypes that are sent; a copy counts again."""

@@ -32,11 +32,11 @@ class StoredBlock:
 
     def local_box(self, box: Box) -> Box:
         """Return where in the local tensor a part of the block lies."""
-        found = [(first, first + 1) for first in self.offset]
+        ranges = [(first, first + 1) for first in self.offset]
         for (start, stop), (first, _), dim in zip(box, self.box, self.dims, strict=True):
             if dim is not None:
-                found[dim] = (self.offset[dim] + start - first, self.offset[dim] + stop - first)
-        return tuple(found)
+                ranges[dim] = (self.offset[dim] + start - first, self.offset[dim] + stop - first)
+        return tuple(ranges)
 
 
 class Copies(NamedTuple):
@@ -58,11 +58,11 @@ class Pattern:
     @cached_property
     def by_rank(self) -> Mapping[int, Sequence[Copies]]:
         """The blocks of each rank."""
-        found: dict[int, list[Copies]] = defaultdict(list)
+        copies: dict[int, list[Copies]] = defaultdict(list)
         for each in self.copies:
             for rank in each.ranks:
-                found[rank].append(each)
-        return dict(found)
+                copies[rank].append(each)
+        return dict(copies)
 
     @cached_property
     def owners(self) -> Mapping[Box, tuple[int, ...]]:
@@ -76,12 +76,12 @@ class Pattern:
     @cached_property
     def elements(self) -> Mapping[int, int]:
         """The elements that each rank stores; a copy counts again."""
-        found: dict[int, int] = defaultdict(int)
+        counts: dict[int, int] = defaultdict(int)
         for each in self.copies:
             count = volume(each.box)
             for rank in each.ranks:
-                found[rank] += count
-        return dict(found)
+                counts[rank] += count
+        return dict(counts)
 
     def blocks(self, locals_: Sequence[str], rank: int | None = None) -> Iterator[StoredBlock]:
         """The blocks of a tensor with such local tensors, in the order of ranks, or one rank's blocks."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TypeVar
 
-from tp_plans.boxes import full_box
+from tp_plans.boxes import Box, full_box
 from tp_plans.errors import TransferError
-from tp_plans.transfer.block_transfer import BlockTransfer
 from tp_plans.transfer.kinds import CutPart, Kind, Move, kinds_of, share_parts
 from tp_plans.transfer.layout import TransferLayout
 from tp_plans.transfer.patterns import Copies, Pattern, Placed
@@ -21,6 +20,48 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 #: Ranks have the same plan only if they choose senders in the same way.
 _CHOICE = b"2"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """A box of a checkpoint tensor that one rank sends to another.
+
+    Args:
+        tensor: the checkpoint tensor.
+        box: the part of it.
+        source: the rank that sends.
+        destination: the rank that receives; the source itself where it stores the box already.
+        nbytes: bytes of the box in the dtype that is sent.
+        origin: the rank of the source layout that the box comes from, if ``source`` relays a received box; ``None`` if
+            ``source`` sends a box of its part of the source layout.
+        position: the bytes of the plan's earlier transfers, the same on both ranks; transfers of a chain have one
+            position.
+        hop: the number of ranks that passed the box on earlier; with :attr:`direct`, the number that would have done so.
+    """
+
+    tensor: str
+    box: Box
+    source: int
+    destination: int
+    nbytes: int
+    origin: int | None = None
+    position: int = 0
+    hop: int = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the box stays on its rank, as a copy."""
+        return self.source == self.destination
+
+    @property
+    def is_relay(self) -> bool:
+        """Whether the sender relays a received block."""
+        return self.origin is not None
+
+    @property
+    def direct(self) -> BlockTransfer:
+        """The same box from the rank of the source layout, to the same destination."""
+        return self if self.origin is None else replace(self, source=self.origin, origin=None)
 
 
 class TransferPlan:
@@ -50,22 +91,22 @@ class TransferPlan:
             rank: a rank of either layout; any other has none.
             direct: without relays: the source rank sends to each rank of a chain.
         """
-        found: list[BlockTransfer] = []
+        transfers: list[BlockTransfer] = []
         for kind in self._kinds:
             for part in kind.parts_of(rank):
                 for move in kind.moves(part):
                     if direct and move.origin is not None:
                         move = move._replace(source=move.origin, origin=None)
                     if rank in (move.source, move.destination):
-                        found += self._transfers(kind, part, move)
-        return sorted(found, key=lambda each: (each.position, each.hop))
+                        transfers += self._transfers(kind, part, move)
+        return sorted(transfers, key=lambda each: (each.position, each.hop))
 
     @cached_property
     def transfers(self) -> tuple[BlockTransfer, ...]:
         """Every transfer, in checkpoint order; no element reaches a rank twice.  For small plans."""
         moves = ((kind, part, move) for kind in self._kinds for part in kind.parts for move in kind.moves(part))
-        found = [each for kind, part, move in moves for each in self._transfers(kind, part, move)]
-        return tuple(sorted(found, key=lambda each: (each.position, each.hop)))
+        listed = [each for kind, part, move in moves for each in self._transfers(kind, part, move)]
+        return tuple(sorted(listed, key=lambda each: (each.position, each.hop)))
 
     def part(self, transfers: Iterable[BlockTransfer]) -> TransferPlan:
         """Return a plan of some of the transfers, with their totals, between the same ranks and layouts.
@@ -109,8 +150,8 @@ class TransferPlan:
 
     def _bytes_by_rank(self, ranks_of: Callable[[CutPart], tuple[int, ...]]) -> Mapping[int, int]:
         parts = ((kind, part) for kind in self._kinds for part in kind.parts)
-        found = _summed((ranks_of(part), part.nbytes * len(kind.tensors)) for kind, part in parts)
-        return _summed((rank, nbytes) for ranks, nbytes in found.items() for rank in ranks)
+        sums = _summed((ranks_of(part), part.nbytes * len(kind.tensors)) for kind, part in parts)
+        return _summed((rank, nbytes) for ranks, nbytes in sums.items() for rank in ranks)
 
     def bytes_sent(self, rank: int) -> int:
         """Bytes that a rank sends to other ranks."""
@@ -123,11 +164,6 @@ class TransferPlan:
     def bytes_kept(self, rank: int) -> int:
         """Bytes that a rank of both layouts copies from itself."""
         return self._kept.get(rank, 0)
-
-    def bytes_sent_to(self, rank: int) -> dict[int, int]:
-        """Bytes that a rank sends to each other rank that it sends to."""
-        away = (each for each in self.for_rank(rank) if each.source == rank != each.destination)
-        return _summed((each.destination, each.nbytes) for each in away)
 
     def fingerprint(self) -> int:
         """Return a number of 62 bits that is the same on every process for the same plan."""
@@ -172,9 +208,9 @@ class _PlanPart(TransferPlan):
         return [each for each in listed if rank in (each.source, each.destination)]
 
 
-def _summed(found: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
+def _summed(numbers: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
     sums: dict[_Key, int] = defaultdict(int)
-    for key, number in found:
+    for key, number in numbers:
         sums[key] += number
     return dict(sums)
 
@@ -245,8 +281,8 @@ def plan_cover(layout: TransferLayout, *, rank: int | None = None) -> tuple[Bloc
     }
     reader = {name: Placed(everything[tensor.shape], (name,)) for name, tensor in layout.tensors.items()}
     plan = TransferPlan(layout, TransferLayout.placed(layout.tensors, reader))
-    found = plan.transfers if rank is None else plan.for_rank(rank)
-    return tuple(replace(each, destination=each.source) for each in found)
+    transfers = plan.transfers if rank is None else plan.for_rank(rank)
+    return tuple(replace(each, destination=each.source) for each in transfers)
 
 
 def _require_same_tensors(source: TransferLayout, destination: TransferLayout) -> None:

@@ -20,12 +20,7 @@ __all__ = ["VerificationReport", "WrongPart", "verify_plan"]
 
 
 def verify_plan(
-    model: Any,
-    plan: Plan,
-    *,
-    tp: int = 2,
-    inputs: Mapping[str, Any] | None = None,
-    mesh: DeviceMesh | None = None,
+    model: Any, plan: Plan, *, tp: int = 2, inputs: Mapping[str, Any] | None = None, mesh: DeviceMesh | None = None
 ) -> VerificationReport:
     """Run a model in full and split by a plan, in float64, and compare the outputs and every gradient (imports torch).
 
@@ -41,7 +36,7 @@ def verify_plan(
         plan: the plan.
         tp: the ranks to split over, each a process of this machine's CPU.
         inputs: keyword arguments of the model's forward; by default token ids ``[2, 7]``, by position.
-        mesh: the axis whose ranks are to split the model, in place of new processes; every rank has to call this.
+        mesh: the axis; its ranks split the model, in place of new processes, and every rank has to call this.
 
     Returns:
         The report.  Its bounds allow for parts that compute in float32: 1e-5 for outputs, 1e-4 for gradients,

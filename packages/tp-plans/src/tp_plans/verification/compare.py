@@ -120,8 +120,8 @@ def _first_tensor(output: Any) -> Tensor:
 
 def _gradient_errors(reference: Reference, tree: ModelTree) -> Iterator[tuple[str, float]]:
     """Yield each parameter's largest error on this rank, relative to its gradient's largest element."""
-    # Some gradients vanish mathematically (a key's bias shifts every score of a query alike), and what is left of them
-    # is rounding: errors are relative to no less than 1e-9 of the largest gradient of the model.
+    # Some gradients vanish mathematically (a key's bias adds the same number to every score of a query) and are rounding
+    # errors: errors are relative to no less than 1e-9 of the largest gradient of the model.
     largest_of_all = max((_largest(each) for each in reference.gradients.values() if each is not None), default=1.0)
     floor = max(1e-9 * largest_of_all, _LEAST)
     for path, parameter in tree.parameters.items():

@@ -57,7 +57,7 @@ def candidate_inputs(model: nn.Module) -> Iterator[Inputs]:
 
 @dataclass(frozen=True)
 class _Maker:
-    """What the inputs of one model are made of; every rank draws the same random numbers."""
+    """The sources of one model's inputs; every rank draws the same random numbers."""
 
     model: nn.Module
     vocabulary: int
@@ -80,7 +80,7 @@ class _Maker:
         if not pools:
             return {"input_ids": self._ids(_ROWS, _TOKENS), "decoder_input_ids": self._decoded()}
         rows = self._ids(_ROWS, _TOKENS)
-        rows[:, -1] = getattr(config, "eos_token_id", None) or 0  # the token whose hidden state is classified
+        rows[:, -1] = getattr(config, "eos_token_id", None) or 0  # the head classifies the hidden state of this token
         return {"input_ids": rows}
 
     def codes(self, codebooks: int) -> Tensor:
@@ -126,13 +126,13 @@ class _Maker:
         return takes_argument(self.model, name)
 
     def _number(self, name: str) -> int | None:
-        found = getattr_path(self.model, f"config.{name}")
-        return found if is_integer(found, least=1) else None
+        number = getattr_path(self.model, f"config.{name}")
+        return number if is_integer(number, least=1) else None
 
     def _of_tower(self, *names: str) -> Any:
         """Return the first field of these names in the config of the vision tower, or of the model."""
-        found = (getattr_path(self.model, f"{tower}.{name}") for name in names for tower in _TOWERS)
-        return next((value for value in found if value is not None), None)
+        values = (getattr_path(self.model, f"{tower}.{name}") for name in names for tower in _TOWERS)
+        return next((value for value in values if value is not None), None)
 
     @property
     def _special(self) -> dict[str, int]:
@@ -182,8 +182,14 @@ class _Maker:
         methods = [method for each in self.model.modules() if (method := getattr(each, "get_image_features", None))]
         known = signature(methods[0]).parameters
         with torch.no_grad():
-            found = methods[0](**{name: value for name, value in media.items() if name in known}, return_dict=True)
-        features = found.pooler_output if found.get("pooler_output") is not None else found.last_hidden_state
+            media_output = methods[0](
+                **{name: value for name, value in media.items() if name in known}, return_dict=True
+            )
+        features = (
+            media_output.pooler_output
+            if media_output.get("pooler_output") is not None
+            else media_output.last_hidden_state
+        )
         parts = [features] if isinstance(features, Tensor) else features
         return sum(part.numel() // int(part.shape[-1]) for part in parts) // _ROWS
 

@@ -70,7 +70,7 @@ def _forked(work: Work, tp: int, folder: str) -> Iterator[list[Connection]]:
 def why_no_new_ranks() -> str | None:
     """Return why this process cannot start ranks, with the fix; ``None`` where it can."""
     if dist.is_initialized():
-        return "this process is a rank already: give the mesh whose ranks are to split the model, as mesh=mesh['tp']"
+        return "this process is a rank already: give its mesh to split the model over, as mesh=mesh['tp']"
     used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if used_cuda or "fork" not in multiprocessing.get_all_start_methods():
         return (
@@ -102,11 +102,7 @@ def _serve(work: Work, rank: int, tp: int, store: str, connection: Connection) -
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=tp,
-        timeout=timedelta(seconds=_TIMEOUT),
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=tp, timeout=timedelta(seconds=_TIMEOUT)
     )
     mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
     connection.send("started")

@@ -87,9 +87,9 @@ class VerificationReport:
 
 def differences(output_error: float, gradient_errors: Mapping[str, float]) -> str:
     """Return errors beyond the bounds in words; empty where there are none."""
-    found = [f"output off by {output_error:.1e}"] if not output_error <= OUTPUT_BOUND else []
+    words = [f"output off by {output_error:.1e}"] if not output_error <= OUTPUT_BOUND else []
     beyond = {path: error for path, error in gradient_errors.items() if not error <= GRADIENT_BOUND}
     worst = sorted(beyond, key=lambda path: -beyond[path])[:_LISTED]
-    found += [f"gradient of {path} off by {beyond[path]:.1e}" for path in worst]
+    words += [f"gradient of {path} off by {beyond[path]:.1e}" for path in worst]
     more = len(beyond) - len(worst)
-    return ", ".join(found) + (f" and of {more} more" if more else "")
+    return ", ".join(words) + (f" and of {more} more" if more else "")

@@ -157,10 +157,12 @@ def _gathered_until_right(attempt: _Attempt, small: _Copy) -> tuple[str, ...]:
             wrong, why = [part.where for part in report.wrong], str(report)
             if report.right and not (wrong := _unreached(plan, small.tree, gathered, report)):
                 return (*gathered,)
-        found = {place: None for place in wrong if place not in gathered and _may_be_gathered(place, small.tree)}
-        if not found:
+        newly_gathered = {
+            place: None for place in wrong if place not in gathered and _may_be_gathered(place, small.tree)
+        }
+        if not newly_gathered:
             raise _NotVerifiedError(why)
-        gathered |= found
+        gathered |= newly_gathered
     raise _NotVerifiedError(f"parts stayed wrong after {', '.join(gathered)} were gathered")
 
 

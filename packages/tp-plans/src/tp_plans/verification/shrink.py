@@ -1,7 +1,7 @@
 """A config of transformers at small sizes, with the same kinds of layers.
 
 The sizes that configs have in common are replaced wherever they are set; numbers of layers become one of each kind.
-What the rule does not know stays, so that the model may not build, or be large; the caller then has other ways.
+Other fields stay, so that the model may fail to build, or be large.  The caller then tries other methods.
 """
 
 from __future__ import annotations

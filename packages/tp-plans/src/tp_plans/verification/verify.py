@@ -37,22 +37,22 @@ def verify_tiny(
                 results.append(compare(reference, each, ranks))
             return results
 
-        found: list[Differences] = []
-        while tried := plans[len(found) :]:  # after an error ranks may be out of step: go on with new ones
+        outcomes: list[Differences] = []
+        while tried := plans[len(outcomes) :]:  # after an error ranks may be out of step: go on with new ones
             ranks = on_new_ranks(work, tp) if mesh is None else on_ranks_of(mesh, work)
-            found += map(_worst, zip(*ranks, strict=False))
-        return found
+            outcomes += map(_worst, zip(*ranks, strict=False))
+        return outcomes
 
-    (found,) = attempt([plan])
-    wrong = () if _is_right(found) else tuple(_wrong_parts(plan, reference, found, attempt))
+    (result,) = attempt([plan])
+    wrong = () if _is_right(result) else tuple(_wrong_parts(plan, reference, result, attempt))
     return VerificationReport(
         plan=plan.name,
         tp=tp,
         ran=f"{type(tiny.model).__name__} {tiny.ran}",
-        output_error=found.output_error,
-        gradient_errors=found.gradient_errors,
+        output_error=result.output_error,
+        gradient_errors=result.gradient_errors,
         wrong=wrong,
-        error=found.error,
+        error=result.error,
     )
 
 
@@ -67,13 +67,13 @@ def _worst(ranks: Sequence[Differences]) -> Differences:
     return Differences(max(each.output_error for each in ranks), dict(errors), raised[0] if raised else "")
 
 
-def _is_right(found: Differences) -> bool:
-    errors = found.gradient_errors.values()
-    return not found.error and found.output_error <= OUTPUT_BOUND and all(error <= GRADIENT_BOUND for error in errors)
+def _is_right(result: Differences) -> bool:
+    errors = result.gradient_errors.values()
+    return not result.error and result.output_error <= OUTPUT_BOUND and all(error <= GRADIENT_BOUND for error in errors)
 
 
 def _wrong_parts(
-    plan: Plan, reference: Reference, found: Differences, attempt: Callable[[Sequence[Plan]], list[Differences]]
+    plan: Plan, reference: Reference, result: Differences, attempt: Callable[[Sequence[Plan]], list[Differences]]
 ) -> list[WrongPart]:
     """Return the parts that are wrong when only they are split; if there are none, the parts with wrong gradients."""
     tree = ModelTree.of(reference.model)
@@ -83,24 +83,24 @@ def _wrong_parts(
         wrong = [_wrong_part(place, parts[place], tree, each) for place, each in alone.items() if not _is_right(each)]
         if wrong:
             return wrong
-    if found.error:
+    if result.error:
         return []
     places: dict[str, dict[str, float]] = defaultdict(dict)
-    for path, error in found.gradient_errors.items():
+    for path, error in result.gradient_errors.items():
         if not error <= GRADIENT_BOUND:
             places[part_of(path, tree)][path] = error
     return [
         WrongPart(place, tuple(parts.get(place, ())), differences(0.0, errors)) for place, errors in places.items()
-    ] or [WrongPart("", tuple(plan), differences(found.output_error, {}))]
+    ] or [WrongPart("", tuple(plan), differences(result.output_error, {}))]
 
 
-def _wrong_part(place: str, rules: Plan, tree: ModelTree, found: Differences) -> WrongPart:
-    if found.error:
-        return WrongPart(place, tuple(rules), f"raised {found.error}")
-    own = {path: error for path, error in found.gradient_errors.items() if part_of(path, tree) == place}
+def _wrong_part(place: str, rules: Plan, tree: ModelTree, result: Differences) -> WrongPart:
+    if result.error:
+        return WrongPart(place, tuple(rules), f"raised {result.error}")
+    own = {path: error for path, error in result.gradient_errors.items() if part_of(path, tree) == place}
     beyond = [path for path, error in own.items() if not error <= GRADIENT_BOUND]
-    if found.output_error <= OUTPUT_BOUND and beyond:
+    if result.output_error <= OUTPUT_BOUND and beyond:
         planned = PlannedTree(tree, rules)
         named = (planned.rule(path) or planned.rule(parent(path)) for path in beyond)
         return WrongPart(place, tuple(dict.fromkeys(rule for rule in named if rule)), differences(0.0, own))
-    return WrongPart(place, tuple(rules), differences(found.output_error, own if beyond else found.gradient_errors))
+    return WrongPart(place, tuple(rules), differences(result.output_error, own if beyond else result.gradient_errors))

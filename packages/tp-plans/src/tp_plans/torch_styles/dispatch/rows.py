@@ -23,8 +23,8 @@ def split_rows(mesh: DeviceMesh, *tensors: Tensor, dim: int = 0) -> tuple[Tensor
     exact = [tensor.narrow(dim, start, end - start) for tensor in tensors]
     traced = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     if traced and torch.is_grad_enabled():
-        found = _SplitRows.apply(mesh, dim, *(tensors[i] for i in traced))  # type: ignore[no-untyped-call]
-        for i, tensor in zip(traced, found, strict=True):
+        rows_of_rank = _SplitRows.apply(mesh, dim, *(tensors[i] for i in traced))  # type: ignore[no-untyped-call]
+        for i, tensor in zip(traced, rows_of_rank, strict=True):
             exact[i] = tensor
     return tuple(exact)
 

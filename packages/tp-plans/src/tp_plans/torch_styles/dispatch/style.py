@@ -45,7 +45,7 @@ _STACK = "_tp_plans_stack"
 
 @dataclass(frozen=True)
 class _Stack:
-    """What a module's experts are, found once, when the style is applied."""
+    """Facts about a module's experts, read once, when the style is applied."""
 
     experts: int  # of all ranks
     own: range  # this rank's
@@ -64,8 +64,8 @@ class DispatchExpertsImpl(LocalTensorStyle):
     """``DispatchExperts``: brings this rank's experts the tokens of all ranks, and every rank its tokens' sums."""
 
     # The module's own forward runs on pairs of a token and one expert, ``top_k = 1``, so that none of its
-    # implementations meets an index that stands for no expert. ``shared_mesh`` is the axis whose ranks have the same
-    # tokens (``tp``), which they divide among themselves; ``None`` where every rank has its own.
+    # implementations meets an index that stands for no expert. The ranks of ``shared_mesh`` (``tp``) have the same
+    # tokens and divide them among themselves; ``None`` if every rank has different tokens.
     style: DispatchExperts
     #: The compiler leaves the call to Python, FSDP2's hooks included: its sizes are data.
     class_attributes: ClassVar[Mapping[str, Any]] = {
@@ -116,17 +116,17 @@ class DispatchExpertsImpl(LocalTensorStyle):
     def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
         stack: _Stack = vars(module)[_STACK]
         stacked = [name for name in parameters if name in stack.stacked]
-        found = dict(zip(stacked, local_parameters([parameters[each] for each in stacked], stack.scale), strict=True))
-        others = {name: each for name, each in parameters.items() if name not in found}
+        tensors = dict(zip(stacked, local_parameters([parameters[each] for each in stacked], stack.scale), strict=True))
+        others = {name: each for name, each in parameters.items() if name not in tensors}
         ruled = {name: each for name, each in others.items() if each.shape[:1] == (stack.experts,)}
         for name, view in super().views(module, ruled).items():
-            found[name] = scaled_gradient(view, stack.scale)
+            tensors[name] = scaled_gradient(view, stack.scale)
         for name, parameter in others.items():
             if name not in ruled:
                 rows = full_view(parameter, partial=True)
                 own = rows[stack.own.start : stack.own.stop] if rows.ndim > 1 else rows
-                found[name] = scaled_gradient(own, stack.scale)
-        return found
+                tensors[name] = scaled_gradient(own, stack.scale)
+        return tensors
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         stack: _Stack = vars(module)[_STACK]
@@ -137,15 +137,17 @@ class DispatchExpertsImpl(LocalTensorStyle):
             context.swap_in(child, name, parameter, view)
         context.count_own_experts(module, stack.counts, stack.own)
         names = _argument_names(type(module))  # type: ignore[arg-type]  # classes are hashable
-        given = self._arguments(module, names, args, kwargs)
-        if len(given) == 1:
-            (tokens,) = given.values()
+        arguments = self._arguments(module, names, args, kwargs)
+        if len(arguments) == 1:
+            (tokens,) = arguments.values()
             values: tuple[Tensor, ...] = (self._every_expert(tokens, experts, context),)
         else:
-            values = self._routed(tuple(given.values()), experts, context)
-        found = dict(zip(given, values, strict=True))
+            values = self._routed(tuple(arguments.values()), experts, context)
+        by_name = dict(zip(arguments, values, strict=True))
         # As the caller gave them: a replacement of the module's forward may have other names.
-        return tuple(found[name] for name, _ in zip(names, args, strict=False)), {name: found[name] for name in kwargs}
+        return tuple(by_name[name] for name, _ in zip(names, args, strict=False)), {
+            name: by_name[name] for name in kwargs
+        }
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         saved = context.saved
