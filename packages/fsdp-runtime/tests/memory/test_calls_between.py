@@ -365,7 +365,7 @@ PLACES = ("inside", "outside", "between forward and backward")
 def _cleared_between_micro_batches(by: str, dtype: torch.dtype | None, kept: bool) -> list[str]:
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=dtype)
     plain = tiny_model("Qwen3ForCausalLM", num_hidden_layers=4)
-    model = _model(fsdp=FSDPOptions(mp_policy=policy))
+    model = _model(fsdp=FSDP2(mp_policy=policy))
     tokens = tiny_inputs(model, batch=2, length=5)["input_ids"]
     wrong = []
     for place in PLACES:
