@@ -46,6 +46,6 @@ def skips_sentinel_index(experts: Any) -> bool:
 def kept_in_float32(model: Any, names: Iterable[str]) -> frozenset[str]:
     """Return the names of parameters that transformers loads in float32 although the model is in bfloat16."""
     # ``_keep_in_fp32_modules_strict`` names them, as patterns that are searched in a parameter's name (5.6 to 5.24).
-    names_kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    patterns = [re.compile(each.replace("*", ".*")) for each in names_kept]
+    float32_names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    patterns = [re.compile(name_pattern.replace("*", ".*")) for name_pattern in float32_names]
     return frozenset(name for name in names if any(pattern.search(name) for pattern in patterns))

@@ -19,17 +19,8 @@ from tp_plans.errors import PlanError, TransferError
 from tp_plans.layouts import Replicate, Shard
 
 __all__ = [
-    "Box",
-    "MeshLayout",
-    "ShardStep",
-    "StridedShard",
-    "box_shape",
-    "full_box",
-    "intersection",
-    "mesh_boxes",
-    "shard_steps",
-    "split_box",
-    "volume",
+    *("Box", "MeshLayout", "ShardStep", "StridedShard", "box_shape", "full_box", "intersection", "mesh_boxes"),
+    *("shard_steps", "split_box", "volume"),
 ]
 
 #: Start and stop of each dim.

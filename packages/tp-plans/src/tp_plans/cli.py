@@ -117,8 +117,8 @@ def _add_json(parser: argparse.ArgumentParser, how: str) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    wanted = options.filter.lower()
-    listed = [each for each in architectures() if wanted in f"{each.class_name} {each.model_type} {each.notes}".lower()]
+    words = options.filter.lower()
+    listed = [each for each in architectures() if words in f"{each.class_name} {each.model_type} {each.notes}".lower()]
     if options.json:
         print(json.dumps([_as_data(entry) for entry in listed], indent=2))
     else:

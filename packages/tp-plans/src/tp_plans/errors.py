@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 __all__ = [
-    "AlreadyParallelizedError",
-    "CapabilityError",
-    "CheckFailedError",
-    "CustomPlanError",
-    "LayoutError",
-    "ModelConfigError",
-    "ModelError",
-    "PlanError",
-    "TpPlansError",
-    "TransferError",
-    "UnknownArchitectureError",
-    "UnknownStyleError",
+    *("AlreadyParallelizedError", "CapabilityError", "CheckFailedError", "CustomPlanError", "LayoutError"),
+    *("ModelConfigError", "ModelError", "PlanError", "TpPlansError", "TransferError"),
+    *("UnknownArchitectureError", "UnknownStyleError"),
 ]
 
 

@@ -296,10 +296,10 @@ class ModelTree:
     def declared(self, getter: str) -> str | None:
         """Return the path of the module that a getter of the model gives, as ``get_input_embeddings``."""
         try:
-            wanted = getattr(self.model, getter)()
+            declared = getattr(self.model, getter)()
         except (AttributeError, NotImplementedError):
             return None
-        return next((path for path, module in self.modules.items() if module is wanted), None)
+        return next((path for path, module in self.modules.items() if module is declared), None)
 
     @cached_property
     def _matrices_outside(self) -> dict[str, tuple[int, ...]]:
@@ -315,7 +315,9 @@ class ModelTree:
         return frozenset(self.blocks)
 
     def _numel(self, path: str) -> int:
-        own = {id(p): prod(p.shape) for each in (path, *self.below(path)) for p in self.own_parameters(each).values()}
+        own = {
+            id(p): prod(p.shape) for module in (path, *self.below(path)) for p in self.own_parameters(module).values()
+        }
         return sum(own.values())
 
     def _stacks(self, path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -398,7 +400,7 @@ def class_of_forward(module: Any) -> str:
 
     Wrappers of a module on a mesh are mixed in before its class, and are no modules.
     """
-    modules = (base for base in type(module).__mro__ if any(each.__name__ == "Module" for each in base.__mro__))
+    modules = (base for base in type(module).__mro__ if any(ancestor.__name__ == "Module" for ancestor in base.__mro__))
     return next((base.__name__ for base in modules if "forward" in vars(base)), "Linear")
 
 

@@ -63,25 +63,7 @@ def _any_name(*numbers: int | str) -> bool:
 
 
 def resolve_style(style: Style, owner: Any) -> Style:
-    """The style with every name replaced by the owner's number.
-
-    Args:
-        style: the style.
-        owner: the parent module, which has the attributes.
-
-    Returns:
-        The style with integers in place of attribute names.
-
-    Raises:
-        PlanError: as in :func:`resolve_int`.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> import tp_plans
-        >>> style = tp_plans.ColwiseParallel(multiple_of="head_dim")
-        >>> tp_plans.runtime.resolve_style(style, SimpleNamespace(head_dim=16)).multiple_of
-        16
-    """
+    """Return the style with the numbers of its owner, the parent module, in place of attribute names."""
     match style:
         case ColwiseParallel() | RowwiseParallel():
             pieces = tuple(resolve_int(owner, piece) for piece in style.fused_sizes)

@@ -150,8 +150,8 @@ class Plan(Mapping[str, Style]):
         if unknown := sorted(set(data) - set(_FIELDS)):
             raise PlanError(f"a plan in JSON has no field {', '.join(unknown)}: its fields are {', '.join(_FIELDS)}")
         rules = {pattern: _rule_from_json(pattern, style) for pattern, style in data["rules"].items()}
-        given = {field: data[field] for field in ("name", "sequence_parallel") if field in data}
-        return cls(rules, **given)
+        fields = {field: data[field] for field in ("name", "sequence_parallel") if field in data}
+        return cls(rules, **fields)
 
     def by_path(self, model: Any) -> dict[str, Style]:
         """The style of each module and parameter of a model that a rule matches, by path; of several rules, the first.

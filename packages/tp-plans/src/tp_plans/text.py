@@ -28,8 +28,10 @@ def table(rows: Sequence[Sequence[str]], *, header: bool = True) -> list[str]:
 def short_repr(style: Style) -> str:
     """A style with those fields only that say something: ``ColwiseParallel(multiple_of=head_dim)``."""
     data = style_to_dict(style)
-    shown = {name: f"({', '.join(map(str, each))})" if isinstance(each, list) else each for name, each in data.items()}
-    return f"{shown.pop('style')}({', '.join(f'{name}={each}' for name, each in shown.items())})"
+    shown = {
+        name: f"({', '.join(map(str, value))})" if isinstance(value, list) else value for name, value in data.items()
+    }
+    return f"{shown.pop('style')}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 
 def format_bytes(size: float) -> str:

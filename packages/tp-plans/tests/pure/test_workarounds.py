@@ -2,15 +2,84 @@
 
 import ast
 import re
+from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 
 import tp_plans
-from tp_plans._torch_compat import WORKAROUNDS
 
 PACKAGE = Path(tp_plans.__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Workaround:
+    """Code that only some supported versions of torch need."""
+
+    place: str  # module and name under ``tp_plans.torch_styles``
+    last: tuple[int, int]  # the last torch version that needs it; a test fails once no supported version does
+    upstream: str  # the issue or pull request, or that none was found
+    reason: str  # the failure without it
+
+
+#: Every place in the torch styles that depends on a version of torch.
+WORKAROUNDS = (
+    Workaround(
+        "gradients._UnevenView",
+        (2, 10),
+        "https://github.com/pytorch/pytorch/issues/107661",
+        "to_local gives a gradient the strides of one rank's shard, and accumulation falls back to a replicated copy",
+    ),
+    Workaround(
+        "gradients._DenseGradient",
+        (2, 11),
+        "https://github.com/pytorch/pytorch/issues/107661",
+        "an expanded gradient (a sum's) of an uneven shard is accumulated as a replicated copy",
+    ),
+    Workaround(
+        "gradients._detach",
+        (2, 10),
+        "no upstream issue found",
+        "where no gradient is recorded, a DTensor that requires one cannot be redistributed",
+    ),
+    Workaround(
+        "placement.placement",
+        (2, 10),
+        "https://github.com/pytorch/pytorch/issues/171274",
+        "the compiler cannot trace the class patterns of a match statement",
+    ),
+    Workaround(
+        "placement._OwnPart",
+        (2, 14),
+        "https://github.com/pytorch/pytorch/issues/152954",
+        "the compiler recurses without end over the symbolic length of a replicated DTensor that is sharded",
+    ),
+    Workaround(
+        "placement._OwnSum",
+        (2, 14),
+        "https://github.com/pytorch/pytorch/issues/152954",
+        "the same, of the gradient of partial sums that are sharded",
+    ),
+    Workaround(
+        "placement.plain_full_tensor",
+        (2, 11),
+        "no upstream issue found",
+        "gathering shards of unequal length leaves a view of padded rows",
+    ),
+    Workaround(
+        "linear.ColwiseParallelImpl",
+        (2, 10),
+        "https://github.com/pytorch/pytorch/pull/170147",
+        "redistributing partial sums to replicated does not sum the gradient on the way back",
+    ),
+    Workaround(
+        "row_all_to_all.all_to_all",
+        (2, 11),
+        "no upstream issue found; the same failure: https://github.com/deepspeedai/DeepSpeed/pull/8491",
+        "the compiler gives no gradient to an autograd function if a collective wrote its output in place",
+    ),
+)
 
 
 def oldest_supported():

@@ -10,7 +10,7 @@ from tp_plans import nemo
 
 FUNCTIONS = [
     *(getattr(tp_plans, name) for name in tp_plans.__all__),
-    *(getattr(tp_plans.runtime, name) for name in ("adapter_styles", "dispatch_styles", "resolve_style")),
+    tp_plans.runtime.dispatch_styles,
     *(getattr(tp_plans.transfer, name) for name in ("engine_layout", "engine_rules", "mesh_layout")),
     *(
         tp_plans.boxes.mesh_boxes,

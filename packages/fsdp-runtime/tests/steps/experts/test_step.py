@@ -145,7 +145,7 @@ def _refused(mesh: dict[str, int], architecture: str = MOE, model: Any = None, *
     [
         ("CapabilityError: LlamaForCausalLM has no module with stacked experts", {"architecture": "LlamaForCausalLM"}),
         ("7 experts cannot be divided over ep=2", {"model": {"num_experts": 7}}),
-        ("CapabilityError: exchange='deepep' needs the kernels of deep_ep", {"steps": (ExpertParallel("deepep"),)}),
+        ("PlanError: exchange='deepep' is unknown", {"steps": (ExpertParallel("deepep"),)}),
     ],
 )
 def test_what_cannot_be_dispatched_is_refused_before_anything_changes(

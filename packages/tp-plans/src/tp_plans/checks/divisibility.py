@@ -127,9 +127,7 @@ def _mla_constraints(path: str, size: int, rotary: int | str, planned: PlannedTr
     if width is None:
         yield _missing_attribute(path, rotary, "rotary key", planned)
     elif width >= size:
-        problem = (
-            f"its rotary key takes {width} of {size} features, which leaves none for the compressed keys and values"
-        )
+        problem = f"its rotary key takes {width} of {size} features, and leaves none for compressed keys and values"
         yield Finding("error", path, problem, f"correct the rotary key {rotary!r} of the rule")
     else:
         yield Constraint(path, size)
@@ -167,14 +165,11 @@ def check_kv_sharing(planned: PlannedTree, tp: int) -> Iterator[Finding]:
         module = planned.modules[path]
         if not is_integer(getattr_path(module, style.kv_groups_attr)) or key_value_heads(module, style) is not None:
             continue
-        if any(_has_fewer_heads(each, planned, tp) for each in _replicated_kv(path, planned)):
-            problem = (
-                f"ranks of tp={tp} would share key/value heads, and its {style.kv_groups_attr!r} can only be adapted "
-                f"with {style.kv_heads_attr!r}, which {type(module).__name__} does not have"
-            )
-            yield Finding(
-                "error", path, problem, "give the config that field, or the rule's kv_heads another attribute"
-            )
+        if any(_has_fewer_heads(projection, planned, tp) for projection in _replicated_kv(path, planned)):
+            lacking = f"{style.kv_heads_attr!r}, which {type(module).__name__} does not have"
+            problem = f"ranks of tp={tp} would share key/value heads, and its {style.kv_groups_attr!r} needs {lacking}"
+            fix = "give the config that field, or the rule's kv_heads another attribute"
+            yield Finding("error", path, problem, fix)
 
 
 def _has_fewer_heads(path: str, planned: PlannedTree, tp: int) -> bool:

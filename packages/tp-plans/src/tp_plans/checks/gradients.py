@@ -40,10 +40,8 @@ def _below_sums(path: str, planned: PlannedTree) -> Iterator[Finding]:
         if planned.style(child) is None:
             own = planned.tree.own_parameters(child)
             if any(planned.style(f"{child}.{name}") is None for name in own):
-                name = type(planned.style(path)).__name__
-                problem = (
-                    f"its gradient would be a partial sum: {name} of {path} sums gradients of its own parameters only"
-                )
+                summed = f"{type(planned.style(path)).__name__} of {path} sums gradients of its own parameters only"
+                problem = f"its gradient would be a partial sum: {summed}"
                 yield Finding("error", child, problem, "move the rule to the modules below that have parameters")
             yield from _below_sums(child, planned)
 
@@ -93,15 +91,9 @@ class _ActivationWidths:
             problem = f"one element per head ({size}), but each rank sees only its heads"
             yield self._finding(place, problem, "give it a rule: ParameterStyle()", size)
         elif size == 1:
-            problem = (
-                f"a scalar that may meet the sharded features of {self.layer}: its gradient would be a partial sum"
-            )
-            yield Finding(
-                "warning",
-                place,
-                problem,
-                "if so, give it a rule: ParameterStyle(layout=Replicate(), gradient='partial')",
-            )
+            meets = f"a scalar that may meet the sharded features of {self.layer}"
+            fix = "if so, give it a rule: ParameterStyle(layout=Replicate(), gradient='partial')"
+            yield Finding("warning", place, f"{meets}: its gradient would be a partial sum", fix)
 
     def _finding(self, where: str, problem: str, fix: str, size: int) -> Finding:
         if size in self.ambiguous:

@@ -39,24 +39,23 @@ def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree)
             continue
         out = planned.parameters[f"{path}.weight"]
         neighbour = next(
-            (each for each in planned.children[above] if _reads_features(each, out.shape[0], planned)), None
+            (sibling for sibling in planned.children[above] if _reads_features(sibling, out.shape[0], planned)), None
         )
         if neighbour is not None:
             features = out.shape[0]
-            problem = (
-                f"outputs a local shard of {features} features as a plain tensor, but sibling {neighbour} expects all"
+            local = f"outputs a local shard of {features} features as a plain tensor"
+            problem, fix = (
+                f"{local}, but sibling {neighbour} expects all {features}",
+                f"make {neighbour} RowwiseParallel()",
             )
-            fix = f"make {neighbour} RowwiseParallel()"
             if out.shape[1] == features:  # the sibling may read the input of this layer instead
-                yield Finding("warning", path, f"{problem} {features}, if it comes after it", fix)
+                yield Finding("warning", path, f"{problem}, if it comes after it", fix)
             else:
-                yield Finding("error", path, f"{problem} {features}", fix)
+                yield Finding("error", path, problem, fix)
         elif not any(scope in readers for scope in _scopes(path)):
-            problem = (
-                f"outputs a local shard of {out.shape[0]} features as a plain tensor, but no row-wise layer nearby"
-            )
+            local = f"outputs a local shard of {out.shape[0]} features as a plain tensor"
             fix = "gather them with output_layouts=Replicate(), or output a DTensor with use_local_output=False"
-            yield Finding("warning", path, f"{problem} reads it", fix)
+            yield Finding("warning", path, f"{local}, but no row-wise layer nearby reads it", fix)
 
 
 def _reads_features(path: str, features: int, planned: PlannedTree) -> bool:
@@ -90,7 +89,7 @@ def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) 
 def _scopes(path: str) -> Iterator[str]:
     """The modules above a layer, up to the block that it belongs to; the nearest only, outside of blocks."""
     inside = list(ancestors(path))
-    block = max((index for index, each in enumerate(inside) if leaf(each).isdigit()), default=0)
+    block = max((index for index, above in enumerate(inside) if leaf(above).isdigit()), default=0)
     yield from inside[: block + 1]
 
 
@@ -101,11 +100,9 @@ def _implicit_shard(planned: PlannedTree) -> Iterator[Finding]:
         if isinstance(style, (styles.RowwiseParallel, styles.VocabParallelEmbedding)) and style.use_local_output:
             layout = style.output_layouts
             if isinstance(layout, Shard) and layout.dim >= 0:
-                problem = (
-                    f"outputs a local shard of dim {layout.dim} as a plain tensor, which SequenceParallel norms read"
-                )
-                fix = "set use_local_output=False"
-                yield Finding("error", path, f"{problem} as the full sequence and shard again", fix)
+                local = f"outputs a local shard of dim {layout.dim} as a plain tensor"
+                problem = f"{local}, which SequenceParallel norms read as the full sequence and shard again"
+                yield Finding("error", path, problem, "set use_local_output=False")
 
 
 def _replicated_after_blocks(planned: PlannedTree) -> Iterator[Finding]:

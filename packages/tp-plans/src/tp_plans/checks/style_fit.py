@@ -34,9 +34,8 @@ def check_style_fit(planned: PlannedTree) -> Iterator[Finding]:
             yield from _expert_stack(path, planned)
         elif isinstance(style, styles.ScaleInput) and (names := planned.tree.own_parameters(path)):
             problem = f"ScaleInput is for a module without parameters, and this one has {', '.join(names)}"
-            yield Finding(
-                "error", path, problem, "let the rule match a module that only passes tokens on, or use AllReduceOutput"
-            )
+            fix = "let the rule match a module that only passes tokens on, or use AllReduceOutput"
+            yield Finding("error", path, problem, fix)
         elif isinstance(style, styles.GatheredParameters):
             yield from _gathered_names(path, style.names, planned)
     for path, parameter in planned.parameters.items():
@@ -104,9 +103,9 @@ def check_dispatched(planned: PlannedTree, ep: int) -> Iterator[Finding]:
         if not isinstance(style, styles.DispatchExperts):
             continue
         parameters = planned.tree.own_parameters(path)
-        stacks = {name: int(each.shape[0]) for name, each in parameters.items() if each.ndim == 3}
+        stacks = {name: int(parameter.shape[0]) for name, parameter in parameters.items() if parameter.ndim == 3}
         if not stacks:
-            shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in parameters.items()) or "none"
+            shapes = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in parameters.items()) or "none"
             kind = type(planned.modules[path]).__name__
             problem = f"{kind} has no stacked experts [experts, in, out]; its parameters: {shapes}"
             yield Finding("error", path, problem, "let DispatchExperts match a module that holds stacked experts")

@@ -176,8 +176,8 @@ def _prepare_input(
         yield from _gather_input(arrives)
     elif isinstance(style.layout, Shard):
         # Embeddings may be looked up in full, and sharded at the start of the language model.
-        embeddings = [each for each in planned.plan.values() if isinstance(each, styles.VocabParallelEmbedding)]
-        if any(each.output_layouts == Replicate() for each in embeddings):
+        embeddings = (style for style in planned.plan.values() if isinstance(style, styles.VocabParallelEmbedding))
+        if any(embedding.output_layouts == Replicate() for embedding in embeddings):
             yield "all_gather", "backward", "gradient of the input"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from tp_plans.checks.replicated import size_of
@@ -95,8 +96,9 @@ class Explanation:
     def collectives(self, when: str) -> dict[str, int]:
         """Return the number of collectives of each kind in a ``"forward"`` or ``"backward"`` pass."""
         counts: Counter[str] = Counter()
-        for each in (each for rule in self.rules for each in rule.collectives if each.when == when):
-            counts[each.kind] += each.count
+        for collective in chain.from_iterable(rule.collectives for rule in self.rules):
+            if collective.when == when:
+                counts[collective.kind] += collective.count
         return dict(sorted(counts.items()))
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,7 +177,7 @@ def _rule_to_dict(rule: RuleExplanation) -> dict[str, Any]:
         "rule": style_to_dict(rule.style),
         "places": list(rule.places),
         "parameters": [_parameter_to_dict(parameter) for parameter in rule.parameters],
-        "collectives": [asdict(each) for each in rule.collectives],
+        "collectives": [asdict(collective) for collective in rule.collectives],
     }
 
 

@@ -57,7 +57,12 @@ def _interleaved_features(
     """Return the features of one head where a fused projection keeps its query, key and value together (GPT-NeoX)."""
     above = parent(path)
     size = next(
-        (each for name in naming.HEAD_DIMS if is_integer(each := getattr(planned.modules.get(above), name, None))), None
+        (
+            features_per_head
+            for name in naming.HEAD_DIMS
+            if is_integer(features_per_head := getattr(planned.modules.get(above), name, None))
+        ),
+        None,
     )
     fused = any(naming.INTERLEAVED_QKV.search(naming.leaf(child)) for child in planned.children.get(above, ()))
     if size is None or features is None or not fused:

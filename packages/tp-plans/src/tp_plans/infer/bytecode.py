@@ -89,8 +89,8 @@ def reads_below(cls: type, child: str, name: str) -> bool:
 def _in_context(cls: type) -> Iterator[tuple[Instruction, Instruction, list[Any]]]:
     """Iterate over the instructions of a class's methods: the one before, it, and the arguments of the two after."""
     for code in _methods(cls):
-        for each in _with_nested(code):
-            steps = [step for step in get_instructions(each) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+        for nested in _with_nested(code):
+            steps = [step for step in get_instructions(nested) if step.opname not in ("CACHE", "EXTENDED_ARG")]
             for index in range(1, len(steps) - 1):
                 yield steps[index - 1], steps[index], [step.argval for step in steps[index + 1 : index + 3]]
 

@@ -43,7 +43,7 @@ def _tied_pairs(planned: PlannedTree) -> dict[tuple[str, str], None]:
         for path in (path for path in group if planned.layout(path) is None):
             for other in with_layout[:1]:
                 pair = _without_common_end(other, path)
-                if all(each in planned.modules for each in pair):
+                if all(module in planned.modules for module in pair):
                     pairs[pair] = None
     return pairs
 

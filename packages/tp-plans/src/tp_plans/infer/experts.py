@@ -100,8 +100,8 @@ def _without(plan: Plan, experts: tuple[str, ...], tree: ModelTree) -> Iterator[
         for pattern in plan.match(place):
             places.setdefault(pattern, []).append(place)
     for pattern, style in plan.items():
-        kept = [place for place in places.get(pattern, ()) if place not in inside]
-        if len(kept) == len(places.get(pattern, ())):
+        outside = [place for place in places.get(pattern, ()) if place not in inside]
+        if len(outside) == len(places.get(pattern, ())):
             yield pattern, style
         else:
-            yield from ((place, style) for place in kept)
+            yield from ((place, style) for place in outside)

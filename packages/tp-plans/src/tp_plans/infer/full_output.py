@@ -73,4 +73,4 @@ def _is_head(path: str, tree: ModelTree) -> bool:
         return False
     inside = {path, *tree.below(path)}
     with_stack = any(is_at_or_below(stack, path) for stack in tree.stacks)
-    return not with_stack and any(each != head and tree.own_parameters(each) for each in inside)
+    return not with_stack and any(module != head and tree.own_parameters(module) for module in inside)

@@ -84,7 +84,7 @@ def stored_rules(path: str, tree: ModelTree, *, deep: bool = False) -> dict[str,
     """Return a rule that stores the matrices of a module sharded and gathers them for its code."""
     # ``deep`` takes the matrices of all modules below, not only the module's and its children's.
     below = tree.below(path) if deep else tree.children[path]
-    owners = [path, *(each for each in below if deep or not tree.is_expert_stack(each))]
+    owners = [path, *(module for module in below if deep or not tree.is_expert_stack(module))]
     names = tuple(
         join(owner, name).removeprefix(f"{path}.")
         for owner in owners
@@ -119,8 +119,8 @@ def _mlp(sub: Sublayer, tree: ModelTree) -> Proposal:
         raise _NotUnderstoodError(f"its code uses {unknown}, which may need all features")
     is_fused = widths == [2 * sub.inner_dim]
     if not is_fused and (set(widths) != {sub.inner_dim} or len(widths) > 2):
-        given = ", ".join(map(str, widths))
-        raise _NotUnderstoodError(f"input projections of {given} features precede one that reads {sub.inner_dim}")
+        features = ", ".join(map(str, widths))
+        raise _NotUnderstoodError(f"input projections of {features} features precede one that reads {sub.inner_dim}")
     rules = {sub.path: _input_style(sub, tree), **rules_for(replace(sub, fused_sizes=(1, 1) if is_fused else ()))}
     doubts = [
         Doubt(sub.input_projs[0], "assumed to be gate and up, concatenated; if they are interleaved, gather its output")
@@ -138,9 +138,9 @@ def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
     widths = {reader: tree.shape(reader)[0] for reader in sub.input_projs}
     fused_sizes = _fused_sizes(sub, tree, size, widths)
     if fused_sizes is None:
-        given = ", ".join(map(str, widths.values()))
+        features = ", ".join(map(str, widths.values()))
         raise _NotUnderstoodError(
-            f"projections of {given} features, in heads of {size}, are not queries, keys and values"
+            f"projections of {features} features, in heads of {size}, are not queries, keys and values"
         )
     tables = _head_tables(sub, tree)
     norms = tuple(path for path in _other_parameters(sub, tree) if path not in tables)

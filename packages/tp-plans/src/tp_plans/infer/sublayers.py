@@ -40,7 +40,7 @@ class Sublayer:
     @property
     def is_named_attention(self) -> bool:
         """Whether it mixes tokens, judged by its name and its layers' names."""
-        names = [naming.leaf(each) for each in self.input_projs]
+        names = [naming.leaf(projection) for projection in self.input_projs]
         queries = any(naming.QUERY_PROJECTION.fullmatch(name) or "qkv" in name.lower() for name in names)
         return bool(naming.ATTENTION_MODULE.search(naming.leaf(self.path).lower())) or queries
 
@@ -52,7 +52,7 @@ class Sublayer:
     @property
     def is_interleaved(self) -> bool:
         """Whether a fused projection keeps each head's query, key and value together."""
-        return any(naming.INTERLEAVED_QKV.search(naming.leaf(each)) for each in self.input_projs)
+        return any(naming.INTERLEAVED_QKV.search(naming.leaf(projection)) for projection in self.input_projs)
 
 
 def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, Style]:
@@ -87,7 +87,11 @@ def _split(planned: PlannedTree, root: str) -> Iterator[tuple[str, Style]]:
         if planned.has_no_rules(path, names):
             yield from rules.items()
         elif isinstance(output, RowwiseParallel) and output.input_layouts == Shard(-1):
-            yield from ((each, rules[each]) for each in sublayer.input_projs if planned.style(each) is None)
+            yield from (
+                (projection, rules[projection])
+                for projection in sublayer.input_projs
+                if planned.style(projection) is None
+            )
 
 
 def recognize(path: str, tree: ModelTree) -> Sublayer | None:

@@ -103,7 +103,7 @@ def suggestion(
         rules.update(dict.fromkeys(scales, styles.NoParallel()))
         stacks = (path for path in tree.below(block) if tree.is_expert_stack(path))
         rules.update({path: _STACK for path in stacks if not tree.children_with_parameters(path)})
-    for path in (each for each in _gathered(gathered, tree) if each != tree.lm_head):
+    for path in (pattern for pattern in _gathered(gathered, tree) if pattern != tree.lm_head):
         rules.update(stored_rules(path, tree, deep=path not in token_blocks(tree)))
     for new_rules, more in _sublayers(tree, rules):
         rules.update(new_rules)
@@ -148,8 +148,8 @@ def _of_block(block: str, tree: ModelTree, rules: Mapping[str, styles.Style]) ->
     """Iterate over the sub-layers of a block, without those inside modules that have a rule."""
 
     def is_stored(path: str) -> bool:
-        above = (path, *(each for each in ancestors(path) if each != block))
-        return any(isinstance(rules.get(each), _STORED) for each in above)
+        above = (path, *(module for module in ancestors(path) if module != block))
+        return any(isinstance(rules.get(module), _STORED) for module in above)
 
     separate = [sub for sub in sublayers_apart(block, tree) if not (is_stored(sub.path) or is_stored(sub.output_proj))]
     yield from separate

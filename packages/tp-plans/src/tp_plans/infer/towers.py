@@ -109,7 +109,9 @@ def _in_language_model(path: str, tree: ModelTree) -> bool:
 def _parts(paths: Iterable[str], planned: PlannedTree) -> Iterator[_Part]:
     tree = planned.tree
     for path in paths:
-        has_rules = any(planned.style(each) is not None or _is_gathered(each, planned) for each in tree.children[path])
+        has_rules = any(
+            planned.style(child) is not None or _is_gathered(child, planned) for child in tree.children[path]
+        )
         if type(tree.modules[path]).__name__ in _READS_WEIGHTS or has_rules:
             continue
         if (rules := _sequence(path, tree) or _sublayer(path, tree)) is not None:
@@ -238,5 +240,5 @@ def _outside_split_modules(paths: Iterable[str], rules: Mapping[str, styles.Styl
 
 def _reader(path: str, name: str, tree: ModelTree) -> str | None:
     """Return the outermost module with code that reads a tensor of a module below it."""
-    above = (each for each in ancestors(path) if reads_below(type(tree.modules[each]), leaf(path), name))
+    above = (module for module in ancestors(path) if reads_below(type(tree.modules[module]), leaf(path), name))
     return next(iter(reversed([*above])), None)

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from tp_plans._validate import is_integer
 from tp_plans.layouts import Layout, Replicate
 from tp_plans.styles.experts import AllReduceOutput, ExpertsParallel
-from tp_plans.styles.fields import is_attribute, is_name, require, require_attributes, require_flag, require_layout
+from tp_plans.styles.fields import (
+    is_attribute,
+    require,
+    require_argument,
+    require_attributes,
+    require_flag,
+    require_layout,
+)
 from tp_plans.styles.replicated import GatheredParameters
 
 
@@ -34,8 +41,7 @@ class PrepareModuleInput:
     def __post_init__(self) -> None:
         require_layout(self, "layout")
         require_flag(self, "full_output")
-        require(self, "argument", is_name(self.argument), "the keyword's name, as 'hidden_states'")
-        require(self, "position", self.position is None or is_integer(self.position, least=0), "0 or more, or None")
+        require_argument(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +69,10 @@ class ParallelAttention:
     def __post_init__(self) -> None:
         if self.layout is not None:
             require_layout(self, "layout")
-        require(self, "argument", is_name(self.argument), "the keyword's name, as 'hidden_states'")
-        require(self, "position", self.position is None or is_integer(self.position, least=0), "0 or more, or None")
+        require_argument(self)
         require_attributes(self, "head_count_attrs")
-        require(
-            self, "kv_groups_attr", is_attribute(self.kv_groups_attr), "an attribute's name, as 'num_key_value_groups'"
-        )
-        require(
-            self, "kv_heads_attr", is_attribute(self.kv_heads_attr), "an attribute's name, as 'num_key_value_heads'"
-        )
+        for field in ("kv_groups_attr", "kv_heads_attr"):
+            require(self, field, is_attribute(getattr(self, field)), "an attribute's name, as 'num_key_value_groups'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,5 +97,5 @@ class GatherSequence:
         require(self, "sequence_dim", is_integer(self.sequence_dim, least=0), "0 or more")
         require_flag(self, "full_output")
         inner = (ParallelAttention, GatheredParameters, ExpertsParallel, AllReduceOutput)
-        wanted = f"None or one of {', '.join(kind.__name__ for kind in inner)}"
-        require(self, "inner", self.inner is None or isinstance(self.inner, inner), wanted)
+        kinds = f"None or one of {', '.join(kind.__name__ for kind in inner)}"
+        require(self, "inner", self.inner is None or isinstance(self.inner, inner), kinds)

@@ -17,36 +17,16 @@ from tp_plans.layouts import Partial, Replicate, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterStyles:
-    """The styles of an adapter's two factors.
+    """The styles of an adapter's two factors."""
 
-    Args:
-        a: of ``lora_A``, from the layer's input to the rank.
-        b: of ``lora_B``, from the rank to the layer's output.
-    """
-
-    a: styles.Style
-    b: styles.Style
+    a: styles.Style  # of lora_A, from the layer's input to the rank
+    b: styles.Style  # of lora_B, from the rank to the layer's output
 
 
 def adapter_styles(style: styles.Style, *, sequence_dim: int | None = None) -> AdapterStyles:
-    """Return the styles of the factors of an adapter on a layer of this style.
-
-    Args:
-        style: the layer's, with numbers in place of attributes of the parent (``tp_plans.runtime.resolve_style``).
-        sequence_dim: the sharded dim of the layer's input, if no module above gathers it (the head
-            under sequence parallelism).
-
-    Returns:
-        The styles of the two factors.
-
-    Raises:
-        PlanError: a layer of this style cannot carry an adapter.
-
-    Example:
-        >>> import tp_plans
-        >>> tp_plans.runtime.adapter_styles(tp_plans.ColwiseParallel()).a
-        NoParallel(gradient='full')
-    """
+    """Return the styles of the factors of an adapter on a layer of this style, with numbers for attribute names."""
+    # ``sequence_dim`` is the sharded dim of the layer's input, if no module above gathers it (the head under sequence
+    # parallelism).
     match style:
         case styles.ColwiseParallel() | styles.MLAKVProjection():
             a = styles.NoParallel() if sequence_dim is None else styles.SequenceParallel(sequence_dim=sequence_dim)

@@ -9,10 +9,10 @@ from tp_plans.errors import PlanError
 from tp_plans.layouts import Replicate, Shard
 
 
-def require(style: Any, field: str, allowed: bool, wanted: str) -> None:
+def require(style: Any, field: str, allowed: bool, values: str) -> None:
     """Raise :class:`PlanError` unless ``allowed``, with the field's value and the values that it takes."""
     if not allowed:
-        raise PlanError(f"{type(style).__name__}.{field} is {getattr(style, field)!r}: write {wanted}")
+        raise PlanError(f"{type(style).__name__}.{field} is {getattr(style, field)!r}: write {values}")
 
 
 def require_layout(style: Any, field: str, *kinds: type) -> None:
@@ -20,6 +20,12 @@ def require_layout(style: Any, field: str, *kinds: type) -> None:
     kinds = kinds or (Replicate, Shard)
     written = [f"{kind.__name__}({'dim' if kind is Shard else ''})" for kind in kinds]
     require(style, field, isinstance(getattr(style, field), kinds), " or ".join(written))
+
+
+def require_argument(style: Any) -> None:
+    """Raise unless the fields ``argument`` and ``position`` name an argument of a forward."""
+    require(style, "argument", is_name(style.argument), "the keyword's name, as 'hidden_states'")
+    require(style, "position", style.position is None or is_integer(style.position, least=0), "0 or more, or None")
 
 
 def require_flag(style: Any, field: str) -> None:
@@ -30,8 +36,8 @@ def require_flag(style: Any, field: str) -> None:
 def require_multiple_of(style: Any, field: str, *, least: int = 1) -> None:
     """Raise unless a field holds a number of features, or the name of an attribute that does."""
     value = getattr(style, field)
-    wanted = f"{least} or more features, or the name of an attribute of the parent module, as 'head_dim'"
-    require(style, field, is_integer(value, least=least) or _is_number_or_attribute(value), wanted)
+    values = f"{least} or more features, or the name of an attribute of the parent module, as 'head_dim'"
+    require(style, field, is_integer(value, least=least) or _is_number_or_attribute(value), values)
 
 
 def require_fused_sizes(style: Any, field: str) -> None:

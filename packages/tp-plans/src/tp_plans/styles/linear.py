@@ -41,15 +41,10 @@ class ColwiseParallel:
         require_multiple_of(self, "multiple_of")
         require_fused_sizes(self, "fused_sizes")
         require_flag(self, "replicate_kv_heads")
-        replicated = self.output_layouts == Replicate() and (self.fused_sizes or self.replicate_kv_heads)
-        require(
-            self,
-            "output_layouts",
-            not replicated,
-            "Shard(-1): features of several pieces, or shared ones, are not gathered",
-        )
-        hidden = not self.use_local_output and (self.fused_sizes or self.replicate_kv_heads)
-        require(self, "use_local_output", not hidden, "True: no DTensor layout describes such features")
+        if self.fused_sizes or self.replicate_kv_heads:
+            ungathered = "Shard(-1): features of several pieces, or shared ones, are not gathered"
+            require(self, "output_layouts", self.output_layouts != Replicate(), ungathered)
+            require(self, "use_local_output", self.use_local_output, "True: no DTensor layout describes such features")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

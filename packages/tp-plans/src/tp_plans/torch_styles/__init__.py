@@ -49,7 +49,6 @@ def dispatch_styles(
         ``{module path: ParallelStyle}``; equal rules share one style.
 
     Raises:
-        CapabilityError: the kernels of the exchange are not installed.
         PlanError: the exchange is unknown, or an argument is of another type.
 
     Example:

@@ -223,7 +223,9 @@ def _parts_read_below(children: Mapping[str, Any]) -> list[DTensor]:
         if isinstance(module, _TensorParallelMixin):
             if module.tp_style.reads_parts:
                 own = own_parameters(module).values()
-                parameters += [each for each in own if isinstance(each, DTensor) and len(each.placements) == 1]
+                parameters += [
+                    parameter for parameter in own if isinstance(parameter, DTensor) and len(parameter.placements) == 1
+                ]
         elif module is not None and not isinstance(module, nn.ModuleList):
             waiting += own_children(module).values()
     return parameters
@@ -233,19 +235,19 @@ def distribute_tied(
     parameter: nn.Parameter, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None
 ) -> nn.Parameter:
     """A parameter distributed; the same new parameter for every place that shares the old one, so ties hold."""
-    wanted = placement(layout)
+    target = placement(layout)
     if isinstance(layout, Shard):
         existing_dim(layout.dim, parameter)
     known = getattr(parameter, _SHARDED, None)
     if isinstance(known, DTensor) and known.device_mesh == mesh:
-        if known.placements != (wanted,):
+        if known.placements != (target,):
             raise LayoutError(
                 f"a weight of shape {list(parameter.shape)} is tied: another module has it laid out as "
-                f"{known.placements[0]}, this rule wants {wanted}, which would untie it; give both places one "
+                f"{known.placements[0]}, this rule wants {target}, which would untie it; give both places one "
                 "layout (tp_plans.check names them)"
             )
         return known  # type: ignore[return-value]
-    distributed = distribute_tensor(parameter.detach(), mesh, [wanted], src_data_rank=src_data_rank)
+    distributed = distribute_tensor(parameter.detach(), mesh, [target], src_data_rank=src_data_rank)
     sharded = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
     setattr(parameter, _SHARDED, sharded)
     return sharded

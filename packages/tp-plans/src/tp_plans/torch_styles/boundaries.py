@@ -49,11 +49,11 @@ def local_parameter(parameter: DTensor) -> Tensor:
 
 def local_parameters(parameters: Sequence[DTensor], scale: float | None = None) -> Sequence[Tensor]:
     """Apply :func:`local_parameter` to parameters, in eager code; gradients are multiplied by ``scale``."""
-    trained = [each.requires_grad and each.is_contiguous() for each in parameters]
+    trained = [parameter.requires_grad and parameter.is_contiguous() for parameter in parameters]
     if parameters and all(trained) and torch.is_grad_enabled():
         parts: Sequence[Tensor] = _local_parts(scale, *parameters)
         return parts
-    return [scaled_gradient(local_parameter(each), scale) for each in parameters]
+    return [scaled_gradient(local_parameter(parameter), scale) for parameter in parameters]
 
 
 def scaled_gradient(tensor: Tensor, scale: float | None) -> Tensor:
@@ -69,8 +69,8 @@ def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
     # One may come twice. Returns the parameters for ``drop_parts``.
     if torch.compiler.is_compiling():  # asked here too: Python code may call this in a separate graph
         return []
-    read = [each for each in {id(each): each for each in parameters}.values() if each.requires_grad]
-    if len(read) < 2 or not torch.is_grad_enabled() or not all(each.is_contiguous() for each in read):
+    read = [tensor for tensor in {id(tensor): tensor for tensor in parameters}.values() if tensor.requires_grad]
+    if len(read) < 2 or not torch.is_grad_enabled() or not all(tensor.is_contiguous() for tensor in read):
         return []
     for parameter, part in zip(read, _local_parts(None, *read), strict=True):
         vars(parameter)[_PART] = part
@@ -99,7 +99,7 @@ def stream_and_parameters(stream: DTensor, parameters: Sequence[DTensor]) -> Seq
     read = (stream, *parameters)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    if not all(each.requires_grad and each.is_contiguous() for each in read):
+    if not all(tensor.requires_grad and tensor.is_contiguous() for tensor in read):
         return None
     parts: Sequence[Tensor] = _stream_and_parameters(stream, _spec_of_gradient(stream, None), *parameters)
     return parts
@@ -178,9 +178,9 @@ def from_part(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torc
     return wrapped
 
 
-def moved(tensor: DTensor, wanted: Placement) -> DTensor:
+def moved(tensor: DTensor, target: Placement) -> DTensor:
     """Return a tensor in another placement; the backward moves the gradient the other way."""
-    there: DTensor = _moved(tensor, wanted)
+    there: DTensor = _moved(tensor, target)
     return there
 
 
@@ -196,24 +196,24 @@ def scattered(partial: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     return total
 
 
-def part_in(tensor: DTensor, wanted: Placement) -> Tensor:
+def part_in(tensor: DTensor, target: Placement) -> Tensor:
     """Return this rank's part of a tensor in another placement, without a gradient."""
     spec = spec_of(tensor)
     (placement,), mesh, local = spec.placements, spec.mesh, local_of(tensor)
-    if same(placement, wanted):
+    if same(placement, target):
         return local
-    if is_sum(placement) and not wanted.is_partial():
-        return _sum_in(local, mesh, wanted)
-    if type(placement) is Shard and type(wanted) is Replicate:
+    if is_sum(placement) and not target.is_partial():
+        return _sum_in(local, mesh, target)
+    if type(placement) is Shard and type(target) is Replicate:
         return gather(local, mesh, placement.dim, tensor.shape[placement.dim])
-    if type(wanted) is Shard and type(placement) is Replicate:
-        return own_part(local, mesh, wanted.dim)
-    return tensor.redistribute(placements=[wanted]).to_local()
+    if type(target) is Shard and type(placement) is Replicate:
+        return own_part(local, mesh, target.dim)
+    return tensor.redistribute(placements=[target]).to_local()
 
 
-def _sum_in(partial: Tensor, mesh: DeviceMesh, wanted: Placement) -> Tensor:
+def _sum_in(partial: Tensor, mesh: DeviceMesh, target: Placement) -> Tensor:
     """Return this rank's part of the sum over the ranks in a placement."""
-    return reduce_scatter(partial, mesh, wanted.dim) if type(wanted) is Shard else all_reduce(partial, mesh)
+    return reduce_scatter(partial, mesh, target.dim) if type(target) is Shard else all_reduce(partial, mesh)
 
 
 def same(one: Placement, other: Placement) -> bool:
@@ -283,9 +283,9 @@ class _LocalParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
         scale = ctx.scale
-        own = [each if each is None or scale is None else each * scale for each in gradients]
+        own = [gradient if gradient is None or scale is None else gradient * scale for gradient in gradients]
         pairs = zip(own, ctx.specs, strict=True)
-        return None, *[None if each is None else with_spec(_own(each), spec) for each, spec in pairs]
+        return None, *[None if gradient is None else with_spec(_own(gradient), spec) for gradient, spec in pairs]
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -317,13 +317,13 @@ class _StreamAndParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stream: DTensor, spec: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.specs, ctx.mesh = spec, [spec_of(each) for each in parameters], stream.device_mesh
-        return tuple([local_of(each).view_as(local_of(each)) for each in (stream, *parameters)])
+        ctx.spec, ctx.specs, ctx.mesh = spec, [spec_of(tensor) for tensor in parameters], stream.device_mesh
+        return tuple([local_of(tensor).view_as(local_of(tensor)) for tensor in (stream, *parameters)])
 
     @staticmethod
     def backward(ctx: Any, of_stream: Tensor | None, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
         pairs = zip(gradients, ctx.specs, strict=True)
-        summed = [None if each is None else with_spec(all_reduce(each, ctx.mesh), spec) for each, spec in pairs]
+        summed = [None if tensor is None else with_spec(all_reduce(tensor, ctx.mesh), spec) for tensor, spec in pairs]
         return None if of_stream is None else with_spec(_own(of_stream), ctx.spec), None, *summed
 
 
@@ -354,20 +354,20 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_full: DTensor | None, of_part: Tensor | None) -> tuple[Tensor | None, None, None]:
-        wanted = ctx.gradient or _REPLICATE
+        target = ctx.gradient or _REPLICATE
         if of_full is not None and of_part is not None and is_sum(of_full.placements[0]):
             of_part = of_part + local_of(of_full)
             of_full = None
-        total = None if of_full is None else part_in(of_full, wanted)
+        total = None if of_full is None else part_in(of_full, target)
         shape = None
         if of_part is not None:
-            shape, summed = of_part.shape, _sum_in(of_part, ctx.mesh, wanted)
+            shape, summed = of_part.shape, _sum_in(of_part, ctx.mesh, target)
             total = summed if total is None else total + summed
         elif of_full is not None:
             shape = of_full.shape
         if ctx.gradient is None or total is None or shape is None:
             return total, None, None
-        return make_dtensor(total, ctx.mesh, wanted, shape), None, None
+        return make_dtensor(total, ctx.mesh, target, shape), None, None
 
 
 class _FromPart(torch.autograd.Function):
@@ -383,10 +383,10 @@ class _FromPart(torch.autograd.Function):
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, wanted: Placement) -> DTensor:
+    def forward(ctx: Any, tensor: DTensor, target: Placement) -> DTensor:
         (placement,) = tensor.placements
         ctx.mesh, ctx.gradient = tensor.device_mesh, _of_gradient(placement)
-        return make_dtensor(part_in(tensor, wanted), tensor.device_mesh, wanted, tensor.shape)
+        return make_dtensor(part_in(tensor, target), tensor.device_mesh, target, tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:

@@ -57,18 +57,18 @@ def wrap(local: Tensor, mesh: DeviceMesh, dim: int, *, size: int) -> DTensor:
 
 def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
     """``tensor`` in ``layout``; the backward redistributes the gradient the other way."""
-    wanted = placement(layout)
-    if isinstance(wanted, Shard):
-        wanted = Shard(existing_dim(wanted.dim, tensor))
-    if same(tensor.placements[0], wanted):
+    target = placement(layout)
+    if isinstance(target, Shard):
+        target = Shard(existing_dim(target.dim, tensor))
+    if same(tensor.placements[0], target):
         return tensor
     if not torch.compiler.is_compiling():
-        return moved(tensor, wanted)
-    if isinstance(wanted, Shard) and tensor.placements == (Replicate(),):
-        return cast(DTensor, _OwnPart.apply(tensor, wanted.dim))  # type: ignore[no-untyped-call]
-    if isinstance(wanted, Shard) and isinstance(tensor.placements[0], Partial):
-        return cast(DTensor, _OwnSum.apply(tensor, wanted.dim))  # type: ignore[no-untyped-call]
-    return tensor.redistribute(placements=[wanted])
+        return moved(tensor, target)
+    if isinstance(target, Shard) and tensor.placements == (Replicate(),):
+        return cast(DTensor, _OwnPart.apply(tensor, target.dim))  # type: ignore[no-untyped-call]
+    if isinstance(target, Shard) and isinstance(tensor.placements[0], Partial):
+        return cast(DTensor, _OwnSum.apply(tensor, target.dim))  # type: ignore[no-untyped-call]
+    return tensor.redistribute(placements=[target])
 
 
 def prepared(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
@@ -140,11 +140,11 @@ def plain_full_tensor(value: Any, mesh: DeviceMesh) -> Any:
 def reduce_output(partial: Tensor, mesh: DeviceMesh, layout: Layout, *, use_local_output: bool) -> Tensor:
     """Return the sum over the ranks in ``layout``, as a plain tensor or a DTensor."""
     if not (torch.compiler.is_compiling() or isinstance(partial, DTensor)):
-        wanted = placement(layout)
-        if isinstance(wanted, Replicate) and use_local_output:
+        target = placement(layout)
+        if isinstance(target, Replicate) and use_local_output:
             return summed(partial, mesh)
-        if isinstance(wanted, Shard):
-            output = scattered(partial, mesh, existing_dim(wanted.dim, partial))
+        if isinstance(target, Shard):
+            output = scattered(partial, mesh, existing_dim(target.dim, partial))
             return to_output(output, use_local_output=use_local_output)
     moved_to = redistribute(as_dtensor(partial, mesh, layouts.Partial()), layout)
     return to_output(moved_to, use_local_output=use_local_output)

@@ -68,8 +68,8 @@ class NoParallelImpl(FirstTensorStyle):
     def _require_matching(self, module: nn.Module, tensor: DTensor) -> None:
         """Raise unless the input's layout fits the gradient: replicated for "full", sharded for "partial"."""
         (arrived,) = tensor.placements
-        wanted = {"full": Replicate, "partial": Shard}[self.style.gradient]
-        if isinstance(arrived, wanted):
+        expected = {"full": Replicate, "partial": Shard}[self.style.gradient]
+        if isinstance(arrived, expected):
             return
         if arrived.is_partial():
             fix = "give it the summed activation"

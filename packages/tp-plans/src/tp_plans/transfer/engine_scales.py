@@ -26,7 +26,7 @@ class ScaleOf:
 
 def scale_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> ScaleOf | None:
     """Return the name of a scale's weight; ``None`` for a tensor that is no scale."""
-    suffix = next((each for each in _SUFFIXES if name.endswith(f"weight{each}")), None)
+    suffix = next((ending for ending in _SUFFIXES if name.endswith(f"weight{ending}")), None)
     weight = name.removesuffix(suffix or "")
     if suffix is None or weight not in tensors:
         return None
@@ -35,7 +35,7 @@ def scale_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> ScaleOf | No
         return ScaleOf(weight, suffix, None)
     if len(shape) == len(stored) == 2:
         cell = (_BLOCK, _BLOCK) if suffix == "_scale_inv" else (1, stored[1] // max(1, shape[1]))
-        if cell[1] and shape == tuple(-(-size // each) for size, each in zip(stored, cell, strict=True)):
+        if cell[1] and shape == tuple(-(-size // width) for size, width in zip(stored, cell, strict=True)):
             return ScaleOf(weight, suffix, cell)
     raise TransferError(
         f"{name} has shape {shape} and its weight {stored}: scales are one number, one per 128 x 128 block "

@@ -141,17 +141,21 @@ def engine_layout(
     placed: dict[str, Placed] = {}
     known: dict[Hashable, Sequence[Pattern]] = {}
     for local, members in parameters.items():
-        key = tuple((each.shape, id(each.rule), each.expert, each.scale and (each.scale.cell,)) for each in members)
+        key = tuple(
+            (member.shape, id(member.rule), member.expert, member.scale and (member.scale.cell,)) for member in members
+        )
         if key not in known:
             known[key] = _patterns(members, size, first_rank, replicas)
-        placed.update({each.name: Placed(pattern, (local,)) for each, pattern in zip(members, known[key], strict=True)})
+        placed.update(
+            {member.name: Placed(pattern, (local,)) for member, pattern in zip(members, known[key], strict=True)}
+        )
     return TransferLayout.placed(tensors, placed)
 
 
 def _patterns(members: Sequence[_Member], size: EngineSize, first_rank: int, replicas: int) -> list[Pattern]:
     """The layout of each tensor of a parameter; parameters with equal members, as in all layers, share it."""
-    parts_of: dict[str, dict[_Part, list[int]]] = {each.name: {} for each in members}
-    in_order = sorted(members, key=lambda each: (_expert(each), each.rule.position))
+    parts_of: dict[str, dict[_Part, list[int]]] = {member.name: {} for member in members}
+    in_order = sorted(members, key=lambda member: (_expert(member), member.rule.position))
     for rank in range(size.tp):
         for name, part in _on_rank(in_order, rank, size):
             parts_of[name].setdefault(part, []).append(rank)
@@ -197,7 +201,7 @@ def _on_rank(members: Sequence[_Member], rank: int, size: EngineSize) -> Iterato
     if rule.expert:
         first, last = (bisect_left(members, number, key=_expert) for number in (held.start, held.stop))
         members = members[first:last]
-    several = any(each.rule.position for each in members)
+    several = any(other.rule.position for other in members)
     start = 0
     for member in members:
         expert = (_expert(member) - held.start,) if rule.expert else (0,) if rule.stacked else ()

@@ -151,8 +151,8 @@ def _parts(have: Pattern, want: Pattern, cut: Cut, itemsize: int, *, relay: bool
     ranks_having, ranks_wanting = _union(have.owners.values()), _union(want.owners.values())
     on_both_sides = have.by_rank.keys() & want.by_rank.keys()
     start = 0
-    for box, stored, wanted in cut:
-        holders, takers = ranks_having(stored), ranks_wanting(wanted)
+    for box, stored, asked in cut:
+        holders, takers = ranks_having(stored), ranks_wanting(asked)
         have_it = on_both_sides.intersection(holders) if on_both_sides else ()
         keepers = tuple(rank for rank in takers if rank in have_it) if have_it else ()
         receivers = tuple(rank for rank in takers if rank not in have_it) if have_it else takers
@@ -175,9 +175,9 @@ def _union(ranks_of_boxes: Iterable[Ranks]) -> Callable[[tuple[int, ...]], Ranks
     return lambda numbers: known[numbers[0]] if len(numbers) == 1 else joined(numbers)
 
 
-def _cut(stored: Sequence[Box], wanted: Sequence[Box]) -> Cut:
+def _cut(stored: Sequence[Box], asked: Sequence[Box]) -> Cut:
     cuts = []
-    for box, numbers in cells([*stored, *wanted]):
+    for box, numbers in cells([*stored, *asked]):
         place = bisect_left(numbers, len(stored))
         if place < len(numbers):
             cuts.append((box, numbers[:place], tuple(number - len(stored) for number in numbers[place:])))
@@ -186,8 +186,8 @@ def _cut(stored: Sequence[Box], wanted: Sequence[Box]) -> Cut:
 
 def share_out(items: Sequence[tuple[int, int]], ranks: Sequence[int], load: defaultdict[int, int]) -> list[list[Share]]:
     """Share items out, each so many bytes and there so many times, and add each rank's bytes to its load."""
-    # The items lie one after another on a line of bytes. Each rank has an interval of the line, and takes the items with
-    # their middle in it.
+    # The items lie one after another on a line of bytes. Each rank has an interval of the line and takes the items with
+    # a middle in it.
     quotas = _quotas([load[rank] for rank in ranks], sum(nbytes * count for nbytes, count in items))
     stops = list(accumulate(quotas))
     shares_of_items: list[list[Share]] = []

@@ -128,7 +128,7 @@ class TransferLayout:
     @cached_property
     def _patterns(self) -> Sequence[Pattern]:
         """The patterns that tensors have, each once."""
-        return tuple({id(each.pattern): each.pattern for each in self._placed.values()}.values())
+        return tuple({id(place.pattern): place.pattern for place in self._placed.values()}.values())
 
     def stored(self, rank: int, tensor: str) -> Sequence[StoredBlock]:
         """Return the blocks of a tensor that a rank stores."""
@@ -239,7 +239,8 @@ class TransferLayout:
     def digest(self) -> bytes:
         """Return 16 bytes that are the same on every process for equal layouts."""
         known = {
-            id(each): hashlib.blake2b(repr(each.copies).encode(), digest_size=16).digest() for each in self._patterns
+            id(pattern): hashlib.blake2b(repr(pattern.copies).encode(), digest_size=16).digest()
+            for pattern in self._patterns
         }
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in self._tensors.items():
@@ -329,16 +330,16 @@ def _require_block(name: str, tensor: CheckpointTensor, block: Any, right: dict[
     """Refuse objects that are no block of a tensor; ``right`` collects checked blocks by their shared parts."""
     if not isinstance(block, StoredBlock):
         raise TransferError(f"{name}: blocks contain an object of type {type_name(block)}, not a StoredBlock")
-    given: Any = block
-    shared = tensor.shape, id(given.box), id(given.offset), id(given.dims)
-    is_block = is_integer(given.rank, least=0) and isinstance(given.local, str)
+    fields: Any = block
+    shared = tensor.shape, id(fields.box), id(fields.offset), id(fields.dims)
+    is_block = is_integer(fields.rank, least=0) and isinstance(fields.local, str)
     if is_block and shared in right:
         return
     is_block = (
         is_block
-        and _is_tuple(given.offset, lambda each: is_integer(each, least=0))
-        and _is_tuple(given.dims, lambda each: each is None or is_integer(each))
-        and _is_tuple(given.box, lambda each: _is_tuple(each, is_integer) and len(each) == 2)
+        and _is_tuple(fields.offset, lambda start: is_integer(start, least=0))
+        and _is_tuple(fields.dims, lambda dim: dim is None or is_integer(dim))
+        and _is_tuple(fields.box, lambda span: _is_tuple(span, is_integer) and len(span) == 2)
     )
     if not is_block:
         raise TransferError(

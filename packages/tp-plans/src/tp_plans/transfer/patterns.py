@@ -53,45 +53,45 @@ class Pattern:
     """The blocks of a tensor, without its name and its local tensors' names; compared by identity."""
 
     def __init__(self, copies: Iterable[Copies]) -> None:
-        self.copies = tuple(each for each in copies if volume(each.box))
+        self.copies = tuple(block for block in copies if volume(block.box))
 
     @cached_property
     def by_rank(self) -> Mapping[int, Sequence[Copies]]:
         """The blocks of each rank."""
         copies: dict[int, list[Copies]] = defaultdict(list)
-        for each in self.copies:
-            for rank in each.ranks:
-                copies[rank].append(each)
+        for block in self.copies:
+            for rank in block.ranks:
+                copies[rank].append(block)
         return dict(copies)
 
     @cached_property
     def owners(self) -> Mapping[Box, tuple[int, ...]]:
         """The ranks that store each box, in order."""
         owners: dict[Box, tuple[int, ...]] = {}
-        for each in self.copies:
-            known = owners.get(each.box)
-            owners[each.box] = each.ranks if known is None else tuple(sorted({*known, *each.ranks}))
+        for block in self.copies:
+            known = owners.get(block.box)
+            owners[block.box] = block.ranks if known is None else tuple(sorted({*known, *block.ranks}))
         return owners
 
     @cached_property
     def elements(self) -> Mapping[int, int]:
         """The elements that each rank stores; a copy counts again."""
         counts: dict[int, int] = defaultdict(int)
-        for each in self.copies:
-            count = volume(each.box)
-            for rank in each.ranks:
+        for block in self.copies:
+            count = volume(block.box)
+            for rank in block.ranks:
                 counts[rank] += count
         return dict(counts)
 
     def blocks(self, locals_: Sequence[str], rank: int | None = None) -> Iterator[StoredBlock]:
         """The blocks of a tensor with such local tensors, in the order of ranks, or one rank's blocks."""
         for number in sorted(self.by_rank) if rank is None else [rank]:
-            for each in self.by_rank.get(number, ()):
-                yield StoredBlock(number, each.box, locals_[each.slot], each.offset, each.dims)
+            for block in self.by_rank.get(number, ()):
+                yield StoredBlock(number, block.box, locals_[block.slot], block.offset, block.dims)
 
     def shifted(self, by: int) -> Pattern:
         """The same with ``by`` added to every rank."""
-        return Pattern(each._replace(ranks=tuple(rank + by for rank in each.ranks)) for each in self.copies)
+        return Pattern(block._replace(ranks=tuple(rank + by for rank in block.ranks)) for block in self.copies)
 
 
 class Placed(NamedTuple):
@@ -115,9 +115,9 @@ class KnownPatterns:
         """The pattern of some blocks."""
         slots: dict[str, int] = {}
         ranks: dict[tuple[Box, int, tuple[int, ...], tuple[int | None, ...]], list[int]] = {}
-        for each in blocks:
-            slot = slots.setdefault(each.local, len(slots))
-            ranks.setdefault((each.box, slot, each.offset, each.dims), []).append(each.rank)
+        for block in blocks:
+            slot = slots.setdefault(block.local, len(slots))
+            ranks.setdefault((block.box, slot, block.offset, block.dims), []).append(block.rank)
         copies = tuple(Copies(tuple(sorted(on)), *key) for key, on in ranks.items())
         if copies not in self._known:
             self._known[copies] = Pattern(copies)

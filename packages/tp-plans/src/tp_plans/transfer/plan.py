@@ -32,11 +32,10 @@ class BlockTransfer:
         source: the rank that sends.
         destination: the rank that receives; the source itself where it stores the box already.
         nbytes: bytes of the box in the dtype that is sent.
-        origin: the rank of the source layout that the box comes from, if ``source`` relays a received box; ``None`` if
-            ``source`` sends a box of its part of the source layout.
+        origin: the rank of the source layout that the box comes from, if ``source`` relays it; else ``None``.
         position: the bytes of the plan's earlier transfers, the same on both ranks; transfers of a chain have one
             position.
-        hop: the number of ranks that passed the box on earlier; with :attr:`direct`, the number that would have done so.
+        hop: the number of ranks that passed the box on earlier; with :attr:`direct`, that would have done so.
     """
 
     tensor: str
@@ -99,14 +98,14 @@ class TransferPlan:
                         move = move._replace(source=move.origin, origin=None)
                     if rank in (move.source, move.destination):
                         transfers += self._transfers(kind, part, move)
-        return sorted(transfers, key=lambda each: (each.position, each.hop))
+        return sorted(transfers, key=lambda transfer: (transfer.position, transfer.hop))
 
     @cached_property
     def transfers(self) -> tuple[BlockTransfer, ...]:
         """Every transfer, in checkpoint order; no element reaches a rank twice.  For small plans."""
         moves = ((kind, part, move) for kind in self._kinds for part in kind.parts for move in kind.moves(part))
-        listed = [each for kind, part, move in moves for each in self._transfers(kind, part, move)]
-        return tuple(sorted(listed, key=lambda each: (each.position, each.hop)))
+        listed = [transfer for kind, part, move in moves for transfer in self._transfers(kind, part, move)]
+        return tuple(sorted(listed, key=lambda transfer: (transfer.position, transfer.hop)))
 
     def part(self, transfers: Iterable[BlockTransfer]) -> TransferPlan:
         """Return a plan of some of the transfers, with their totals, between the same ranks and layouts.
@@ -196,16 +195,16 @@ class _PlanPart(TransferPlan):
     def __init__(self, plan: TransferPlan, transfers: Iterable[BlockTransfer]) -> None:
         self.source, self.destination, self.relay = plan.source, plan.destination, plan.relay
         self.nbytes, self.transfers = plan.nbytes, tuple(transfers)
-        away = [each for each in self.transfers if not each.is_local]
-        self._load = _summed((each.source, each.nbytes) for each in away if not each.is_relay)
-        self._sent = _summed((each.source, each.nbytes) for each in away)
-        self._received = _summed((each.destination, each.nbytes) for each in away)
-        self._kept = _summed((each.source, each.nbytes) for each in self.transfers if each.is_local)
+        away = [transfer for transfer in self.transfers if not transfer.is_local]
+        self._load = _summed((transfer.source, transfer.nbytes) for transfer in away if not transfer.is_relay)
+        self._sent = _summed((transfer.source, transfer.nbytes) for transfer in away)
+        self._received = _summed((transfer.destination, transfer.nbytes) for transfer in away)
+        self._kept = _summed((transfer.source, transfer.nbytes) for transfer in self.transfers if transfer.is_local)
 
     def for_rank(self, rank: int, *, direct: bool = False) -> list[BlockTransfer]:
         """Return the transfers among them that a rank sends, receives and keeps."""
-        listed = (each.direct if direct else each for each in self.transfers)
-        return [each for each in listed if rank in (each.source, each.destination)]
+        listed = (transfer.direct if direct else transfer for transfer in self.transfers)
+        return [transfer for transfer in listed if rank in (transfer.source, transfer.destination)]
 
 
 def _summed(numbers: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
@@ -282,7 +281,7 @@ def plan_cover(layout: TransferLayout, *, rank: int | None = None) -> tuple[Bloc
     reader = {name: Placed(everything[tensor.shape], (name,)) for name, tensor in layout.tensors.items()}
     plan = TransferPlan(layout, TransferLayout.placed(layout.tensors, reader))
     transfers = plan.transfers if rank is None else plan.for_rank(rank)
-    return tuple(replace(each, destination=each.source) for each in transfers)
+    return tuple(replace(transfer, destination=transfer.source) for transfer in transfers)
 
 
 def _require_same_tensors(source: TransferLayout, destination: TransferLayout) -> None:

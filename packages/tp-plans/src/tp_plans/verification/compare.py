@@ -43,9 +43,9 @@ class Differences:
     error: str = ""
 
 
-def first_reference_run(model: nn.Module, given: Inputs | None, *, device: str) -> Reference:
+def first_reference_run(model: nn.Module, given_inputs: Inputs | None, *, device: str) -> Reference:
     """Run a model on the inputs given, or on the first that it runs on."""
-    tried = candidate_inputs(model) if given is None else iter([given])
+    tried = candidate_inputs(model) if given_inputs is None else iter([given_inputs])
     reasons: dict[str, None] = {}
     for inputs in tried:
         try:
@@ -89,8 +89,8 @@ def compare(reference: Reference, plan: Plan, mesh: DeviceMesh) -> Differences:
         (output * reference.weights).sum().backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
         return Differences(error=f"{type(error).__name__}: {error}")
-    wanted = reference.output
-    off = _largest(output.detach() - wanted) / max(_largest(wanted), _LEAST)
+    full = reference.output
+    off = _largest(output.detach() - full) / max(_largest(full), _LEAST)
     return Differences(off, dict(_gradient_errors(reference, ModelTree.of(candidate))))
 
 
@@ -120,22 +120,23 @@ def _first_tensor(output: Any) -> Tensor:
 
 def _gradient_errors(reference: Reference, tree: ModelTree) -> Iterator[tuple[str, float]]:
     """Yield each parameter's largest error on this rank, relative to its gradient's largest element."""
-    # Some gradients vanish mathematically (a key's bias adds the same number to every score of a query) and are rounding
-    # errors: errors are relative to no less than 1e-9 of the largest gradient of the model.
-    largest_of_all = max((_largest(each) for each in reference.gradients.values() if each is not None), default=1.0)
+    # Some gradients vanish mathematically (a key's bias adds one number to every score of a query) and are rounding
+    # errors. So errors are relative to no less than 1e-9 of the largest gradient of the model.
+    gradients = (gradient for gradient in reference.gradients.values() if gradient is not None)
+    largest_of_all = max(map(_largest, gradients), default=1.0)
     floor = max(1e-9 * largest_of_all, _LEAST)
     for path, parameter in tree.parameters.items():
-        wanted, actual = reference.gradients.get(path), parameter.grad
-        if wanted is None and (actual is None or _largest(_local(actual)) <= floor):
+        expected, actual = reference.gradients.get(path), parameter.grad
+        if expected is None and (actual is None or _largest(_local(actual)) <= floor):
             continue
-        if wanted is None or actual is None:
+        if expected is None or actual is None:
             yield path, float("inf")
             continue
-        largest = max(_largest(wanted), floor)
+        largest = max(_largest(expected), floor)
         if isinstance(parameter, DTensor):
-            wanted = distribute_tensor(wanted, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        own, right = _local(actual), _local(wanted)
-        yield path, _largest(own - right) / largest if own.shape == right.shape else float("inf")
+            expected = distribute_tensor(expected, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local, expected_local = _local(actual), _local(expected)
+        yield path, _largest(local - expected_local) / largest if local.shape == expected_local.shape else float("inf")
 
 
 def _local(tensor: Tensor) -> Tensor:

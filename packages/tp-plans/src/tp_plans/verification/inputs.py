@@ -179,7 +179,7 @@ class _Maker:
             return count * (images or 1)
         if self._takes("aspect_ratio_ids"):  # blocks attend to the features, and one token stands for an image
             return images or 1
-        methods = [method for each in self.model.modules() if (method := getattr(each, "get_image_features", None))]
+        methods = [method for module in self.model.modules() if (method := getattr(module, "get_image_features", None))]
         known = signature(methods[0]).parameters
         with torch.no_grad():
             media_output = methods[0](

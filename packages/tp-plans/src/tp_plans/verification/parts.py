@@ -57,10 +57,10 @@ def part_of(parameter: str, tree: ModelTree) -> str:
 
 def _part(path: str, tree: ModelTree) -> str:
     above = (path, *ancestors(path))
-    block = next((each for each in above if each in tree.blocks), None)
+    block = next((module for module in above if module in tree.blocks), None)
     if block is None:
         return path if tree.blocks else ""
     if path == block:
         return path
-    first = next(each for each in above if parent(each) == block)
+    first = next(module for module in above if parent(module) == block)
     return first if tree.children[first] else block

@@ -131,7 +131,7 @@ def _verified(attempt: _Attempt, mesh: DeviceMesh | None) -> tuple[Plan, str]:
     gathered = _gathered_until_right(attempt, small)
     towers = _right_towers(small, gathered)
     gather_blocks = attempt.sequence_parallel and _must_gather_blocks(small, gathered, towers)
-    plan, run = (each.plan(gathered, gather_blocks=gather_blocks) for each in (attempt, small))
+    plan, run = (model.plan(gathered, gather_blocks=gather_blocks) for model in (attempt, small))
     if {p: type(style) for p, style in plan.items()} != {p: type(style) for p, style in run.items()}:
         raise _NotVerifiedError("the small copy gets other rules than the model")
     if towers is not None:
@@ -193,7 +193,7 @@ def _right_towers(small: _Copy, gathered: Sequence[str]) -> tuple[str, ...] | No
             part
             for part in towers
             if _is_reached(part, report)
-            and not any(is_at_or_below(part, each) or is_at_or_below(each, part) for each in wrong)
+            and not any(is_at_or_below(part, place) or is_at_or_below(place, part) for place in wrong)
         )
         if report.right and right == towers:
             return towers
@@ -210,7 +210,9 @@ def _is_reached(part: str, report: VerificationReport) -> bool:
 def _unfit_parts(plan: Plan, tree: ModelTree, tp: int) -> list[str]:
     """Return the parts that do not fit: their sizes do not divide, or a check failed."""
     where = [wildcard(finding.where) for finding in check(plan, tree, tp=tp).errors]
-    return [place for place in parts_of(plan, tree) if place and any(is_at_or_below(each, place) for each in where)]
+    return [
+        place for place in parts_of(plan, tree) if place and any(is_at_or_below(pattern, place) for pattern in where)
+    ]
 
 
 def _may_be_gathered(place: str, tree: ModelTree) -> bool:

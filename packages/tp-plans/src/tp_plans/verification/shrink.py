@@ -96,7 +96,9 @@ def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:
             small[name] = [sizes.get(like, 1)] * len(stages)
     kinds = {name: list(dict.fromkeys(small[name])) for name in _KINDS if isinstance(small.get(name), list)}
     layers = max([2, *map(len, kinds.values())])
-    small |= {name: list(islice(cycle(each), layers)) for name, each in kinds.items() if each}
+    small |= {
+        name: list(islice(cycle(kinds_of_layers), layers)) for name, kinds_of_layers in kinds.items() if kinds_of_layers
+    }
     small |= {name: layers for name in _LAYERS if isinstance(small.get(name), int)}
     if small.get("cross_attention_layers"):  # numbers of layers
         small["cross_attention_layers"] = [layers - 1]

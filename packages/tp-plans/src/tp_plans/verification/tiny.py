@@ -82,8 +82,8 @@ def _from_config(model: Any, config: Any) -> nn.Module:
 def _with_fewer_blocks(model: nn.Module, tree: ModelTree, tp: int) -> nn.Module:
     """A model with one block of each kind and random weights; no weight of the original is copied."""
     empty = {
-        id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
-        for each in tree.parameters.values()
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for parameter in tree.parameters.values()
     }
     small = copy.deepcopy(model, empty)
     kept_tree = ModelTree.of(small)

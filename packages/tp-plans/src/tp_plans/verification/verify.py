@@ -31,10 +31,10 @@ def verify_tiny(
     def attempt(plans: Sequence[Plan]) -> list[Differences]:
         def work(ranks: DeviceMesh) -> list[Differences]:
             results: list[Differences] = []
-            for each in tried:
+            for candidate in tried:
                 if results and results[-1].error:
                     break
-                results.append(compare(reference, each, ranks))
+                results.append(compare(reference, candidate, ranks))
             return results
 
         outcomes: list[Differences] = []

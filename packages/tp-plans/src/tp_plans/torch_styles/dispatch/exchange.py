@@ -6,9 +6,7 @@ deduplication is as in DeepSeek's DeepEP: arXiv:2412.19437, section 3.2.2.)
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tp_plans.errors import CapabilityError, PlanError
+from tp_plans.errors import PlanError
 from tp_plans.torch_styles._host_time_compat import direct
 from tp_plans.torch_styles.collectives import gather
 from tp_plans.torch_styles.dispatch.rows import sum_rows
@@ -77,7 +75,7 @@ class TokenExchange(ABC):
 
 @dataclass(frozen=True)
 class _AllToAllState:
-    """What brings the results back: tokens of this rank, the token of each row that was sent, and the row counts."""
+    """State for the way back: this rank's number of tokens, the token of each row that was sent, the row counts."""
 
     tokens: int
     row_token: Tensor
@@ -232,32 +230,13 @@ def from_experts(mesh: DeviceMesh, outputs: Tensor, sizes: list[int]) -> Tensor:
     return arrived.view(ranks * own, number, hidden)
 
 
-#: Kernels that can take the place of the reference: name to the package that has them.
-_KERNELS: Mapping[str, str] = {"deepep": "deep_ep", "hybridep": "deep_ep"}
-
-
 def exchange_class(exchange: object) -> type[TokenExchange]:
-    """Return the class of an exchange by name, or the class itself.
-
-    Args:
-        exchange: ``"all_to_all"``; ``"deepep"`` or ``"hybridep"``, for which this package has no adapter yet; or a
-            subclass of :class:`TokenExchange`.
-
-    Raises:
-        CapabilityError: the kernels are not installed, or no adapter is written for them.
-        PlanError: the name is unknown.
-    """
+    """Return the class of an exchange: of the name ``"all_to_all"``, or a subclass of ``TokenExchange`` itself."""
     if isinstance(exchange, type) and issubclass(exchange, TokenExchange):
         return exchange
     if exchange == "all_to_all":
         return AllToAllExchange
-    if (package := _KERNELS.get(str(exchange))) is not None:
-        installed = importlib.util.find_spec(package) is not None
-        reason = "has no adapter here" if installed else "is not installed"
-        raise CapabilityError(
-            f"exchange={exchange!r} needs the kernels of {package}, which {reason}: use 'all_to_all', or pass a "
-            "subclass of tp_plans.runtime.TokenExchange that calls them"
-        )
     raise PlanError(
-        f"exchange={exchange!r} is unknown: write 'all_to_all', {', '.join(map(repr, _KERNELS))}, or a TokenExchange"
+        f"exchange={exchange!r} is unknown: write 'all_to_all', or give a subclass of tp_plans.runtime.TokenExchange "
+        "that calls the kernels"
     )

@@ -169,28 +169,28 @@ class DispatchExpertsImpl(LocalTensorStyle):
 
     def _arguments(self, module: nn.Module, names: list[str], args: Args, kwargs: Kwargs) -> dict[str, Tensor]:
         """Return the tokens, and the indices and weights if there are any, plain and full, by the argument's name."""
-        given = dict(zip(names, args, strict=False)) | kwargs
-        index = next((name for name, value in given.items() if not value.is_floating_point()), None)
-        order = [names[0]] if index is None else [names[0], index, *(set(given) - {names[0], index})]
-        if sorted(order) != sorted(given) or len(order) not in (1, 3):
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        index = next((name for name, value in arguments.items() if not value.is_floating_point()), None)
+        order = [names[0]] if index is None else [names[0], index, *(set(arguments) - {names[0], index})]
+        if sorted(order) != sorted(arguments) or len(order) not in (1, 3):
             raise LayoutError(
-                f"{type(module).__name__} was called with {', '.join(given)}: DispatchExperts knows forwards of "
+                f"{type(module).__name__} was called with {', '.join(arguments)}: DispatchExperts knows forwards of "
                 "(hidden_states, top_k_index, top_k_weights), whatever the names, and of (hidden_states)"
             )
         if self.shared_mesh is None:
-            return {name: given[name] for name in order}
-        return {name: plain_full_tensor(given[name], self.shared_mesh) for name in order}
+            return {name: arguments[name] for name in order}
+        return {name: plain_full_tensor(arguments[name], self.shared_mesh) for name in order}
 
-    def _routed(self, given: tuple[Tensor, ...], experts: int, context: ForwardContext) -> tuple[Tensor, ...]:
+    def _routed(self, routes: tuple[Tensor, ...], experts: int, context: ForwardContext) -> tuple[Tensor, ...]:
         """Send this rank's tokens, and return the pairs that came as arguments of the module's forward."""
-        hidden, index, weights = given
+        hidden, index, weights = routes
         context.saved.update(shape=hidden.shape, dtype=hidden.dtype, tokens=index.shape[0])
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if self.shared_mesh is not None:
             hidden, index, weights = split_rows(self.shared_mesh, hidden, index, weights)
         if self.style.identity_indices:
-            kept = weights.masked_fill(index < experts, 0).sum(-1, keepdim=True)
-            context.saved["identity"] = hidden * kept
+            identity_weights = weights.masked_fill(index < experts, 0).sum(-1, keepdim=True)
+            context.saved["identity"] = hidden * identity_weights
         exchange = self.exchange(context.mesh)
         dispatched = exchange.dispatch(hidden, index, weights, experts=experts)
         context.saved.update(exchange=exchange, dispatched=dispatched)
@@ -218,12 +218,20 @@ class DispatchExpertsImpl(LocalTensorStyle):
 def _inner_parameters(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """Return the parameters below a module, without its own: their owner, name and value."""
     below = [child for child in module.modules() if child is not module]
-    return [(child, name, each) for child in below for name, each in own_parameters(child).items() if each is not None]
+    return [
+        (child, name, parameter)
+        for child in below
+        for name, parameter in own_parameters(child).items()
+        if parameter is not None
+    ]
 
 
 def number_of_experts(parameters: Mapping[str, Any]) -> int:
     """Return the number of experts stacked in a module's own parameters; 0 where none are."""
-    return min((int(each.shape[0]) for each in parameters.values() if each is not None and each.ndim == 3), default=0)
+    return min(
+        (int(parameter.shape[0]) for parameter in parameters.values() if parameter is not None and parameter.ndim == 3),
+        default=0,
+    )
 
 
 @cache
