@@ -29,7 +29,7 @@ def only(plan, model, tp=2):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_model_that_fits_gives_no_finding(sequence_parallel, tied, tp):
+def test_check_finds_nothing_in_a_model_that_fits(sequence_parallel, tied, tp):
     report = check(plan_for("llama", sequence_parallel=sequence_parallel), decoder(tied=tied), tp=tp)
     assert report.findings == ()
     assert str(report) == f"LlamaForCausalLM fits the model at tp={tp}"
@@ -191,7 +191,7 @@ def test_a_tp_that_is_no_size_is_a_finding(tp):
     assert "1 or more" in finding.fix
 
 
-def test_everything_is_told_at_once():
+def test_check_lists_all_findings_at_once():
     plan = LLAMA.override(
         {
             "model.layers.*.mlp.w1": ColwiseParallel(),
@@ -219,7 +219,7 @@ def test_everything_is_told_at_once():
     assert str(report).splitlines() == [*told, "valid tp sizes for this plan: 1"]
 
 
-def test_neither_plan_nor_model_is_touched():
+def test_check_changes_neither_plan_nor_model():
     model, plan = decoder(), plan_for("llama")
     before = {path: dict(vars(module)) for path, module in model.named_modules()}
     check(plan, model, tp=3)

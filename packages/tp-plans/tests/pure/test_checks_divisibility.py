@@ -114,7 +114,7 @@ def test_the_whole_plan_can_be_dealt_over_the_sizes_that_every_rule_allows():
 @pytest.mark.parametrize("size", [5, 8, 12])
 @pytest.mark.parametrize("unit", [1, 2, 4])
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_is_refused_is_what_the_rows_cannot_be_dealt_for(size, unit, shared):
+def test_check_refuses_exactly_the_sizes_that_compute_ranges_refuses(size, unit, shared):
     """The sizes told legal are those for which every rank has rows to compute with."""
     style = ColwiseParallel(multiple_of=unit, replicate_kv_heads=shared)
     model = Module(up=Linear(size, 4))
@@ -161,7 +161,7 @@ def test_key_value_counts_may_be_shared_where_their_projection_is():
     ]
 
 
-def test_more_ranks_than_experts_are_refused():
+def test_check_refuses_more_ranks_than_experts():
     model = Module(experts=Module(parameters={"up": tensor(4, 8, 6), "down": tensor(4, 6, 8)}))
     rules = {"experts": ExpertsParallel()}
     assert errors(rules, model, 4) == ()

@@ -122,7 +122,7 @@ def test_a_norm_among_layers_of_its_own_is_judged_by_those():
     assert findings(RULES, attention(indexer=indexer)) == []
 
 
-def test_what_sits_below_a_norm_with_a_rule_needs_the_rule():
+def test_check_finds_parameters_below_a_norm_with_a_rule():
     model = Module(norm=Module(norm=Norm(32), scale=Module(inner=Linear(32, 32))))
     (first, second) = findings({"norm": SequenceParallel()}, model)
     assert [found.where for found in (first, second)] == ["norm.norm", "norm.scale.inner"]

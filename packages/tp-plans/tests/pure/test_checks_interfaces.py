@@ -37,7 +37,7 @@ def test_a_whole_copy_on_every_rank_is_no_way_out():
     assert only(rules, Module(mlp=mlp())).severity == "error"
 
 
-def test_where_the_features_may_be_the_streams_it_is_a_warning():
+def test_check_warns_where_features_may_be_as_wide_as_the_stream():
     found = only({"mlp.up": ColwiseParallel()}, Module(mlp=mlp(inner=8)))
     assert found.severity == "warning"
     assert found.message.endswith("expects all 8, if it comes after it")

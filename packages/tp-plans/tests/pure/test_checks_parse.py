@@ -21,7 +21,7 @@ def test_a_dict_of_words_is_checked_as_a_plan():
         ({7: "colwise", "up": "colwise", "down": "rowwise"}, "7 is not a module path", "correct the rule"),
     ],
 )
-def test_what_cannot_be_read_is_a_finding_beside_the_others(rule, message, fix):
+def test_check_lists_unreadable_rules_beside_other_findings(rule, message, fix):
     report = check({**rule, "nowhere": "colwise"}, MODEL, tp=2)
     told = [found for found in report.errors if message in found.message]
     assert len(told) == 1

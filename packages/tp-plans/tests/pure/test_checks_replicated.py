@@ -25,7 +25,7 @@ def test_a_part_that_the_plan_splits_nothing_of_is_told_as_one():
     assert found.fix == "no rule splits it: add one, or accept it"
 
 
-def test_on_a_single_rank_everything_is_whole():
+def test_check_finds_no_replicated_part_on_a_single_rank():
     assert warnings(plan_for("llama"), with_tower(), tp=1) == []
 
 
@@ -38,12 +38,12 @@ def test_equal_parts_of_the_blocks_count_together_and_the_largest_comes_first():
     assert found[1].fix == "its rule says so: accept it, or split it"
 
 
-def test_what_is_small_is_not_told():
+def test_check_leaves_out_small_replicated_parts():
     model = Module(norm=Norm(9), up=Linear(100, 9), down=Linear(9, 100))
     assert warnings(Plan({"up": ColwiseParallel(), "down": RowwiseParallel()}), model) == []
 
 
-def test_of_a_model_of_empty_parameters_nothing_is_told():
+def test_check_finds_no_replicated_part_of_empty_parameters():
     assert warnings(Plan({"up": NoParallel()}), Module(up=Norm(0), down=Norm(0))) == []
 
 

@@ -144,7 +144,7 @@ def test_layers_that_read_the_keys_of_another_layer_know_their_groups_too():
     assert plan[f"{BLOCK}attn"] == ParallelAttention(kv_heads_attr="num_key_value_heads")
 
 
-def test_heads_are_shared_where_the_plan_splits_already_and_its_rule_for_the_layer_is_kept():
+def test_complete_plan_shares_heads_of_split_layers_and_keeps_their_rules():
     own = ParallelAttention(layout=None, head_count_attrs=("num_heads",))
     rules = {f"{BLOCK}attn.{name}_proj": COLUMN for name in "qkv"} | {f"{BLOCK}attn.o_proj": ROW, f"{BLOCK}attn": own}
     tree = blocks_of(lambda: Node(attn=attention(attributes={"num_key_value_heads": 4})))
@@ -263,7 +263,7 @@ def test_blocks_that_are_not_alike_get_concrete_rules():
     assert {style for name, style in rules.items() if ".0." not in name} == {GATHERED_COLUMN}
 
 
-def test_where_the_plan_speaks_nothing_is_added():
+def test_complete_plan_adds_no_rule_beside_a_rule():
     rules = {f"{BLOCK}mlp.fc1": GATHERED_COLUMN, f"{BLOCK}attn.q_proj": NoParallel()}
     tree = blocks_of(lambda: Node(attn=attention(), mlp=Node(fc1=Linear(INNER, HIDDEN), fc2=Linear(HIDDEN, INNER))))
     found = added(tree, rules)
@@ -271,7 +271,7 @@ def test_where_the_plan_speaks_nothing_is_added():
     assert set(found.values()) == {GATHERED_COLUMN}
 
 
-def test_nothing_is_added_outside_the_language_model_nor_inside_split_experts():
+def test_complete_plan_adds_no_rule_outside_the_model_or_inside_split_experts():
     def mlp():
         return Node(fc1=Linear(INNER, HIDDEN), fc2=Linear(HIDDEN, INNER))
 
@@ -302,7 +302,7 @@ def test_leftovers_are_stored_split_when_they_are_large():
     }
 
 
-def test_what_is_small_beside_the_model_stays_whole():
+def test_complete_plan_leaves_small_parameters_replicated():
     tree = model(Node(mixer=Node(small=Linear(16, 16))), beside=Linear(1000, 1000))
     assert added(tree) == {"model.beside": GATHERED_COLUMN}
 
@@ -361,7 +361,7 @@ def test_a_weight_that_the_layer_above_reads_itself_is_gathered_by_it():
     }
 
 
-def test_tables_are_split_on_the_vocabulary_and_norms_within_them_sum_their_gradients():
+def test_complete_plan_splits_tables_and_sums_gradients_of_norms_in_them():
     tree = model(Node(), embed=Table(VOCAB, HIDDEN, norm=Norm(HIDDEN)), per_layer=Table(VOCAB, 64))
     assert added(tree) == {
         "model.embed": VocabParallelEmbedding(),

@@ -61,7 +61,7 @@ def test_a_block_is_summed_twice_each_way_as_in_megatron(sequence_parallel):
     assert per_pass == ({"forward": 4, "backward": 4} if sequence_parallel else {"forward": 2, "backward": 2})
 
 
-def test_a_single_rank_sends_nothing():
+def test_explain_lists_no_collective_on_a_single_rank():
     told = explain(LLAMA, decoder(), tp=1)
     assert told.collectives("forward") == told.collectives("backward") == {}
 
@@ -111,7 +111,7 @@ def test_rows_that_other_ranks_store_are_fetched_and_their_gradients_returned():
         ),
     ],
 )
-def test_other_styles_send_what_their_docstrings_say(rules, expected):
+def test_explain_lists_the_collectives_of_every_other_style(rules, expected):
     assert sent(rules, Module(x=Module(parameters={"s": tensor(4)}))) == expected
 
 
@@ -121,7 +121,7 @@ def test_a_latent_projection_gathers_its_features_and_sums_two_gradients():
     assert told.collectives("backward") == {"all_reduce": 2}
 
 
-def test_inside_a_module_that_gathers_the_sequence_layers_find_it_whole():
+def test_explain_counts_no_gather_inside_a_gathered_sequence():
     model = Module(e=Embedding(9, 8), moe=Module(up=Linear(16, 8), down=Linear(8, 16)))
     rules = {"moe": GatherSequence(), "moe.up": ColwiseParallel(), "moe.down": RowwiseParallel()}
     assert sent(rules, model, sequence_parallel=True) == {
@@ -145,7 +145,7 @@ def test_the_explanation_is_json_and_its_text_tells_the_totals_first():
     assert "model.layers.*.self_attn.q_proj: ColwiseParallel(multiple_of=head_dim), 2 places" in others
 
 
-def test_a_size_that_is_none_is_refused():
+def test_explain_refuses_values_that_are_no_size():
     with pytest.raises(CheckFailedError, match="tp is 0"):
         explain(LLAMA, decoder(), tp=0)
 

@@ -136,7 +136,7 @@ def test_gathering_elsewhere_than_at_the_head_stays():
     )
 
 
-def test_what_is_gathered_need_not_be_split_in_whole_heads():
+def test_gathered_layers_need_not_be_split_in_whole_heads():
     words = {"layers.*.self_attn.q_proj": "colwise_rep", "layers.*.self_attn.o_proj": "rowwise_rep"}
     plan = from_hugging_face(causal(words=words))
     assert plan["model.layers.*.self_attn.q_proj"] == ColwiseParallel(output_layouts=Replicate())
@@ -176,7 +176,7 @@ def test_a_model_that_ships_no_plan_is_told_so(model):
 
 
 @pytest.mark.parametrize("target", ["LlamaForCausalLM", None, {"a": "colwise"}, TinyForCausalLM])
-def test_only_a_model_has_a_plan_to_translate(target):
+def test_from_hugging_face_refuses_values_that_are_no_model(target):
     with pytest.raises(PlanError, match="is not a model: the plan that transformers ships"):
         from_hugging_face(target)
 
@@ -284,7 +284,7 @@ def test_a_correction_may_take_a_rule_away_and_needs_none_to_take():
         assert plan["model.layers.*.mlp.experts.gate_up_proj"] == stored
 
 
-def test_where_the_embedding_is_not_told_there_is_no_sequence_parallel_form():
+def test_from_hugging_face_needs_an_embedding_for_sequence_parallelism():
     class Vision(PreTrained):
         def get_input_embeddings(self):
             raise NotImplementedError

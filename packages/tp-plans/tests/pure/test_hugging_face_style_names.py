@@ -112,7 +112,7 @@ def test_a_word_asks_for_something_or_for_nothing_and_says_why():
 
 
 @pytest.mark.parametrize("word", ["", "Colwise", None, 3, ["colwise"], *IGNORED_STYLES])
-def test_what_is_no_word_for_a_module_is_refused_with_those_known(word):
+def test_style_from_name_refuses_unknown_words_with_the_known_ones(word):
     with pytest.raises(UnknownStyleError) as caught:
         style_from_name(word, where="a.b")
     assert f"unknown style word {word!r} for 'a.b'" in str(caught.value)

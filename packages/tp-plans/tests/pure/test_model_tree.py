@@ -83,7 +83,7 @@ def test_the_parts_of_a_decoder_are_found_by_structure():
     assert tree.lm_head == "lm_head"
 
 
-def test_the_decoder_is_the_stack_next_to_the_token_embedding_however_large_a_tower_is():
+def test_decoder_is_the_stack_next_to_the_token_embedding_beside_a_larger_tower():
     def stack(layers, width):
         return Module(**{str(n): Module(norm=Norm(width), up=Linear(width, width)) for n in range(layers)})
 
@@ -111,7 +111,7 @@ def test_a_tree_stands_for_its_model_wherever_a_model_is_read():
 
 
 @pytest.mark.parametrize("value", [None, {}, Module])
-def test_what_has_no_modules_is_refused(value):
+def test_model_tree_refuses_objects_without_modules(value):
     with pytest.raises(ModelError, match="is not a model"):
         ModelTree.of(value)
 

@@ -107,7 +107,7 @@ def test_every_norm_of_a_cut_stream_works_on_its_own_tokens(entry):
 
 
 @CUT
-def test_what_writes_to_a_cut_stream_hands_on_a_dtensor_that_knows_the_full_length(entry):
+def test_decoder_plan_outputs_dtensors_to_a_sharded_stream(entry):
     for style in entry.plan(sequence_parallel=True).values():
         if isinstance(style, (RowwiseParallel, VocabParallelEmbedding)) and style.output_layouts == Shard(1):
             assert not style.use_local_output

@@ -54,7 +54,7 @@ def test_key_value_heads_are_those_of_the_config_or_of_the_groups(config, groups
     assert key_value_heads(layer, ParallelAttention()) == heads
 
 
-def test_key_value_heads_are_those_of_the_layers_own_projection_where_the_config_has_another_number():
+def test_key_value_heads_reads_the_key_projection_before_the_config():
     layer = SimpleNamespace(
         config=SimpleNamespace(num_key_value_heads=4, num_attention_heads=8),
         num_key_value_groups=1,
@@ -70,7 +70,7 @@ def test_a_number_is_itself_and_a_name_the_owners_number():
 
 
 @pytest.mark.parametrize("name", ["nothing", "flag", "none", "config"])
-def test_what_is_no_positive_integer_is_refused_by_owner_name_and_value(name):
+def test_resolve_int_refuses_other_values_with_owner_name_and_value(name):
     with pytest.raises(PlanError, match=rf"SimpleNamespace has no positive integer '{name}' \(found .*give the number"):
         resolve_int(OWNER, name)
 

@@ -109,7 +109,7 @@ def test_an_unknown_model_is_answered_with_every_name_that_was_tried():
 
 
 @pytest.mark.parametrize("target", ["", None, 3, {}, "a.b."])
-def test_what_names_no_architecture_is_refused_by_type(target):
+def test_plan_for_refuses_values_that_name_no_architecture(target):
     with pytest.raises(UnknownArchitectureError):
         plan_for(target)
 
@@ -145,7 +145,7 @@ def test_a_class_for_another_task_gets_the_plan_with_that_tasks_head(name, seque
         assert plan.name == name
 
 
-def test_a_class_with_a_head_of_which_nothing_is_known_is_refused_and_not_given_the_text_plan():
+def test_plan_for_refuses_a_class_with_an_unknown_head():
     cls = type("Qwen3ForQuestionAnswering", (), {"config": config_of(architectures=["Qwen3ForCausalLM"])})
     with pytest.raises(UnknownArchitectureError, match=r"Qwen3ForQuestionAnswering is Qwen3ForCausalLM with another"):
         plan_for(cls(), "own")
@@ -213,6 +213,6 @@ def test_a_name_that_is_taken_is_refused_and_nothing_is_registered(name):
     assert plan_for("llama").name == "LlamaForCausalLM"
 
 
-def test_what_is_no_architecture_is_not_registered():
+def test_register_refuses_objects_that_are_no_architecture():
     with pytest.raises(PlanError, match=r"register takes an Architecture, not an object of type .*Plan"):
         register(plan_for("llama"))

@@ -92,7 +92,7 @@ def test_queries_are_dealt_and_keys_and_values_are_shared_in_one_fused_weight():
         (24, 4, {"unit": 2, "pieces": (8, 2, 2)}, r"2 blocks of 2 features cannot be split over tp=4"),
     ],
 )
-def test_what_cannot_be_dealt_is_refused_with_the_numbers_that_would_do(size, tp, options, message):
+def test_compute_ranges_refuses_sizes_with_the_numbers_that_fit(size, tp, options, message):
     with pytest.raises(PlanError, match=message):
         compute_ranges(size, tp, **options)
 
@@ -117,7 +117,7 @@ def test_every_legal_size_named_by_an_error_is_legal(units, unit, tp, shared):
 
 @on_any_machine
 @given(beside, st.integers(1, 20), ranks)
-def test_what_the_chunks_hold_of_a_ranks_rows_is_all_of_them_in_order(pieces, scale, tp):
+def test_intersect_finds_all_rows_of_a_rank_in_the_chunks_in_order(pieces, scale, tp):
     size = scale * sum(pieces)
     stored = shard_ranges(size, tp)
     for rows in compute_ranges(size, tp, pieces=pieces):

@@ -79,7 +79,7 @@ def test_an_attention_layer_keeps_its_counts_and_gathers():
     assert derived(model(), rules)[f"{BLOCK}.mlp"] == ParallelAttention(head_count_attrs=("num_heads",), argument="x")
 
 
-def test_what_is_known_of_a_sub_layers_input_is_kept():
+def test_sequence_parallel_keeps_the_prepared_input_of_a_sublayer():
     rules = {**MLP, f"{BLOCK}.mlp": PrepareModuleInput(argument="x", position=1)}
     assert derived(model(), rules)[f"{BLOCK}.mlp"] == PrepareModuleInput(argument="x", position=1)
 
@@ -236,7 +236,7 @@ def test_deriving_changes_nothing_in_the_plan_that_it_is_derived_from():
 
 
 @pytest.mark.parametrize("top", [False, True], ids=["in a trunk", "at the top"])
-def test_what_a_language_model_without_an_embeddings_argument_passes_to_its_first_block_is_sharded(top):
+def test_sequence_parallel_shards_input_of_first_block_without_embeddings_argument(top):
     tree, prefix = model(trunk=Module), "" if top else "model."
     if top:
         inner = tree.children.pop("model")

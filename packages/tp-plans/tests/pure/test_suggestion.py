@@ -298,7 +298,7 @@ def test_a_tower_beside_the_language_model_is_left_alone():
     ("other", "told"),
     [(Module(a=Linear(2, 2)), "has no embedding"), (Module(e=Embedding(9, 4)), "has no list of blocks")],
 )
-def test_what_is_no_language_model_is_refused(other, told):
+def test_suggest_refuses_models_without_tokens(other, told):
     with pytest.raises(PlanError, match=told):
         suggest(other)
 

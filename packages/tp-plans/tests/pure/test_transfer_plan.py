@@ -82,7 +82,7 @@ def test_bytes_received_are_the_bytes_stored_minus_those_the_rank_has(pair):
 
 @on_any_machine
 @given(pairs())
-def test_with_relays_each_element_leaves_the_source_once_and_reaches_each_rank_once(pair):
+def test_relays_send_each_element_once_from_the_source_and_once_to_each_rank(pair):
     plan = tp_plans.transfer.plan_transfer(*pair, relay=True)
     direct = [each.direct for each in plan.transfers]
     assert arrived(plan, direct) == arrived(tp_plans.transfer.plan_transfer(*pair))
@@ -165,7 +165,7 @@ def test_a_rank_that_stores_two_copies_receives_one():
     assert targets == [("a", ((2, 3), (0, 2))), ("b", ((1, 2), (0, 2)))]
 
 
-def test_what_cannot_be_sent_is_refused_with_the_tensor():
+def test_plan_transfer_refuses_with_the_tensor():
     tensors = {"w": CheckpointTensor((4, 2))}
     full = tp_plans.transfer.mesh_layout(tensors, (1,), {"w": [Replicate()]})
     half = tp_plans.transfer.TransferLayout(tensors, {"w": [StoredBlock(0, ((0, 2), (0, 2)), "w", (0, 0), (0, 1))]})

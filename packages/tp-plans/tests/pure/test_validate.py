@@ -25,7 +25,7 @@ class NamesOnly:
     [lambda m: check(PLAN, m, tp=2), lambda m: check(RULES, m, tp=2), lambda m: explain(PLAN, m, tp=2), suggest],
     ids=["check", "check rules", "explain", "suggest"],
 )
-def test_what_is_no_model_is_refused_with_how_to_get_one(asked, model):
+def test_functions_refuse_values_that_are_no_model_with_the_fix(asked, model):
     with pytest.raises(ModelError, match=r"is not a model: .*meta device"):
         asked(model)
 
@@ -51,12 +51,12 @@ def test_a_dict_is_not_taken_for_a_plan_where_only_a_plan_will_do(asked, plan):
 
 
 @pytest.mark.parametrize("tp", [0, -2, "2", 2.0, True])
-def test_what_is_no_size_of_an_axis_is_refused(tp):
+def test_functions_refuse_sizes_of_an_axis_below_1_or_of_other_types(tp):
     with pytest.raises(TpPlansError, match=rf"tp is {tp!r}: give the axis's size, 1 or more"):
         explain(PLAN, decoder(), tp=tp)
     with pytest.raises(TpPlansError, match=rf"tp is {tp!r}: give the axis's size, 1 or more"):
         plan_for(None, PLAN, towers_tp=tp)
 
 
-def test_what_is_no_model_is_a_value_error():
+def test_model_error_is_a_value_error():
     assert issubclass(ModelError, ValueError)

@@ -31,7 +31,7 @@ def sums(style):
 
 
 @pytest.mark.parametrize(("entry", "sequence_parallel"), FORMS)
-def test_only_row_wise_rules_change_and_none_is_left(entry, sequence_parallel):
+def test_rowwise_free_changes_all_row_wise_rules_and_no_other(entry, sequence_parallel):
     plan = entry.plan(sequence_parallel=sequence_parallel)
     free = rowwise_free(plan)
     assert list(free) == list(plan)
@@ -43,7 +43,7 @@ def test_only_row_wise_rules_change_and_none_is_left(entry, sequence_parallel):
     assert not any(isinstance(style, RowwiseParallel) for style in free.values())
 
 
-def test_the_input_is_read_and_the_output_handed_on_as_before():
+def test_rowwise_free_keeps_input_and_output_layouts():
     row = RowwiseParallel(output_layouts=Shard(1), use_local_output=False, multiple_of="head_dim")
     assert rowwise_free(Plan({"o": row}))["o"] == ColwiseParallel(
         input_layouts=Shard(-1), output_layouts=Shard(1), use_local_output=False
@@ -54,7 +54,7 @@ def test_the_input_is_read_and_the_output_handed_on_as_before():
     )
 
 
-def test_stacked_experts_stay_whole():
+def test_rowwise_free_replicates_stacked_experts():
     assert rowwise_free(Plan({"experts": ExpertsParallel()})) == Plan({"experts": NoParallel()})
     door = GatherSequence(inner=ExpertsParallel())
     assert rowwise_free(Plan({"experts": door})) == Plan({"experts": GatherSequence()})
@@ -70,6 +70,6 @@ def test_stacked_experts_stay_whole():
         (RowwiseParallel(fused_sizes=(1, 1)), "reads 2 pieces"),
     ],
 )
-def test_what_cannot_do_without_a_sum_is_refused(style, message):
+def test_rowwise_free_refuses_layers_that_need_a_sum(style, message):
     with pytest.raises(PlanError, match=message):
         rowwise_free(Plan({"mlp.down": style}))

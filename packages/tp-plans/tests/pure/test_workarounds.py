@@ -88,13 +88,13 @@ def oldest_supported():
 
 
 @pytest.mark.parametrize("workaround", WORKAROUNDS, ids=lambda each: each.place)
-def test_a_supported_version_of_torch_still_needs_it(workaround):
+def test_workaround_is_needed_by_a_supported_torch(workaround):
     needed = workaround.last >= oldest_supported()
     assert needed, f"remove {workaround.place}: torch {workaround.last} was the last to need it"
 
 
 @pytest.mark.parametrize("workaround", WORKAROUNDS, ids=lambda each: each.place)
-def test_it_sits_where_the_table_says_and_names_its_source(workaround):
+def test_workaround_sits_at_its_place_and_names_its_source(workaround):
     module, _, name = workaround.place.partition(".")
     tree = ast.parse((PACKAGE / "torch_styles" / f"{module}.py").read_text())
     assert name in {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}

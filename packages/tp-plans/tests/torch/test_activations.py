@@ -68,5 +68,5 @@ def values(layout):
 
 
 @pytest.mark.parametrize("layout", [Shard(1), Shard(2), Partial()])
-def test_the_values_are_whole_afterwards(two_ranks, layout):
+def test_prepared_input_holds_full_values(two_ranks, layout):
     assert two_ranks.run(values, layout) == [True, True]

@@ -137,7 +137,7 @@ def untie():
     parallelized(model(tied=True), TP | {"head": RowwiseParallel()})
 
 
-def test_a_tie_that_the_plan_would_break_is_refused(two_ranks):
+def test_tie_that_the_plan_would_break_is_refused(two_ranks):
     with pytest.raises(RanksFailed, match=r"LayoutError: .*tied"):
         two_ranks.run(untie)
 
@@ -169,7 +169,7 @@ def without_gradient(rules):
 
 
 @PLANS
-def test_inference_gives_the_same(two_ranks, rules):
+def test_inference_equals_one_process(two_ranks, rules):
     for off, local in two_ranks.run(without_gradient, rules):
         assert off < 1e-12
         assert local == []

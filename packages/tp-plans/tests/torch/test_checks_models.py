@@ -65,7 +65,7 @@ def test_bytes_are_those_of_the_parameters_type(dtype):
     assert found.message.startswith(f"{512 * dtype.itemsize / 1000:.3g} kB, ")
 
 
-def test_only_the_shapes_are_read():
+def test_check_reads_only_shapes():
     """On the meta device there is nothing else; so a check of 70 billion parameters costs no memory."""
     model = on_meta(lambda: nn.ModuleDict({"up": nn.Linear(10**6, 10**6), "down": nn.Linear(10**6, 10**6)}))
     rules = Plan({"up": ColwiseParallel(), "down": RowwiseParallel()})

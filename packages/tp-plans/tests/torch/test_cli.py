@@ -99,7 +99,7 @@ def test_explain_tells_totals_and_placements(checkpoint: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["tp"] == 2
 
 
-def test_what_is_suggested_can_be_kept_and_checked(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggest_command_writes_a_plan_that_check_reads(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["suggest", str(checkpoint)]) == 0
     assert "doubts" not in capsys.readouterr().out
     assert main(["suggest", str(checkpoint), "--json"]) == 0
@@ -116,12 +116,12 @@ def test_the_doubts_of_a_suggestion_are_printed(tmp_path: Path, capsys: pytest.C
     assert "doubts: model.layers.*.self_attn.qkv_proj: assumed to be queries, keys" in capsys.readouterr().out
 
 
-def test_a_missing_file_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_command_exits_with_2_for_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "nowhere", "--tp", "2"]) == 2
     assert "nowhere: no such file" in capsys.readouterr().err
 
 
-def test_an_unknown_class_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_command_exits_with_2_for_an_unknown_class(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "hf:NoSuchModel"]) == 2
     assert "has no model class 'NoSuchModel'" in capsys.readouterr().err
 

@@ -134,7 +134,7 @@ def inference_collectives(rules):
         ({"0": NoParallel(), "1": ColwiseParallel(output_layouts=Replicate())}, {"all_gather_into_tensor": 1}),
     ],
 )
-def test_nothing_is_sent_that_the_layouts_do_not_ask_for(two_ranks, rules, expected):
+def test_plan_sends_no_collective_beyond_its_layouts(two_ranks, rules, expected):
     assert two_ranks.run(inference_collectives, rules) == [expected, expected]
 
 

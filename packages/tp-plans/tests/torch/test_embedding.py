@@ -44,7 +44,7 @@ def test_ids_of_any_rank_and_shape_are_looked_up(two_ranks, kind, shape):
 @pytest.mark.parametrize("use_local_output", [True, False])
 @pytest.mark.parametrize("output", [Replicate(), Shard(1), Shard(-1)])
 @pytest.mark.parametrize("length", [1, 5])
-def test_the_output_lies_as_asked(two_ranks, output, use_local_output, length):
+def test_output_has_the_layout_of_the_rule(two_ranks, output, use_local_output, length):
     style = VocabParallelEmbedding(output_layouts=output, use_local_output=use_local_output)
     assert two_ranks.run(embedding_faults, shape=(3, length), style=style) == [[], []]
 

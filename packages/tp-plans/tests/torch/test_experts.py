@@ -160,7 +160,7 @@ def test_experts_that_run_every_route_need_one_on_every_rank(four_ranks):
     assert len(caught.value.errors) == 4
 
 
-def test_what_every_rank_would_add_counts_once(two_ranks):
+def test_scale_input_counts_a_replicated_expert_once(two_ranks):
     rules = {"experts.identity": ScaleInput()}
     assert two_ranks.run(mixture_faults, WithIdentity, 4, ExpertsParallel(), None, False, rules) == [[], []]
 
@@ -201,7 +201,7 @@ def stream_faults(kind, style):
 
 @pytest.mark.parametrize("kind", [Experts, Dense])
 @pytest.mark.parametrize("output", [Replicate(), Shard(0), Shard(-1)])
-def test_the_output_lies_as_asked(two_ranks, kind, output):
+def test_output_has_the_layout_of_the_rule(two_ranks, kind, output):
     assert two_ranks.run(stream_faults, kind, ExpertsParallel(output_layouts=output)) == [[], []]
 
 
@@ -219,7 +219,7 @@ def without_parameters():
     parallelized(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), {"0": ExpertsParallel()})
 
 
-def test_experts_without_parameters_of_their_own_are_refused_when_the_plan_is_applied(two_ranks):
+def test_experts_parallel_refuses_a_module_without_parameters(two_ranks):
     with pytest.raises(RanksFailed, match=r"PlanError: ModuleList has no own parameters,.*ExpertsParallel"):
         two_ranks.run(without_parameters)
 

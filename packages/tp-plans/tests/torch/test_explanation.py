@@ -95,7 +95,7 @@ def as_on_a_cpu(counts):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_those_of_the_variant_without_row_wise_layers_too(two_ranks, sequence_parallel):
+def test_explain_counts_collectives_of_plans_without_row_wise_layers(two_ranks, sequence_parallel):
     for measured, told, wrong in two_ranks.run(of_architecture, "LlamaForCausalLM", sequence_parallel, False):
         assert measured == tuple(map(as_on_a_cpu, told))
         assert wrong == []

@@ -172,7 +172,7 @@ def several():
     )
 
 
-def test_of_several_outputs_the_first_is_sharded_and_the_others_stay(two_ranks):
+def test_gather_sequence_shards_the_first_of_several_outputs(two_ranks):
     assert two_ranks.run(several) == [(True,) * 4] * 2
 
 
@@ -181,7 +181,7 @@ def other_dim_faults():
     return mismatches(Recurrence, {"": GatherSequence(sequence_dim=0)}, activation(3, 5, HIDDEN), **how)
 
 
-def test_any_dim_may_be_the_sequence(two_ranks):
+def test_sequence_dim_may_be_any_dim(two_ranks):
     assert two_ranks.run(other_dim_faults) == [[], []]
 
 

@@ -122,7 +122,7 @@ def untied():
     parallelized(Tied(), TIED | {"head": RowwiseParallel(input_layouts=Replicate())})
 
 
-def test_a_tie_that_the_plan_would_break_is_refused(two_ranks):
+def test_tie_that_the_plan_would_break_is_refused(two_ranks):
     with pytest.raises(RanksFailed, match=r"LayoutError: .*tied"):
         two_ranks.run(untied)
 

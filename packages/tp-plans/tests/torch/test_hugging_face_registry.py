@@ -52,5 +52,5 @@ def test_every_word_that_a_shipped_plan_uses_is_translated():
 
 
 @pytest.mark.parametrize("word", ["colwise_of_tomorrow"])
-def test_a_new_word_would_be_told(word):
+def test_registry_test_names_a_new_word(word):
     assert not is_known(word)

@@ -143,7 +143,7 @@ def test_a_sequence_parallel_norm_takes_any_layout_and_length(two_ranks, arrives
 
 
 @pytest.mark.parametrize("dim", [0, 1, -2])
-def test_any_dim_may_be_the_sequence(two_ranks, dim):
+def test_sequence_dim_may_be_any_dim(two_ranks, dim):
     how = {"leaves": Shard(dim), "leaves_plain": False}
     assert two_ranks.run(stream_faults, SequenceParallel(sequence_dim=dim), 5, **how) == [[], []]
 

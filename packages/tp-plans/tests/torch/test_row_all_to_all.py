@@ -52,5 +52,5 @@ def test_rows_and_gradients_arrive_in_any_dtype_even_where_ranks_store_none(four
         (4, 4, {"unit": 2, "shared": True}, True),
     ],
 )
-def test_nothing_is_sent_where_every_rank_uses_what_it_stores(size, tp, options, needed):
+def test_row_exchange_is_not_needed_where_ranks_use_their_stored_rows(size, tp, options, needed):
     assert RowExchange(size, compute_ranges(size, tp, **options), 0).needed is needed

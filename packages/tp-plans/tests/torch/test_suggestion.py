@@ -28,7 +28,7 @@ def with_any_argument(plan):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_what_is_suggested_for_a_known_architecture_is_its_plan(architecture, tied):
+def test_suggest_gives_the_plan_of_a_known_architecture(architecture, tied):
     model = tiny_model(architecture, tied=tied)
     assert with_any_argument(suggest(model).plan) == with_any_argument(plan_for(model))
 

@@ -240,7 +240,7 @@ def tied_faults(kind):
 
 
 @pytest.mark.parametrize("kind", TIED)
-def test_a_tied_table_split_either_way_collects_both_gradients_though_its_output_is_changed(two_ranks, kind):
+def test_tied_table_split_on_either_dim_sums_both_gradients(two_ranks, kind):
     assert two_ranks.run(tied_faults, kind) == [[], []]
 
 
@@ -264,5 +264,5 @@ def without_gradient():
     return max(off) < 1e-12
 
 
-def test_inference_gives_the_same(two_ranks):
+def test_inference_equals_one_process(two_ranks):
     assert two_ranks.run(without_gradient) == [True, True]

@@ -96,7 +96,7 @@ def test_fused_projections_of_classes_outside_transformers_are_stored_sharded():
     assert "visual.blocks.*.attn" not in found
 
 
-def test_large_tensors_of_towers_are_stored_sharded_and_the_language_model_is_left_alone():
+def test_split_towers_stores_large_tensors_sharded_and_leaves_the_language_model():
     found = rules()
     assert {path for path in found if not path.startswith(("visual", "projector"))} == {"text.layers.*.up"}
     assert found["visual.patches.weight"] == ParameterStyle(layout=Shard(0), gathered=True)

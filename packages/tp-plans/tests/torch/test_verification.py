@@ -284,7 +284,7 @@ def test_parts_that_are_split_wrongly_are_gathered_until_the_plan_is_right(two_r
         assert "tower.*.gate.wide" not in patterns
 
 
-def test_the_sequence_is_gathered_for_entire_blocks_where_their_code_mixes_it_with_other_tensors(two_ranks):
+def test_plan_for_gathers_the_sequence_for_blocks_that_mix_it_with_other_tensors(two_ranks):
     """The derived form gathers it for each sub-layer, and torch refuses to add a plain tensor to a sharded one."""
     assert "tower.*" not in suggest(adding(), sequence_parallel=True).plan
     for error, patterns in two_ranks.run(parallelized_with_automatic_plan, adding, sequence_parallel=True):
@@ -398,7 +398,7 @@ def automatic_plan_of_writing():
     return dict(plan_for(Writing(), mesh=mesh_for({"tp": 2})["tp"]))
 
 
-def test_a_head_whose_logits_are_written_into_is_gathered_and_so_are_parts_that_no_run_reaches(two_ranks):
+def test_plan_for_gathers_heads_with_changed_logits_and_parts_that_no_run_reaches(two_ranks):
     assert suggest(Writing()).plan["tower.*.mlp.fc2"] == RowwiseParallel()
     for found in two_ranks.run(automatic_plan_of_writing):
         assert found["speak"] == ColwiseParallel(output_layouts=tp_plans.Replicate())

@@ -33,7 +33,7 @@ def test_logits_are_those_of_one_process_bit_for_bit(two_ranks, architecture, se
     assert two_ranks.run(largest_difference, architecture, options, 9) == [0.0, 0.0]
 
 
-def test_with_row_wise_layers_they_are_not(two_ranks):
+def test_logits_with_row_wise_layers_differ_in_their_last_bits(two_ranks):
     """The test above can fail."""
     assert min(two_ranks.run(largest_difference, "LlamaForCausalLM", {}, 9)) > 0
 
