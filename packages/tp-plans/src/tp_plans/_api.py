@@ -25,32 +25,8 @@ from tp_plans.styles import (
 )
 from tp_plans.verification import verify_plan
 
-__all__ = [
-    "CapabilityError",
-    "CheckFailedError",
-    "ColwiseParallel",
-    "DispatchExperts",
-    "ExpertsParallel",
-    "GatherSequence",
-    "NoParallel",
-    "ParameterStyle",
-    "Partial",
-    "Plan",
-    "PlanError",
-    "PrepareModuleInput",
-    "Replicate",
-    "RowwiseParallel",
-    "SequenceParallel",
-    "Shard",
-    "Style",
-    "TpPlansError",
-    "UnknownArchitectureError",
-    "VocabParallelEmbedding",
-    "architectures",
-    "check",
-    "explain",
-    "plan_for",
-    "register",
-    "verify_plan",
-    "with_expert_parallelism",
-]
+__all__ = ["CapabilityError", "CheckFailedError", "ColwiseParallel", "DispatchExperts", "ExpertsParallel"]
+__all__ += ["GatherSequence", "NoParallel", "ParameterStyle", "Partial", "Plan", "PlanError"]
+__all__ += ["PrepareModuleInput", "Replicate", "RowwiseParallel", "SequenceParallel", "Shard", "Style"]
+__all__ += ["TpPlansError", "UnknownArchitectureError", "VocabParallelEmbedding", "architectures", "check"]
+__all__ += ["explain", "plan_for", "register", "verify_plan", "with_expert_parallelism"]

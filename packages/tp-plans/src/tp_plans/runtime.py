@@ -54,24 +54,7 @@ else:
         return value
 
 
-__all__ = [
-    "AdapterStyles",
-    "AllToAllExchange",
-    "DispatchedTokens",
-    "TokenExchange",
-    "adapter_styles",
-    "attach_zero_grads",
-    "colorize",
-    "computes",
-    "direct",
-    "dispatch_styles",
-    "exchange_class",
-    "full_view",
-    "on_ranks_of",
-    "plain_full_tensor",
-    "referenced_names",
-    "resolve_style",
-    "scale_expert_gradients",
-    "takes_argument",
-    "tiny_model",
-]
+__all__ = ["AdapterStyles", "AllToAllExchange", "DispatchedTokens", "TokenExchange", "adapter_styles"]
+__all__ += ["attach_zero_grads", "colorize", "computes", "direct", "dispatch_styles", "exchange_class"]
+__all__ += ["full_view", "on_ranks_of", "plain_full_tensor", "referenced_names", "resolve_style"]
+__all__ += ["scale_expert_gradients", "takes_argument", "tiny_model"]

@@ -24,34 +24,12 @@ from tp_plans.models.spec import (
 )
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    LLAMA,
-    MISTRAL,
-    MINISTRAL3,
-    MISTRAL3,
-    QWEN2,
-    QWEN3,
-    QWEN3_5_TEXT,
-    QWEN3_5,
-    GEMMA3_TEXT,
-    GEMMA3,
-    GEMMA4_TEXT,
-    GEMMA4,
-    PHI,
-    PHI3,
-    FALCON_H1,
-    BAICHUAN,
-    DECILM,
-    NEMOTRON_LABS_DIFFUSION,
-    NEMOTRON_FLASH,
+    *(LLAMA, MISTRAL, MINISTRAL3, MISTRAL3),
+    *(QWEN2, QWEN3, QWEN3_5_TEXT, QWEN3_5),
+    *(GEMMA3_TEXT, GEMMA3, GEMMA4_TEXT, GEMMA4),
+    *(PHI, PHI3, FALCON_H1),
+    *(BAICHUAN, DECILM, NEMOTRON_LABS_DIFFUSION, NEMOTRON_FLASH),
 )
 
-__all__ = [
-    "ARCHITECTURES",
-    "Architecture",
-    "DecoderSpec",
-    "ExpertsSpec",
-    "FusedLinear",
-    "ReplicatedSublayer",
-    "SublayerSpec",
-    "decoder_plan",
-]
+__all__ = ["ARCHITECTURES", "Architecture", "DecoderSpec", "ExpertsSpec", "FusedLinear", "ReplicatedSublayer"]
+__all__ += ["SublayerSpec", "decoder_plan"]

@@ -19,47 +19,15 @@ from tp_plans.styles.experts import AllReduceOutput, DispatchExperts, ExpertsPar
 from tp_plans.styles.linear import ColwiseParallel, MLAKVProjection, RowwiseParallel
 from tp_plans.styles.replicated import GatheredParameters, NoParallel, ParameterStyle, SequenceParallel
 
-__all__ = [
-    "AllReduceOutput",
-    "ColwiseEmbedding",
-    "ColwiseParallel",
-    "DispatchExperts",
-    "ExpertsParallel",
-    "GatherSequence",
-    "GatheredParameters",
-    "MLAKVProjection",
-    "NoParallel",
-    "ParallelAttention",
-    "ParameterStyle",
-    "PrepareModuleInput",
-    "RowwiseParallel",
-    "ScaleInput",
-    "SequenceParallel",
-    "Style",
-    "VocabParallelEmbedding",
-    "parameter_layout",
-    "style_from_dict",
-    "style_to_dict",
-]
+__all__ = ["AllReduceOutput", "ColwiseEmbedding", "ColwiseParallel", "DispatchExperts", "ExpertsParallel"]
+__all__ += ["GatherSequence", "GatheredParameters", "MLAKVProjection", "NoParallel", "ParallelAttention"]
+__all__ += ["ParameterStyle", "PrepareModuleInput", "RowwiseParallel", "ScaleInput", "SequenceParallel"]
+__all__ += ["Style", "VocabParallelEmbedding", "parameter_layout", "style_from_dict", "style_to_dict"]
 
-Style = (
-    ColwiseParallel
-    | RowwiseParallel
-    | MLAKVProjection
-    | VocabParallelEmbedding
-    | ColwiseEmbedding
-    | ExpertsParallel
-    | DispatchExperts
-    | ScaleInput
-    | AllReduceOutput
-    | ParameterStyle
-    | GatheredParameters
-    | SequenceParallel
-    | NoParallel
-    | PrepareModuleInput
-    | ParallelAttention
-    | GatherSequence
-)
+_Sharded = ColwiseParallel | RowwiseParallel | MLAKVProjection | VocabParallelEmbedding | ColwiseEmbedding
+_Experts = ExpertsParallel | DispatchExperts | ScaleInput | AllReduceOutput
+_Replicated = ParameterStyle | GatheredParameters | SequenceParallel | NoParallel
+Style = _Sharded | _Experts | _Replicated | PrepareModuleInput | ParallelAttention | GatherSequence
 
 _STYLES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Style)}
 _LAYOUT_FIELDS = ("input_layouts", "output_layouts", "layout")

@@ -21,21 +21,9 @@ from tp_plans.transfer.patterns import StoredBlock
 from tp_plans.transfer.plan import BlockTransfer, TransferPlan, plan_cover, plan_transfer
 from tp_plans.transfer.rules import EngineRule, engine_rules
 
-__all__ = [
-    "BlockTransfer",
-    "CheckpointTensor",
-    "EngineRule",
-    "EngineSize",
-    "StoredBlock",
-    "TransferError",
-    "TransferLayout",
-    "TransferPlan",
-    "engine_layout",
-    "engine_rules",
-    "mesh_layout",
-    "plan_cover",
-    "plan_transfer",
-]
+__all__ = ["BlockTransfer", "CheckpointTensor", "EngineRule", "EngineSize", "StoredBlock", "TransferError"]
+__all__ += ["TransferLayout", "TransferPlan", "engine_layout", "engine_rules", "mesh_layout", "plan_cover"]
+__all__ += ["plan_transfer"]
 
 
 def __getattr__(name: str) -> Any:

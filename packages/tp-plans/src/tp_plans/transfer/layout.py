@@ -17,19 +17,10 @@ from tp_plans.transfer.patterns import NOWHERE, Copies, KnownPatterns, Pattern, 
 
 #: Bytes of an element of each dtype that a checkpoint may have, by torch's name of the dtype.
 ITEM_SIZES: Mapping[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e8m0fnu": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "bool"), 1),
 }
 
 FORMAT = 2

@@ -45,15 +45,8 @@ def verify_tiny(
 
     (result,) = attempt([plan])
     wrong = () if _is_right(result) else tuple(_wrong_parts(plan, reference, result, attempt))
-    return VerificationReport(
-        plan=plan.name,
-        tp=tp,
-        ran=f"{type(tiny.model).__name__} {tiny.ran}",
-        output_error=result.output_error,
-        gradient_errors=result.gradient_errors,
-        wrong=wrong,
-        error=result.error,
-    )
+    ran = f"{type(tiny.model).__name__} {tiny.ran}"
+    return VerificationReport(plan.name, tp, ran, result.output_error, result.gradient_errors, wrong, result.error)
 
 
 def _worst(ranks: Sequence[Differences]) -> Differences:
