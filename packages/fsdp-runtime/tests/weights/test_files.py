@@ -47,12 +47,12 @@ def _save(
 ) -> tuple[SaveReport, int, int]:
     """Save; return the report, the most bytes that this rank held, and the bytes of the largest tensor."""
     model = parallelize(_model(architecture), mesh_for(axes))
-    bucket_bytes, files.DEFAULT_BUCKET_BYTES = files.DEFAULT_BUCKET_BYTES, BUCKET_BYTES
+    bucket_bytes, files.BUCKET_BYTES = files.BUCKET_BYTES, BUCKET_BYTES
     try:
         with LiveBytes() as live:
             report = save_weights(model, directory, max_shard_size=SHARD_BYTES, **options)
     finally:
-        files.DEFAULT_BUCKET_BYTES = bucket_bytes
+        files.BUCKET_BYTES = bucket_bytes
     return report, live.peak, max(p.numel() * p.element_size() for p in model.parameters())
 
 

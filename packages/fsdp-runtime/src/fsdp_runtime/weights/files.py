@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
-from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES, ExportedModel, split_by_bytes
+from fsdp_runtime.weights.stream import ExportedModel, split_by_bytes
 
+#: Bytes that are gathered to a rank at once: the disk writes one bucket while the next is gathered.
+BUCKET_BYTES = 2**26
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -59,7 +61,7 @@ def plan_files(export: ExportedModel, max_shard_size: int | str, machines: Mappi
         writer = ranks[0] if any(each.has_plain for each in run) else min(nbytes, key=nbytes.__getitem__)
         nbytes[writer] += sum(each.nbytes for each in run)
         share = plan.setdefault(writer, RankFiles())
-        share.buckets += split_by_bytes([each.group for each in run], DEFAULT_BUCKET_BYTES)
+        share.buckets += split_by_bytes([each.group for each in run], BUCKET_BYTES)
         for items in files:
             number += 1
             share.files.append((shard_name(number, count), items))

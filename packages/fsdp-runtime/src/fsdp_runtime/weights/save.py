@@ -54,7 +54,7 @@ Writer = SafetensorsWriter | StagedWriter
 #: Options of earlier releases.
 _REMOVED = {
     "max_shard_bytes": "it is max_shard_size",
-    "bucket_bytes": "a save gathers 256 MiB at a time",
+    "bucket_bytes": "a save gathers 64 MiB at a time",
     "writers": "one rank writes each file, on every file system",
     "if_saving": SAVES_WAIT,
 }
@@ -120,7 +120,7 @@ def save_weights(
 
     Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  Each file has one
     writing rank.  Files are dealt to ranks by their bytes, and every host writes one file at least.  Tensors are
-    gathered to the rank that writes them, 256 MiB at a time or one larger tensor.  The first rank writes plain tensors.
+    gathered to the rank that writes them, 64 MiB at a time or one larger tensor.  The first rank writes plain tensors.
     Files are written to a temporary directory, which all ranks have to see, and then renamed.
     One last rename makes the new weights take effect, so a process killed at any time leaves either the old or the new
     weights complete; the config is renamed just before.  If jobs save to one directory at the same time, the last
