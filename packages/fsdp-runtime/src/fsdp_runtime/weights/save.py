@@ -183,7 +183,8 @@ def save_weights(
         }
         step.value = options, machine()
         require_loaded([entry.names[0] for entry in entries if entry.tensor.is_meta], "save_weights")
-        export = WeightExport(dtype=dtype, names=names, quantize=quantize).prepare(model, entries)
+        exporter = WeightExport(dtype=dtype, names=names, quantize=quantize)
+        export = exporter.prepare(model, entries)
         wait_for_running()
     require_equal_on_all({rank: options for rank, (options, _) in step.values.items()})
     plan = plan_files(export, max_shard_size, {rank: machine for rank, (_, machine) in step.values.items()})
