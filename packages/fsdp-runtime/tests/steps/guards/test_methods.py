@@ -160,7 +160,7 @@ OTHERS: dict[str, str] = {
         register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook
         register_state_dict_post_hook register_state_dict_pre_hook""",
     "they add plain parameters, which the step of an optimizer compares": """
-        add_module register_module register_parameter set_decoder set_encoder set_output_embeddings set_submodule""",
+        add_module register_module register_parameter set_encoder set_output_embeddings set_submodule""",
     "they raise in torch after FSDP2's first forward": "bfloat16 float half type",
     "a model that is parallelized has no use for them": "maybe_distribute_model set_use_kernels",
     "they set what does not compute": "add_model_tags register_for_auto_class set_extra_state",

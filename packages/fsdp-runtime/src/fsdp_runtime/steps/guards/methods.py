@@ -28,6 +28,10 @@ _MERGE = (
     "FSDP2 drops writes to gathered weights, in a forward or inside of 'with unsharded(model)': call merge_adapter() "
     "or unmerge_adapter() before, the latter also before 'with model.disable_adapter()'"
 )
+_UNMERGED = (
+    "its adapters are no plain LoRA, or their factors are not sharded as the weight is: save_weights(model, directory) "
+    "writes merged weights"
+)
 _ASSIGN = "full tensors with assign=True would replace shards: leave assign out"
 #: Methods that are refused, with the reason and another call.
 _REFUSED = {
@@ -66,26 +70,26 @@ class _Guarded:
         return self.rule(module, partial(getattr(type(module), self.name), module), *args, **kwargs)
 
 
-def _error(module: nn.Module, method: Any, reason: str) -> ModelError:
-    return ModelError(f"{method.func.__name__} of a parallelized {type(module).__name__}: {reason}")
+def _error(name: str, module: nn.Module, reason: str) -> ModelError:
+    return ModelError(f"{name} of a parallelized {type(module).__name__}: {reason}")
 
 
-def _refuse(reason: str, module: nn.Module, method: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    raise _error(module, method, reason)
+def _refuse(name: str, reason: str, module: nn.Module, method: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise _error(name, module, reason)
 
 
 def _save_pretrained(module: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:
     """Allow a ``state_dict`` of full tensors: some trainers gather one."""
     state_dict = kwargs.get("state_dict")
     if state_dict is None or _has_dtensors(state_dict.values()):
-        raise _error(module, method, f"it would write one rank's shards: {_SAVE}")
+        raise _error("save_pretrained", module, f"it would write one rank's shards: {_SAVE}")
     return method(*args, **kwargs)
 
 
 def _resize(module: Any, method: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
     """Allow a call that returns the embeddings as they are."""
     if new_num_tokens not in (None, module.get_input_embeddings().weight.shape[0]):
-        raise _error(module, method, _RESIZE)
+        raise _error("resize_token_embeddings", module, _RESIZE)
     return method(new_num_tokens, *args, **kwargs)
 
 
@@ -98,7 +102,7 @@ def _load_state_dict(
     for name, value in state_dict.items():
         shards[name] = _shard_like(value, parameters.get(name))
     if assign and any(shards[name] is not value for name, value in state_dict.items()):
-        raise _error(module, method, _ASSIGN)
+        raise _error("load_state_dict", module, _ASSIGN)
     return method(shards, strict, assign)
 
 
@@ -131,20 +135,34 @@ def _named_parameters(module: nn.Module, method: Any, *args: Any, **kwargs: Any)
 
 
 def _merge(module: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:
+    if not all(map(_merges, module.modules())):
+        raise _error("merge", module, _UNMERGED)
+    return _unmerge(module, method, *args, **kwargs)
+
+
+def _merges(layer: Any) -> bool:
+    """Return whether peft can add a layer's adapters to its weight: plain LoRA, with factors sharded as the weight."""
+    if not hasattr(layer, "base_layer"):
+        return True
+    meshes = {getattr(parameter, "device_mesh", None) for parameter in layer.parameters() if parameter.ndim > 1}
+    return len(meshes) < 2 and not (meshes - {None} and getattr(layer, "lora_variant", None))
+
+
+def _unmerge(module: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:
     if not free_copies(module):
-        raise _error(module, method, _MERGE)
+        raise _error("merge or unmerge", module, _MERGE)
     return method(*args, **kwargs)
 
 
 #: The rule of each method.
 RULES: dict[str, Callable[..., Any]] = {
-    **{name: partial(_refuse, reason) for name, reason in _REFUSED.items()},
+    **{name: partial(_refuse, name, reason) for name, reason in _REFUSED.items()},
     "save_pretrained": _save_pretrained,
     "resize_token_embeddings": _resize,
     "load_state_dict": _load_state_dict,
     "_apply": _convert,
-    "merge": _merge,
-    "unmerge": _merge,
+    **dict.fromkeys(("merge", "merge_adapter", "merge_and_unload"), _merge),
+    "unmerge": _unmerge,
     "named_parameters": _named_parameters,
 }
 
