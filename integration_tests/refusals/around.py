@@ -6,6 +6,7 @@ import copy
 import io
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,19 +131,13 @@ def _merged_dora() -> None:
         model.merge_adapter()
 
 
-#: A call of each method that is refused, and its mesh.
-METHODS: dict[str, tuple[dict[str, int], Callable[[Any], Any]]] = {
-    "ModelError: save_pretrained of a": (TP, lambda model: model.save_pretrained("never-written")),
-    "ModelError: resize_token_embeddings of a": (TP, lambda model: model.resize_token_embeddings(7)),
-    "ModelError: set_input_embeddings of a": (TP, lambda model: model.set_input_embeddings(nn.Embedding(2, 2))),
-    "ModelError: add_adapter of a": (TP, lambda model: model.add_adapter(peft.LoraConfig())),
-    "ModelError: load_state_dict": (TP, lambda model: model.load_state_dict(_llama().state_dict(), assign=True)),
-    "ModelError: a conversion": (DP, lambda model: model.half()),
-    "ModelError: share_memory": (TP, lambda model: model.share_memory()),
-    "ModelError: maybe_distribute_model": (TP, lambda model: model.maybe_distribute_model(model, None, None)),
-    "ModelError: set_use_kernels": (TP, lambda model: model.set_use_kernels(True)),
-    "ModelError: a copy of": (DP, copy.deepcopy),
-}
+#: Calls of methods that are always refused, each with its mesh.
+METHODS: tuple[tuple[dict[str, int], Callable[[Any], Any]], ...] = (
+    (TP, lambda model: model.push_to_hub("name")),
+    (TP, lambda model: model.add_adapter(peft.LoraConfig())),
+    (TP, lambda model: model.share_memory()),
+    (DP, copy.deepcopy),
+)
 
 
 def _stale() -> None:
@@ -150,12 +145,6 @@ def _stale() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     with parallelized(model, TP):
         optimizer.step()
-
-
-def _unloaded() -> None:
-    model = _llama().to("meta")
-    with parallelized(model, TP):
-        torch.optim.AdamW(model.parameters()).step()
 
 
 #: Arguments of a trainer that ask for nothing.
@@ -265,18 +254,14 @@ CASES: Provocations = {
     },
     "fsdp_runtime/steps/guards/methods.py": {
         "ModelError: cannot be pickled": _pickled,
-        "ModelError: merge of a parallelized LoraModel": _merged,
-        "ModelError: merge_adapter of": _merged_dora,
-        **{piece: lambda call=call, axes=axes: _called(call, axes) for piece, (axes, call) in METHODS.items()},  # type: ignore[misc]
-    },
-    "fsdp_runtime/steps/guards/optimizers.py": {
-        "ModelError: parameters are shards": lambda: _called(
-            lambda model: torch.optim.Rprop(model.parameters()).step(), TP
+        "ModelError: of a parallelized": tuple(partial(_called, call, axes) for axes, call in METHODS),
+        "ModelError: save_pretrained of a": lambda: _called(lambda model: model.save_pretrained("never-written"), TP),
+        "ModelError: resize_token_embeddings of a": lambda: _called(lambda model: model.resize_token_embeddings(7), TP),
+        "ModelError: load_state_dict": lambda: _called(
+            lambda model: model.load_state_dict(_llama().state_dict(), assign=True), TP
         ),
-        "ModelError: are on the meta device": _unloaded,
-        "ModelError: takes no DTensors": lambda: _called(
-            lambda model: torch.optim.SGD(model.parameters(), fused=True).step(), TP
-        ),
+        "ModelError: unmerge": _merged,
+        "ModelError: merge": _merged_dora,
     },
     "fsdp_runtime/steps/guards/replaced_parameters.py": {"ModelError: parallelize has replaced by shards": _stale},
     "fsdp_runtime/trainers/training_arguments.py": {
