@@ -70,7 +70,7 @@ def _copies() -> None:
         logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
         assert (not logits.any()) == is_zero
         _assert_refused(each, Path("never-written"))
-    assert all(part.module is module for module in twin.modules() if (part := module.__dict__.get("__reduce_ex__")))
+    assert all(rule.__self__ is module for module in twin.modules() if (rule := module.__dict__.get("__reduce_ex__")))
 
 
 def test_every_rank_refuses_to_pickle_a_parallelized_model(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -131,48 +131,55 @@ def _compare(inputs: Mapping[str, Any], group: ProcessGroup, axis: str) -> None:
     devices = [value.device for value in values.values() if isinstance(value, Tensor)]
     device = required_device([group]) or next(iter(devices), torch.device("cpu"))
     names = torch.tensor(crc32(repr(sorted(values)).encode()), device=device, dtype=torch.int64)
-    content = sum((value.to(device) * _MIX for value in digests.values()), torch.zeros_like(names))
-    own = torch.stack([names, content])
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    if bool((torch.stack(gathered) != own).any()):
+    content = sum((digest.to(device) * _MIX for digest in digests.values()), torch.zeros_like(names))
+    pair = torch.stack([names, content])
+    pairs = [torch.empty_like(pair) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pairs, pair, group=group)
+    if bool((torch.stack(pairs) != pair).any()):
         raise LayoutError(_message(values, digests, group, axis))
 
 
 def _message(values: Mapping[str, Any], digests: Mapping[str, Tensor], group: ProcessGroup, axis: str) -> str:
-    """Name the inputs that differ and their ranks.  Collective over the group, whose ranks all fail."""
-    own = {name: (_description(value), int(digests[name])) for name, value in values.items()}
-    gathered: list[dict[str, tuple[str, int]]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(gathered, own, group=group)
+    """Name the inputs that differ and their ranks.  Collective over the group: every rank fails."""
     ranks = dist.get_process_group_ranks(group)
-    names = dict.fromkeys(name for one in gathered for name in one)
-    differing = [name for name in names if len({one.get(name) for one in gathered}) > 1]
-    by_name = []
-    for name in differing[:_SHOWN]:
-        described = [one.get(name, ("missing", 0))[0] for one in gathered]
-        on_ranks = ", ".join(f"{text} on rank {rank}" for text, rank in zip(described, ranks, strict=True))
-        by_name.append(f"{name}: {on_ranks}{_first_place(values.get(name), ranks, group)}")
+    by_rank = _gather({name: int(digest) for name, digest in digests.items()}, group)
+    names = dict.fromkeys(name for digests_of_rank in by_rank for name in digests_of_rank)
+    differing = [name for name in names if len({digests_of_rank.get(name) for digests_of_rank in by_rank}) > 1]
+    sent = _gather({name: _sent(values[name]) for name in differing[:_SHOWN] if name in values}, group)
+    texts = [f"{name}: {_difference([of_rank.get(name) for of_rank in sent], ranks)}" for name in differing[:_SHOWN]]
     return (
-        f"ranks {ranks} of one {axis} group were given different inputs ({'; '.join(by_name)}): deal batches by "
+        f"ranks {ranks} of one {axis} group were given different inputs ({'; '.join(texts)}): deal batches by "
         f"data-parallel rank, submesh(mesh, 'dp').get_local_rank(), so that the ranks of a {axis} group load the same "
         "samples"
     )
 
 
-def _first_place(value: Any, ranks: Sequence[int], group: ProcessGroup) -> str:
-    """Return the first place at which tensors of one shape differ, else nothing.  Collective over the group."""
-    own = _local(value).detach().cpu() if isinstance(value, Tensor) and value.numel() <= _SENT else None
-    tensors: list[Tensor | None] = [None] * len(ranks)
-    dist.all_gather_object(tensors, own, group=group)
-    alike = [each for each in tensors if each is not None and own is not None and each.shape == own.shape]
-    if len(alike) < len(ranks) or not own.dim():  # type: ignore[union-attr]  # mypy: not None where all are alike
-        return ""
-    differs = torch.stack([each != alike[0] for each in alike]).any(0)
-    if not (places := differs.nonzero()).numel():
-        return ""
-    place = tuple(places[0].tolist())
-    at_place = ", ".join(f"{each[place].item()} on rank {rank}" for each, rank in zip(alike, ranks, strict=True))
-    return f", first at {list(place)}: {at_place}"
+def _gather(values: dict[str, Any], group: ProcessGroup) -> list[dict[str, Any]]:
+    by_rank: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, values, group=group)
+    return by_rank
+
+
+def _sent(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return repr(value)[:40]
+    return _local(value).detach().cpu() if value.numel() <= _SENT else str(list(value.shape))
+
+
+def _difference(values: Sequence[Any], ranks: Sequence[int]) -> str:
+    """Return each rank's value of one input: shapes, or the first element that differs between equal shapes."""
+    shapes = [str(list(value.shape)) if isinstance(value, Tensor) else value or "missing" for value in values]
+    if len({*shapes}) > 1 or not all(isinstance(value, Tensor) for value in values):
+        return _by_rank(shapes, ranks)
+    places = torch.stack([value != values[0] for value in values]).any(0).nonzero().tolist()
+    if not places:
+        return _by_rank([value.dtype for value in values], ranks)
+    elements = [value[tuple(places[0])].item() for value in values]
+    return f"{shapes[0]}, first at {places[0]}: {_by_rank(elements, ranks)}"
+
+
+def _by_rank(values: Sequence[Any], ranks: Sequence[int]) -> str:
+    return ", ".join(f"{value} on rank {rank}" for value, rank in zip(values, ranks, strict=True))
 
 
 def _shared_over_cp(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -209,10 +216,3 @@ def _digest(name: str, value: Any) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _description(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)[:40]
-    first = _local(value).detach().flatten()[:3].tolist()
-    return f"{list(value.shape)} beginning {first}"

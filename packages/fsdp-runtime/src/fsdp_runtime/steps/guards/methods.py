@@ -47,10 +47,7 @@ def guard_methods(model: nn.Module) -> None:
     """Put the rules before the methods of every module with DTensors."""
     guards = [_Guarded(name, rule) for name, rule in RULES.items()]
     for module in model.modules():
-        if not _has_dtensors(module.parameters()):
-            continue
-        module.__dict__["__reduce_ex__"] = _Reduce(module)
-        for guarded in guards:
+        for guarded in guards if _has_dtensors(module.parameters()) else ():
             if callable(getattr(type(module), guarded.name, None)):
                 module.__dict__[guarded.name] = MethodType(guarded, module)
 
@@ -154,30 +151,6 @@ def _unmerge(module: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:
     return method(*args, **kwargs)
 
 
-#: The rule of each method.
-RULES: dict[str, Callable[..., Any]] = {
-    **{name: partial(_refuse, name, reason) for name, reason in _REFUSED.items()},
-    "save_pretrained": _save_pretrained,
-    "resize_token_embeddings": _resize,
-    "load_state_dict": _load_state_dict,
-    "_apply": _convert,
-    **dict.fromkeys(("merge", "merge_adapter", "merge_and_unload"), _merge),
-    "unmerge": _unmerge,
-    "named_parameters": _named_parameters,
-}
-
-
-@dataclass(frozen=True, eq=False)
-class _Reduce:
-    """``__reduce_ex__`` of one module: it allows a copy, and no pickle of the constructor."""
-
-    module: nn.Module
-
-    def __call__(self, protocol: Any) -> tuple[Any, ...]:
-        reduced = object.__reduce_ex__(self.module, max(int(protocol), 2))  # (constructor, arguments, state, ...)
-        return (_Constructor(type(self.module).__name__, reduced[0]), *reduced[1:])
-
-
 @dataclass(frozen=True)
 class _Constructor:
     """The constructor of a copy: ``copy`` calls it, and ``pickle`` asks for its name and gets an error."""
@@ -190,3 +163,22 @@ class _Constructor:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ModelError(f"a parallelized {self.kind} cannot be pickled: its tensors are one rank's shards; {_SAVE}")
+
+
+def _reduce(module: nn.Module, method: Any, protocol: Any) -> tuple[Any, ...]:
+    constructor, *parts = method(max(int(protocol), 2))
+    return (_Constructor(type(module).__name__, constructor), *parts)
+
+
+#: The rule of each method.
+RULES: dict[str, Callable[..., Any]] = {
+    **{name: partial(_refuse, name, reason) for name, reason in _REFUSED.items()},
+    "save_pretrained": _save_pretrained,
+    "resize_token_embeddings": _resize,
+    "load_state_dict": _load_state_dict,
+    "_apply": _convert,
+    **dict.fromkeys(("merge", "merge_adapter", "merge_and_unload"), _merge),
+    "unmerge": _unmerge,
+    "named_parameters": _named_parameters,
+    "__reduce_ex__": _reduce,
+}
