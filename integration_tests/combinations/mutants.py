@@ -19,12 +19,12 @@ from combinations import scenario
 from combinations.cases import Case
 from fsdp_runtime import OptionError, parallelism
 from fsdp_runtime.memory import offload
-from fsdp_runtime.steps import checkpointing
 from fsdp_runtime.steps.context import exchange
 from fsdp_runtime.steps.documents import step as documents
+from fsdp_runtime.steps.documents.isolation import CurrentDocuments
 from fsdp_runtime.steps.fsdp import step as fsdp
+from fsdp_runtime.steps.outputs import step as outputs
 from fsdp_runtime.steps.routing import replay
-from fsdp_runtime.steps.tensor import step as tensor
 from fsdp_runtime.training_state import load
 from fsdp_runtime.weights.stream import ExportedModel
 from harness.mutants import DetachedWeights, LosesAToken, add_bias_again
@@ -155,19 +155,19 @@ MUTANTS: Mapping[str, Mutant] = {
         _without(fsdp, "keep_readers_on_shards"), _case("dense", _FSDP, _event("evaluation", "before clipping"))
     ),
     "hidden states of one rank": Mutant(
-        _without(tensor, "return_full_hidden_states"), _case("dense", _TP, SEQUENCE_PARALLEL, _event("hidden states"))
+        _without(outputs, "return_full_hidden_states"), _case("dense", _TP, SEQUENCE_PARALLEL, _event("hidden states"))
     ),
     "labels against one rank's logits": Mutant(
-        _without(tensor, "gather_logits_for_labels"), _case("dense", _TP, _event("labels"))
+        _without(outputs, "gather_logits_for_labels"), _case("dense", _TP, _event("labels"))
     ),
     "generation from one rank's logits": Mutant(
-        _without(tensor, "gather_logits_in_generate"), _case("dense", _TP, _event("generation"))
+        _without(outputs, "gather_logits_in_generate"), _case("dense", _TP, _event("generation"))
     ),
     "documents read one another": Mutant(
         _without(documents, "find_documents"), _case("delta net", _FSDP, ("rows", "packed"))
     ),
     "recomputation without documents": Mutant(
-        _replaced(checkpointing, "bound", lambda module, forward, carried: forward),
+        _replaced(CurrentDocuments, "bind", lambda self, module, forward: forward),
         _case(
             "delta net",
             _FSDP,

@@ -60,7 +60,7 @@ def _find(**given: Any) -> None:
 def _value_of_pairs() -> None:
     documents = find_documents(PACKED, None, None, (1, 6))
     assert documents is not None
-    run_per_document(lambda values: values, (torch.arange(36).view(6, 6),), {}, documents, alone=False)
+    run_per_document(lambda values: values, (torch.arange(36).view(6, 6),), {}, documents, singly=False)
 
 
 CASES: Provocations = {

@@ -101,8 +101,10 @@ CASES: Provocations = {
     "fsdp_runtime/steps/checkpointing.py": {
         "OptionError: has no namespace": lambda: _recomputed(SelectiveCheckpoint(save=("mm",))),
         "OptionError: has none of these operators": lambda: _recomputed(SelectiveCheckpoint(save=("aten.no_such",))),
-        "ModelError: was given a key/value cache": _with_cache,
         "ModelError: none of which is called": lambda: _recomputed("mlp"),
+    },
+    "fsdp_runtime/steps/recomputation.py": {
+        "ModelError: was given a key/value cache": _with_cache,
     },
     "fsdp_runtime/steps/compile.py": {
         "OptionError: it needs a mesh with tp larger": lambda: _compiled(compile=ASYNC),

@@ -50,7 +50,7 @@ def test_parallelize_documents_its_keywords() -> None:
         ({"context_parallel": ContextParallel("ring", None)}, ContextParallel("ring", None)),
         ({"context_parallel": None}, ContextParallel()),
         ({"packed_sequences": True}, PackedSequences()),
-        ({}, PackedSequences(apart=False)),
+        ({}, PackedSequences(isolate=False)),
         ({"activation_checkpointing": "block"}, ActivationCheckpointing("block")),
         ({"activation_checkpointing": ActivationCheckpointing("mlp")}, ActivationCheckpointing("mlp")),
         ({"compile": True}, Compile()),

@@ -26,7 +26,7 @@ from fsdp_runtime.setup import Meshes, ModelFacts, Setup
 from fsdp_runtime.sharded.collectives import first_rank_speaks
 from fsdp_runtime.sharded.initial_values import take_first_values
 from fsdp_runtime.step import Checked, Step
-from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, recomputes
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
 from fsdp_runtime.steps.compile import Compile
 from fsdp_runtime.steps.context.step import ContextParallel, under_context_parallelism
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
@@ -39,6 +39,7 @@ from fsdp_runtime.steps.guards.optimizers import watch_optimizers
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 from fsdp_runtime.steps.outputs.step import Outputs
 from fsdp_runtime.steps.random_states import RandomStates
+from fsdp_runtime.steps.recomputation import recomputes
 from fsdp_runtime.steps.refused_adapters import refuse_later_adapters
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from tp_plans import Plan
@@ -176,7 +177,7 @@ def resolve_steps(
     if any(mesh is not None for mesh in (meshes.tp, meshes.ep, meshes.fsdp)):
         _require_no_gradients(model)
     if not any(isinstance(step, PackedSequences) for step in given):
-        given.append(PackedSequences(apart=False))  # warns
+        given.append(PackedSequences(isolate=False))  # warns
     if not any(isinstance(step, ExpertParallel) for step in given):
         given.append(ExpertParallel())  # adapters of experts on any mesh
     given += [RandomStates(meshes.tp), Outputs()]

@@ -30,6 +30,7 @@ class RuntimeState:
     offloaded: Any = None  # the host copies of :func:`fsdp_runtime.offload`
     watches: int = 0  # sessions and recomputations that read a router's selection
     hook_effects: list[str] = field(default_factory=list)  # what the hooks around its forward do
+    documents: Any = None  # of the current packed rows, for the model's token mixers
     gathered: Any = None  # under context parallelism, what runs on full sequences
     routers: Any = None  # of a model whose routes were recorded or replayed
     one_rank: bool = False  # no other rank has part of the model

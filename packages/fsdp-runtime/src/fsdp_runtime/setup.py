@@ -91,7 +91,7 @@ class ModelFacts:
     @cached_property
     def bidirectional_without_mask(self) -> TokenMixer | None:
         """A bidirectional mixer whose documents no mask separates; rows of documents are padded at their ends."""
-        found = next((mixer for mixer in self.token_mixers if mixer.way != "mask"), None)
+        found = next((mixer for mixer in self.token_mixers if mixer.isolation != "mask"), None)
         return found if found is not None and self.attends_both_ways else None
 
     @cached_property
@@ -171,6 +171,9 @@ class Setup:
     facts: ModelFacts
     meshes: Meshes
     steps: tuple[object, ...]  # every step of the call, in order
+    packed_sequences: bool = False  # the documents of packed rows are isolated
+    shared_prefixes: bool = False  # the samples of a row may share prefixes
+    sequence_parallel: bool = False  # activations between blocks are sharded over ``tp`` on the sequence
     given_tp: DeviceMesh | None = None  # also where a step leaves the axis out of ``meshes``
     plan: Plan | Mapping[str, ParallelStyle] | None = None  # of ``tp``; torch's styles through ``nemo`` only
     expert_plan: Plan | None = None  # rules of ``ep``, ``None`` where experts are not dispatched
@@ -190,6 +193,11 @@ class Setup:
     def tp(self) -> int:
         """The ranks that layers are sharded over, 1 without a plan."""
         return 1 if self.meshes.tp is None else self.meshes.tp.size()
+
+    def expert_modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules of a model with tokens that are dispatched over ``ep``, by path."""
+        plan = self.expert_plan
+        return {} if plan is None else {path: module for path, module in model.named_modules() if plan.match(path)}
 
     def step(self, kind: type[T]) -> T | None:
         """Return the call's step of a class, if it has one."""

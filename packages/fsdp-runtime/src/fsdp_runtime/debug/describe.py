@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.steps.checkpointing import recomputes
+from fsdp_runtime.steps.recomputation import recomputes
 from fsdp_runtime.wrap import effects_of
 
 

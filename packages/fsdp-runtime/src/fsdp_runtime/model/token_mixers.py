@@ -1,4 +1,4 @@
-"""The modules of a model that mix tokens, and how each is kept from mixing documents."""
+"""The modules of a model that mix tokens, and the isolation of packed documents in each of them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fsdp_runtime._transformers_compat.models import CACHES
 from fsdp_runtime.model.structure import ModelStructure
 from tp_plans.runtime import referenced_names
 
-#: How a module is kept from mixing documents: its mask is restricted, or it runs on documents as rows of a batch: on
-#: padded batches, or on each document alone.
-Way = Literal["mask", "documents", "singles"]
+#: How packed documents are isolated in a module: by its mask, by a run on documents as rows of padded batches, or by a
+#: run on each document.
+Isolation = Literal["mask", "documents", "singles"]
 
 #: The argument of an attention that decides which tokens meet.
 MASK = "attention_mask"
 #: Arguments of a forward that only a module takes that mixes tokens: what came before, or what may be attended to.
 _MARKS = {*CACHES, "past_key_value", "layer_past", "state", "use_cache", MASK, "seq_idx", "cu_seq_lens_q"}
-#: What the code of an attention refers to whose only dependence between tokens is its mask.
+#: Names used by attention code in which tokens interact only through the mask.
 _ATTENTION = {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention", "softmax", "baddbmm"}
 #: Modules without such an argument whose results depend on all tokens, those of other rows included.
 _BATCH_DEPENDENT = {"DogeCDMoE"}  # router_logits.view(2, tokens, -1) cuts tokens apart instead of features
@@ -36,8 +36,8 @@ class TokenMixer:
 
     path: str
     module: nn.Module
-    way: Way  # how it is kept from mixing documents
-    cls: type  # before anything is mixed in
+    isolation: Isolation
+    cls: type  # without the wrappers of this package
 
     @property
     def kind(self) -> str:

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime._torch_compat import has_forward
-from fsdp_runtime._transformers_compat.models import disable_cache, given_cache, is_cache
+from fsdp_runtime._transformers_compat.models import disable_cache
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import ModelStructure
-from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.documents.step import packing_of
+from fsdp_runtime.steps.recomputation import Recomputing
 from fsdp_runtime.steps.routing.routers import routers_of
 from fsdp_runtime.steps.routing.session import CarriedRoutes
-from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
+from fsdp_runtime.steps.saved_tensors import SelectiveContexts
 from fsdp_runtime.values import require_one_of
-from fsdp_runtime.wrap import Wrapper, wrap
+from fsdp_runtime.wrap import wrap
 from tp_plans.naming import MLP_MODULES
 
 logger = logging.getLogger(__name__)
@@ -130,7 +128,7 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
         selective = SelectiveCheckpoint() if self.mode == "selective" else self.mode
         saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
         exchanged = routers_of(setup.structure) if setup.expert_plan is not None else None
-        documents = packing_of(model)
+        documents = runtime_state(model).documents
         modules = {path: model.get_submodule(path) for path in checked}
         wrap(modules.values(), Recomputing)
         for path, module in modules.items():
@@ -141,50 +139,6 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
         if self.mode != "mlp":  # no cache is filled inside a feed-forward part
             disable_cache(model)
         logger.info("activation checkpointing: %d modules recompute", len(checked))
-
-
-def recomputes(module: nn.Module) -> bool:
-    """Return True if :class:`ActivationCheckpointing` made the module recompute its activations."""
-    return isinstance(module, Recomputing)
-
-
-class Recomputing(Wrapper):
-    """Frees the activations of a module after its forward, and runs the forward again in backward."""
-
-    effect = "recomputed in backward"
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward under ``torch.utils.checkpoint`` where gradients are computed."""
-        forward = super().forward  # type: ignore[misc]
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if given_cache(kwargs) is not None or any(map(is_cache, (*args, *kwargs.values()))):
-            raise ModelError(
-                f"{type(self).__name__} recomputes its activations but was given a key/value cache, which "
-                "recomputation would fill twice: pass use_cache=False; a model that makes a cache in every forward, "
-                'as XLM does, needs activation_checkpointing="none"'
-            )
-        state = self.__dict__[RUNTIME_STATE]
-        if not torch.compiler.is_compiling() or state.recomputes_in_python:
-            return _recompute_in_python(forward, state, self, args, kwargs)
-        contexts: SelectiveContexts | None = state.checkpoint_contexts
-        if contexts is None:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        # The compiler replaces in-place operators before it decides what to keep.
-        compiled_contexts = partial(contexts_of_compiled, contexts.saved)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
-
-
-@partial(torch.compiler.disable, recursive=False)  # what the module calls is compiled
-def _recompute_in_python(forward: Any, state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    # By the time of backward another batch may have gone forward, and scores of a router may tie differently: the
-    # forward is bound to what is in force now.
-    for carried in state.carried:  # a graph keeps what it has read
-        forward = carried.bind(module, forward)
-    contexts: SelectiveContexts | None = state.checkpoint_contexts
-    if contexts is None:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
 
 
 def _mlps(structure: ModelStructure) -> tuple[str, ...]:

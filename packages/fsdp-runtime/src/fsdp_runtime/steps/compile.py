@@ -22,8 +22,7 @@ from fsdp_runtime.errors import BackendError, OptionError
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.checkpointing import recomputes
-from fsdp_runtime.steps.tensor.step import TensorParallel
+from fsdp_runtime.steps.recomputation import recomputes
 from fsdp_runtime.values import require_bool
 from fsdp_runtime.wrap import hook_forward
 
@@ -108,9 +107,7 @@ class Compile(Step[Mapping[str, Any]]):
         """Return the keywords of ``torch.compile``."""
         options = self.options
         if self.async_tensor_parallel:
-            layers = setup.step(TensorParallel)
-            sequence_parallel = layers is not None and layers.sequence_parallel
-            options = async_compile_options(setup.meshes.tp, options, sequence_parallel=sequence_parallel)
+            options = async_compile_options(setup.meshes.tp, options, sequence_parallel=setup.sequence_parallel)
         check_compile_options(options)
         known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
         return {"recompile_limit": RECOMPILE_LIMIT, **options} if known else options
@@ -119,8 +116,7 @@ class Compile(Step[Mapping[str, Any]]):
         """Compile the blocks."""
         if self.async_tensor_parallel and setup.meshes.tp is not None:
             enable_symmetric_memory(setup.meshes.tp.get_group())
-        layers = setup.step(TensorParallel)
-        if layers is not None and layers.sequence_parallel and setup.meshes.tp is not None:
+        if setup.sequence_parallel and setup.meshes.tp is not None:
             _keep_caches_apart(setup.meshes.tp.get_local_rank())
         for path in setup.structure.blocks:
             block = model.get_submodule(path)

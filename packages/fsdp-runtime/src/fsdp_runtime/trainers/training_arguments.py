@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh.spec import axis_size
-from fsdp_runtime.steps.checkpointing import recomputes
 from fsdp_runtime.steps.compile import Compile
+from fsdp_runtime.steps.recomputation import recomputes
 
 logger = logging.getLogger(__name__)
 

@@ -84,7 +84,7 @@ def test_only_mixers_that_are_no_plain_attention_run_on_full_sequences(row: str,
     model = tiny_row(entries()[row])
     implementation = model.config.get_text_config()._attn_implementation
     found = gathered_mixers(ModelFacts.of(model).token_mixers, implementation)
-    assert {mixer.kind: mixer.way for mixer in found} == ways
+    assert {mixer.kind: mixer.isolation for mixer in found} == ways
 
 
 def test_chunks_of_attention_start_anew_in_each_packed_document() -> None:

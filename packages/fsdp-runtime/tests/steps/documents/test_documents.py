@@ -115,7 +115,7 @@ def test_an_input_of_distances_is_that_of_each_document(alone: bool) -> None:
     distances = places[:, None] - places[None, :]
     documents = _documents(_positions([[5, 2], [7]]))
     tokens = torch.randn(2, 8, 3, dtype=torch.float64)
-    found = run_per_document(_weighted, (tokens,), {"pairs": distances}, documents, alone=alone)
+    found = run_per_document(_weighted, (tokens,), {"pairs": distances}, documents, singly=alone)
     own = [(0, 0, 5), (0, 5, 7), (0, 7, 8), (1, 0, 7), (1, 7, 8)]
     for row, begin, end in own:
         length = end - begin
@@ -128,5 +128,5 @@ def test_an_input_of_pairs_that_is_not_of_distances_is_refused() -> None:
     places = torch.arange(8)
     with pytest.raises(LayoutError, match="each pair of tokens"):
         run_per_document(
-            _weighted, (torch.randn(1, 8, 3),), {"pairs": places[:, None] * places}, documents, alone=False
+            _weighted, (torch.randn(1, 8, 3),), {"pairs": places[:, None] * places}, documents, singly=False
         )

@@ -51,7 +51,7 @@ def _run(model: nn.Module, **changes: Any) -> Any:
 
 def test_mixers_are_found_by_what_they_take() -> None:
     found = token_mixers(inspect_model(_jamba()))
-    assert [(mixer.path, mixer.way) for mixer in found] == [
+    assert [(mixer.path, mixer.isolation) for mixer in found] == [
         ("model.layers.0.mamba", "documents"),
         ("model.layers.1.self_attn", "mask"),
     ]

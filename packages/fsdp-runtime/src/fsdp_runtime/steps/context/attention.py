@@ -46,7 +46,7 @@ class ContextAttention:
         context_parallel: how queries meet the keys of other ranks: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
         masked: the current batch has an attention mask; set once a forward, without reading values.
         padding: ``[batch, seq]``, that mask.
-        documents: ``[batch, seq]``, the number of each token's document in a packed batch, else ``None``.
+        documents: the documents of the current rows.
         positions: ``[batch, seq]``, each token's position in its document or on its path where ``documents`` or
             ``subtree_end`` is given, else ``None``.
         subtree_end: ``[batch, seq]`` of a row with shared prefixes (see ``TreeRow``), else ``None``.
@@ -54,7 +54,6 @@ class ContextAttention:
             instead of torch's function: with sinks, soft caps or biases.
         packed_sequences: rows may hold several documents, so that a mask of padding is refused beside position ids.
         unmasked: a module that attends to later tokens and takes no mask of documents; ``""`` where there is none.
-        packing: the documents of the current rows, for modules that run on full sequences.
         whole_rows: every rank computes full rows alone, with caches; see ``whole_rows`` of ``step``.
 
     Example:
@@ -75,13 +74,12 @@ class ContextAttention:
     context_parallel: Method = "allgather"
     masked: bool = False
     padding: Tensor | None = None
-    documents: Tensor | None = None
+    documents: CurrentDocuments = field(default_factory=CurrentDocuments)
     positions: Tensor | None = None
     subtree_end: Tensor | None = None
     eager: Callable[[type], Any] | None = None
     packed_sequences: bool = False
     unmasked: str = ""
-    packing: CurrentDocuments = field(default_factory=CurrentDocuments)
     whole_rows: bool = False
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _made_masks: bool = False  # in this forward
@@ -114,8 +112,7 @@ class ContextAttention:
 
     def begin(self, *, padding: Tensor | None, documents: Documents | None) -> None:
         """Set what all layers of a forward share."""
-        self.masked, self.padding, self.packing.documents = padding is not None, padding, documents
-        self.documents = None if documents is None else documents.numbers
+        self.masked, self.padding, self.documents.current = padding is not None, padding, documents
         self.positions = None if documents is None else documents.positions
         self._masks.clear()
         self._made_masks, self._layouts = False, {}
@@ -269,14 +266,15 @@ class ContextAttention:
             return mask_alone("sdpa" if self.eager is None else "eager", own)
         self._made_masks = True
         skip = options.pop("allow_is_causal_skip", True) and self.eager is None
-        whole_rows = not self.masked and self.documents is None and self.subtree_end is None
+        documents = self.documents.current
+        whole_rows = not self.masked and documents is None and self.subtree_end is None
         if skip and is_causal_mask_function(mask_function) and whole_rows:
             return None
         device, dtype = torch.device(options.pop("device")), options["dtype"]
         between = partial(
             sdpa_mask_between,
             mask_function=mask_function,
-            documents=self.documents,
+            documents=None if documents is None else documents.numbers,
             positions=self.positions,
             subtree_end=self.subtree_end,
             padding=None if self.padding is None or attention_mask is None else self.padding.bool(),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime.errors import LayoutError
-from fsdp_runtime.model.token_mixers import TokenMixer, Way, has_inner_mixer
+from fsdp_runtime.model.token_mixers import Isolation, TokenMixer, has_inner_mixer
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_features, gather_tokens
 from fsdp_runtime.steps.context.local_recurrences import OwnTokens, forward_on_own_tokens
@@ -55,7 +55,7 @@ def replaced_attention(mixers: Sequence[TokenMixer], implementation: str) -> tup
 def _is_replaced(mixer: TokenMixer, implementation: str) -> bool:
     """Return True for attention that calls ``transformers.AttentionInterface`` with all that it computes with."""
     cls: Any = type(mixer.module)
-    if mixer.way != "mask" or not uses_interface(cls):
+    if mixer.isolation != "mask" or not uses_interface(cls):
         return False
     makes_masks = hasattr(mixer.module, "prepare_dynamic_mask")  # from the values of all tokens
     return not makes_masks and (implementation == "sdpa" or eager_function(cls) is not None)
@@ -76,8 +76,9 @@ class Gathered:
 
 def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> Gathered:
     """Make token mixers run on the full sequence, in place; before tensor parallelism."""
-    for way in get_args(Way):
-        wrap([mixer.module for mixer in mixers if mixer.way == way], _GatheredMixer, cp_attention=attention, way=way)
+    for isolation in get_args(Isolation):
+        modules = [mixer.module for mixer in mixers if mixer.isolation == isolation]
+        wrap(modules, _GatheredMixer, cp_attention=attention, isolation=isolation)
     mix_in(
         mixers,
         OwnTokens,
@@ -91,7 +92,7 @@ class _GatheredMixer(Wrapper):
 
     effect = "full sequence of cp"
     cp_attention: ClassVar[ContextAttention]
-    way: ClassVar[Way]
+    isolation: ClassVar[Isolation]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         attention, forward = self.cp_attention, super().forward  # type: ignore[misc]
@@ -104,11 +105,11 @@ class _GatheredMixer(Wrapper):
         full = _Full(attention, layout, type(self).__name__, rows=tokens.shape[0])
         given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         args, given = map_arguments(self, args, given, full.of)  # type: ignore[arg-type]  # a mixin of modules
-        documents = attention.packing.documents
-        if self.way == "mask":
+        documents = attention.documents.current
+        if self.isolation == "mask":
             args, given = _masked(self, args, given, documents, layout.length)
         elif documents is not None:
-            output = run_per_document(forward, args, given, documents, alone=self.way == "singles")
+            output = run_per_document(forward, args, given, documents, singly=self.isolation == "singles")
             return _own(output, layout)
         return _own(forward(*args, **given), layout)
 

@@ -80,7 +80,7 @@ def _convolve(
     halo = preceding_tokens(tokens, before, layout, attention.group)
     chunks = torch.cat([halo, torch.unflatten(tokens, 1, (*halo.shape[1:2], -1))], dim=2)
     rows = chunks.flatten(0, 1).transpose(1, 2)
-    documents = attention.packing.documents
+    documents = attention.documents.current
     if documents is None:
         output = function(rows, weight, bias, activation=activation)
     else:
@@ -114,5 +114,5 @@ def _recur_by_heads(
     for name in recurrence.parameters:
         if further.get(name) is not None:
             further[name] = padded(further[name], share * layout.ranks, dim=0).narrow(0, first, share)
-    output = recur(function, recurrence, Call(exchanged, further, call.places), attention.packing.documents)
+    output = recur(function, recurrence, Call(exchanged, further, call.places), attention.documents.current)
     return heads_to_tokens(output, layout, attention.group, heads_dim=2, tokens_dim=1).narrow(2, 0, heads)

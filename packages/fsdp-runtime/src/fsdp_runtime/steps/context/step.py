@@ -56,8 +56,6 @@ from fsdp_runtime.steps.context.methods import (
 from fsdp_runtime.steps.context.sharding import LOAD_BALANCERS, LoadBalancer
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
-from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
-from fsdp_runtime.steps.documents.step import keeps_documents_apart
 from fsdp_runtime.steps.outputs.attention_maps import refuse_attention_maps
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.values import require_bool, require_one_of
@@ -172,13 +170,15 @@ class ContextParallel(Step[None]):
         way = self.method if replaced_attention(facts.token_mixers, facts.attention) else "allgather"
         attention = ContextAttention(mesh.get_group(), self.load_balancer, way)
         attention.eager = eager_function if facts.attention == "eager" else None
-        attention.packed_sequences = keeps_documents_apart(setup)
+        attention.packed_sequences = setup.packed_sequences
         unmasked = facts.bidirectional_without_mask
         attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
         mixers = gathered_mixers(facts.token_mixers, facts.attention)
         between = attend_between_layers(model, facts.token_mixers)
         gathered = gather_for(mixers, attention)
-        runtime_state(model).gathered = replace(gathered, modules=(*gathered.modules, *between))
+        state = runtime_state(model)
+        state.gathered = replace(gathered, modules=(*gathered.modules, *between))
+        state.documents = attention.documents
         spread, full = (
             dict(Counter(mixer.kind for mixer in mixers if mixes_by_functions(mixer) is by_functions)) or "nothing"
             for by_functions in (True, False)
@@ -195,16 +195,16 @@ class ContextParallel(Step[None]):
             model,
             gathered.attention,
             keep=gathered.modules,
-            shared_prefixes=setup.step(SharedPrefixes) is not None,
+            shared_prefixes=setup.shared_prefixes,
             derived=setup.facts.derived_positions,
             cuts_padding=setup.facts.cuts_padding_mask,
         )
 
     def _apply_to_copy(self, model: nn.Module, setup: Setup) -> None:
         """Apply this step alone to a small copy, whose rows are single documents."""
-        alone = replace(setup, facts=ModelFacts.of(model), steps=())
-        self.prepare(model, alone, None)
-        self.apply(model, alone, None)
+        setup = replace(setup, facts=ModelFacts.of(model), steps=(), packed_sequences=False, shared_prefixes=False)
+        self.prepare(model, setup, None)
+        self.apply(model, setup, None)
 
 
 def replace_attention(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime.errors import LayoutError
-from fsdp_runtime.model.token_mixers import MASK, Way, is_bidirectional
+from fsdp_runtime.model.token_mixers import MASK, Isolation, is_bidirectional
 from fsdp_runtime.steps.documents.documents import DocumentBatch, Documents
 from fsdp_runtime.wrap import Wrapper
 from tp_plans.runtime import referenced_names
@@ -28,23 +28,23 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 class CurrentDocuments:
     """The documents of the current forward, which a model's token mixers share; ``None`` where each row is one."""
 
-    documents: Documents | None = None
+    current: Documents | None = None
 
     def bind(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that runs with the present documents, whatever is in force when it is called."""
-        documents = self.documents
+        """Return a forward that runs with the documents of now, also in a later recomputation."""
+        documents = self.current
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            current, self.documents = self.documents, documents
+            later, self.current = self.current, documents
             try:
                 return forward(*args, **kwargs)
             finally:
-                self.documents = current
+                self.current = later
 
         return run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CurrentDocuments:
-        """Return itself: a copied model's mixers are of the same classes, which refer to it."""
+        """Return itself: a copied model's token mixers have the same classes, and the classes refer to it."""
         return self
 
 
@@ -52,32 +52,32 @@ class PackedMixer(Wrapper):
     """Keeps documents apart inside of tensor parallelism, whose rules then see rows and not documents."""
 
     effect = "packed rows"
-    packing: ClassVar[CurrentDocuments]
-    way: ClassVar[Way]
+    documents: ClassVar[CurrentDocuments]
+    isolation: ClassVar[Isolation]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute rows in the mixer's way."""
-        documents = self.packing.documents
+        """Run the token mixer so that documents stay isolated."""
+        documents = self.documents.current
         forward = super().forward  # type: ignore[misc]
         if documents is None:
             return forward(*args, **kwargs)
-        if self.way == "mask":
+        if self.isolation == "mask":
             args, kwargs = restricted(self, args, kwargs, documents)
             return forward(*args, **kwargs)
         if not documents.packed:
             return forward(*args, **{name: value for name, value in kwargs.items() if name not in BOUNDARIES})
-        return run_per_document(forward, args, kwargs, documents, alone=self.way == "singles")
+        return run_per_document(forward, args, kwargs, documents, singly=self.isolation == "singles")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from batch to batch
 def run_per_document(
-    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], documents: Documents, *, alone: bool
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], documents: Documents, *, singly: bool
 ) -> Any:
-    """Run a forward on documents as rows of a batch; its output is for the rows, ``None`` for attention weights."""
-    # Documents of similar length run together, padded at their ends, which no causal module shows to earlier tokens. So
-    # a module runs once for each power of two between the shortest and the longest document; ``alone`` runs each by
-    # itself, for a module whose results depend on padding.
-    batches = documents.singles if alone else documents.batches
+    """Run a forward on documents as rows of a batch; return its output for the rows, ``None`` for attention weights."""
+    # Documents of similar length share a batch and are padded at their ends: a causal module does not show the padding
+    # to earlier tokens. So a module runs once per power of two between the shortest and the longest document. With
+    # ``singly`` each document is a batch, for a module with results that depend on padding.
+    batches = documents.singles if singly else documents.batches
     given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     outputs = []
     for batch in batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime.model.token_mixers import TokenMixer, has_inner_mixer
+from fsdp_runtime.steps.documents.documents import Documents
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments
 from fsdp_runtime.steps.documents.sequence_functions import (
     Call,
@@ -66,12 +67,12 @@ class PackedRows(ByFunctions):
     """Stands before the wrapper that runs a token mixer on documents as rows."""
 
     effect = "packed rows by functions"
-    packing: ClassVar[CurrentDocuments]
+    documents: ClassVar[CurrentDocuments]
     of_rows: ClassVar[Callable[..., Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute rows of several documents, or each document apart where that is not known to be right."""
-        documents = self.packing.documents
+        documents = self.documents.current
         if documents is None or not documents.packed or not self.takes(args, kwargs):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return type(self).of_rows(self, *args, **{n: value for n, value in kwargs.items() if n not in BOUNDARIES})
@@ -79,7 +80,7 @@ class PackedRows(ByFunctions):
 
 def mixes_by_functions(mixer: TokenMixer) -> bool:
     """Return True for a mixer that calls known functions, and has no other mixer inside."""
-    return mixer.way == "documents" and bool(functions_called(mixer.cls)) and not has_inner_mixer(mixer.module)
+    return mixer.isolation == "documents" and bool(functions_called(mixer.cls)) and not has_inner_mixer(mixer.module)
 
 
 def mix_in(
@@ -93,15 +94,14 @@ def mix_in(
         wrap(modules, mixin, of_single_tokens=_forward_without_mixing(cls), **attributes(cls))
 
 
-def compute_rows(mixers: Iterable[TokenMixer], packing: CurrentDocuments) -> None:
+def compute_rows(mixers: Iterable[TokenMixer], documents: CurrentDocuments) -> None:
     """Let the mixers that call known functions compute rows of several documents, before :class:`PackedMixer`."""
-    mix_in(mixers, PackedRows, lambda cls: {"packing": packing, "of_rows": _forward_on_packed_rows(cls, packing)})
+    mix_in(mixers, PackedRows, lambda cls: {"documents": documents, "of_rows": _forward_on_packed_rows(cls, documents)})
 
 
-def _forward_on_packed_rows(cls: type, packing: CurrentDocuments) -> Callable[..., Any]:
+def _forward_on_packed_rows(cls: type, documents: CurrentDocuments) -> Callable[..., Any]:
     def numbers() -> Tensor:
-        documents: Any = packing.documents
-        return documents.numbers  # type: ignore[no-any-return]
+        return cast(Documents, documents.current).numbers
 
     def convolve(
         function: Any, hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any
@@ -109,7 +109,7 @@ def _forward_on_packed_rows(cls: type, packing: CurrentDocuments) -> Callable[..
         return convolve_documents(function, hidden_states, weight, bias, activation, numbers())
 
     def recur_in_rows(function: Any, recurrence: Recurrence, call: Call) -> Tensor:
-        return recur(function, recurrence, call, packing.documents)
+        return recur(function, recurrence, call, documents.current)
 
     def fused(function: Any, *args: Any, **kwargs: Any) -> Any:
         if not takes_boundaries(function, "seq_idx"):

@@ -200,7 +200,7 @@ def recur(function: Callable[..., Any], recurrence: Recurrence, call: Call, docu
     if documents is None or not documents.packed:
         return run(**call.tokens)
     if not takes_boundaries(function, recurrence.boundaries):
-        return run_per_document(run, (), call.tokens, documents, alone=False)  # type: ignore[no-any-return]
+        return run_per_document(run, (), call.tokens, documents, singly=False)  # type: ignore[no-any-return]
     if recurrence.boundaries == "seq_idx":
         boundaries["seq_idx"] = documents.numbers.to(torch.int32).contiguous()
         return run(**call.tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,6 @@ from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.context.full_sequence import gathered_mixers
-from fsdp_runtime.steps.documents.step import keeps_documents_apart
 from fsdp_runtime.wrap import hook_model
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ _current: ContextVar[PathMask | None] = ContextVar("path_mask", default=None)
 def _check(setup: Setup) -> None:
     facts = setup.facts
     name, structure = facts.name, facts.structure
-    if keeps_documents_apart(setup):
+    if setup.packed_sequences:
         raise OptionError(
             "SharedPrefixes takes rows of several trees as they are: leave packed_sequences out, and pack single "
             "samples with pack_tree as groups of one"
@@ -81,6 +80,10 @@ class SharedPrefixes(Step[None]):
 
     Its forward then accepts ``subtree_end`` beside ``input_ids`` and ``position_ids``; without it nothing changes.
     """
+
+    def resolve(self, setup: Setup) -> Setup:
+        """Tell the other steps that rows may share prefixes."""
+        return replace(setup, shared_prefixes=True)
 
     def check(self, setup: Setup) -> None:
         """Check that a token of the model sees others by masked attention only."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import model_of_rows
-from fsdp_runtime._torch_compat import forward_pre_hooks
 from fsdp_runtime._transformers_compat.models import given_cache
 from fsdp_runtime.errors import LayoutError, ModelError
-from fsdp_runtime.model.token_mixers import Way
+from fsdp_runtime.model.token_mixers import Isolation
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
@@ -41,45 +40,44 @@ def check_packing(facts: ModelFacts) -> None:
 
 @dataclass(frozen=True)
 class PackedSequences(Step[None]):
-    """Keep the documents of packed rows apart: each is computed as it is alone.
+    """Isolate the documents of packed rows: the outputs of a document do not depend on its neighbours.
 
     ``position_ids`` that restart, ``seq_idx`` or ``cu_seq_lens_q`` tell where documents begin.
 
     Args:
-        apart: keep them apart; ``False`` only warns where documents of the first packed rows read one another.
+        isolate: isolate documents; ``False`` only warns where documents of the first packed rows read one another.
     """
 
-    apart: bool = True
+    isolate: bool = True
 
     def __post_init__(self) -> None:
-        require_bool("packed_sequences", self.apart)
+        require_bool("packed_sequences", self.isolate)
+
+    def resolve(self, setup: Setup) -> Setup:
+        """Tell the other steps whether documents are isolated."""
+        return replace(setup, packed_sequences=self.isolate)
 
     def check(self, setup: Setup) -> None:
         """Check that the modules that mix tokens are known."""
-        if self.apart:
+        if self.isolate:
             check_packing(setup.facts)
 
     def prepare(self, model: Any, setup: Setup, checked: None) -> None:
         """Put the documents in front of the token mixers; context parallelism keeps documents apart itself."""
         if setup.meshes.cp is not None:
             return
-        if not self.apart:
+        if not self.isolate:
             warn_of_packed_rows(model, setup.facts)
             return
-        packing = CurrentDocuments()
+        documents = runtime_state(model).documents = CurrentDocuments()
         mixers = setup.facts.token_mixers
-        for way in get_args(Way):
-            wrap([mixer.module for mixer in mixers if mixer.way == way], PackedMixer, packing=packing, way=way)
-        compute_rows(mixers, packing)
-        inputs = _PackedInputs(packing, varlen=setup.facts.attention.startswith("flash"))
+        for isolation in get_args(Isolation):
+            modules = [mixer.module for mixer in mixers if mixer.isolation == isolation]
+            wrap(modules, PackedMixer, documents=documents, isolation=isolation)
+        compute_rows(mixers, documents)
+        inputs = _PackedInputs(documents, varlen=setup.facts.attention.startswith("flash"))
         hook_model(model, "finds the documents of rows", inputs, inputs.after)
-        logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.way})" for mixer in mixers)))
-
-
-def keeps_documents_apart(setup: Setup) -> bool:
-    """Return True where a call asks for documents to be kept apart."""
-    packed = setup.step(PackedSequences)
-    return packed is not None and packed.apart
+        logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.isolation})" for mixer in mixers)))
 
 
 def _is_padded(mask: Any) -> bool:
@@ -87,23 +85,15 @@ def _is_padded(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
 
 
-def packing_of(model: nn.Module) -> CurrentDocuments | None:
-    """Return what :class:`PackedSequences` gave a model's token mixers to share."""
-    if (gathered := runtime_state(model).gathered) is not None:
-        packing: CurrentDocuments = gathered.attention.packing
-        return packing
-    return next((hook.packing for hook in forward_pre_hooks(model) if isinstance(hook, _PackedInputs)), None)
-
-
 class _PackedInputs:
     """Finds the documents of a forward's rows."""
 
-    def __init__(self, packing: CurrentDocuments, *, varlen: bool) -> None:
-        self.packing = packing
+    def __init__(self, documents: CurrentDocuments, *, varlen: bool) -> None:
+        self.documents = documents
         self.varlen = varlen  # the attention's kernels take the boundaries
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.packing.documents = None
+        self.documents.current = None
         named = dict(kwargs)
         tokens = next((named[n] for n in ("input_ids", "inputs_embeds") if named.get(n) is not None), None)
         if tokens is None and args and isinstance(args[0], Tensor):
@@ -118,7 +108,7 @@ class _PackedInputs:
             if documents.packed and not _is_padded(named.get("attention_mask")):
                 raise LayoutError("a key/value cache has no boundaries of documents: pass use_cache=False")
             return None  # one document a row, as in generation
-        self.packing.documents = documents
+        self.documents.current = documents
         if named.get("position_ids") is None:
             named["position_ids"] = documents.positions
         takes = signature(type(model_of_rows(module)).forward).parameters
@@ -129,5 +119,5 @@ class _PackedInputs:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Free the masks, which the graph keeps as far as it needs them."""
-        if self.packing.documents is not None:
-            self.packing.documents.forget_masks()
+        if self.documents.current is not None:
+            self.documents.current.forget_masks()

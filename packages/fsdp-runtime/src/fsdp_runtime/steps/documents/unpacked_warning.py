@@ -60,7 +60,7 @@ def _only_padding_restarts(documents: Documents, mask: Any) -> bool:
 
 def _report(model: nn.Module, mixers: tuple[TokenMixer, ...], documents: Documents) -> None:
     """Look at the masks of one forward, and warn after it."""
-    leaking = [mixer for mixer in mixers if mixer.way != "mask"]
+    leaking = [mixer for mixer in mixers if mixer.isolation != "mask"]
 
     def look(mixer: TokenMixer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _leaks(*mask_argument(module, args, kwargs), documents):
@@ -79,7 +79,7 @@ def _report(model: nn.Module, mixers: tuple[TokenMixer, ...], documents: Documen
                 len(paths), type(model).__name__, ", ".join(kinds), ", ".join(paths[:3]), more,
             )  # fmt: skip
 
-    by_mask = [mixer for mixer in mixers if mixer.way == "mask"]
+    by_mask = [mixer for mixer in mixers if mixer.isolation == "mask"]
     hooks = [hook_forward(mixer.module, "looks at masks", before=partial(look, mixer)) for mixer in by_mask]
     hooks.append(hook_forward(model, "warns where documents meet", after=warn, always=True))
 

@@ -24,13 +24,6 @@ logger = logging.getLogger(__name__)
 ExpertExchange = str | type[TokenExchange]
 
 
-def expert_modules(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
-    """Return the modules whose tokens a plan dispatches, by path."""
-    if plan is None:
-        return {}
-    return {path: module for path, module in model.named_modules() if plan.match(path)}
-
-
 @dataclass(frozen=True)
 class ExpertParallel(Step[None]):
     """Divide stacked experts over ``ep`` and send tokens to them.
@@ -58,7 +51,7 @@ class ExpertParallel(Step[None]):
         model, plan, tp_plan = setup.facts.model, setup.expert_plan, setup.tp_plan
         if plan is None:
             return
-        styles = {id(module): plan[plan.match(path)[0]] for path, module in expert_modules(model, plan).items()}
+        styles = {id(module): plan[plan.match(path)[0]] for path, module in setup.expert_modules(model).items()}
         for layer in lora_layers(base_model(model)):
             wrapper: Any = layer.module
             if (style := styles.get(id(wrapper.get_base_layer()))) is None:

@@ -27,7 +27,6 @@ from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.experts.step import expert_modules
 from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes, reduce_gradients, resolve_fsdp_dtypes
 from fsdp_runtime.steps.fsdp.missing_media import apply_absent_media
 from fsdp_runtime.steps.fsdp.root import gather_root_modules
@@ -130,7 +129,7 @@ class FSDP2(Step[FSDPDtypes]):
             model,
             setup.structure,
             wrapped=_blocks_to_wrap(model, setup.structure, self),
-            experts=expert_modules(model, setup.expert_plan),
+            experts=setup.expert_modules(model),
             over_tp=setup.tp > 1,
             policy=policy,
             stored_dtype=self.stored_dtype,
@@ -163,7 +162,7 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     # Tokens and routing weights come in the dtypes that the block gave them.
     expert_policy = replace(block_policy, cast_forward_inputs=False)
-    experts, expert_mesh = expert_modules(model, setup.expert_plan), setup.meshes.expert_fsdp
+    experts, expert_mesh = setup.expert_modules(model), setup.meshes.expert_fsdp
 
     def policy_of(path: str, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         return replace(policy, param_dtype=None) if path in dtypes.own_dtype else policy

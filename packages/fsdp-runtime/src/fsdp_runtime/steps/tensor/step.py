@@ -88,7 +88,7 @@ class TensorParallel(Step[tuple[str, ...]]):
 
     def resolve(self, setup: Setup) -> Setup:
         """Find the plan, where layers are sharded."""
-        tp_mesh = setup.meshes.tp
+        tp_mesh, setup = setup.meshes.tp, replace(setup, sequence_parallel=self.sequence_parallel)
         if self.plan is None:
             if tp_mesh is not None:
                 logger.warning("plan=None on a mesh with tp=%d: every rank of tp computes the same", setup.tp)

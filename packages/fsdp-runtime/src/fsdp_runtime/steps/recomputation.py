@@ -1,0 +1,60 @@
+"""The forward of a module that frees its activations and recomputes them in backward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_runtime._transformers_compat.models import given_cache, is_cache
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.runtime_state import RUNTIME_STATE
+from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
+from fsdp_runtime.wrap import Wrapper
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Return True if ``ActivationCheckpointing`` made the module recompute its activations."""
+    return isinstance(module, Recomputing)
+
+
+class Recomputing(Wrapper):
+    """Frees the activations of a module after its forward, and runs the forward again in backward."""
+
+    effect = "recomputed in backward"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward under ``torch.utils.checkpoint`` where gradients are computed."""
+        forward = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if given_cache(kwargs) is not None or any(map(is_cache, (*args, *kwargs.values()))):
+            raise ModelError(
+                f"{type(self).__name__} recomputes its activations but was given a key/value cache, which "
+                "recomputation would fill twice: pass use_cache=False; a model that makes a cache in every forward, "
+                'as XLM does, needs activation_checkpointing="none"'
+            )
+        state = self.__dict__[RUNTIME_STATE]
+        if not torch.compiler.is_compiling() or state.recomputes_in_python:
+            return _recompute_in_python(forward, state, self, args, kwargs)
+        contexts: SelectiveContexts | None = state.checkpoint_contexts
+        if contexts is None:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        # The compiler replaces in-place operators before it decides what to keep.
+        compiled_contexts = partial(contexts_of_compiled, contexts.saved)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
+
+
+@partial(torch.compiler.disable, recursive=False)  # what the module calls is compiled
+def _recompute_in_python(forward: Any, state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    # By the time of backward another batch may have gone forward, and scores of a router may tie differently: the
+    # forward is bound to what is in force now.
+    for carried in state.carried:  # a graph keeps what it has read
+        forward = carried.bind(module, forward)
+    contexts: SelectiveContexts | None = state.checkpoint_contexts
+    if contexts is None:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
