@@ -90,7 +90,7 @@ def unreduced_parameters() -> set[int]:
     """Return the ``id`` of each FSDP2 parameter with a gradient that its rank has accumulated and not reduced yet."""
     # torch 2.10 to 2.15 have no public way to ask, and leave ``parameter.grad`` as it was under
     # ``set_requires_gradient_sync(False)``; no upstream issue found.
-    found: set[int] = set()
+    unreduced: set[int] = set()
     for reference in list(_module_state_mapping.values()):
         state: Any = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -99,8 +99,8 @@ def unreduced_parameters() -> set[int]:
                 shard, copy = parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
                 waits = parameter.unsharded_accumulated_grad is not None or getattr(copy, "grad", None) is not None
                 if waits or (group._partial_reduce_output is not None and shard.requires_grad):
-                    found.add(id(shard))
-    return found
+                    unreduced.add(id(shard))
+    return unreduced
 
 
 def all_gather_single(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:

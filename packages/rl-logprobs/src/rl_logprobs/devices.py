@@ -37,8 +37,8 @@ def is_accelerator_assumed() -> bool:
 
 def require_same_device(**tensors: torch.Tensor | None) -> None:
     """Check that tensors, given by their names in messages, are on the device of the first; None is left out."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first, expected = next((name, tensor.device) for name, tensor in given.items())
-    for name, tensor in given.items():
+    named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first, expected = next((name, tensor.device) for name, tensor in named.items())
+    for name, tensor in named.items():
         if tensor.device != expected:
             raise OptionError(f"{name} and {first} are on {tensor.device} and {expected}; move {name}")

@@ -101,8 +101,8 @@ def _local_topk(logits: torch.Tensor, k: int, start: int) -> tuple[torch.Tensor,
         return values, ids
     for span, (block,) in row_blocks(rows_per_workspace(width, logits.device), logits):
         columns = _lowest_of_the_largest(block, local_k)
-        found = block.gather(1, columns)
-        sorted_values, order = found.sort(dim=1, descending=True, stable=True)
+        largest = block.gather(1, columns)
+        sorted_values, order = largest.sort(dim=1, descending=True, stable=True)
         values[span, :local_k] = sorted_values.to(values.dtype)
         ids[span, :local_k] = columns.gather(1, order) + start
     return values, ids
@@ -114,8 +114,8 @@ def _lowest_of_the_largest(block: torch.Tensor, k: int) -> torch.Tensor:
     least = block.topk(k, dim=1).values[:, -1:]
     larger, equal = block > least, block == least
     room = k - larger.sum(1, keepdim=True)
-    kept = larger | (equal & (equal.cumsum(1) <= room))
-    columns = torch.arange(width, device=block.device).expand_as(block).where(kept, width)
+    chosen = larger | (equal & (equal.cumsum(1) <= room))
+    columns = torch.arange(width, device=block.device).expand_as(block).where(chosen, width)
     return columns.topk(k, dim=1, largest=False, sorted=True).values.clamp_(max=width - 1)
 
 
@@ -221,8 +221,8 @@ def kept_logprobs(
         unscored = (kept_tokens.offsets.diff() == 0).view(tokens.shape)
     entries = kept_entries(kept_tokens, tokens, unscored, located.vocab.vocab_size)
     values = kept_logits(located.values, entries, located.vocab)
-    found = kept_softmax(values, entries, unscored.reshape(-1), flat_temperature)
-    return kept_logprobs_of(found, entries).to(values.dtype)
+    softmax = kept_softmax(values, entries, unscored.reshape(-1), flat_temperature)
+    return kept_logprobs_of(softmax, entries).to(values.dtype)
 
 
 class _LogprobsAt(torch.autograd.Function):

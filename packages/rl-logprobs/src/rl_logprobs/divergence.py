@@ -231,12 +231,12 @@ def token_divergence(
     require_same_device(student=values, teacher=teacher.hidden if isinstance(teacher, LinearLogits) else teacher)
     other = flat_temperature if teacher_temperature is None else check_temperature(teacher_temperature, ignored)
     side = reference.reference_side(source.tokens, source.vocab, other)
-    found = softmax_divergence(source.side(flat_temperature), side, ignored.reshape(-1), float(beta))
-    return found.view(ignored.shape)
+    nats = softmax_divergence(source.side(flat_temperature), side, ignored.reshape(-1), float(beta))
+    return nats.view(ignored.shape)
 
 
-def _source(given: torch.Tensor | LinearLogits, shard: VocabShard | None) -> Source:
-    return given.located() if isinstance(given, LinearLogits) else LogitSource(**vars(locate_logits(given, shard)))
+def _source(logits: torch.Tensor | LinearLogits, shard: VocabShard | None) -> Source:
+    return logits.located() if isinstance(logits, LinearLogits) else LogitSource(**vars(locate_logits(logits, shard)))
 
 
 def _ignored(mask: torch.Tensor | None, tokens: TokenSlice, device: torch.device) -> torch.Tensor:

@@ -129,8 +129,8 @@ def linear_token_statistics(
         >>> import torch
         >>> from rl_logprobs import linear_token_statistics
         >>> weight = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-        >>> found = linear_token_statistics(torch.tensor([[1.0, 2.0]]), weight, torch.tensor([2]), entropy=True)
-        >>> found.logprobs, found.entropy
+        >>> stats = linear_token_statistics(torch.tensor([[1.0, 2.0]]), weight, torch.tensor([2]), entropy=True)
+        >>> stats.logprobs, stats.entropy
         (tensor([-1.4076]), tensor([0.8324]))
     """
     source = LinearLogits(hidden, weight, bias, logit_scale, softcap, shard).located()

@@ -133,8 +133,8 @@ def token_statistics(
     Example:
         >>> import torch
         >>> from rl_logprobs import token_statistics
-        >>> found = token_statistics(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]), entropy=True, target_rank=True)
-        >>> found.logprobs, found.entropy, found.target_rank
+        >>> stats = token_statistics(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]), entropy=True, target_rank=True)
+        >>> stats.logprobs, stats.entropy, stats.target_rank
         (tensor([-1.4076]), tensor([0.8324]), tensor([1]))
     """
     if inplace_forward and entropy:

@@ -122,11 +122,11 @@ def sampling_mask(
     values = located.values[..., : vocab.width].flatten(0, -2)
     flat_temperature = check_temperature(temperature, values.new_zeros(located.values.shape[:-1]))
     wide = values.to(statistics_dtype(values.dtype))
-    kept = wide > float("-inf")
+    chosen = wide > float("-inf")
     threshold = min_kept_logit(located.values, vocab, flat_temperature, sampling)
     if threshold is not None:
-        kept &= wide >= threshold[:, None]
-    rows, columns = kept.nonzero(as_tuple=True)
+        chosen &= wide >= threshold[:, None]
+    rows, columns = chosen.nonzero(as_tuple=True)
     rows, ids = _gather_ragged(torch.stack([rows, columns + vocab.start]), vocab.group)
     ids, order = ids.sort()
     rows, by_row = rows[order].sort(stable=True)

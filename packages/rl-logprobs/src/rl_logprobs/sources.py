@@ -71,13 +71,13 @@ class LogitSource(LocalLogits):
 
     def reference_side(self, tokens: TokenSlice, vocab: VocabColumns, temperature: float | torch.Tensor) -> Side:
         """Return the logits of other tokens and columns, without gradient, as the other side of a divergence."""
-        values, own = tokens_of(self.values.detach(), self.tokens, tokens), self.vocab
-        if own.group is None:
+        values, shard = tokens_of(self.values.detach(), self.tokens, tokens), self.vocab
+        if shard.group is None:
             values = values[..., vocab.start : vocab.start + vocab.width]
-        elif not sharded_alike(own, vocab):
+        elif not sharded_alike(shard, vocab):
             raise PlacementError(
-                f"this rank holds the teacher's logits of ids {own.start} to {own.start + own.width} over ranks "
-                f"{dist.get_process_group_ranks(own.group)} and the student's of {vocab.start} to "
+                f"this rank holds the teacher's logits of ids {shard.start} to {shard.start + shard.width} over ranks "
+                f"{dist.get_process_group_ranks(shard.group)} and the student's of {vocab.start} to "
                 f"{vocab.start + vocab.width}; shard both vocabularies the same way, give the teacher's logits in "
                 f"full, or its hidden states and head as LinearLogits"
             )
@@ -225,12 +225,12 @@ Source = LogitSource | HeadSource
 def score(source: Source, targets: Targets, kept_tokens: KeptTokens | None, options: SoftmaxOptions) -> TokenStatistics:
     """Return the statistics of a rank's targets, over the full vocabulary or over kept sets, in their shape."""
     if kept_tokens is None:
-        found = source.full_statistics(targets, options)
+        statistics = source.full_statistics(targets, options)
     else:
-        kept = kept_targets(kept_tokens, source.tokens, targets, source.vocab.vocab_size)
-        found = kept_statistics(source.entry_logits(kept.entries), kept, options)
+        scored = kept_targets(kept_tokens, source.tokens, targets, source.vocab.vocab_size)
+        statistics = kept_statistics(source.entry_logits(scored.entries), scored, options)
     shape = targets.ids.shape
-    shaped = (value if value is None or value.shape == shape else value.view(shape) for value in found)
+    shaped = (value if value is None or value.shape == shape else value.view(shape) for value in statistics)
     return TokenStatistics(*shaped)  # type: ignore[arg-type]  # the first two are always there
 
 

@@ -167,10 +167,10 @@ def scored_targets(
 ) -> Targets:
     """Return the targets of the tokens that this rank holds; ``check`` compares them with the vocabulary."""
     _check_ignore_index(ignore_index)
-    found = Targets(local_targets(targets, tokens, shift=shift, ignore_index=ignore_index), ignore_index, shift)
+    scored = Targets(local_targets(targets, tokens, shift=shift, ignore_index=ignore_index), ignore_index, shift)
     if check:
-        _check_targets(found.ids, found.ignored, vocab_size, ignore_index)
-    return found
+        _check_targets(scored.ids, scored.ignored, vocab_size, ignore_index)
+    return scored
 
 
 def _check_targets(targets: torch.Tensor, ignored: torch.Tensor, vocab_size: int, ignore_index: int) -> None:

@@ -45,8 +45,8 @@ def topk_divergence(
     s = (logits.view(-1, k).to(dtype) / flat_temperature).masked_fill(~possible.view(-1, k), -math.inf)
     t = logprobs.detach().reshape(-1, k).to(dtype).masked_fill(~possible.view(-1, k), -math.inf)
     if tail and k < source.vocab.vocab_size:
-        found = source.full_statistics(Targets(-ignored.long(), ignore_index=-1), SoftmaxOptions(temperature))
-        s, t = (_with_tail(part, ignored) for part in (s - found.logsumexp.to(dtype)[:, None], t))
+        statistics = source.full_statistics(Targets(-ignored.long(), ignore_index=-1), SoftmaxOptions(temperature))
+        s, t = (_with_tail(part, ignored) for part in (s - statistics.logsumexp.to(dtype)[:, None], t))
     s, t = (torch.log_softmax(part.masked_fill(ignored.reshape(-1, 1), 0), -1) for part in (s, t))
     return _divergence(s, t, beta).masked_fill(ignored.reshape(-1), 0).view(ignored.shape)
 

@@ -378,7 +378,7 @@ def test_a_target_outside_its_set_is_an_error_or_minus_infinity():
     logits, targets, _, kept_tokens = problem(9, unscored=0)
     targets[1, 2] = next(kept for kept in range(9) if kept not in kept_tokens.select(torch.tensor([8])).ids)
     with pytest.raises(
-        rl_logprobs.errors.TargetError, match=f"1 of 12 .* target {targets[1, 2]} of token 8, whose set of"
+        rl_logprobs.errors.TargetError, match=f"1 of 12 .* target {targets[1, 2]} of token 8, which kept"
     ):
         token_logprobs(logits, targets, kept_tokens=kept_tokens)
     allowed = KeptTokens(kept_tokens.ids, kept_tokens.offsets, missing_target="-inf")

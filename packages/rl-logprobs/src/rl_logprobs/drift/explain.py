@@ -144,16 +144,15 @@ class _Gap:
                 self.progress(f"log-probabilities {len(self.known) + 1}: " + (", ".join(sorted(names)) or "trainer"))
             keywords = {key: value for name in names for key, value in self.candidates[name].items()}
             with torch.no_grad():
-                found: Any = self.score(**keywords)
-            if not (isinstance(found, Tensor) and found.is_floating_point() and found.device.type != "meta"):
-                shown = f"{found.dtype} on {found.device}" if isinstance(found, Tensor) else type(found).__qualname__
-                raise DtypeError(f"score({', '.join(sorted(keywords))}) returned {shown}, not log-probabilities")
-            if found.shape != self.shape:
-                raise ShapeError(
-                    f"score({', '.join(sorted(keywords))}) returned {tuple(found.shape)}, and generator_logprobs are "
-                    f"{tuple(self.shape)}"
-                )
-            trainer = found.detach().double().to(self.generator.device)[self.mask]
+                scores: Any = self.score(**keywords)
+            call = f"score({', '.join(sorted(keywords))})"
+            if not (isinstance(scores, Tensor) and scores.is_floating_point() and scores.device.type != "meta"):
+                kind = f"{scores.dtype} on {scores.device}" if isinstance(scores, Tensor) else type(scores).__qualname__
+                raise DtypeError(f"{call} returned {kind}, not log-probabilities")
+            if scores.shape != self.shape:
+                shapes = f"{tuple(scores.shape)}, and generator_logprobs are {tuple(self.shape)}"
+                raise ShapeError(f"{call} returned {shapes}")
+            trainer = scores.detach().double().to(self.generator.device)[self.mask]
             self.known[names] = trainer, self._drift(trainer)
         return self.known[names]
 
@@ -192,7 +191,7 @@ def _next(gap: _Gap, steps: list[str], rest: list[str]) -> tuple[str, ...]:
 def _without_superseded(gap: _Gap, steps: list[str]) -> list[str]:
     """Return the steps without steps that later steps made worthless or harmful."""
     for name in steps[:-1]:
-        others = [each for each in steps if each != name]
+        others = [step for step in steps if step != name]
         if gap.drift(others).mean_absolute <= gap.drift(steps).mean_absolute:
             return _without_superseded(gap, others)
     return steps
@@ -204,7 +203,7 @@ def _require_disjoint(candidates: Mapping[str, Mapping[str, Any]]) -> None:
         for key in keywords:
             if key in owners:
                 raise OptionError(
-                    f"candidates {owners[key]!r} and {name!r} both give {key!r}: give each a keyword of its own"
+                    f"candidates {owners[key]!r} and {name!r} both give {key!r}: give each another keyword"
                 )
             owners[key] = name
 

@@ -129,7 +129,7 @@ def _line(name: str, width: int, moves: float | None, alone: Drift | None, left:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

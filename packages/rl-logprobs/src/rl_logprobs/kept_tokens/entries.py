@@ -38,8 +38,8 @@ class KeptEntries:
     def positions(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the entry that holds each token's target, ``[tokens]``; the number of entries if no entry does."""
         entries = self.ids.shape[0]
-        found = self.counted & (self.ids == targets[self.rows])
-        last = self.largest(torch.arange(entries, device=self.ids.device).where(found, -1))
+        is_target = self.counted & (self.ids == targets[self.rows])
+        last = self.largest(torch.arange(entries, device=self.ids.device).where(is_target, -1))
         return last.where(last >= 0, entries)
 
 
@@ -81,7 +81,7 @@ def _check(entries: KeptEntries, ignored: torch.Tensor, vocab_size: int) -> None
         return
     if empty.any():
         raise KeptTokensError(
-            f"the kept sets of {int(empty.sum())} scored tokens are empty, the first is that of token "
+            f"the kept sets of {int(empty.sum())} scored tokens are empty, the first of them at token "
             f"{int(empty.int().argmax())}; mark tokens that no sampler drew with ignore_index (or mask=0)"
         )
     if outside.any():
@@ -121,10 +121,10 @@ def _check_kept(entries: KeptEntries, positions: torch.Tensor, targets: torch.Te
         assert_on_device(~missing.any(), "a target is outside its kept set")
     elif missing.any():
         first = int(missing.int().argmax())
-        kept = entries.ids[entries.offsets[first] : entries.offsets[first + 1]].tolist()
-        shown = ", ".join(map(str, kept[:8])) + (", ..." if len(kept) > 8 else "")
+        kept_ids = entries.ids[entries.offsets[first] : entries.offsets[first + 1]].tolist()
+        shown = ", ".join(map(str, kept_ids[:8])) + (", ..." if len(kept_ids) > 8 else "")
         raise TargetError(
             f"{int(missing.sum())} of {int((~ignored).sum())} scored targets are outside their kept sets; the first is "
-            f"target {targets[first].item()} of token {first}, whose set of {len(kept)} is {shown}.  Rows follow the "
-            f"targets (shifted with shift=True); missing_target='-inf' gives such targets -inf"
+            f"target {targets[first].item()} of token {first}, which kept {len(kept_ids)} ids: {shown}.  Rows follow "
+            f"the targets (shifted with shift=True); missing_target='-inf' gives such targets -inf"
         )

@@ -139,11 +139,11 @@ class KeptTokens:
         require_same_device(ids=ids, sizes=sizes)
         if ids.device.type == "meta":
             raise OptionError("ids are on the meta device, without values: the number of kept ids depends on them")
-        kept = ids >= 0
+        is_kept = ids >= 0
         if sizes is not None:
-            kept = torch.arange(ids.shape[-1], device=ids.device) < sizes.unsqueeze(-1)
-        counts = kept.sum(-1).reshape(-1)
-        return cls(ids[kept], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), missing_target)
+            is_kept = torch.arange(ids.shape[-1], device=ids.device) < sizes.unsqueeze(-1)
+        counts = is_kept.sum(-1).reshape(-1)
+        return cls(ids[is_kept], torch.cat([counts.new_zeros(1), counts.cumsum(0)]), missing_target)
 
     @classmethod
     def from_completions(
@@ -318,9 +318,9 @@ def _listed(values: Any, name: str) -> list[Any]:
 def _integers(values: list[Any], name: str) -> torch.Tensor:
     """Return integers as a tensor; torch finds their type faster than a loop over them."""
     try:
-        found = torch.tensor(values) if values else torch.tensor(values, dtype=torch.int64)
+        integers = torch.tensor(values) if values else torch.tensor(values, dtype=torch.int64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise DtypeError(f"{name} must contain integers alone: {error}") from error
-    if not is_integral(found.dtype) or found.dim() != 1:
-        raise DtypeError(f"{name} must contain integers alone, got {found.dtype} of shape {tuple(found.shape)}")
-    return found
+    if not is_integral(integers.dtype) or integers.dim() != 1:
+        raise DtypeError(f"{name} must contain integers alone, got {integers.dtype} of shape {tuple(integers.shape)}")
+    return integers

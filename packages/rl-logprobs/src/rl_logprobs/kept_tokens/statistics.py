@@ -49,32 +49,32 @@ def kept_softmax(
 def kept_statistics(logits: torch.Tensor, targets: KeptTargets, options: SoftmaxOptions) -> TokenStatistics:
     """Return statistics of the softmax over kept sets, ``[tokens]`` in the dtype of the logits ``[entries]``."""
     entries, positions, ignored = targets
-    found = kept_softmax(logits, entries, ignored, options.temperature)
+    softmax = kept_softmax(logits, entries, ignored, options.temperature)
 
     def finished(value: torch.Tensor) -> torch.Tensor:
         return value.masked_fill(ignored, 0).to(logits.dtype)
 
-    at_target = functional.pad(found.exponents, (0, 1))[positions]
-    impossible = ~functional.pad(found.possible, (0, 1))[positions]
+    at_target = functional.pad(softmax.exponents, (0, 1))[positions]
+    impossible = ~functional.pad(softmax.possible, (0, 1))[positions]
     entropy = argmax = target_rank = None
     if options.entropy:
-        mean_exponent = entries.sums(found.weights * found.exponents) * (-found.log_sum).exp()
-        entropy = finished(found.log_sum - mean_exponent)
+        mean_exponent = entries.sums(softmax.weights * softmax.exponents) * (-softmax.log_sum).exp()
+        entropy = finished(softmax.log_sum - mean_exponent)
     if options.argmax:
-        is_largest = found.possible & (found.exponents == 0)
+        is_largest = softmax.possible & (softmax.exponents == 0)
         lowest = -entries.largest((-entries.ids).where(is_largest, torch.iinfo(torch.int64).min + 1))
         argmax = lowest.masked_fill(ignored, 0)
     if options.target_rank:
         threshold = at_target.masked_fill(impossible, -math.inf)
-        greater = found.possible & (found.exponents > threshold[entries.rows])
+        greater = softmax.possible & (softmax.exponents > threshold[entries.rows])
         target_rank = entries.sums(greater.to(at_target.dtype)).long().masked_fill(ignored, 0)
-    logprobs = finished((at_target - found.log_sum).masked_fill(impossible, -math.inf))
-    return TokenStatistics(logprobs, finished(found.largest + found.log_sum), entropy, argmax, target_rank)
+    logprobs = finished((at_target - softmax.log_sum).masked_fill(impossible, -math.inf))
+    return TokenStatistics(logprobs, finished(softmax.largest + softmax.log_sum), entropy, argmax, target_rank)
 
 
-def kept_logprobs_of(found: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
+def kept_logprobs_of(softmax: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:
     """Return the log-probability of every entry, ``[entries]``; ``-inf`` where it is impossible."""
-    return (found.exponents - found.log_sum[entries.rows]).where(found.possible, -math.inf)
+    return (softmax.exponents - softmax.log_sum[entries.rows]).where(softmax.possible, -math.inf)
 
 
 def kept_divergence(policy: KeptSoftmax, reference: KeptSoftmax, entries: KeptEntries) -> torch.Tensor:

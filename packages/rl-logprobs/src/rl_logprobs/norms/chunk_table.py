@@ -50,8 +50,8 @@ def table_powers(weighted: Sequence[tuple[torch.Tensor, float]], norm_type: floa
 def table_scale_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors in place by a 0-d factor of their device, unless it is 1 or more."""
     first, table = tensors[0], _table(tensors, [1.0] * len(tensors))
-    given = {"factor": factor, "WIDE": statistics_dtype(first.dtype), **_launch(tensors, table)}
-    launch(KERNELS, "scale_kernel", (len(table),), first.device, **given)
+    arguments = {"factor": factor, "WIDE": statistics_dtype(first.dtype), **_launch(tensors, table)}
+    launch(KERNELS, "scale_kernel", (len(table),), first.device, **arguments)
     note_write(*tensors)
 
 

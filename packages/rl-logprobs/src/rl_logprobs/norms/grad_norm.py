@@ -301,7 +301,7 @@ def _scale(parts: Collection[torch.Tensor], max_norm: float, total_norm: float |
 def _distinct(parameters: Parameters) -> list[torch.Tensor]:
     """Return each parameter once, in order: tied parameters appear under several names."""
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    other = next((each for each in listed if not isinstance(each, torch.Tensor)), None)
+    other = next((member for member in listed if not isinstance(member, torch.Tensor)), None)
     if other is not None:
         raise DtypeError(f"parameters must be tensors, got one of type {type(other).__qualname__}")
     return list({id(parameter): parameter for parameter in listed}.values())

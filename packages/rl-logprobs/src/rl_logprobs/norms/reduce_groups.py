@@ -77,10 +77,10 @@ class ReduceGroup:
     def max(self, values: torch.Tensor) -> torch.Tensor:
         """Return the maximum over the ranks, NaN if any rank has NaN."""
         # NaN is sent as a separate flag, because gloo's maximum loses it (torch 2.10 to 2.15; no upstream issue found).
-        found = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)])
+        maxima = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)])
         for group in self.process_groups():
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return found[0].masked_fill(found[1] > 0, math.nan)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        return maxima[0].masked_fill(maxima[1] > 0, math.nan)
 
 
 def _mesh_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
@@ -109,12 +109,12 @@ def reduce_groups(
         else:
             smaller = [inner for inner in covered if _is_part_of(inner, mesh)]
             covered[mesh] = [mesh, *(part for inner in smaller for part in covered.pop(inner))]
-    found = {
+    members = {
         ReduceGroup(outer, tuple(groups)): [parameter for mesh in meshes for parameter in by_mesh[mesh]]
         for outer, meshes in covered.items()
     } or {ReduceGroup(None, tuple(groups)): []}
-    next(iter(found.values())).extend(by_mesh.get(None, []))
-    return found
+    next(iter(members.values())).extend(by_mesh.get(None, []))
+    return members
 
 
 def _is_part_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:

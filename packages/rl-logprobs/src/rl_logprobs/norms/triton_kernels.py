@@ -70,9 +70,9 @@ def scale_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Multiply a chunk by a factor below 1, or NaN; touch nothing for other factors."""
-    given = tl.load(factor)
-    if (given < 1.0) | (given != given):
-        scale = given.to(WIDE)
+    number = tl.load(factor)
+    if (number < 1.0) | (number != number):
+        scale = number.to(WIDE)
         first, length = chunk(table, ELEMENT, ALIGNED)
         lanes = tl.arange(0, BLOCK)
         if length == CHUNK:

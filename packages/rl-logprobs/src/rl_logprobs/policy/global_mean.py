@@ -118,12 +118,12 @@ def mean_weights(
     _check_options(per, segments, gradient_divide_factor, length, count)
     if not mask_list:
         raise OptionError("mean_weights needs at least one mask; a rank without tokens passes a mask of zeros")
-    given = [segments] if isinstance(segments, torch.Tensor) else segments
-    if given is not None and len(given) != len(mask_list):
-        raise ShapeError(f"{len(mask_list)} masks and {len(given)} segments; give one of each per micro-batch")
+    segment_list = [segments] if isinstance(segments, torch.Tensor) else segments
+    if segment_list is not None and len(segment_list) != len(mask_list):
+        raise ShapeError(f"{len(mask_list)} masks and {len(segment_list)} segments; give one of each per micro-batch")
     if num_segments is not None:
         check_count("num_segments", num_segments)
-    if given is None and num_segments is not None:
+    if segment_list is None and num_segments is not None:
         raise OptionError(f"num_segments is {num_segments} without segments: give both, or neither")
     require_same_device(**{f"masks[{index}]": mask for index, mask in enumerate(mask_list)})
     sparse = [mask.layout for mask in mask_list if mask.layout is not torch.strided]
@@ -135,14 +135,14 @@ def mean_weights(
         gradient_divide_factor = float(math.prod(data.size() for data in groups))
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
     segment_tokens = None
-    if given is not None and num_segments is not None and per != "token":
+    if segment_list is not None and num_segments is not None and per != "token":
         segment_tokens = total.new_zeros(num_segments)
         for index, mask in enumerate(mask_list):
-            local = Sequences(given[index], num_segments).check(mask != 0)
+            local = Sequences(segment_list[index], num_segments).check(mask != 0)
             segment_tokens += local.totals((mask != 0)[None])[0]
         _sum_over(segment_tokens, [*groups, cp_group])
         total = (segment_tokens > 0).sum().to(total.dtype)
-    elif given is not None and num_segments is None:
+    elif segment_list is not None and num_segments is None:
         raise OptionError("segments need num_segments, the number of sequences or groups of the whole batch")
     elif per == "token":
         for mask in mask_list:
@@ -150,7 +150,7 @@ def mean_weights(
         _sum_over(total, [*groups, cp_group])
     else:
         scored = [mask != 0 for mask in mask_list]
-        row_tokens = torch.cat([Sequences().check(each).totals(each[None])[0].reshape(-1) for each in scored])
+        row_tokens = torch.cat([Sequences().check(row).totals(row[None])[0].reshape(-1) for row in scored])
         _sum_over(row_tokens, [cp_group])
         total = (row_tokens > 0).sum().to(total.dtype)
         _sum_over(total, groups)
@@ -213,8 +213,8 @@ def global_mean(
         raise OptionError(without if segments is not None else "the weights were made with segments: give this batch's")
     require_same_device(values=values, weights=weights.segment_tokens)
     dtype = statistics_dtype(values.dtype)
-    kept = values.to(dtype).where(scored, 0)
-    return (kept * _token_weights(scored, weights, segments).to(dtype)).sum() * weights.gradient_divide_factor
+    values = values.to(dtype).where(scored, 0)
+    return (values * _token_weights(scored, weights, segments).to(dtype)).sum() * weights.gradient_divide_factor
 
 
 @torch.no_grad()

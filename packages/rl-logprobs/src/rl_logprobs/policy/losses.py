@@ -70,8 +70,8 @@ def ppo_loss(
     Example:
         >>> import torch
         >>> from rl_logprobs import ppo_loss
-        >>> found = ppo_loss(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -0.5]), torch.ones(2), torch.ones(2))
-        >>> found.loss, found.clipped_high
+        >>> policy = ppo_loss(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -0.5]), torch.ones(2), torch.ones(2))
+        >>> policy.loss, policy.clipped_high
         (tensor([-1.2000, -0.6065]), tensor([ True, False]))
     """
     _check_bounds(clip_low, clip_high)

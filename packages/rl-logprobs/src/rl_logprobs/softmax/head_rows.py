@@ -46,13 +46,13 @@ def _exchange(
     order: Sequence[int],
 ) -> torch.Tensor:
     """Send each rank its rows ``(start, length)``, and return the received ones in the ascending order of ids."""
-    found = part.new_empty(sum(length for _, length in received), *part.shape[1:])
+    received_rows = part.new_empty(sum(length for _, length in received), *part.shape[1:])
     rows = torch.cat([part[start - held.start : start - held.start + length] for start, length in sent])
-    into, out_of = ([length for _, length in each] for each in (received, sent))
-    dist.all_to_all_single(found, rows, into, out_of, group=held.group)
+    into, out_of = ([length for _, length in extents] for extents in (received, sent))
+    dist.all_to_all_single(received_rows, rows, into, out_of, group=held.group)
     if order == sorted(order):
-        return found
-    by_rank = torch.split(found, into)
+        return received_rows
+    by_rank = torch.split(received_rows, into)
     return torch.cat([by_rank[index] for index in order])
 
 

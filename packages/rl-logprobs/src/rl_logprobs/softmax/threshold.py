@@ -42,11 +42,11 @@ class ThresholdSearch:
 
     def max_logit(self) -> torch.Tensor:
         """Return the largest logit of each token; one collective."""
-        found = self.logits.new_full((self._tokens,), -math.inf, dtype=statistics_dtype(self.logits.dtype))
+        maxima = self.logits.new_full((self._tokens,), -math.inf, dtype=statistics_dtype(self.logits.dtype))
         if self.logits.shape[-1]:
             for span, (block,) in self._blocks():
-                found[span] = block.amax(-1)
-        return self._all_reduce_(found, dist.ReduceOp.MAX)
+                maxima[span] = block.amax(-1)
+        return self._all_reduce_(maxima, dist.ReduceOp.MAX)
 
     def largest(self, k: int) -> torch.Tensor:
         """Return the ``k`` largest logits of each token, ``[tokens, k]`` in descending order; one collective."""
@@ -89,8 +89,8 @@ class ThresholdSearch:
         weights = weights.masked_fill_(largest < min_logit[:, None], 0).to(wide_dtype(largest.device))
         cumulated = weights.cumsum(1)
         goal = (cumulated[:, -1:] + further_ties * weights[:, -1:]) * p
-        kept = (cumulated - weights < goal).sum(1, keepdim=True)
-        return largest.gather(1, (kept - 1).clamp(min=0))[:, 0]
+        number_kept = (cumulated - weights < goal).sum(1, keepdim=True)
+        return largest.gather(1, (number_kept - 1).clamp(min=0))[:, 0]
 
     def _blocks(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
         width = self.logits.shape[-1]

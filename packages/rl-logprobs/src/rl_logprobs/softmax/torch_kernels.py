@@ -74,8 +74,8 @@ def target_logits(logits: torch.Tensor, targets: TargetColumns) -> torch.Tensor:
     dtype = statistics_dtype(logits.dtype)
     if logits.shape[-1] == 0:
         return torch.zeros_like(targets.column, dtype=dtype)
-    found = logits.gather(-1, targets.column.view(*logits.shape[:-1], 1)).flatten()
-    return found.to(dtype).where(targets.owned, 0)
+    logits_at = logits.gather(-1, targets.column.view(*logits.shape[:-1], 1)).flatten()
+    return logits_at.to(dtype).where(targets.owned, 0)
 
 
 def mask_targets_below(

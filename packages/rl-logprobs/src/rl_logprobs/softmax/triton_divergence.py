@@ -34,8 +34,8 @@ def add_sums(pair: TilePair, state: torch.Tensor, numbers: torch.Tensor | None =
         arguments = {**_arguments(pair, cols, share), **reduce_options(pair.dtype, width, units=UNITS)}
         arguments |= {"numbers": numbers, "state": state, "width": width, "MIXTURE": numbers is not None}
         for rows in rows_of(p, q, first_token=first_token):
-            given = arguments | rows.arguments(p_logits="p_", q_logits="q_")
-            launch(KERNELS, "sums_kernel", (rows.number,), state.device, **given)
+            row_arguments = arguments | rows.arguments(p_logits="p_", q_logits="q_")
+            launch(KERNELS, "sums_kernel", (rows.number,), state.device, **row_arguments)
 
 
 def gradients(pair: TilePair, needed: Sequence[bool], kind: int, numbers: torch.Tensor, share: float) -> Gradients:
@@ -46,9 +46,9 @@ def gradients(pair: TilePair, needed: Sequence[bool], kind: int, numbers: torch.
         arguments = {**_arguments(pair, cols, share), "numbers": numbers, "KIND": kind, **options}
         arguments |= {"width": p.shape[-1], "out_width": columns}
         for rows in rows_of(p, q, out, first_token=first_token) if out.numel() else ():
-            given = arguments | rows.arguments(p_logits="p_", q_logits="q_", out="out_")
+            row_arguments = arguments | rows.arguments(p_logits="p_", q_logits="q_", out="out_")
             grid = rows.number, blocks(columns, options["BLOCK"])
-            launch(KERNELS, "divergence_gradient_kernel", grid, out.device, **given)
+            launch(KERNELS, "divergence_gradient_kernel", grid, out.device, **row_arguments)
 
     if isinstance(pair.p, HeadTiles):
 

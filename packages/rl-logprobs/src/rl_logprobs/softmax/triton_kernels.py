@@ -190,10 +190,10 @@ def reduce_kernel(
         target_logit += tl.load(destination + 2 * stride, mask=earlier, other=0.0)
         if expected_rows is not None:
             if old_factor != 1.0:
-                kept = expected_rows + token.to(tl.int64) * features
+                sums = expected_rows + token.to(tl.int64) * features
                 for begin in range(0, features, BLOCK):
                     inside = begin + lanes < features
-                    tl.store(kept + begin + lanes, tl.load(kept + begin + lanes, mask=inside) * old_factor, mask=inside)
+                    tl.store(sums + begin + lanes, tl.load(sums + begin + lanes, mask=inside) * old_factor, mask=inside)
         row_max = total_max
     tl.store(destination, row_max)
     tl.store(destination + stride, row_sum)

@@ -119,7 +119,7 @@ def locate_logits(logits: torch.Tensor, shard: VocabShard | None) -> LocalLogits
 
 def vocab_mesh_dim(tensor: DTensor, dim: int) -> int | None:
     """Return the mesh dim over which ``dim`` of ``tensor`` is sharded in contiguous chunks, or None."""
-    found: list[int] = []
+    mesh_dims: list[int] = []
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
             raise PlacementError(
@@ -134,13 +134,13 @@ def vocab_mesh_dim(tensor: DTensor, dim: int) -> int | None:
                 f"the vocabulary (dim {dim}) is sharded in strides ({placement}); redistribute it to Shard({dim})"
             )
         if tensor.device_mesh.size(mesh_dim) > 1:
-            found.append(mesh_dim)
-    if len(found) > 1:
+            mesh_dims.append(mesh_dim)
+    if len(mesh_dims) > 1:
         raise PlacementError(
-            f"the vocabulary (dim {dim}) is sharded over {len(found)} mesh dims ({tensor.placements}); "
+            f"the vocabulary (dim {dim}) is sharded over {len(mesh_dims)} mesh dims ({tensor.placements}); "
             f"shard it over one and replicate or shard the tokens over the others"
         )
-    return found[0] if found else None
+    return mesh_dims[0] if mesh_dims else None
 
 
 def columns_of_dtensor(tensor: DTensor, dim: int, shard: VocabShard | None) -> VocabColumns:
