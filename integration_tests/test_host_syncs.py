@@ -18,7 +18,7 @@ from fsdp_runtime import MeshSpec, parallelize
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 from rl_logprobs import clip_grad_norm_, linear_token_logprobs, token_logprobs
-from rl_logprobs.devices import assume_accelerator
+from rl_logprobs.tensors import assume_accelerator
 from tp_plans.runtime import AllToAllExchange
 
 #: What reads values: a device is waited for.

@@ -27,13 +27,13 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.norms import chunk_table
 from rl_logprobs.norms.triton_kernels import power_kernel, scale_kernel
 from rl_logprobs.softmax import triton_backend, triton_divergence
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.triton_divergence_kernels import divergence_gradient_kernel, sums_kernel
 from rl_logprobs.softmax.triton_kernels import coefficient_kernel, finish_kernel, gradient_kernel, reduce_kernel
+from rl_logprobs.tensors import statistics_dtype
 
 ROWS, COLUMNS = 4096, 151_936
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}

@@ -27,8 +27,12 @@ from rl_logprobs.divergence import kl_estimate, token_divergence, token_kl
 from rl_logprobs.drift.explain import explain_drift
 from rl_logprobs.errors import LogprobsError, former_names
 from rl_logprobs.kept_tokens.kept_sets import KeptTokens
-from rl_logprobs.linear_logprobs import linear_token_logprobs, linear_token_statistics
-from rl_logprobs.logprobs import token_logprobs, token_statistics
+from rl_logprobs.logprobs import (
+    linear_token_logprobs,
+    linear_token_statistics,
+    token_logprobs,
+    token_statistics,
+)
 from rl_logprobs.norms.grad_norm import clip_grad_norm_, grad_norm, grad_norms, should_skip_step
 from rl_logprobs.policy.advantages import group_advantages
 from rl_logprobs.policy.corrections import importance_weights, rejection_mask

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from rl_logprobs._torch_compat import all_gather_single, apply_function, first_derivative
-from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
+from rl_logprobs.tensors import require_same_device
 
 
 def headtail_permutation(length: int, ranks: int) -> torch.Tensor:

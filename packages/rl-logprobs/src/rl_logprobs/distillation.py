@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_logprobs._torch_compat import apply_function, first_derivative
-from rl_logprobs.devices import require_same_device
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError, ShapeError
 from rl_logprobs.kept_tokens.entries import kept_entries
 from rl_logprobs.kept_tokens.kept_logits import kept_logits
@@ -22,6 +20,7 @@ from rl_logprobs.softmax.torch_kernels import reduce_logits, write_gradient
 from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.softmax.vocab_shard import TokenSlice, VocabColumns, VocabShard, locate_logits
 from rl_logprobs.targets import scored_targets
+from rl_logprobs.tensors import require_same_device, statistics_dtype
 
 
 class TopTokens(NamedTuple):

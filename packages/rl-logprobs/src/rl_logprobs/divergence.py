@@ -7,8 +7,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.devices import require_same_device
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
 from rl_logprobs.kept_tokens.entries import kept_entries
 from rl_logprobs.kept_tokens.kept_logits import kept_logits
@@ -19,6 +17,7 @@ from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.vocab_shard import LocalLogits, TokenSlice, VocabColumns, VocabShard, locate_logits
 from rl_logprobs.sources import LinearLogits, LogitSource, Source
 from rl_logprobs.targets import local_targets
+from rl_logprobs.tensors import require_same_device, statistics_dtype
 from rl_logprobs.topk_divergence import topk_divergence
 
 KlEstimator = Literal["k1", "k2", "k3"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rl_logprobs.devices import assume_accelerator
 from rl_logprobs.softmax.row_blocks import represent_tiles, tile_multiplicity
+from rl_logprobs.tensors import assume_accelerator
 
 
 @contextmanager

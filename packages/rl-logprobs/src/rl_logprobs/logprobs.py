@@ -1,20 +1,20 @@
-"""Log-probabilities of target tokens from logits, full or sharded on the vocabulary."""
+"""Log-probabilities of target tokens from logits, or from hidden states and the LM head without logits in memory."""
 
 from __future__ import annotations
 
 import torch
 
-from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import OptionError
 from rl_logprobs.kept_tokens.kept_sets import KeptTokens
 from rl_logprobs.sampling_filter import SamplingFilter
-from rl_logprobs.softmax.backends import Backend, chosen_backend, kernels_check
+from rl_logprobs.softmax.backends import Backend, chosen_backend, kernels_check, runs_triton
 from rl_logprobs.softmax.log2_scale import check_temperature
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_parallel import TokenStatistics
 from rl_logprobs.softmax.vocab_shard import VocabShard, locate_logits
-from rl_logprobs.sources import LogitSource, score
+from rl_logprobs.sources import LinearLogits, LogitSource, score
 from rl_logprobs.targets import scored_targets
+from rl_logprobs.tensors import require_same_device
 
 
 def token_logprobs(
@@ -142,15 +142,9 @@ def token_statistics(
     if kept_tokens is not None and sampling is not None:
         raise OptionError("kept_tokens is what the sampler kept: leave out sampling, which would filter it again")
     located = locate_logits(logits, shard)
-    chosen = chosen_backend(backend, located.values.device)
-    scored = scored_targets(
-        targets,
-        located.tokens,
-        located.vocab.vocab_size,
-        shift=shift,
-        ignore_index=ignore_index,
-        check=not (chosen == "triton" and kept_tokens is None and kernels_check(located.values.device)),
-    )
+    chosen, vocab_size = chosen_backend(backend, located.values.device), located.vocab.vocab_size
+    check = not (chosen == "triton" and kept_tokens is None and kernels_check(located.values.device))
+    scored = scored_targets(targets, located.tokens, vocab_size, shift=shift, ignore_index=ignore_index, check=check)
     require_same_device(logits=located.values, targets=scored.ids)
     options = SoftmaxOptions(
         check_temperature(temperature, scored.ids),
@@ -160,10 +154,132 @@ def token_statistics(
         inplace_backward=inplace_backward or (kept_tokens is not None and inplace_forward),
         inplace_forward=inplace_forward and located.values.requires_grad and torch.is_grad_enabled(),
     )
-    source = LogitSource(
-        **vars(located),
-        sampling=sampling,
-        backend=chosen,
-        inplace_backward=options.inplace_backward,
-    )
+    source = LogitSource(**vars(located), sampling=sampling, backend=chosen, inplace_backward=options.inplace_backward)
+    return score(source, scored, kept_tokens, options)
+
+
+def linear_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    shard: VocabShard | None = None,
+    shift: bool = False,
+    ignore_index: int = -100,
+    kept_tokens: KeptTokens | None = None,
+) -> torch.Tensor:
+    """Return the log-probability of each target under the LM head's softmax, without a ``[tokens, vocab / tp]`` tensor.
+
+    One collective forward; backward one more, for the hidden gradient.  A head that needs no gradient costs one more
+    product forward and none backward.
+
+    The arguments are the same as of ``linear_token_statistics``: ``[..., tokens, features]`` hidden states, the head's
+    ``[vocab, features]`` weight (plain, a DTensor, or a local shard), and targets of hidden's leading shape.
+
+    Returns:
+        Float32 (float64 for float64 inputs) of hidden's leading shape, after the gather of sharded tokens.
+
+    Raises:
+        LogprobsError: as ``linear_token_statistics``, before any collective starts.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import linear_token_logprobs
+        >>> hidden, head = torch.tensor([[1.0, 2.0]]), torch.nn.Linear(2, 3, bias=False)
+        >>> _ = head.weight.data.copy_(torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0]]))
+        >>> linear_token_logprobs(hidden, head.weight.detach(), torch.tensor([1]))
+        tensor([-0.4076])
+    """
+    return linear_token_statistics(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        shard=shard,
+        shift=shift,
+        ignore_index=ignore_index,
+        kept_tokens=kept_tokens,
+    ).logprobs
+
+
+def linear_token_statistics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    entropy: bool = False,
+    argmax: bool = False,
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    shard: VocabShard | None = None,
+    shift: bool = False,
+    ignore_index: int = -100,
+    kept_tokens: KeptTokens | None = None,
+) -> TokenStatistics:
+    """Return the log-probability, log-sum-exp and other statistics of each token under the LM head's softmax.
+
+    Logits are ``softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)``, computed tile by tile in
+    float32 both forward and backward (the method of "Cut Your Losses", arXiv:2411.09009), so that bfloat16
+    inputs lose nothing to bfloat16 logits.
+
+    Args:
+        hidden: ``[batch, seq, features]`` or ``[tokens, features]``, floating point.  A plain tensor that is the same
+            on every rank of the vocabulary's axis, or a DTensor that is replicated or (sequence parallelism) sharded
+            on the tokens there; a sharded one is gathered, and its gradient reduce-scattered.
+        weight: ``[vocab, features]``, floating point: a plain tensor; a DTensor with rows sharded over one axis
+            of its mesh; or, with ``shard``, a local shard.  Its other axes must be replicated: use an FSDP head while
+            it is unsharded.
+        targets: integers of hidden's leading shape: the full batch, or the tokens that this rank has after the gather.
+            Plain or DTensor.
+        entropy: also compute the entropy.
+        argmax: also compute the most probable token.
+        bias: ``[vocab]``, with the placements of the weight's rows.
+        logit_scale: factor on the products (Cohere, Granite).
+        softcap: positive bound of the logits (Gemma 2).
+        temperature: positive number, or positive tensor that broadcasts to this rank's targets.
+        shard: which ids the rows of a local weight are, or how many ids are no padding; see ``VocabShard``.
+        shift: take ``targets`` as token ids and score position ``i`` against token ``i + 1``; the last
+            position gets 0.
+        ignore_index: target of tokens that are not scored: values 0 and gradient 0, whatever their hidden states.
+        kept_tokens: normalise over the ids that the sampler kept, one row per target; for the full batch, or for the
+            tokens that this rank has after the gather.  All statistics cover the kept ids.  Small sets read the kept
+            rows of the head and no others, large ones compute all logits of a few tokens at a time, whichever costs
+            less; only kept rows have a gradient.
+
+    Returns:
+        The statistics.  All are differentiable except ``argmax``; ``target_rank`` is None.
+
+    Raises:
+        ShapeError: the shapes or widths contradict each other.
+        PlacementError: hidden is sharded on the features, the weight on something else than its rows, or bias or
+            targets are placed differently from weight or hidden.
+        DtypeError: hidden, weight or bias is not floating point, or the targets are not integers.
+        OptionError: an option is outside its range, or options contradict each other.
+        TargetError: a target is outside the vocabulary or its kept set.
+        KeptTokensError: the kept set of a scored token is empty, or contains an id outside the vocabulary.  All errors
+            are raised before any collective starts.
+
+    Example:
+        >>> import torch
+        >>> from rl_logprobs import linear_token_statistics
+        >>> weight = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> stats = linear_token_statistics(torch.tensor([[1.0, 2.0]]), weight, torch.tensor([2]), entropy=True)
+        >>> stats.logprobs, stats.entropy
+        (tensor([-1.4076]), tensor([0.8324]))
+    """
+    source = LinearLogits(hidden, weight, bias, logit_scale, softcap, shard).located()
+    require_same_device(hidden=hidden, targets=targets)
+    check = not (kept_tokens is None and runs_triton(hidden.device) and kernels_check(hidden.device))
+    vocab_size = source.vocab.vocab_size
+    scored = scored_targets(targets, source.tokens, vocab_size, shift=shift, ignore_index=ignore_index, check=check)
+    options = SoftmaxOptions(check_temperature(temperature, scored.ids), entropy, argmax)
     return score(source, scored, kept_tokens, options)

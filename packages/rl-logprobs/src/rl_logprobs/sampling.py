@@ -7,7 +7,6 @@ import math
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import OptionError
 from rl_logprobs.kept_tokens.kept_sets import KeptTokens
 from rl_logprobs.sampling_filter import SamplingFilter, min_kept_logit
@@ -16,6 +15,7 @@ from rl_logprobs.softmax.log2_scale import TemperatureScale, check_temperature
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.vocab_parallel import all_gather
 from rl_logprobs.softmax.vocab_shard import TokenSlice, VocabShard, locate_logits
+from rl_logprobs.tensors import statistics_dtype, wide_dtype
 
 
 @torch.no_grad()

@@ -12,11 +12,11 @@ from typing import Literal
 
 import torch
 
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import OptionError
 from rl_logprobs.softmax.log2_scale import TemperatureScale
 from rl_logprobs.softmax.threshold import ThresholdSearch
 from rl_logprobs.softmax.vocab_shard import VocabColumns
+from rl_logprobs.tensors import statistics_dtype
 
 #: The largest ``k`` for which the ranks exchange their ``k`` largest logits of each token.
 MAX_EXCHANGED_K = 256

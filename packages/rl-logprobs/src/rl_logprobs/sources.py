@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from rl_logprobs.devices import require_same_device
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError
 from rl_logprobs.kept_tokens.entries import KeptEntries, kept_targets
 from rl_logprobs.kept_tokens.kept_logits import kept_linear_logits, kept_logits
@@ -39,6 +37,7 @@ from rl_logprobs.softmax.vocab_shard import (
     token_slice,
 )
 from rl_logprobs.targets import Targets
+from rl_logprobs.tensors import require_same_device, statistics_dtype
 
 
 @dataclass(frozen=True)

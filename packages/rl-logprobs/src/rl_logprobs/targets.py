@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rl_logprobs._torch_compat import assert_on_device, local_shape_and_offset
-from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, OptionError, PlacementError, ShapeError, TargetError
 from rl_logprobs.softmax.vocab_shard import TokenSlice
+from rl_logprobs.tensors import require_same_device
 
 
 def next_token_targets(

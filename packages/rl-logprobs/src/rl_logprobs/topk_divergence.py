@@ -8,8 +8,6 @@ from dataclasses import replace
 import torch
 
 from rl_logprobs._torch_compat import assert_on_device
-from rl_logprobs.devices import require_same_device
-from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 from rl_logprobs.kept_tokens.entries import KeptEntries, kept_entries
 from rl_logprobs.kept_tokens.kept_sets import KeptTokens
@@ -17,6 +15,7 @@ from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_shard import TokenSlice
 from rl_logprobs.sources import Source, tokens_of
 from rl_logprobs.targets import Targets
+from rl_logprobs.tensors import require_same_device, statistics_dtype, wide_dtype
 
 #: Sums of probabilities may exceed 1 by this much: log-probabilities of engines are rounded to 16 bits.
 ROUNDING = 0.02

@@ -38,7 +38,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(backends, "import_module", lambda name: None)
     for module in (triton_backend, triton_divergence, triton_softmax, chunk_table):
         monkeypatch.setattr(module, "launch", launch)
-    for module in (rl_logprobs.sources, rl_logprobs.linear_logprobs, tile_pair):
+    for module in (rl_logprobs.sources, rl_logprobs.logprobs, tile_pair):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
     return counted
 

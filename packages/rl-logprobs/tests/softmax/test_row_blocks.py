@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_logprobs.devices import assume_accelerator
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
+from rl_logprobs.tensors import assume_accelerator
 
 
 @settings(max_examples=80)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import LogitGradient, SoftmaxOptions, TargetColumns, merge_all
 from rl_logprobs.softmax.torch_kernels import reduce_logits, write_gradient
+from rl_logprobs.tensors import statistics_dtype
 
 EXTREMES = st.sampled_from([0.0, 1.0, -1.0, 7.25, 1e4, -1e4, -math.inf, 3e4])
 LOGITS = st.lists(EXTREMES | st.floats(-50, 50, width=16), min_size=1, max_size=40).filter(

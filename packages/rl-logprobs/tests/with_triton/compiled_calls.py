@@ -46,7 +46,7 @@ def launches(monkeypatch):
     monkeypatch.setenv(backends.VARIABLE, "triton")
     for module in (triton_backend, triton_softmax, triton_divergence, chunk_table):
         monkeypatch.setattr(module, "launch", launch)
-    for module in (rl_logprobs.sources, rl_logprobs.linear_logprobs, tile_pair, local_norms, grad_norm):
+    for module in (rl_logprobs.sources, rl_logprobs.logprobs, tile_pair, local_norms, grad_norm):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
     yield compiled
     assert all(hasattr(kernel, "asm") for kernel in compiled)

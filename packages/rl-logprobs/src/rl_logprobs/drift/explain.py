@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_logprobs.devices import require_same_device
 from rl_logprobs.divergence import kl_estimate
 from rl_logprobs.drift.report import Drift, DriftCause, DriftReport
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
+from rl_logprobs.tensors import require_same_device
 
 #: A candidate is a cause where it removes at least this share of the drift that is left.
 LEAST_SHARE = 0.05

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from rl_logprobs._torch_compat import add_product_, apply_function, first_derivative, wide_product
-from rl_logprobs.devices import has_cpu_costs
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.kept_tokens.entries import KeptEntries
 from rl_logprobs.softmax.fused_linear import LMHead, operand_dtype, product_dtype
 from rl_logprobs.softmax.row_blocks import ACCELERATOR_WORKSPACE, CPU_WORKSPACE
 from rl_logprobs.softmax.vocab_shard import VocabColumns
+from rl_logprobs.tensors import has_cpu_costs, statistics_dtype
 
 Method = Literal["entry", "token"]
 

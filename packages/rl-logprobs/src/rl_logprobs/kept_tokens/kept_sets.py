@@ -11,10 +11,9 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from rl_logprobs._torch_compat import assert_on_device
-from rl_logprobs.devices import require_same_device
-from rl_logprobs.dtypes import is_integral
 from rl_logprobs.errors import DtypeError, KeptTokensError, OptionError, ShapeError
 from rl_logprobs.targets import require_ascending
+from rl_logprobs.tensors import is_integral, require_same_device
 
 #: The treatment of a target outside its kept set.
 Missing = Literal["error", "-inf"]

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from rl_logprobs.dtypes import wide_dtype
 from rl_logprobs.kept_tokens.entries import KeptEntries, KeptTargets
 from rl_logprobs.softmax.partial_softmax import SoftmaxOptions
 from rl_logprobs.softmax.vocab_parallel import TokenStatistics
+from rl_logprobs.tensors import wide_dtype
 
 
 class KeptSoftmax(NamedTuple):

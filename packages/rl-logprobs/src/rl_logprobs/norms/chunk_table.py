@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.triton_backend import launch, note_write
+from rl_logprobs.tensors import statistics_dtype
 
 KERNELS = "norms.triton_kernels"
 #: Elements of a chunk, and of a program's block.

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rl_logprobs._torch_compat import foreach_mul_
-from rl_logprobs.devices import has_cpu_costs
 from rl_logprobs.errors import DtypeError, NonFiniteNormError, OptionError, ShapeError
 from rl_logprobs.norms.chunk_table import fits_table, table_scale_
 from rl_logprobs.norms.local_gradients import LocalGradients, complete_partial_sums, local_gradients
 from rl_logprobs.norms.local_norms import norm_power
 from rl_logprobs.norms.reduce_groups import ReduceGroup, reduce_groups
 from rl_logprobs.softmax.backends import runs_triton
+from rl_logprobs.tensors import has_cpu_costs
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from rl_logprobs._torch_compat import unreduced_parameters
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.errors import DtypeError, PlacementError
 from rl_logprobs.norms.reduce_groups import MeshPlacements
+from rl_logprobs.tensors import statistics_dtype
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from rl_logprobs._torch_compat import foreach_norm
-from rl_logprobs.devices import has_cpu_costs
-from rl_logprobs.dtypes import wide_dtype
 from rl_logprobs.norms.chunk_table import fits_table, table_powers
 from rl_logprobs.softmax.backends import runs_triton
+from rl_logprobs.tensors import has_cpu_costs, wide_dtype
 
 #: Outside these bounds squares leave the range of float32 (1e25 squared overflows, 1e-23 squared vanishes).
 LEAST, LARGEST = 1e-15, 1e18

@@ -8,10 +8,9 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.devices import require_same_device
-from rl_logprobs.dtypes import is_integral, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 from rl_logprobs.policy.sequences import Sequences, check_count
+from rl_logprobs.tensors import is_integral, require_same_device, wide_dtype
 
 AdvantageMethod = Literal["grpo", "dr_grpo", "rloo"]
 

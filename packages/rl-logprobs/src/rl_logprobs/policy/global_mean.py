@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_logprobs.devices import require_same_device
-from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 from rl_logprobs.policy.sequences import Sequences, check_count, check_mask
+from rl_logprobs.tensors import require_same_device, statistics_dtype, wide_dtype
 
 Per = Literal["token", "sequence", "group"]
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.devices import require_same_device
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
 from rl_logprobs.policy.sequences import Sequences, check_mask
+from rl_logprobs.tensors import require_same_device
 
 #: The largest absolute log-ratio that is exponentiated; beyond it the loss has no gradient.  verl uses the same bound.
 MAX_LOG_RATIO = 20.0

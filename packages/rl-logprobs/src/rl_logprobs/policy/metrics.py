@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.devices import require_same_device
-from rl_logprobs.dtypes import wide_dtype
 from rl_logprobs.errors import DtypeError, ShapeError
 from rl_logprobs.policy.corrections import divergence_of, masked_log_ratio
 from rl_logprobs.policy.losses import MAX_LOG_RATIO, PolicyLoss
 from rl_logprobs.softmax.vocab_parallel import all_gather
+from rl_logprobs.tensors import require_same_device, wide_dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from rl_logprobs._torch_compat import assert_on_device
-from rl_logprobs.devices import require_same_device
-from rl_logprobs.dtypes import is_integral, wide_dtype
 from rl_logprobs.errors import DtypeError, OptionError, ShapeError
+from rl_logprobs.tensors import is_integral, require_same_device, wide_dtype
 
 
 def check_count(name: str, count: int) -> None:

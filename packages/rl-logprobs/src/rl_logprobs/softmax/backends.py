@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 import torch
 
-from rl_logprobs.devices import is_accelerator_assumed
 from rl_logprobs.errors import OptionError
+from rl_logprobs.tensors import is_accelerator_assumed
 
 Backend = Literal["torch", "triton"]
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_logprobs._torch_compat import apply_function, first_derivative
-from rl_logprobs.dtypes import wide_dtype
 from rl_logprobs.softmax import triton_divergence
 from rl_logprobs.softmax.fused_linear import TileGradient
 from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights, rescale_exponent
@@ -26,6 +25,7 @@ from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.tile_pair import Side, TilePair
 from rl_logprobs.softmax.torch_kernels import zero_tokens_
 from rl_logprobs.softmax.vocab_parallel import Gradients, all_gather
+from rl_logprobs.tensors import wide_dtype
 
 #: Kinds of gradients: of ``KL(p || q)`` by ``p``, of ``KL(q || p)`` by ``p``, and of a divergence from the mixture.
 OF_P, OF_Q, MIXED = range(3)

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 
 from rl_logprobs._torch_compat import add_product_, wide_product
-from rl_logprobs.devices import has_cpu_costs
-from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import PartialSoftmax, SoftmaxOptions, TargetColumns, merge_all
 from rl_logprobs.softmax.row_blocks import tile_indices
@@ -31,6 +29,7 @@ from rl_logprobs.softmax.vocab_parallel import (
     logit_gradient,
 )
 from rl_logprobs.softmax.vocab_shard import VocabColumns
+from rl_logprobs.tensors import has_cpu_costs, statistics_dtype, wide_dtype
 
 #: Writes the gradient of a tile's logits, given them, their tokens and columns, to a tensor that may be the logits.
 TileGradient = Callable[[torch.Tensor, slice, slice, torch.Tensor], None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_logprobs.dtypes import wide_dtype
+from rl_logprobs.tensors import wide_dtype
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

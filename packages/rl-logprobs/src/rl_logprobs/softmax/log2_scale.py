@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from rl_logprobs._torch_compat import assert_on_device
-from rl_logprobs.dtypes import wide_dtype
 from rl_logprobs.errors import OptionError, ShapeError
+from rl_logprobs.tensors import wide_dtype
 
 #: ``2**y`` of a lower exponent is 0 in float64 too; clamping to it keeps ``0 * -inf`` out of weighted sums.
 MIN_EXPONENT = -1e5

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from rl_logprobs.dtypes import wide_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
+from rl_logprobs.tensors import wide_dtype
 
 
 @dataclass(frozen=True)

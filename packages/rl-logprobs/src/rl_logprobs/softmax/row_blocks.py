@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from rl_logprobs.devices import has_cpu_costs
+from rl_logprobs.tensors import has_cpu_costs
 
 #: Elements of one workspace.  On a CPU it should stay in the cache (1 MiB of float32: at half of it, the calls
 #: cost a tenth of the time); on an accelerator it must be large enough to hide the kernel launches.

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rl_logprobs.dtypes import statistics_dtype, wide_dtype
 from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.vocab_parallel import all_gather
+from rl_logprobs.tensors import statistics_dtype, wide_dtype
 
 BINS = 256
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.backends import runs_triton
 from rl_logprobs.softmax.fused_linear import HeadTiles, LMHead, TileGradient, tile_size
 from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights
@@ -16,6 +15,7 @@ from rl_logprobs.softmax.row_blocks import leading_dims_merge, row_blocks, rows_
 from rl_logprobs.softmax.triton_linear import TritonTiles
 from rl_logprobs.softmax.vocab_parallel import Gradients
 from rl_logprobs.softmax.vocab_shard import VocabColumns
+from rl_logprobs.tensors import statistics_dtype
 
 
 @dataclass(frozen=True)

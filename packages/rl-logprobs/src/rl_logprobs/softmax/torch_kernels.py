@@ -9,11 +9,10 @@ import math
 
 import torch
 
-from rl_logprobs.devices import has_cpu_costs
-from rl_logprobs.dtypes import statistics_dtype
 from rl_logprobs.softmax.log2_scale import MIN_EXPONENT, TemperatureScale, log2_weights
 from rl_logprobs.softmax.partial_softmax import NO_OPTIONS, LogitGradient, PartialSoftmax, SoftmaxOptions, TargetColumns
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
+from rl_logprobs.tensors import has_cpu_costs, statistics_dtype
 
 #: The fraction of a workspace that each of two buffers takes: the extra memory of entropies stays within 2 % of large
 #: logits, the extra memory of their gradients within 3 %.

@@ -1,4 +1,4 @@
-"""Devices of tensors: their costs decide how to compute, and the devices of arguments must agree."""
+"""Devices and dtypes of tensors.  A device's costs decide the computation; a sum has a wider dtype than its input."""
 
 from __future__ import annotations
 
@@ -42,3 +42,18 @@ def require_same_device(**tensors: torch.Tensor | None) -> None:
     for name, tensor in named.items():
         if tensor.device != expected:
             raise OptionError(f"{name} and {first} are on {tensor.device} and {expected}; move {name}")
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a softmax over ``dtype`` is summed: float64 for float64, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype for per-token sums across ranks: float64, or float32 on devices without float64 (MPS)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def is_integral(dtype: torch.dtype) -> bool:
+    """Return whether a dtype is an integer dtype; bool is not."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
