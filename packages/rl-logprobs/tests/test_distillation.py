@@ -103,7 +103,7 @@ def test_every_split_agrees_with_one_process_in_one_collective(request, ranks, v
         assert collectives == 1
 
 
-def test_a_student_that_equals_its_teacher_has_no_loss_and_no_gradient_over_all_tokens():
+def test_topk_logprobs_of_an_equal_student_give_no_loss_and_no_gradient():
     logits, _ = problem(13, 1)
     logits[0, 0] = 1.0
     teacher = topk_logprobs(logits, 13)

@@ -140,7 +140,7 @@ def token_statistics(
     if inplace_forward and entropy:
         raise OptionError("inplace_forward loses the logits that the entropy's gradient needs; use inplace_backward")
     if kept_tokens is not None and sampling is not None:
-        raise OptionError("kept_tokens is what the sampler kept: leave out sampling, which would filter it again")
+        raise OptionError("kept_tokens are filtered already: leave out sampling, which would filter them again")
     located = locate_logits(logits, shard)
     chosen, vocab_size = chosen_backend(backend, located.values.device), located.vocab.vocab_size
     check = not (chosen == "triton" and kept_tokens is None and kernels_check(located.values.device))
@@ -260,7 +260,7 @@ def linear_token_statistics(
 
     Raises:
         ShapeError: the shapes or widths contradict each other.
-        PlacementError: hidden is sharded on the features, the weight on something else than its rows, or bias or
+        PlacementError: hidden is sharded on the features, the weight on another dim than its rows, or bias or
             targets are placed differently from weight or hidden.
         DtypeError: hidden, weight or bias is not floating point, or the targets are not integers.
         OptionError: an option is outside its range, or options contradict each other.

@@ -242,7 +242,7 @@ def tokens_of(values: torch.Tensor, held: TokenSlice, wanted: TokenSlice) -> tor
         return wanted.local(values)
     raise ShapeError(
         f"the teacher has tokens {held.shape} from {held.offset} of {held.full} on this rank, and the student "
-        f"{wanted.shape} from {wanted.offset} of {wanted.full}; give the teacher's for the same tokens, or for the "
+        f"{wanted.shape} from {wanted.offset} of {wanted.full}; give its values for the same tokens, or for the "
         f"full batch"
     )
 

@@ -15,7 +15,7 @@ _accelerator_assumed: ContextVar[bool] = ContextVar("accelerator_assumed", defau
 
 @contextmanager
 def assume_accelerator() -> Iterator[None]:
-    """Compute on CPU tensors within the context as on an accelerator's."""
+    """Compute on CPU tensors as on accelerator tensors within the context."""
     # For a dry run: its CPU or fake tensors represent tensors on an accelerator. Applies to the current thread, which
     # also runs the backward pass of CPU tensors.
     token = _accelerator_assumed.set(True)
@@ -36,7 +36,7 @@ def is_accelerator_assumed() -> bool:
 
 
 def require_same_device(**tensors: torch.Tensor | None) -> None:
-    """Check that tensors, given by their names in messages, are on the device of the first; None is left out."""
+    """Check that all tensors but None are on the device of the first; messages name them by keyword."""
     named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first, expected = next((name, tensor.device) for name, tensor in named.items())
     for name, tensor in named.items():

@@ -76,7 +76,7 @@ def test_the_published_bias_is_the_kept_mass_and_kept_sets_remove_it(sampling, k
         assert cured[name].item() == pytest.approx(exact, abs=1e-12), name
 
 
-def test_scoring_under_a_recomputed_filter_loses_tokens_at_its_boundary_that_kept_sets_keep():
+def test_kept_tokens_keep_boundary_tokens_that_a_recomputed_filter_loses():
     sampling = SamplingFilter(top_p=0.8)
     model = TinyModel(sampling, 0.895)
     tokens, _, rows = model.generate(sampling)

@@ -42,7 +42,7 @@ def group_of_ranks_in_differently_many_groups():
     return found
 
 
-def test_ranks_that_belong_to_differently_many_groups_do_without_a_joint_one_and_do_not_wait_forever(four_ranks):
+def test_joint_group_is_left_out_where_ranks_are_in_different_numbers_of_groups(four_ranks):
     assert four_ranks.run(group_of_ranks_in_differently_many_groups) == [(None, pytest.approx(24**0.5))] * 4
 
 

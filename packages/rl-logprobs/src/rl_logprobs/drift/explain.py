@@ -36,12 +36,12 @@ def explain_drift(
 ) -> DriftReport:
     """Say which candidates explain the drift between a generator's log-probabilities and a trainer's.
 
-    ``score()`` are the trainer's log-probabilities.  A candidate names a cause (a truncated kept_tokens, routes, a
+    ``score()`` returns the trainer's log-probabilities.  A candidate names a cause (truncated sampling, routes, a
     temperature, padding, packing, a padded vocabulary, a dtype, other weights) and gives the keywords with which
-    ``score`` computes as the generator did.  At each step the candidate is added that leaves the least drift, or the
-    pair, where no candidate explains nearly all of it; a candidate that later candidates make worthless is dropped.  A
-    cause removes at least 5 % of the remaining drift.  Every step compares mean absolute differences over the
-    unmasked tokens.
+    ``score`` computes as the generator did.  Each step adds the candidate that leaves the least drift.  Where no
+    candidate explains nearly all of it, the step adds the best pair.  A candidate that later candidates make worthless
+    is dropped.  A cause removes at least 5 % of the remaining drift.  Every step compares mean absolute differences
+    over the unmasked tokens.
 
     Args:
         generator_logprobs: ``[...]``, the log-probabilities that the generator returned for its tokens, in nats.
@@ -59,9 +59,9 @@ def explain_drift(
 
     Raises:
         ShapeError: ``score`` or the mask has another shape, or no token counts.
-        DtypeError: ``score`` returns, or the generator's log-probabilities are, something else than floating point.
+        DtypeError: log-probabilities of ``score`` or of the generator are not floating point.
         OptionError: two candidates give the same keyword, ``score`` has no such keyword, the tolerance is negative, or
-            a device is another or has no values.
+            a tensor is on another device or without values.
 
     Example:
         >>> import torch

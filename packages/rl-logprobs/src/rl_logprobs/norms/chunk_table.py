@@ -16,7 +16,7 @@ from rl_logprobs.tensors import statistics_dtype
 KERNELS = "norms.triton_kernels"
 #: Elements of a chunk, and of a program's block.
 CHUNK, BLOCK = 65_536, 4096
-#: Tables that are kept: of the norm and of the scaling, of a few sets of parameters.
+#: The number of tables to keep: one for the norm and one for the scaling of a few sets of parameters.
 KEPT = 16
 
 _tables: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()

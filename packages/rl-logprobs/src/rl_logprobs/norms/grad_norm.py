@@ -249,7 +249,10 @@ def _norms(
         ]
         local = torch.stack(local_powers)
         powers.append((group.max(local) if is_max else group.sum(local)).to(result_device))
-    total = torch.stack(powers).amax(0) if is_max else torch.stack(powers).sum(0).pow(1 / norm_type)
+    total = powers[0]
+    if len(powers) > 1:
+        total = torch.stack(powers).amax(0) if is_max else torch.stack(powers).sum(0)
+    total = total if is_max else total.pow(1 / norm_type)
     any_float64 = any(part.dtype is torch.float64 for part in gradients.parts.values())
     return dict(zip(listed, total.to(torch.float64 if any_float64 else torch.float32).unbind(), strict=True))
 

@@ -185,7 +185,7 @@ class HeadTiles:
         return tile.to(weight.dtype)
 
     def reduced(self, d_hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the sum of the ranks' parts of the hidden gradient, if nobody else sums them, in hidden's dtype."""
+        """Return the hidden gradient in hidden's dtype, summed over the ranks unless the caller sums it."""
         if d_hidden is None:
             return None
         if self.head.shard.group is not None and self.head.reduce_hidden_grad:

@@ -64,7 +64,7 @@ class Side:
     head: LMHead | None = None
 
     def tiles(self, ignored: torch.Tensor, other: Side) -> Tiles:
-        """Return the tiles of the logits, of the size that suits the other side too."""
+        """Return the tiles of the logits; logits beside a head have tiles of its size."""
         if self.head is None:
             (logits,) = self.tensors
             width, device = self.shard.width, logits.device
@@ -103,7 +103,7 @@ class TilePair:
         return cls(*tiles, p_scale, q_scale, ignored, p.shard, dtype, p.temperature, q.temperature)
 
     def swapped(self) -> TilePair:
-        """Return the pair with ``p`` and ``q`` in each other's place."""
+        """Return the pair with ``p`` and ``q`` exchanged."""
         scales, temperatures = (self.q_scale, self.p_scale), (self.q_temperature, self.p_temperature)
         return TilePair(self.q, self.p, *scales, self.ignored, self.shard, self.dtype, *temperatures)
 

@@ -22,7 +22,7 @@ LANES, UNITS = 1024, 8
 LARGEST_BLOCK, COLUMNS_PER_THREAD = 2048, 8
 #: Tokens that a program of the kernels over per-token numbers takes.
 TOKENS = 128
-#: Threads of a warp: of AMD's accelerators 64.
+#: Threads of a warp.
 WARP_SIZE = 64 if torch.version.hip else 32
 
 Grid = tuple[int, ...]

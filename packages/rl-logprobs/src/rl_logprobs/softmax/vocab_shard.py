@@ -28,7 +28,7 @@ class VocabShard:
     Attributes:
         vocab_size: number of tokens in the vocabulary; columns at or beyond it are padding with probability 0.
         group: the process group over which the vocabulary is sharded; None for a full tensor and for a DTensor, which
-            knows its own.
+            has its own.
         start: the first id of this rank's shard.  By default as in DTensor's layout (chunks of ceil(vocab / ranks))
             or in Megatron-LM's (all ranks padded to one width), whichever fits the number of columns.
 
