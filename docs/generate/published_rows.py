@@ -17,6 +17,8 @@ from statistics import median
 from typing import Any
 
 import torch
+from published_losses import published_loss
+from several_adapters import with_several
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -25,7 +27,6 @@ from fsdp_runtime import MeshSpec
 from fsdp_runtime.dry_run import Estimate, estimate
 from fsdp_runtime.dry_run.adapters import WithAdapters
 from fsdp_runtime.dry_run.parse_args import parse_fsdp
-from fsdp_runtime.dry_run.several_adapters import with_several
 from fsdp_runtime.dry_run.step_time import HARDWARE, step_time
 
 ROWS = Path(__file__).parents[1] / "published-setups.json"
@@ -121,8 +122,10 @@ def run(row: Mapping[str, Any]) -> Estimate:
         adapters=keywords.pop("adapters", 0),
         mlp_tokens=keywords.pop("mlp_tokens", 0),
     )
-    if keywords.get("logprobs") == "held logits":
-        keywords["logprobs"] = held_logits(keywords.get("micro_batches", 1))
+    name = keywords["logprobs"]
+    keywords["logprobs"] = (
+        held_logits(keywords.get("micro_batches", 1)) if name == "held logits" else published_loss(name)
+    )
     if mesh.tp > 1:
         keywords.setdefault("sequence_parallel", True)
     fsdp = {

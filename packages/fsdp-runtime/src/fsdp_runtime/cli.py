@@ -162,12 +162,6 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--frozen-dtype", help="dtype of stored parameters without gradients (default: --dtype)")
     group.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, all else frozen")
     group.add_argument(
-        "--adapters",
-        type=int,
-        metavar="N",
-        help="of a layer (default: 1, PEFT's; several are added to stacked experts too, and one of them computes)",
-    )
-    group.add_argument(
         "--keep-gathered",
         dest="reshard_after_forward",
         action="store_false",
@@ -176,8 +170,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--optimizer", help="adamw (default), adamw-fused, adamw-single, sgd, none")
     group.add_argument(
         "--logprobs",
-        help="the loss: logits (default), linear; that of other code: transformers, torchtitan, chunked:8, "
-        "compiled, cross-entropy, chunked-float32:256, chunked-vocabulary:2048, fused-linear; or a dotted path",
+        help="the loss: logits (default), linear, or the dotted path of a function (model, inputs)",
     )
     group.add_argument("--micro-batches", type=int, help="forward and backward passes of a step (default: 1)")
     group.add_argument("--compile", action="store_true", help="leave out results that compiled blocks fuse")
@@ -274,7 +267,7 @@ def _time_sections(found: Estimate, hardware: str | None) -> list[Section]:
 
 
 def _model(given: Given) -> Any:
-    return WithAdapters(given["model"], given["lora"], given.get("adapters", 1)) if "lora" in given else given["model"]
+    return WithAdapters(given["model"], given["lora"]) if "lora" in given else given["model"]
 
 
 def _options(given: Given) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a model that a dry run builds: PEFT's, or several adapters with one per token."""
+"""Low-rank adapters (PEFT's) of a model that a dry run builds."""
 
 from __future__ import annotations
 
@@ -18,23 +18,17 @@ class WithAdapters:
 
     source: Any  # any model argument of ``estimate``
     rank: int = 16  # of the adapters
-    # number of adapters of a layer.  One adapter is PEFT's LoRA of every linear layer but the head, not of stacked
-    # experts; several are added to attention, MLPs and stacked experts.
-    adapters: int = 1
 
     def __post_init__(self) -> None:
-        """Raise :class:`EstimateError` for sizes that are not positive."""
-        for name in ("rank", "adapters"):
-            if getattr(self, name) < 1:
-                raise EstimateError(f"{name}={getattr(self, name)} of LoRA: give a positive integer")
+        """Raise :class:`EstimateError` for a rank that is not positive."""
+        if self.rank < 1:
+            raise EstimateError(f"rank={self.rank} of LoRA: give a positive integer")
 
     def __call__(self) -> nn.Module:
         """Return the adapted model."""
         from fsdp_runtime.dry_run.build_model import model_builder  # torch, when the model is built
-        from fsdp_runtime.dry_run.several_adapters import with_several
 
-        build = model_builder(self.source)
-        return _with_lora(build, self.rank) if self.adapters == 1 else with_several(build(), self.rank, self.adapters)
+        return _with_lora(model_builder(self.source), self.rank)
 
 
 def _with_lora(build: Callable[[], nn.Module], rank: int) -> nn.Module:

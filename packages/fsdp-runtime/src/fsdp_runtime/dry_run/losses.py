@@ -9,9 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from fsdp_runtime.dry_run.published_losses import ON_HIDDEN, ON_LOGITS, OnLogits, hidden_loss, multiplicity
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.steps.outputs.lm_head import (
     LMHeadParameters,
@@ -21,6 +19,8 @@ from fsdp_runtime.steps.outputs.lm_head import (
     logits_of,
 )
 
+#: Computes a loss from logits and targets ``[batch, tokens]``.
+OnLogits = Callable[[Tensor, Tensor], Tensor]
 #: Computes a loss from hidden states, the parameters of the head, and targets.
 HeadLoss = Callable[[Tensor, LMHeadParameters, Tensor], Tensor]
 #: Runs the model on its inputs, ``input_ids`` among them, and returns the loss; calls the function before computing it.
@@ -29,12 +29,12 @@ Forward = Callable[[nn.Module, Mapping[str, Tensor], Callable[[], None]], Tensor
 
 def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward:
     """Return the forward and the loss for ``"logits"``, ``"linear"``, or a function or its dotted path."""
-    if isinstance(loss, str) and (on_logits := _logits_loss(loss)) is not None:
-        return partial(_on_logits, on_logits)
-    if isinstance(loss, str) and (on_hidden := _hidden_loss(loss)) is not None:
+    if loss == "logits":
+        return partial(_on_logits, _logits_loss())
+    if loss == "linear":
         if lm_head is None:
-            raise EstimateError(f"logprobs={loss!r} needs an LM head, and none was found in the model: use 'logits'")
-        return partial(_on_hidden, on_hidden)
+            raise EstimateError("logprobs='linear' needs an LM head, and none was found in the model: use 'logits'")
+        return partial(_on_hidden, _hidden_loss())
     return partial(_as_forward, loss if callable(loss) else _by_dotted_path(loss))
 
 
@@ -55,39 +55,27 @@ def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
     try:
         traced_on_accelerator = import_module("rl_logprobs.dry_run").traced_on_accelerator
     except ImportError:
-        yield multiplicity.get
+        yield lambda: 1
         return
     with traced_on_accelerator() as tile_multiplicity:
-        yield lambda: tile_multiplicity() * multiplicity.get()
+        yield tile_multiplicity
 
 
-def _logits_loss(name: str) -> OnLogits | None:
-    if name == "logits":
-        token_logprobs = _from_rl_logprobs("token_logprobs")
-        return lambda logits, targets: -token_logprobs(logits, targets).mean()
-    return ON_LOGITS.get(name)
+def _logits_loss() -> OnLogits:
+    token_logprobs = _from_rl_logprobs("token_logprobs")
+    return lambda logits, targets: -token_logprobs(logits, targets).mean()
 
 
-def _hidden_loss(name: str) -> HeadLoss | None:
-    if name == "linear":
-        linear_token_logprobs = _from_rl_logprobs("linear_token_logprobs")
+def _hidden_loss() -> HeadLoss:
+    linear_token_logprobs = _from_rl_logprobs("linear_token_logprobs")
 
-        def own(hidden: Tensor, head: LMHeadParameters, targets: Tensor) -> Tensor:
-            found: Tensor = -linear_token_logprobs(
-                hidden, head.weight, targets, bias=head.bias, logit_scale=head.logit_scale, softcap=head.softcap
-            ).mean()
-            return found
+    def loss(hidden: Tensor, head: LMHeadParameters, targets: Tensor) -> Tensor:
+        logprobs: Tensor = linear_token_logprobs(
+            hidden, head.weight, targets, bias=head.bias, logit_scale=head.logit_scale, softcap=head.softcap
+        )
+        return -logprobs.mean()
 
-        return own
-    if (published := hidden_loss(name)) is None:
-        return None
-
-    def local(hidden: Tensor, head: LMHeadParameters, targets: Tensor) -> Tensor:
-        if isinstance(hidden, DTensor) or isinstance(head.weight, DTensor):
-            raise EstimateError(f"logprobs={name!r} is a loss of code without tensor parallelism: use 'linear'")
-        return published(hidden.flatten(0, -2), head.weight, targets.flatten())
-
-    return local
+    return loss
 
 
 def _as_forward(
@@ -128,8 +116,8 @@ def _on_hidden(
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     # Fake tensors have no values to measure it on; a factor costs nothing.
     assume_logits_map(model, LogitsMap(softcap=getattr(text, "final_logit_softcapping", None)))
-    found: Tensor = forward_with_lm_head(model, loss, **inputs)
-    return found
+    result: Tensor = forward_with_lm_head(model, loss, **inputs)
+    return result
 
 
 def _from_rl_logprobs(name: str) -> Callable[..., Any]:
@@ -151,7 +139,6 @@ def _by_dotted_path(path: str) -> Callable[..., Any]:
     except (ImportError, AttributeError):
         function = None
     if not callable(function):
-        known = ", ".join(map(repr, ("logits", "linear", *ON_LOGITS, *ON_HIDDEN)))
-        raise EstimateError(f"logprobs={path!r}: write one of {known}, or package.module.function")
-    found: Callable[..., Any] = function
-    return found
+        raise EstimateError(f"logprobs={path!r}: write 'logits', 'linear' or package.module.function")
+    loss: Callable[..., Any] = function
+    return loss

@@ -1,28 +1,26 @@
 """Losses of other training code, with the same allocations, for dry runs of that code.
 
-They are written from descriptions of the projects, operator by operator as far as memory goes; their values are unused.
+They follow descriptions of the projects, operator by operator as far as memory goes; their values are unused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, log_softmax, nll_loss
 from torch.utils.checkpoint import checkpoint
+
+from fsdp_runtime.steps.outputs.lm_head import LMHeadParameters, LogitsMap, assume_logits_map, forward_with_lm_head
 
 #: Computes a loss from logits and targets ``[batch, tokens]``.
 OnLogits = Callable[[Tensor, Tensor], Tensor]
 #: Computes a loss from hidden states ``[tokens, features]``, the head's weight ``[vocabulary, features]`` and targets.
 OnHidden = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-#: Number of equal parts that the running part represents.
-multiplicity: ContextVar[int] = ContextVar("multiplicity", default=1)
 
 
 def full_logits(logits: Tensor, targets: Tensor) -> Tensor:
@@ -43,7 +41,7 @@ def compiled_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """A compiled cross-entropy: float32 copies of logits exist inside of kernels only, gradients in bfloat16."""
     # Each rank reads its columns of logits that are sharded over ``tp``.
     local = logits.to_local() if isinstance(logits, DTensor) else logits
-    return _Compiled.apply(local.flatten(0, 1))  # type: ignore[no-untyped-call,no-any-return]
+    return _Compiled.apply(local.flatten(0, 1))
 
 
 class _Compiled(torch.autograd.Function):
@@ -65,7 +63,7 @@ def loss_parallel_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of torchtitan: float32 copies of logits that stay sharded over ``tp`` (torch's loss parallel)."""
     if not isinstance(logits, DTensor):
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-    return _LocalLossParallel.apply(logits.to_local().flatten(0, 1).float())  # type: ignore[no-untyped-call,no-any-return]
+    return _LocalLossParallel.apply(logits.to_local().flatten(0, 1).float())
 
 
 class _LocalLossParallel(torch.autograd.Function):
@@ -116,7 +114,7 @@ def _float32_nll_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def fused_linear(_: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Liger Kernel's fused linear cross-entropy: gradients of all tokens in forward, a part of the tokens at a time."""
-    return _FusedLinear.apply(hidden, weight, targets)  # type: ignore[no-untyped-call,no-any-return]
+    return _FusedLinear.apply(hidden, weight, targets)
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -147,17 +145,7 @@ class _FusedLinear(torch.autograd.Function):
 
 def chunked_vocabulary(rows: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Log-probabilities of prime-rl: float32 logits of all tokens for some rows of the vocabulary at a time."""
-    return _ChunkedVocabulary.apply(hidden, weight, targets, rows)[0].mean()  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _representative(starts: range) -> Iterator[int]:
-    """Yield the first, second and last start; the second represents all between."""
-    yield from starts[:1]
-    if len(starts) > 2:
-        token = multiplicity.set(len(starts) - 2)
-        yield starts[1]
-        multiplicity.reset(token)
-    yield from starts[1:][-1:]
+    return _ChunkedVocabulary.apply(hidden, weight, targets, rows)[0].mean()
 
 
 class _ChunkedVocabulary(torch.autograd.Function):
@@ -168,7 +156,7 @@ class _ChunkedVocabulary(torch.autograd.Function):
         highest = torch.zeros(len(hidden), dtype=torch.float32)
         total, weighted = torch.zeros_like(highest), torch.zeros_like(highest)
         chosen = torch.zeros_like(highest)
-        for start in _representative(range(0, len(weight), rows)):
+        for start in range(0, len(weight), rows):
             part = hidden @ weight[start : start + rows].t()
             logits = part.to(torch.float32).mul_(1.0)
             highest = torch.maximum(highest, logits.amax(-1))
@@ -184,7 +172,7 @@ class _ChunkedVocabulary(torch.autograd.Function):
     def backward(context: Any, grad_logprobs: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, _, normalizer = context.saved_tensors
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-        for start in _representative(range(0, len(weight), context.rows)):
+        for start in range(0, len(weight), context.rows):
             rows = weight[start : start + context.rows]
             part = hidden @ rows.t()
             logits = part.to(torch.float32).mul_(1.0)
@@ -212,10 +200,23 @@ ON_HIDDEN: Mapping[str, tuple[Callable[[int, Tensor, Tensor, Tensor], Tensor], i
 }
 
 
-def hidden_loss(name: str) -> OnHidden | None:
-    """Return the loss on hidden states of a name such as ``"chunked"`` or ``"chunked:16"``; ``None`` for others."""
+def published_loss(name: str) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:
+    """Return the loss of a name such as ``"torchtitan"`` or ``"chunked:16"``, for ``estimate(logprobs=...)``."""
     kind, _, number = name.partition(":")
-    if kind not in ON_HIDDEN or (number and not number.isdigit()) or number == "0":
-        return None
+    if kind in ON_LOGITS:
+        return partial(_on_logits, ON_LOGITS[kind])
     loss, default = ON_HIDDEN[kind]
-    return partial(loss, int(number) if number else default)
+    return partial(_on_hidden, partial(loss, int(number or default)))
+
+
+def _on_logits(loss: OnLogits, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    return loss(model(**inputs).logits, inputs["input_ids"])
+
+
+def _on_hidden(loss: OnHidden, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    def of_head(hidden: Tensor, head: LMHeadParameters) -> Tensor:
+        return loss(hidden.flatten(0, -2), head.weight, inputs["input_ids"].flatten())
+
+    assume_logits_map(model, LogitsMap())  # fake tensors have no values to measure it on
+    result: Tensor = forward_with_lm_head(model, of_head, **inputs)
+    return result
