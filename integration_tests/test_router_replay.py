@@ -32,7 +32,7 @@ glm4_moe_lite  glm_moe_dsa  granitemoe  granitemoe_swa  granitemoehybrid  granit
 inkling2_text  inkling_text  jamba  kimi_linear  kolibri1  laguna  lfm2_moe  llama4  llama4_text  longcat_flash  mellum
 mimo_v2_flash  minimax  minimax_m2  minimax_m3_vl_text  mixtral  nemotron_h  olmoe  phimoe  qwen2_moe  qwen3_5_moe
 qwen3_5_moe_text  qwen3_moe  qwen3_next  qwen4_exp  qwen4_exp_text  solar_open  deepseek_v3, whole queries
-doge, mixture  gemma4_text, keys as values  mixtral, batched  qwen3_5_moe, vision
+gemma4_text, keys as values  mixtral, batched  qwen3_5_moe, vision
 """.strip()
     .replace("\n", "  ")
     .split("  ")
@@ -43,7 +43,6 @@ KINDS = {
     *(
         "deepseek_v3",
         "deepseek_v4",
-        "doge, mixture",
         "ernie4_5_moe",
         "gemma4_text",
     ),
@@ -137,6 +136,11 @@ def test_models_without_experts_have_no_routes(name: str) -> None:
         pass
 
 
+def test_record_routes_refuses_product_keys() -> None:
+    with pytest.raises(ModelError, match="by product keys"), record_routes(tiny_model(entries()["doge, mixture"])):
+        pass
+
+
 #: What a model is parallelized with on two ranks.
 MODES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "TP": ({"tp": 2}, {}),
@@ -152,7 +156,6 @@ RANKS = {
     "gemma4_text": ["SP, recomputed"],  # the router beside attention; a scale for each expert
     "longcat_flash": ["TP", "dp_shard, recomputed"],  # identity experts
     "llama4_text": ["TP", "cp, recomputed"],  # experts that run all tokens
-    "doge, mixture": ["SP, recomputed"],  # product keys
     "granitemoe": ["TP", "cp, recomputed"],  # a softmax after top-k
 }
 REDUCED = {("mixtral", "TP"), ("mixtral", "cp, contiguous")}

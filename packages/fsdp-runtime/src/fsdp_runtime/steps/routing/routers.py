@@ -20,9 +20,11 @@ from fsdp_runtime.model.structure import ModelStructure, inspect_model
 from tp_plans.model_tree import ModelTree
 from tp_plans.naming import EXPERT_COUNTS
 
-#: Kinds of selection: ``torch.topk`` over the scores of all experts; over the sums of two halves of keys (PEER,
-#: arXiv:2407.04153); one maximum after another (SparseMixer, arXiv:2409.12136).
-SelectionKind = Literal["topk", "product_keys", "sparsemixer"]
+#: Kinds of selection: ``torch.topk`` over the scores of all experts; one maximum after another (SparseMixer,
+#: arXiv:2409.12136).
+SelectionKind = Literal["topk", "sparsemixer"]
+#: Names in the code of routers that select by product keys (PEER, arXiv:2407.04153).
+_PRODUCT_KEYS = {"topk", "num_keys"}
 
 #: Attributes of a router that count the experts of a token.
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "topk")
@@ -70,7 +72,14 @@ class Routers:
 
 def find_routers(model: nn.Module) -> Routers:
     """Find the routers of every mixture of a model, on any device, parallelized or not."""
-    routers = routers_of(inspect_model(model))
+    structure = inspect_model(model)
+    for path, module in structure.tree.modules.items():
+        if _PRODUCT_KEYS <= _names(type(module)):  # type: ignore[arg-type]  # mypy: type[Module] is hashable
+            raise ModelError(
+                f"{path} ({type(module).__name__}) selects experts by product keys (PEER): its routes can be neither "
+                "recorded nor replayed"
+            )
+    routers = routers_of(structure)
     if not routers.by_path:
         raise ModelError(
             f"{type(model).__name__} has no router that selects experts: routes are recorded and replayed in mixtures "
@@ -103,9 +112,7 @@ def selection_of(cls: type[nn.Module]) -> SelectionKind | None:
     names = _names(cls)  # type: ignore[arg-type]  # mypy: type[Module] is hashable
     if "sparsemixer" in names:  # transformers' function for PhiMoE
         return "sparsemixer"
-    if "topk" not in names:
-        return None
-    return "product_keys" if "num_keys" in names else "topk"
+    return "topk" if "topk" in names and not names >= _PRODUCT_KEYS else None
 
 
 def _mixtures(tree: ModelTree) -> Iterator[str]:
@@ -113,8 +120,7 @@ def _mixtures(tree: ModelTree) -> Iterator[str]:
     for path in tree.modules:
         if f"{path}.base_layer" in tree.modules:  # one of peft's wrappers
             continue
-        experts = [child for child in tree.children[path] if _are_experts(tree, child)]
-        if experts or (selection_of(type(tree.modules[path])) == "product_keys"):
+        if any(_are_experts(tree, child) for child in tree.children[path]):
             yield path
 
 

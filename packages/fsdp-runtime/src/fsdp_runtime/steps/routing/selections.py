@@ -110,32 +110,6 @@ class TopKSelection(Selection):
             )
 
 
-class ProductKeySelection(Selection):
-    """Selection among all sums of two halves of keys; expert ``i * keys + j`` is the pair of keys ``i`` and ``j``."""
-
-    # The router sorts each half first, so the second top-k selects positions in the sorted order.
-    order: Tensor | None = None  # ``[2, tokens, keys]``
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Store the order of the keys at the first top-k, and select at the second."""
-        scores = _scores(func, _TOPK, self.router, args, kwargs)
-        if scores is None:
-            return func(*args, **kwargs)
-        if scores.ndim == 3:
-            result = func(*args, **kwargs)
-            self.order = result.indices
-            return result
-        if self.order is None or scores.shape[-1] != self.order.shape[-1] ** 2:
-            return func(*args, **kwargs)
-        keys, (first, second) = self.order.shape[-1], self.order
-        own = _indices(func, args, kwargs)
-        self.found = self.replaced(first.gather(-1, own // keys) * keys + second.gather(-1, own % keys))
-        if self.wanted is None:
-            return _chosen(scores, own)
-        first, second = first.argsort(-1), second.argsort(-1)
-        return _chosen(scores, first.gather(-1, self.found // keys) * keys + second.gather(-1, self.found % keys))
-
-
 class SparseMixerSelection(Selection):
     """Selection by one maximum after another; training mode samples each expert near the maximum."""
 
@@ -178,7 +152,6 @@ class SparseMixerSelection(Selection):
 
 SELECTIONS: dict[str, type[Selection]] = {
     "topk": TopKSelection,
-    "product_keys": ProductKeySelection,
     "sparsemixer": SparseMixerSelection,
 }
 
