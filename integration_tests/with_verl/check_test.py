@@ -10,23 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_runtime.trainers.verl import check_run, flags
-from fsdp_runtime.trainers.verl.check import CheckLine, check
+from fsdp_runtime.trainers.verl import flags
+from fsdp_runtime.trainers.verl.check import check
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "verl.md"
 
 
-def _command(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "fsdp_runtime.cli", "verl-check", *options]
+def _command(**environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "fsdp_runtime.cli", "verl-check"]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
 
 
-def test_all_is_found_and_four_steps_train() -> None:
-    job = _command("--run", VERL_USE_EXTERNAL_MODULES="fsdp_runtime.trainers.verl.cpu_platform")
+def test_check_finds_all() -> None:
+    job = _command(VERL_USE_EXTERNAL_MODULES="with_verl.cpu_platform", PYTHONPATH=os.pathsep.join(sys.path))
     assert job.returncode == 0, job.stdout + job.stderr
     lines = job.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {"ok"}
-    assert lines[-1].count(",") == check_run.STEPS
     assert "ok      verl runs on cpu" in lines
 
 
@@ -80,12 +79,3 @@ def table_of_flags() -> list[str]:
 
 def test_the_guide_has_the_table_of_flags() -> None:
     assert "\n".join(table_of_flags()) in GUIDE.read_text()
-
-
-def test_a_trainer_that_fails_is_told_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = check_run._command
-    monkeypatch.setattr(check_run, "_command", lambda folder: [*command(folder), "engine.no_such_field=1"])
-    told = check_run.run_steps()
-    assert isinstance(told, CheckLine)
-    assert told.level == "error"
-    assert "no_such_field" in told.text

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "fsdp_runtime.trainers.verl.cpu_platform")
+os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "with_verl.cpu_platform")
 
 VOCAB = 317
 LENGTHS = ((5, 7), (9, 3), (4, 12), (6, 6), (3, 8), (8, 9), (7, 4), (5, 5))

@@ -80,7 +80,7 @@ def train(folder: Path, name: str, *options: str, kind: str = "dense") -> dict[i
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "VERL_USE_EXTERNAL_MODULES": "fsdp_runtime.trainers.verl.cpu_platform,with_verl.verls_on_cpu",
+        "VERL_USE_EXTERNAL_MODULES": "with_verl.cpu_platform,with_verl.verls_on_cpu",
         "VERL_FILE_LOGGER_PATH": str(log),
         "HYDRA_FULL_ERROR": "1",
         "OMP_NUM_THREADS": "1",

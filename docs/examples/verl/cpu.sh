@@ -4,8 +4,8 @@
 #   STEPS   updates
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export WORK=${WORK:-${TMPDIR:-/tmp}/verl-toy} ENGINE=${ENGINE:-fsdp_runtime}
-export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-export VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.cpu_platform,hf_rollout
+export PYTHONPATH=$here:$here/../../../integration_tests${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=with_verl.cpu_platform,hf_rollout
 # Ray lets its workers give way to all other programs and waits a minute for one: too short where the machine is busy.
 export RAY_worker_niceness=0 RAY_worker_register_timeout_seconds=600 RAY_USAGE_STATS_ENABLED=0
 [ "$ENGINE" = fsdp_runtime ] || export VERL_ENGINE_DEVICE=cuda # verl registers its own for cuda and npu alone

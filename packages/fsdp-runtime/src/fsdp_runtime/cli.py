@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given: Given = vars(parser().parse_args(arguments))
     command = given["command"]
     if command == "verl-check":
-        return _verl_check(run=given["run"])
+        return _verl_check()
     progress = ProgressLine()
     try:
         run = _recipe if command == "recipe" else _sweep if "sweep" in given else _estimate
@@ -89,12 +89,11 @@ def parser() -> argparse.ArgumentParser:
     _add_sweep(command)
     _add_output(command)
     _add_recipe(commands)
-    check = commands.add_parser(
+    commands.add_parser(
         "verl-check",
         help="whether verl finds the engine fsdp_runtime",
         description="Report what verl finds, one line a finding. Exit code: 0, or 1 if there is an error.",
     )
-    check.add_argument("--run", action="store_true", help="also train four steps with verl on two CPU processes")
     return program
 
 
@@ -126,17 +125,13 @@ def _recipe(given: Given, progress: ProgressLine) -> int:
     return TOO_LARGE if all(each.found.best is None for each in found) else OK
 
 
-def _verl_check(*, run: bool) -> int:
+def _verl_check() -> int:
     from fsdp_runtime.trainers.verl.check import check
-    from fsdp_runtime.trainers.verl.check_run import run_steps
 
     failed = False
-    for finding in check():
-        print(finding, flush=True)
-        failed |= finding.level == "error"
-    if run and not failed:
-        print(finding := run_steps(), flush=True)
-        failed = finding.level == "error"
+    for line in check():
+        print(line, flush=True)
+        failed |= line.level == "error"
     return TOO_LARGE if failed else OK
 
 

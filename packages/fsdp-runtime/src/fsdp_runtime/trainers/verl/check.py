@@ -15,7 +15,6 @@ from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
 GROUP, NAME, PLUGIN = "verl.plugins", "fsdp_runtime", "fsdp_runtime.trainers.verl.plugin"
-CPU_PLATFORM = "fsdp_runtime.trainers.verl.cpu_platform"
 #: Tested verl versions: from the first, below the second.
 TESTED = ("0.9.1", "0.10")
 #: Packages that verl 0.9.1 imports but does not require, with the part that fails without each.
@@ -44,7 +43,6 @@ class CheckLine(NamedTuple):
 
 def check() -> Iterator[CheckLine]:
     """Yield findings in the order of their dependencies; stop at the first finding that prevents the next."""
-    yield from _platform()
     try:
         installed = version("verl")
     except PackageNotFoundError:
@@ -65,17 +63,6 @@ def check() -> Iterator[CheckLine]:
     if not missing and not (error := _import_error(PLUGIN)):
         yield from _registered()
         yield from _interface()
-
-
-def _platform() -> Iterator[CheckLine]:
-    """Report that the platform of ``VERL_PLATFORM=cpu`` is not registered: ``import verl`` then fails."""
-    modules = [name.strip() for name in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")]
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu" and CPU_PLATFORM not in modules:
-        yield CheckLine(
-            "error",
-            "VERL_PLATFORM=cpu, and no module registers the platform cpu: set "
-            f"VERL_USE_EXTERNAL_MODULES={','.join([*filter(None, modules), CPU_PLATFORM])}",
-        )
 
 
 def _missing() -> Iterator[CheckLine]:
@@ -151,8 +138,7 @@ def _device(device: str) -> CheckLine:
     if device == "cuda" and not torch.cuda.is_available():
         return CheckLine(
             "warning",
-            "verl takes this machine for one with cuda, and there is none: for the CPU set "
-            f"VERL_USE_EXTERNAL_MODULES={CPU_PLATFORM}",
+            "verl takes this machine for one with cuda, and there is none: docs/examples/verl runs on the CPU",
         )
     return CheckLine("ok", f"verl runs on {device}")
 

@@ -1,6 +1,6 @@
 """The CPU as a platform of verl 0.9, for recipes on a laptop.
 
-``VERL_USE_EXTERNAL_MODULES=fsdp_runtime.trainers.verl.cpu_platform`` registers it, and nothing else does: verl takes a
+``VERL_USE_EXTERNAL_MODULES=with_verl.cpu_platform`` registers it, and nothing else does: verl takes a
 registered CPU platform on every machine without a GPU, also on the driver nodes of a GPU cluster.  verl imports this
 file during its own import, so that this file imports no unused part of verl.
 """
