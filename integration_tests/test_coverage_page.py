@@ -1,4 +1,4 @@
-"""What is written of a run of all architectures, and what counts as worse."""
+"""The pages of a run of all architectures, and the results that count as worse."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def found(**changes: Any) -> RankResult:
 
 
 class FailingPool(RankPool):
-    """A pool whose ranks failed as told."""
+    """A pool of ranks that failed as told."""
 
     def __init__(self, errors: dict[int, RankError]) -> None:
         super().__init__(2)
@@ -123,7 +123,7 @@ def test_results_are_read_back_as_written(tmp_path: Path) -> None:
     assert page.read(tmp_path / "nothing.json") == {"rows": {}}
 
 
-def test_results_do_not_contain_what_differs_between_runs() -> None:
+def test_results_leave_out_values_that_differ_between_runs() -> None:
     slow, fast = (Outcome("right", "", 0.9876, {"norm": 0.0124, "scale": 0.001}, seconds) for seconds in (90.0, 1.0))
     assert page.kept(slow) == page.kept(fast) == {"status": "right", "share": 0.988, "whole": {"norm": 0.012}}
     assert json.dumps(page.kept(slow))
@@ -137,7 +137,7 @@ def test_the_page_counts_and_lists_every_row() -> None:
     assert "| phi | PhiForCausalLM | ✓ | refused | 99.0 % | 1 |\n\n1. SP: no heads | no split\n" in text
 
 
-def test_the_short_page_counts_each_kind_of_rows_and_names_what_is_refused() -> None:
+def test_summary_page_counts_kinds_of_rows_and_names_refusals() -> None:
     text = page.pages(RESULTS, ENTRIES)["coverage.md"]
     assert "| [Decoders](coverage/decoders.md) | SP | 1 of 2 right, 1 refused |" in text
     assert text.endswith("\n- [Decoders](coverage/decoders.md), SP: phi\n")
@@ -162,7 +162,7 @@ def test_equal_notes_of_a_table_have_one_number() -> None:
     assert lines[2:] == ["| a | 1, 2 |", "| b |  |", "| c | 2 |", "", "1. x", "2. y"]
 
 
-def test_the_checked_in_pages_are_those_of_the_checked_in_results() -> None:
+def test_checked_in_pages_show_the_checked_in_results() -> None:
     expected = page.pages(page.read(DOCS / "coverage.json"), coverage_entries())
     found = {str(path.relative_to(DOCS)) for path in (DOCS / "coverage").glob("*.md")} | {"coverage.md"}
     assert found == expected.keys()
@@ -180,7 +180,7 @@ def _with_experts(way: str, *statuses: dict[str, Any]) -> str:
     return page.pages({**RESULTS, "rows": rows}, ENTRIES)["coverage/experts.md"]
 
 
-def test_the_page_has_a_table_of_mixtures_with_a_column_for_every_mesh() -> None:
+def test_expert_page_has_a_column_for_every_mesh() -> None:
     text = _with_experts("parallelize", RIGHT, RIGHT, {"status": "wrong", "note": "output off by 1e-2"})
     assert "| row | dp_shard=2 tp=2 ep=2 | dp_shard=2 tp=2 ep=4 | dp_shard=4 ep=4 | notes |" in text
     assert "| llama | ✓ | ✓ | ✗ output off by 1e-2 |  |" in text
@@ -188,7 +188,7 @@ def test_the_page_has_a_table_of_mixtures_with_a_column_for_every_mesh() -> None
     assert "coverage/experts.md" not in page.pages(RESULTS, ENTRIES)
 
 
-def test_the_page_says_what_is_wrong_with_experts_and_by_how_much() -> None:
+def test_expert_page_tells_wrong_experts_and_their_errors() -> None:
     experts = "gradient of m.*.experts.{} off by {} of its largest element"
     wrong = {"status": "wrong", "note": f"{experts.format('up', 0.5)}; {experts.format('down', 0.25)}; a; b; c"}
     text = _with_experts("transformers", wrong, REFUSED, {"status": "failed", "note": "x" * 200})
@@ -203,7 +203,7 @@ def test_ranks_that_fail_are_an_outcome() -> None:
     assert evaluate_experts(pool, "llama", MESHES[0], timeout=1).status == "refused"
 
 
-def test_what_is_wrong_with_a_mixture_is_told_once_for_all_layers_and_ranks() -> None:
+def test_expert_page_tells_an_error_once_for_all_layers_and_ranks() -> None:
     class Answering(FailingPool):
         def run(self, *args: Any, **kwargs: Any) -> list[Any]:
             errors = {"layers.0.up": 0.25, "layers.1.up": 0.5, "norm": 0.0}

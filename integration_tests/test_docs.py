@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 WITH_CODE = [page for page in PAGES if pages.parts(page)]
-#: Pages whose code takes long; other tests run every function that they show.
+#: Pages with code that takes long; other tests run every function that they show.
 LONG = {
     "guides/compile.md",
     "guides/dry-run.md",
@@ -130,11 +130,11 @@ def _fault(words: list[str], page: str) -> str | None:
 
 def _missing_extra(requirement: str) -> str | None:
     """Return a message if an extra of a package, as in ``fsdp-runtime[transformers]``, is missing."""
-    found = re.fullmatch(r"(?:\./packages/)?([a-z-]+)\[([a-z-]+)\]", requirement)
-    if found is None or not (ROOT / "packages" / found[1]).exists():
+    match = re.fullmatch(r"(?:\./packages/)?([a-z-]+)\[([a-z-]+)\]", requirement)
+    if match is None or not (ROOT / "packages" / match[1]).exists():
         return None
-    project = tomllib.loads((ROOT / "packages" / found[1] / "pyproject.toml").read_text())["project"]
-    return None if found[2] in project["optional-dependencies"] else f"{found[1]} has no extra {found[2]}"
+    project = tomllib.loads((ROOT / "packages" / match[1] / "pyproject.toml").read_text())["project"]
+    return None if match[2] in project["optional-dependencies"] else f"{match[1]} has no extra {match[2]}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -148,7 +148,7 @@ def test_reference_has_every_public_name(package: object) -> None:
     name = str(package.__name__)  # type: ignore[attr-defined]
     page = (DOCS / "reference" / f"{name.replace('_', '-')}.md").read_text()
     shown = {path.rpartition(".")[2] for path in re.findall(rf"^::: ({name}\.[\w.]+)$", page, flags=re.MULTILINE)}
-    public = set(package.__all__) - {"Layout", "Style"}  # type: ignore[attr-defined]  # unions of what is shown
+    public = set(package.__all__) - {"Layout", "Style"}  # type: ignore[attr-defined]  # unions of classes on the page
     assert public - shown == set()
 
 

@@ -1,4 +1,4 @@
-"""Pages: what the collector runs of their code, how wide their tables are, and whether they name every folder."""
+"""Pages: the collector of their code, the width of tables, wordings, and the list of folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of models: pages are those of the kept results, and a dry run gives these again."""
+"""Recipes of models: the pages show the kept results, and a dry run gives these results again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from docs.generate import recipes
 
 
 def test_pages_are_generated() -> None:
-    found = json.loads(recipes.FOUND.read_text())
-    for family in recipes.families(found):
-        assert recipes.path_of(family).read_text() == recipes.page(family, found)
+    results = json.loads(recipes.FOUND.read_text())
+    for family in recipes.families(results):
+        assert recipes.path_of(family).read_text() == recipes.page(family, results)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", pytest.param("Qwen3-4B", marks=pytest.mark.slow), "Llama-3.1-8B"])

@@ -40,14 +40,14 @@ ROOMS = {
 
 
 def _entries(package: str) -> list[str]:
-    """Return the dotted paths whose documentation the page of a package shows."""
+    """Return the dotted paths on the reference page of a package."""
     page = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
     return re.findall(r"^::: (\S+)$", page, re.MULTILINE)
 
 
 @cache
 def _defined(file: Path) -> frozenset[str]:
-    """Return what a file itself defines: the builder of the pages reads sources and does not import them."""
+    """Return the names that a file itself defines: the builder of the pages reads sources and does not import them."""
     names = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -68,14 +68,14 @@ def _exists(package: str, entry: str) -> bool:
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_every_entry_exists_and_stands_once(package: str) -> None:
+def test_entries_exist_and_stand_once(package: str) -> None:
     entries = _entries(package)
     assert [entry for entry in entries if not _exists(package, entry)] == []
     assert [entry for entry in set(entries) if entries.count(entry) > 1] == []
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_every_public_name_is_on_its_page(package: str) -> None:
+def test_page_has_every_public_name(package: str) -> None:
     page = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
     shown = {entry.rpartition(".")[2] for entry in _entries(package)} | set(re.findall(r"`(\w+)`", page))
     public = {name for room in ROOMS[package] for name in getattr(importlib.import_module(room), "__all__", ())}
@@ -83,7 +83,7 @@ def test_every_public_name_is_on_its_page(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["tp-plans", "fsdp-runtime"])
-def test_a_section_names_the_room_of_what_the_package_itself_does_not_have(package: str) -> None:
+def test_section_names_the_room_of_names_outside_the_top_level(package: str) -> None:
     page, name = (ROOT / "docs" / "reference" / f"{package}.md").read_text(), package.replace("-", "_")
     top = {*importlib.import_module(name).__all__, *vars(importlib.import_module(f"{name}.errors"))}
     for section in page.split("\n## ")[1:]:

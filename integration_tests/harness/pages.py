@@ -1,8 +1,8 @@
 """The code of documentation pages, run as it stands there.
 
 A page is Markdown.  Its ``python`` blocks run one after another in one namespace, which begins with the names that a
-test gives it; behind a comment ``<!-- ranks: 2 -->`` they run in a fresh namespace on that many ranks.  What stands in
-a comment behind a ``print`` has to be printed there, with ``...`` for anything.
+test gives it; behind a comment ``<!-- ranks: 2 -->`` they run in a fresh namespace on that many ranks.  The text of a
+comment behind a ``print`` has to be printed there, with ``...`` for anything.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def blocks(page: Path, language: str, text: str | None = None) -> list[Block]:
     whole = page.read_text()
     start = whole.index(text) if text is not None else 0
     return [
-        Block(page.name, found[2], textwrap.dedent(found[3]), whole.count("\n", 0, start + found.start(3)) + 1)
-        for found in _FENCE.finditer(text if text is not None else whole)
-        if found[2] == language
+        Block(page.name, fence[2], textwrap.dedent(fence[3]), whole.count("\n", 0, start + fence.start(3)) + 1)
+        for fence in _FENCE.finditer(text if text is not None else whole)
+        if fence[2] == language
     ]
 
 
@@ -59,7 +59,7 @@ def parts(page: Path) -> list[Part]:
 
 def _parts(page: Path) -> Iterator[Part]:
     text = page.read_text()
-    borders = [(0, 0), *((found.start(), int(found[1])) for found in _RANKS.finditer(text))]
+    borders = [(0, 0), *((comment.start(), int(comment[1])) for comment in _RANKS.finditer(text))]
     ends = [start for start, _ in borders[1:]] + [len(text)]
     for (start, ranks), end in zip(borders, ends, strict=True):
         if start < end and (code := blocks(page, "python", text[start:end])):
@@ -78,7 +78,7 @@ def run(code: Iterable[Block], names: dict[str, Any]) -> list[str]:
 
 
 def run_part(part: Part, names: dict[str, Any], folder: Path) -> list[str]:
-    """:func:`run` in a folder and a namespace of its own; what a pool of ranks calls."""
+    """Run a part in a folder and a fresh namespace, as a pool of ranks calls it."""
     with contextlib.chdir(folder):
         return run(part.blocks, dict(names))
 
