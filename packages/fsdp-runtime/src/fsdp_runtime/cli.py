@@ -118,11 +118,11 @@ def _add_recipe(commands: Any) -> None:
 
 def _recipe(given: Given, progress: ProgressLine) -> int:
     _require_unit(given["device_memory"], "--device-memory")
-    found = recipes(progress=progress, **{name: value for name, value in given.items() if name in _RECIPES})
+    answers = recipes(progress=progress, **{name: value for name, value in given.items() if name in _RECIPES})
     progress.close()
-    for line in (markdown_lines if "markdown" in given else text_lines)(recipe_sections(found)):
+    for line in (markdown_lines if "markdown" in given else text_lines)(recipe_sections(answers)):
         print(line)
-    return TOO_LARGE if all(each.found.best is None for each in found) else OK
+    return TOO_LARGE if all(each.found.best is None for each in answers) else OK
 
 
 def _verl_check() -> int:
@@ -228,10 +228,10 @@ def _estimate(given: Given, progress: ProgressLine) -> int:
     spec = parse_mesh(given["mesh"])
     if "world_size" in given:
         spec = spec.resolve(given["world_size"])
-    found = estimate(_model(given), spec, progress=progress, **_options(given))
+    result = estimate(_model(given), spec, progress=progress, **_options(given))
     progress.close()
-    _write(found, [*estimate_sections(found), *_time_sections(found, given.get("hardware"))], given)
-    return TOO_LARGE if found.fits is False else OK
+    _write(result, [*estimate_sections(result), *_time_sections(result, given.get("hardware"))], given)
+    return TOO_LARGE if result.fits is False else OK
 
 
 def _sweep(given: Given, progress: ProgressLine) -> int:
@@ -240,18 +240,18 @@ def _sweep(given: Given, progress: ProgressLine) -> int:
         options["sequence_parallel"] = (True,)
     for name in {"activation_checkpointing", "context_parallel"} & given.keys():
         options[name] = given[name].split(",")
-    found = sweep(_model(given), _world_size(given), progress=progress, **options)
+    result = sweep(_model(given), _world_size(given), progress=progress, **options)
     progress.close()
-    _write(found, sweep_sections(found, shown=_MAX_SHOWN), given)
-    if not found.estimated:
+    _write(result, sweep_sections(result, shown=_MAX_SHOWN), given)
+    if not result.estimated:
         return FAILED
-    return TOO_LARGE if found.best is None else OK
+    return TOO_LARGE if result.best is None else OK
 
 
-def _time_sections(found: Estimate, hardware: str | None) -> list[Section]:
+def _time_sections(result: Estimate, hardware: str | None) -> list[Section]:
     if hardware is None:
         return []
-    time = step_time(found, hardware)
+    time = step_time(result, hardware)
     traffic = "".join(f", {axis} {seconds:.3g} s" for axis, seconds in time.traffic.items())
     lines = [
         f"matrix products {time.matmul:.3g} s, attention {time.attention:.3g} s, memory {time.memory:.3g} s{traffic}",
@@ -310,18 +310,18 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(map(int, _words(text)))
 
 
-def _write(found: Estimate | Sweep, sections: list[Section], given: Given) -> None:
+def _write(result: Estimate | Sweep, sections: list[Section], given: Given) -> None:
     if given.get("json") != "-":
         for line in text_lines(sections):
             print(line)
     else:
-        print(found.to_json())
+        print(result.to_json())
     if given.get("json", "-") != "-":
-        Path(given["json"]).write_text(found.to_json() + "\n")
+        Path(given["json"]).write_text(result.to_json() + "\n")
     if "html" in given:
-        Path(given["html"]).write_text(html_report(found), encoding="utf-8")
+        Path(given["html"]).write_text(html_report(result), encoding="utf-8")
     if "png" in given:
-        Path(given["png"]).write_bytes(chart_picture(found, "png"))
+        Path(given["png"]).write_bytes(chart_picture(result, "png"))
 
 
 if __name__ == "__main__":

@@ -240,10 +240,10 @@ def _already(model: nn.Module, *, plain: bool) -> Iterator[tuple[str, str]]:
 
 def _require_no_gradients(model: nn.Module) -> None:
     """Refuse gradients, which the parameters that take the place of others would not have."""
-    found = [path for path, parameter in model.named_parameters() if parameter.grad is not None]
-    if found:
+    paths = [path for path, parameter in model.named_parameters() if parameter.grad is not None]
+    if paths:
         raise ModelError(
-            f"{len(found)} parameters have gradients, first {found[0]}, which their shards would not have: call "
+            f"{len(paths)} parameters have gradients, first {paths[0]}, which their shards would not have: call "
             "model.zero_grad() before parallelize, or take the optimizer's step first"
         )
 

@@ -36,10 +36,10 @@ def assign_rows(items: Items, ranks: int) -> list[list[Row]]:
     least = max(1, -(-least_rows(items) // ranks))
     enough = max(1, -(-len(best_fit(items, order)) // ranks))
     tried = min(enough, least + 1 + _TRIED_ITEMS // max(len(order), 1))
-    found = None
+    schedule = None
     for micro_batches in (*range(least, tried), enough):
-        found = found or _schedule(items, order, ranks, micro_batches, _PARTITIONED_ITEMS)
-    return [rows[::-1] if index % 2 else rows for index, rows in enumerate(found or [])]  # not always the same rank
+        schedule = schedule or _schedule(items, order, ranks, micro_batches, _PARTITIONED_ITEMS)
+    return [rows[::-1] if index % 2 else rows for index, rows in enumerate(schedule or [])]  # not always the same rank
 
 
 def step_work(items: Items, micro_batches: Iterable[Sequence[Row]]) -> float:
@@ -62,7 +62,7 @@ def _schedule(items: Items, order: list[int], ranks: int, micro_batches: int, bu
     candidates = [_grouped(items, rows, ranks) for rows in partitioned]
     if not candidates:
         return None
-    groups = min(candidates, key=lambda found: step_work(items, found))
+    groups = min(candidates, key=lambda schedule: step_work(items, schedule))
     mean = items.work_of(order) / (ranks * micro_batches)
     above = sum(max(map(items.work_of, group)) > mean * _ABOVE for group in groups)
     if 1 in (micro_batches, ranks) or above == 0:
@@ -76,7 +76,7 @@ def _schedule(items: Items, order: list[int], ranks: int, micro_batches: int, bu
     if budget > 0:
         rest = [item for _, item in sorted((-work, item) for work, item in pool)]
         others.append(_schedule(items, rest, ranks, micro_batches - 1, budget - len(rest)) or others[0])
-    return min([groups, *([*filled, *each] for each in others)], key=lambda found: step_work(items, found))
+    return min([groups, *([*filled, *each] for each in others)], key=lambda schedule: step_work(items, schedule))
 
 
 def _grouped(items: Items, rows: list[Row], ranks: int) -> list[list[Row]]:

@@ -58,10 +58,10 @@ def least_rows(items: Items) -> int:
 
 def partitions(items: Items, order: Sequence[int], rows: int) -> list[list[Row]]:
     """Return partitions of items, in ``order`` of the most work, into rows; rows may be empty, and so may the list."""
-    found = [_largest_first(items, order, rows)]
+    choices = [_largest_first(items, order, rows)]
     if len(order) * rows <= _MAX_DIFFERENCING:
-        found.append(_fitting(items, _differencing(items, list(order), rows)))
-    fitting = [each for each in found if each is not None]
+        choices.append(_fitting(items, _differencing(items, list(order), rows)))
+    fitting = [each for each in choices if each is not None]
     if not fitting:
         filled = best_fit(items, order)
         fitting = [filled + [[] for _ in range(rows - len(filled))]] if len(filled) <= rows else []
@@ -70,24 +70,24 @@ def partitions(items: Items, order: Sequence[int], rows: int) -> list[list[Row]]
 
 def best_fit(items: Items, order: Iterable[int]) -> list[Row]:
     """Assign each item, the longest first, to the row with the least sufficient room, or to a new row."""
-    found: list[Row] = []
+    rows: list[Row] = []
     rooms: list[tuple[int, int]] = []  # room and row, the least room first
     for item in sorted(order, key=lambda item: (-items.tokens[item], item)):
         tokens = items.tokens[item]
         place = bisect_left(rooms, (tokens, 0))
         if place == len(rooms):
-            room, row = items.capacity, len(found)
-            found.append([])
+            room, row = items.capacity, len(rows)
+            rows.append([])
         else:
             room, row = rooms.pop(place)
-        found[row].append(item)
+        rows[row].append(item)
         insort(rooms, (room - tokens, row))
-    return found
+    return rows
 
 
 def _largest_first(items: Items, order: Sequence[int], rows: int) -> list[Row] | None:
     """Assign each item, the most work first, to the row with the least work and enough room (Graham)."""
-    found: list[Row] = [[] for _ in range(rows)]
+    filled: list[Row] = [[] for _ in range(rows)]
     room, work = [items.capacity] * rows, [0.0] * rows
     lightest = [(0.0, row) for row in range(rows)]
     roomiest = [(-items.capacity, row) for row in range(rows)]
@@ -113,12 +113,12 @@ def _largest_first(items: Items, order: Sequence[int], rows: int) -> list[Row] |
                 heapq.heappop(roomiest)
         if row < 0 or room[row] < tokens:
             return None
-        found[row].append(item)
+        filled[row].append(item)
         room[row] -= tokens
         work[row] += items.work[item]
         heapq.heappush(lightest, (work[row], row))
         heapq.heappush(roomiest, (-room[row], row))
-    return found
+    return filled
 
 
 def _differencing(items: Items, order: list[int], rows: int) -> list[Row]:
@@ -137,8 +137,8 @@ def _differencing(items: Items, order: list[int], rows: int) -> list[Row]:
         least = merged[-1][0] if len(merged) == rows else 0.0
         heapq.heappush(heap, (least - merged[0][0], number, merged))
         number += 1
-    found = [row for _, row in heap[0][2]] if heap else []
-    return found + [[] for _ in range(rows - len(found))]
+    filled = [row for _, row in heap[0][2]] if heap else []
+    return filled + [[] for _ in range(rows - len(filled))]
 
 
 def _merged(one: list[tuple[float, Row]], other: list[tuple[float, Row]], rows: int) -> list[tuple[float, Row]]:

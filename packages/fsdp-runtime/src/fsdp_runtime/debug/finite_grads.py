@@ -50,15 +50,17 @@ def assert_finite_gradients(model: nn.Module) -> None:
         dist.all_reduce(total, group=group)
     if not total.item():
         return
-    found: dict[str, list[str]] = {}
+    counts_of: dict[str, list[str]] = {}
     nonzero = {name: int(count) for name, count in counts.items() if count}
     for rank, rank_counts in sorted(all_gather_objects(ranks, nonzero).items()):
         for name, count in rank_counts.items():
-            found.setdefault(name, []).append(f"rank {rank}: {count}")
-    lines = [f"  {name} ({', '.join(by_rank)})" for name, by_rank in list(found.items())[:_MAX_NAMED]]
-    more = [f"  and {len(found) - _MAX_NAMED} more"] if len(found) > _MAX_NAMED else []
+            counts_of.setdefault(name, []).append(f"rank {rank}: {count}")
+    lines = [f"  {name} ({', '.join(by_rank)})" for name, by_rank in list(counts_of.items())[:_MAX_NAMED]]
+    more = [f"  and {len(counts_of) - _MAX_NAMED} more"] if len(counts_of) > _MAX_NAMED else []
     raise GradientError(
-        "\n".join([f"{len(found)} parameters have gradients that are not finite (elements by rank):", *lines, *more])
+        "\n".join(
+            [f"{len(counts_of)} parameters have gradients that are not finite (elements by rank):", *lines, *more]
+        )
         + "\nskip this step (optimizer.zero_grad()) and inspect the batch of the ranks named; in half precision, "
         "scale the loss down"
     )

@@ -89,5 +89,5 @@ def _replica_groups(tensor: Tensor, mesh: DeviceMesh | None) -> Iterator[tuple[s
 
 def _hash(tensor: Tensor) -> Tensor:
     """Return the hash of the local bits, on the collectives' device."""
-    found = hash_bits(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    return found.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else found
+    bits = hash_bits(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return bits.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else bits

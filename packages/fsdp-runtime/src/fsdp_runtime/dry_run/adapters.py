@@ -50,9 +50,9 @@ def not_adapted(model: nn.Module) -> tuple[str, ...]:
 
     from fsdp_runtime._peft_compat import refused_by_lora
 
-    found = {
+    classes = {
         path.rpartition(".")[2]: None
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
     }
-    return (*found, *refused_by_lora(model))
+    return (*classes, *refused_by_lora(model))

@@ -9,9 +9,9 @@ def advice_for(settings: Settings, memory: Memory, device_memory: int | None) ->
     """Return changes that lower the peak, largest savings first; none if the process leaves 10 % of the device free."""
     if device_memory is None or memory.device <= 0.9 * device_memory:
         return ()
-    found = _known(settings, memory)
-    found[f"tp={2 * settings.mesh['tp']}, or twice the ranks in dp_shard"] = None
-    by_savings = sorted(found.items(), key=lambda item: -(item[1] or 0))
+    savings = _known(settings, memory)
+    savings[f"tp={2 * settings.mesh['tp']}, or twice the ranks in dp_shard"] = None
+    by_savings = sorted(savings.items(), key=lambda item: -(item[1] or 0))
     return tuple(Advice(change=change, saves=saves) for change, saves in by_savings)
 
 
@@ -19,23 +19,23 @@ def _known(settings: Settings, memory: Memory) -> dict[str, int | None]:
     peak, batch = memory.peak.nbytes, settings.micro_batch
     tp, shards, replicas = (settings.mesh[axis] for axis in ("tp", "dp_shard", "dp_replicate"))
     states = peak.parameters + peak.gradients + peak.optimizer_state
-    found: dict[str, int | None] = {}
+    savings: dict[str, int | None] = {}
     if settings.activation_checkpointing == "none" and peak.activations:
         saved = peak.activations - peak.activations // max(1, settings.blocks)
-        found["activation_checkpointing='block': keep one hidden state per block"] = saved
+        savings["activation_checkpointing='block': keep one hidden state per block"] = saved
     if settings.logprobs == "logits" and peak.logits:
-        found["logprobs='linear': compute the loss from hidden states, without logits"] = peak.logits
+        savings["logprobs='linear': compute the loss from hidden states, without logits"] = peak.logits
     if not settings.sequence_parallel and tp > 1 and peak.activations:
-        found["sequence_parallel=True: shard activations between layers over tp"] = peak.activations * (tp - 1) // tp
+        savings["sequence_parallel=True: shard activations between layers over tp"] = peak.activations * (tp - 1) // tp
     if replicas > 1:
         change = f"dp_shard={shards * replicas}, dp_replicate=1: shard over all data-parallel ranks"
-        found[change] = states * (replicas - 1) // replicas
+        savings[change] = states * (replicas - 1) // replicas
     if memory.peak.phase == "optimizer" and settings.optimizer == "adamw" and peak.temporaries:
-        found["optimizer='adamw_fused': AdamW(fused=True), without the temporaries of foreach"] = peak.temporaries
+        savings["optimizer='adamw_fused': AdamW(fused=True), without the temporaries of foreach"] = peak.temporaries
     if not settings.offload and states:
         change = "CPUOffloadPolicy() in fsdp=, or --offload: keep parameters, gradients and optimizer state on the host"
-        found[change] = states
+        savings[change] = states
     if batch > 1:
         saved = (peak.activations + peak.logits + peak.temporaries) * (batch - 1) // batch
-        found["micro_batch=1, with gradient accumulation for the rest of the batch"] = saved
-    return found
+        savings["micro_batch=1, with gradient accumulation for the rest of the batch"] = saved
+    return savings

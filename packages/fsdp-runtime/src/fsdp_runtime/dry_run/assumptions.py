@@ -18,7 +18,7 @@ def untrained_assumptions(
     """Return the missing numbers for each part of the model that the step does not reach."""
     has_vision = getattr(getattr(model, "config", None), "vision_config", None) is not None
     trained = {wildcard(name) for name, each in model.named_parameters() if each.requires_grad} - untrained.keys()
-    found = []
+    assumptions = []
     for part, (count, size) in add_up((_part_of(pattern), sizes) for pattern, sizes in untrained.items()).items():
         unused = has_vision and part not in map(_part_of, trained)
         reason = "the step has text and no images or other media" if unused else "the step does not use all of it"
@@ -32,8 +32,8 @@ def untrained_assumptions(
                 "requires_grad_(False) freezes it"
             )
         text = f"{reason}, so {count} trainable parameters have no gradient: {counted}"
-        found.append(Assumption(operator="", module=part, assumption=text, counted=False))
-    return found
+        assumptions.append(Assumption(operator="", module=part, assumption=text, counted=False))
+    return assumptions
 
 
 def quantization_assumptions(model: nn.Module) -> list[Assumption]:

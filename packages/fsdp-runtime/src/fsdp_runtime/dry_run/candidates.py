@@ -25,20 +25,20 @@ def candidate_meshes(
     for name, sizes in given.items():
         if wrong := [size for size in sizes or () if size < 1]:
             raise EstimateError(f"{name}={wrong[0]}: give a positive integer")
-    found: list[MeshSpec] = []
+    meshes: list[MeshSpec] = []
     for tp, context in product(range(1, max_tp + 1), cp):
         if world_size % (tp * context):
             continue
         data = world_size // (tp * context)
         per_node = max(max_tp // (tp * context), 1)
         choices = dp_replicate or (1, *([data // per_node] if data % per_node == 0 else []))
-        found += [
+        meshes += [
             MeshSpec(dp_replicate=replicas, dp_shard=data // replicas, cp=context, tp=tp, ep=experts)
             for replicas in dict.fromkeys(choices)
             for experts in dict.fromkeys(ep)
             if data % replicas == 0 and world_size // replicas % experts == 0
         ]
-    return found
+    return meshes
 
 
 def make_candidates(
@@ -58,13 +58,13 @@ def make_candidates(
     ]
 
 
-def rank_candidates(world_size: int, found: Iterable[Candidate]) -> Sweep:
+def rank_candidates(world_size: int, candidates: Iterable[Candidate]) -> Sweep:
     """Order candidates: fitting ones first, then the fastest; without speeds, least memory, then least bytes sent."""
     # Times are lower bounds (no overlap, no waiting) per token, because meshes differ in the tokens of a step; they
     # order candidates and do not predict a step. Axes without a bandwidth would count as free, so candidates that use
     # one come after those that do not.
-    everything = list(found)
-    timed = any(candidate.seconds is not None for candidate in everything)
+    known = list(candidates)
+    timed = any(candidate.seconds is not None for candidate in known)
 
     def sort_key(candidate: Candidate) -> tuple[float, ...]:
         estimate = candidate.estimate
@@ -78,6 +78,4 @@ def rank_candidates(world_size: int, found: Iterable[Candidate]) -> Sweep:
         return fits, memory, candidate.bytes_sent, work
 
     by = "seconds per token (no overlap), then operations" if timed else "device memory, then bytes sent per token"
-    return Sweep(
-        world_size=world_size, candidates=tuple(sorted(everything, key=sort_key)), ranked_by=f"fits, then {by}"
-    )
+    return Sweep(world_size=world_size, candidates=tuple(sorted(known, key=sort_key)), ranked_by=f"fits, then {by}")

@@ -112,22 +112,22 @@ def sweep(
         progress(f"{several}: {max(1, round(shortest))} to {max(1, round(longest))} minutes", 0, len(waiting))
     if enough is not None:
         waiting.sort(key=lambda each: (each.mesh.tp * each.mesh.cp, each.mesh.tp))
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
 
     def is_needed(candidate: Candidate) -> bool:
         return enough is None or (
-            sum(each.estimate is not None and each.estimate.fits is True for each in found) < enough
-            and not any(_is_larger(each, candidate) for each in found)
+            sum(each.estimate is not None and each.estimate.fits is True for each in candidates) < enough
+            and not any(_is_larger(each, candidate) for each in candidates)
         )
 
     for candidate, outcome in _outcomes(partial(_attempt, model, options), waiting, workers, is_needed):
         if isinstance(outcome, str):
-            found.append(replace(candidate, error=outcome))
+            candidates.append(replace(candidate, error=outcome))
         else:
-            found.append(candidate.with_estimate(outcome, device_flops=speed, hardware=hardware))
+            candidates.append(candidate.with_estimate(outcome, device_flops=speed, hardware=hardware))
         if progress is not None:
-            progress(candidate.label, len(found), len(waiting))
-    return rank_candidates(world_size, found)
+            progress(candidate.label, len(candidates), len(waiting))
+    return rank_candidates(world_size, candidates)
 
 
 #: The margin of a bound on a mesh's memory for rounding and uneven parts.

@@ -36,10 +36,10 @@ _AXES = [field.name for field in fields(MeshSpec)]
 def parse_bytes(value: int | str) -> int:
     """Return bytes from a number, or from text such as ``"80GiB"`` (powers of 1024) or ``"80GB"`` (powers of 1000)."""
     if isinstance(value, str):
-        found = re.fullmatch(_NUMBER + r"([kmgtpe]?)(i?)B", value.strip(), re.IGNORECASE)
-        if found is None and re.fullmatch(r"\d+", value.strip()) is None:
+        match = re.fullmatch(_NUMBER + r"([kmgtpe]?)(i?)B", value.strip(), re.IGNORECASE)
+        if match is None and re.fullmatch(r"\d+", value.strip()) is None:
             raise EstimateError(f"{value!r} is not a size in bytes: write 80GiB, 80GB or a number of bytes")
-        value = int(value) if found is None else round(_scaled(found[1], found[2], 1024 if found[3] else 1000))
+        value = int(value) if match is None else round(_scaled(match[1], match[2], 1024 if match[3] else 1000))
     if value <= 0:
         raise EstimateError(f"a size of {value} bytes: give a positive number")
     return value
@@ -49,12 +49,12 @@ def parse_bandwidth(value: float | str) -> float:
     """Return bytes per second from a number, or from text: ``"450GB/s"``, or bits as ``"400Gb/s"``, ``"400Gbit/s"``."""
     if isinstance(value, str):
         # The case of B and b separates bytes from bits; the case of prefixes has no meaning.
-        found = re.fullmatch(_NUMBER + r"([kmgtpeKMGTPE]?)(i?)(B|b|bit)(?:/s|ps)", value.strip())
-        if found is None and (found := re.fullmatch(_NUMBER + "()()()", value.strip())) is None:
+        match = re.fullmatch(_NUMBER + r"([kmgtpeKMGTPE]?)(i?)(B|b|bit)(?:/s|ps)", value.strip())
+        if match is None and (match := re.fullmatch(_NUMBER + "()()()", value.strip())) is None:
             raise EstimateError(
                 f"{value!r} is not a bandwidth: write 450GB/s (bytes), 400Gb/s (bits) or a number of bytes per second"
             )
-        value = _scaled(found[1], found[2], 1024 if found[3] else 1000) / (8 if found[4] in ("b", "bit") else 1)
+        value = _scaled(match[1], match[2], 1024 if match[3] else 1000) / (8 if match[4] in ("b", "bit") else 1)
     if value <= 0:
         raise EstimateError(f"a bandwidth of {value} bytes per second: give a positive number")
     return float(value)
@@ -63,10 +63,10 @@ def parse_bandwidth(value: float | str) -> float:
 def parse_flops(value: float | str) -> float:
     """Return floating-point operations per second from a number, or from text: ``"400TFLOP/s"``, ``"400TFLOPS"``."""
     if isinstance(value, str):
-        found = re.fullmatch(_NUMBER + r"([kmgtpe]?)(?:FLOPS?(?:/s)?)?", value.strip(), re.IGNORECASE)
-        if found is None:
+        match = re.fullmatch(_NUMBER + r"([kmgtpe]?)(?:FLOPS?(?:/s)?)?", value.strip(), re.IGNORECASE)
+        if match is None:
             raise EstimateError(f"{value!r} is not a rate of operations: write 400TFLOP/s or a number per second")
-        value = _scaled(found[1], found[2], 1000)
+        value = _scaled(match[1], match[2], 1000)
     if value <= 0:
         raise EstimateError(f"a rate of {value} operations per second: give a positive number")
     return float(value)
@@ -127,19 +127,19 @@ def split_bandwidths(text: str) -> Mapping[str, str] | str:
 
 def parse_allocator(text: str, *, device_memory: int | None = None) -> AllocatorSettings:
     """Return the settings of the caching allocator from text such as ``"expandable_segments:True"``."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition(":")
         if name not in _ALLOCATOR:
             raise EstimateError(f"allocator={text!r}: {name!r} is not modelled; known are {_ALLOCATOR_OPTIONS}")
         field, read = _ALLOCATOR[name]
         try:
-            found[field] = read(value)
+            settings[field] = read(value)
         except (KeyError, ValueError) as error:
             raise EstimateError(f"allocator={text!r}: {part!r} has no valid value") from error
-    if found.get("garbage_collection_threshold"):
-        found["device_memory"] = device_memory
-    return AllocatorSettings(**found)
+    if settings.get("garbage_collection_threshold"):
+        settings["device_memory"] = device_memory
+    return AllocatorSettings(**settings)
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:

@@ -195,7 +195,7 @@ def _trace(
         summaries.append(_trace_traceable(full.with_blocks(indices), parallelism, mesh, step, known))
 
     def shift_block(path: str, by: int) -> str:
-        return re.sub(rf"^{re.escape(stack)}\.(\d+)", lambda found: f"{stack}.{int(found[1]) + by}", path)
+        return re.sub(rf"^{re.escape(stack)}\.(\d+)", lambda match: f"{stack}.{int(match[1]) + by}", path)
 
     small, large = summaries
     group = "block" if repeated.period == 1 else f"group of {repeated.period} blocks"
@@ -288,11 +288,11 @@ def summarize_traffic(
 ) -> tuple[Traffic, ...]:
     """Return counts and bytes by axis, phase and kind, in that order; a bandwidth under ``""`` is for other axes."""
     axes = axis_names(mesh)
-    found = []
+    traffic = []
     for (phase, kind, ranks), (count, nbytes, sent) in totals.items():
         axis = axes.get(ranks, "ranks " + ",".join(map(str, ranks[:4])) + (",…" if len(ranks) > 4 else ""))
         speed = bandwidths.get(axis, bandwidths.get(""))
-        found.append(
+        traffic.append(
             Traffic(
                 axis=axis,
                 ranks=len(ranks),
@@ -305,4 +305,4 @@ def summarize_traffic(
             )
         )
     order = {axis: index for index, axis in enumerate(axes.values())}
-    return tuple(sorted(found, key=lambda t: (order.get(t.axis, len(order)), t.axis, PHASES.index(t.phase), t.kind)))
+    return tuple(sorted(traffic, key=lambda t: (order.get(t.axis, len(order)), t.axis, PHASES.index(t.phase), t.kind)))

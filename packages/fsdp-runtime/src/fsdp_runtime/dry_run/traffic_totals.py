@@ -23,10 +23,10 @@ def total_bytes_sent(traffic: Iterable[Traffic]) -> int:
 
 def bytes_sent_by_axis(traffic: Iterable[Traffic]) -> dict[str, int]:
     """Return the bytes that a rank sends in a step, by axis."""
-    found: dict[str, int] = {}
+    sent: dict[str, int] = {}
     for item in traffic:
-        found[item.axis] = found.get(item.axis, 0) + item.bytes_sent
-    return found
+        sent[item.axis] = sent.get(item.axis, 0) + item.bytes_sent
+    return sent
 
 
 def axes_without_bandwidth(traffic: Iterable[Traffic]) -> tuple[str, ...]:

@@ -301,16 +301,16 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings, with the computed totals."""
-        found = asdict(self)
-        found["memory"]["peak"] = asdict(self.memory.peak)
-        for peak in (*found["memory"]["phases"], found["memory"]["peak"]):
+        result = asdict(self)
+        result["memory"]["peak"] = asdict(self.memory.peak)
+        for peak in (*result["memory"]["phases"], result["memory"]["peak"]):
             peak["total"] = sum(peak["nbytes"].values())
-        found["memory"]["fragmentation"] = self.memory.fragmentation
-        found["memory"]["device"] = self.memory.device
-        found["settings"]["exact"] = self.settings.exact
+        result["memory"]["fragmentation"] = self.memory.fragmentation
+        result["memory"]["device"] = self.memory.device
+        result["settings"]["exact"] = self.settings.exact
         return {
             "format": FORMAT,
-            **found,
+            **result,
             "fits": self.fits,
             "communication_seconds": self.communication_seconds,
         }

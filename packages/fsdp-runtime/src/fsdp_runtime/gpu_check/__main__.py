@@ -79,15 +79,15 @@ def _bench(device: str, output: Path) -> int:
 
 
 def _run(world: World, checks: list[Check]) -> list[CheckResult]:
-    found = run_checks(world, checks, lambda line: print(line, file=sys.stderr, flush=True))
+    results = run_checks(world, checks, lambda line: print(line, file=sys.stderr, flush=True))
     if world.backend == "gloo" and world.device_type != "cpu":  # gloo has few collectives of tensors on a device
-        found = [
+        results = [
             replace(f, figure=f"{f.figure} (gloo on a device)", state="not run") if f.state == "failed" else f
-            for f in found
+            for f in results
         ]
-    lines = [f"  {verdict(found)}", *(f"  failed: {f.what}: {f.figure}" for f in found if f.state == "failed")]
+    lines = [f"  {verdict(results)}", *(f"  failed: {f.what}: {f.figure}" for f in results if f.state == "failed")]
     print("\n".join(lines), file=sys.stderr, flush=True)
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -148,14 +148,14 @@ class Bench:
                 return contender.call(*inputs)
 
         def both() -> Any:
-            found = contender.call(*inputs)
-            return torch.autograd.grad(found.sum() if found.dim() else found, list(inputs))
+            output = contender.call(*inputs)
+            return torch.autograd.grad(output.sum() if output.dim() else output, list(inputs))
 
-        found = forward()
+        output = forward()
         error = None
-        if exact is not None and found.shape == exact.shape:
-            error = float((found.double() - exact).abs().max())
-        del found
+        if exact is not None and output.shape == exact.shape:
+            error = float((output.double() - exact).abs().max())
+        del output
         forward_ms, (both_ms, host_ms) = self.milliseconds(forward), self._timed(both)
         return Row(section, contender.name, shape, forward_ms, both_ms, None, None, host_ms, self._peak(both), error)
 

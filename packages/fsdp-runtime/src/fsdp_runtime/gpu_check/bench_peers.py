@@ -26,21 +26,21 @@ def logit_contenders(targets: Tensor, device: torch.device) -> list[Contender]:
     ours: Any = optional("rl_logprobs")
 
     def with_entropy(logits: Tensor) -> Tensor:
-        found = ours.token_statistics(logits, targets, entropy=True)
-        return found.logprobs + 0.1 * found.entropy  # type: ignore[no-any-return]
+        statistics = ours.token_statistics(logits, targets, entropy=True)
+        return statistics.logprobs + 0.1 * statistics.entropy  # type: ignore[no-any-return]
 
     def wide(logits: Tensor) -> Tensor:
         return -F.cross_entropy(logits.float(), targets, reduction="none")
 
-    found = [
+    contenders = [
         Contender("rl-logprobs", lambda logits: ours.token_logprobs(logits, targets)),
         Contender("rl-logprobs, torch's operators", lambda x: ours.token_logprobs(x, targets, backend="torch")),
         Contender("rl-logprobs with entropy", with_entropy),
         Contender("torch cross_entropy", lambda logits: -F.cross_entropy(logits, targets, reduction="none")),
     ]
     if device.type == "cpu":
-        return found
-    found.append(Contender("torch.compile of float32 cross_entropy", torch.compile(wide)))
+        return contenders
+    contenders.append(Contender("torch.compile of float32 cross_entropy", torch.compile(wide)))
     if liger := optional("liger_kernel.ops.cross_entropy"):
 
         def of_liger(logits: Tensor) -> Tensor:
@@ -48,19 +48,21 @@ def logit_contenders(targets: Tensor, device: torch.device) -> list[Contender]:
             loss = liger.LigerCrossEntropyFunction.apply(logits, targets, *given)
             return -(loss[0] if isinstance(loss, tuple) else loss)  # type: ignore[no-any-return]
 
-        found.append(Contender("Liger cross-entropy", of_liger))
+        contenders.append(Contender("Liger cross-entropy", of_liger))
     if quack := optional("quack.cross_entropy"):
-        found.append(Contender("QuACK cross-entropy", lambda x: -quack.cross_entropy(x, targets, reduction="none")))
+        contenders.append(
+            Contender("QuACK cross-entropy", lambda x: -quack.cross_entropy(x, targets, reduction="none"))
+        )
     if trl := optional("trl.trainer.utils"):
-        found.append(Contender("TRL selective_log_softmax", lambda x: trl.selective_log_softmax(x, targets)))
+        contenders.append(Contender("TRL selective_log_softmax", lambda x: trl.selective_log_softmax(x, targets)))
         if hasattr(trl, "selective_log_softmax_and_entropy"):  # since TRL 1.16
 
             def of_trl(logits: Tensor) -> Tensor:
                 logprobs, entropy = trl.selective_log_softmax_and_entropy(logits, targets)
                 return logprobs + 0.1 * entropy  # type: ignore[no-any-return]
 
-            found.append(Contender("TRL's kernels with entropy", of_trl))
-    return found
+            contenders.append(Contender("TRL's kernels with entropy", of_trl))
+    return contenders
 
 
 def head_contenders(targets: Tensor, device: torch.device) -> list[Contender]:
@@ -68,29 +70,33 @@ def head_contenders(targets: Tensor, device: torch.device) -> list[Contender]:
     ours: Any = optional("rl_logprobs")
 
     def with_entropy(hidden: Tensor, weight: Tensor) -> Tensor:
-        found = ours.linear_token_statistics(hidden, weight, targets, entropy=True)
-        return found.logprobs + 0.1 * found.entropy  # type: ignore[no-any-return]
+        statistics = ours.linear_token_statistics(hidden, weight, targets, entropy=True)
+        return statistics.logprobs + 0.1 * statistics.entropy  # type: ignore[no-any-return]
 
     def held(hidden: Tensor, weight: Tensor) -> Tensor:
         return -F.cross_entropy((hidden @ weight.t()).float(), targets, reduction="none")
 
-    found = [
+    contenders = [
         Contender("rl-logprobs", lambda hidden, weight: ours.linear_token_logprobs(hidden, weight, targets)),
         Contender("rl-logprobs with entropy", with_entropy),
         Contender("torch, float32 logits held", held),
     ]
     if device.type == "cpu":
-        return found
-    found.append(Contender("torch.compile of the same", torch.compile(held)))
+        return contenders
+    contenders.append(Contender("torch.compile of the same", torch.compile(held)))
     if cut := optional("cut_cross_entropy"):
-        found.append(
+        contenders.append(
             Contender("cut-cross-entropy", lambda h, w: -cut.linear_cross_entropy(h, w, targets, reduction="none"))
         )
     if liger := optional("liger_kernel.transformers.functional"):
-        found.append(Contender("Liger, mean loss", lambda h, w: -liger.liger_fused_linear_cross_entropy(h, w, targets)))
+        contenders.append(
+            Contender("Liger, mean loss", lambda h, w: -liger.liger_fused_linear_cross_entropy(h, w, targets))
+        )
     if quack := optional("quack.linear_cross_entropy"):
-        found.append(Contender("QuACK, mean loss", lambda h, w: -quack.chunked_linear_cross_entropy(h, w, targets)))
-    return found
+        contenders.append(
+            Contender("QuACK, mean loss", lambda h, w: -quack.chunked_linear_cross_entropy(h, w, targets))
+        )
+    return contenders
 
 
 def norm_contenders(parameters: Sequence[torch.nn.Parameter]) -> list[Contender]:

@@ -35,9 +35,9 @@ def check_kernels(world: World, device: torch.device) -> Iterator[CheckResult]:
             results = []
             for backend in ("torch", "triton"):
                 leaf = logits.clone().requires_grad_()
-                found = rl_logprobs.token_statistics(leaf * 1.0, targets, entropy=True, backend=backend)
-                (gradient,) = torch.autograd.grad((found.logprobs + 0.1 * found.entropy).sum(), leaf)
-                results.append((found.logprobs, found.entropy, gradient))
+                statistics = rl_logprobs.token_statistics(leaf * 1.0, targets, entropy=True, backend=backend)
+                (gradient,) = torch.autograd.grad((statistics.logprobs + 0.1 * statistics.entropy).sum(), leaf)
+                results.append((statistics.logprobs, statistics.entropy, gradient))
             worst = max(
                 float((a.float() - b.float()).abs().max() / a.float().abs().max())
                 for a, b in zip(*results, strict=True)
@@ -62,14 +62,14 @@ def calls(rl_logprobs: Any, device: torch.device) -> dict[str, Callable[[], list
 
     def from_hidden(frozen: bool) -> list[Any]:
         hidden, weight = student[0], student[1].detach() if frozen else student[1]
-        found = rl_logprobs.linear_token_statistics(hidden, weight, targets, entropy=not frozen, softcap=30.0)
-        loss = found.logprobs.sum() + (0.0 if frozen else 0.1 * found.entropy.sum())
-        return [found.logprobs, *torch.autograd.grad(loss, [hidden] if frozen else student)]
+        statistics = rl_logprobs.linear_token_statistics(hidden, weight, targets, entropy=not frozen, softcap=30.0)
+        loss = statistics.logprobs.sum() + (0.0 if frozen else 0.1 * statistics.entropy.sum())
+        return [statistics.logprobs, *torch.autograd.grad(loss, [hidden] if frozen else student)]
 
     def divergence(beta: float) -> list[Any]:
         sides = [rl_logprobs.LinearLogits(*side) for side in (student, [part.detach() for part in teacher])]
-        found = rl_logprobs.token_divergence(*sides, beta=beta)
-        return [found, *torch.autograd.grad(found.sum(), student)]
+        values = rl_logprobs.token_divergence(*sides, beta=beta)
+        return [values, *torch.autograd.grad(values.sum(), student)]
 
     def clipped() -> list[Any]:
         parameters = [torch.nn.Parameter(part.detach().clone()) for part in (*student, *teacher)]

@@ -52,8 +52,8 @@ def optional(name: str) -> Any:
 
 def accelerator() -> str | None:
     """Return the type of this machine's accelerators, or ``None``."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
 
 
 def worlds(device_type: str, largest: int = 8) -> list[World]:
@@ -72,20 +72,20 @@ def worlds(device_type: str, largest: int = 8) -> list[World]:
 
 def machine(device_type: str) -> list[CheckResult]:
     """Return the devices and versions."""
-    found = [CheckResult("Machine", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")]
+    results = [CheckResult("Machine", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")]
     if device_type != "cpu":
         for index in range(torch.accelerator.device_count()):
-            found.append(CheckResult("Machine", f"device {index}", _describe(device_type, index)))
+            results.append(CheckResult("Machine", f"device {index}", _describe(device_type, index)))
     for package in PACKAGES:
         try:
-            found.append(CheckResult("Machine", package, version(package)))
+            results.append(CheckResult("Machine", package, version(package)))
         except PackageNotFoundError:
-            found.append(CheckResult("Machine", package, "not installed"))
+            results.append(CheckResult("Machine", package, "not installed"))
     if device_type == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         built = torch.version.hip or torch.version.cuda
-        found.append(CheckResult("Machine", "CUDA or ROCm of torch, NCCL", f"{built}, {nccl}"))
-    return found
+        results.append(CheckResult("Machine", "CUDA or ROCm of torch, NCCL", f"{built}, {nccl}"))
+    return results
 
 
 def _describe(device_type: str, index: int) -> str:

@@ -59,8 +59,8 @@ def expected_peak() -> int:
     """Return the bytes that the dry run predicts; call it in a process without a process group."""
     from fsdp_runtime.dry_run import estimate
 
-    found = estimate(config(), {"dp_shard": 1}, seq_len=LENGTH, micro_batch=BATCH, clip=False)
-    return found.memory.peak.total
+    dry_run = estimate(config(), {"dp_shard": 1}, seq_len=LENGTH, micro_batch=BATCH, clip=False)
+    return dry_run.memory.peak.total
 
 
 def _peak(device: torch.device, score: Callable[..., Any]) -> int:

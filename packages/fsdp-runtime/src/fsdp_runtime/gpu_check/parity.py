@@ -47,7 +47,7 @@ def settings(size: int) -> list[Setting]:
     if size == 1:
         return [Setting({"dp_shard": 1}), Setting({"dp_shard": 1}, experts=True)]
     half = size // 2
-    found = [
+    cases = [
         Setting({"dp_shard": size}),
         Setting({"tp": size}),
         Setting({"tp": size}, {"sequence_parallel": True}),
@@ -56,13 +56,13 @@ def settings(size: int) -> list[Setting]:
         Setting({"tp": size}, experts=True),
     ]
     if half > 1:
-        found += [
+        cases += [
             Setting({"dp_shard": half, "tp": 2}, {"sequence_parallel": True}),
             Setting({"dp_replicate": 2, "dp_shard": half}),
             Setting({"cp": 2, "tp": half}),
             Setting({"dp_shard": half, "tp": 2, "ep": 2}, experts=True),
         ]
-    return found
+    return cases
 
 
 def check_parity(world: World, device: torch.device) -> Iterator[CheckResult]:

@@ -35,10 +35,10 @@ def run_checks(world: World, checks: list[Check], show: Callable[[str], None]) -
         except Exception as error:  # noqa: BLE001  # every error that ended a rank belongs in the report
             failure = str(error).strip().splitlines()[-1]
         lines = Path(folder, "findings").read_text().splitlines() if Path(folder, "findings").exists() else []
-    found = [CheckResult(**json.loads(line)) for line in lines]
+    results = [CheckResult(**json.loads(line)) for line in lines]
     if failure:
-        found.append(CheckResult("Errors", f"{world.name}: {names}", failure, "no error", "failed"))
-    return found
+        results.append(CheckResult("Errors", f"{world.name}: {names}", failure, "no error", "failed"))
+    return results
 
 
 def _run_rank(rank: int, world: World, checks: list[Check], folder: str) -> None:

@@ -108,15 +108,15 @@ def _of_weights(structure: ModelStructure) -> Iterator[float]:
 def _towers(structure: ModelStructure) -> tuple[str, ...]:
     """Return the prefixes of the modules around blocks that the token embedding does not feed."""
     decoder = structure.decoder
-    found = set()
+    paths = set()
     for block in structure.blocks:
         if block in decoder:
             continue
         parts = block.split(".")
         prefixes = [".".join(parts[:count]) + "." for count in range(1, len(parts))]
         outside = [p for p in prefixes if not any(f"{each}.".startswith(p) for each in decoder)]
-        found.update(outside[:1])
-    return tuple(found) or ("\0",)
+        paths.update(outside[:1])
+    return tuple(paths) or ("\0",)
 
 
 def _expert_shares(structure: ModelStructure) -> Iterator[tuple[str, float]]:

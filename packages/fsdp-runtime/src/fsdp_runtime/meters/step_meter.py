@@ -59,13 +59,13 @@ class StepValues:
 
     def to_dict(self) -> dict[str, float]:
         """Return flat numbers by name, for a logger."""
-        found = {"seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
-        found["tokens_per_second_per_rank"] = self.tokens_per_second / self.ranks
-        found["tflops_per_second_per_rank"] = self.flops / (self.seconds * self.ranks) / 1e12
-        found |= {} if self.mfu is None else {"mfu": self.mfu}
-        found |= {f"seconds/{name}": seconds for name, seconds in self.phases.items()}
-        found |= {f"peak_bytes/{name}": float(count) for name, count in self.peak_bytes.items()}
-        return found | {f"bytes_sent/{axis}": float(count) for axis, count in self.bytes_sent.items()}
+        values = {"seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+        values["tokens_per_second_per_rank"] = self.tokens_per_second / self.ranks
+        values["tflops_per_second_per_rank"] = self.flops / (self.seconds * self.ranks) / 1e12
+        values |= {} if self.mfu is None else {"mfu": self.mfu}
+        values |= {f"seconds/{name}": seconds for name, seconds in self.phases.items()}
+        values |= {f"peak_bytes/{name}": float(count) for name, count in self.peak_bytes.items()}
+        return values | {f"bytes_sent/{axis}": float(count) for axis, count in self.bytes_sent.items()}
 
 
 class StepMeter:

@@ -154,11 +154,11 @@ def _describe(
     for part, _ in gathered:
         for key, value in part.items():
             expected[key] = _wrap(expected.get(key, 0) + value)
-    found = {key: value for _, part in gathered for key, value in part.items()}
+    digests = {key: value for _, part in gathered for key, value in part.items()}
     lines = []
     for name in differing:
         ranks = [
-            rank for (rank, other), value in found.items() if other == name and value != expected.get((rank, name))
+            rank for (rank, other), value in digests.items() if other == name and value != expected.get((rank, name))
         ]
         lines.append(f"  {name}: on ranks {', '.join(map(str, sorted(ranks)))}")
     return (

@@ -113,7 +113,7 @@ class EngineClient:
 def _reason(text: str) -> str:
     """The message in a server's answer, without its JSON."""
     try:
-        found = json.loads(text)
-        return str(found["error"]["message"] if isinstance(found["error"], dict) else found["error"])
+        answer = json.loads(text)
+        return str(answer["error"]["message"] if isinstance(answer["error"], dict) else answer["error"])
     except (ValueError, KeyError, TypeError):
         return text.strip() or "no reason"

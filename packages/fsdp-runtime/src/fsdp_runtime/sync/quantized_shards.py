@@ -172,8 +172,8 @@ class QuantizedShards:
         """Pairs of views of the same cells: in the exchanged numbers, and in the cells of a block."""
         (top, bottom), (left, right) = _cell_box(self._quantization, own.block.box)
         rows, columns = shared.strips(numbers)
-        found = [(rows[i, left:right], cells[row - top]) for i, row in enumerate(shared.rows) if top <= row < bottom]
-        return found + [
+        strips = [(rows[i, left:right], cells[row - top]) for i, row in enumerate(shared.rows) if top <= row < bottom]
+        return strips + [
             (columns[i, top:bottom], cells[:, column - left])
             for i, column in enumerate(shared.columns)
             if left <= column < right

@@ -54,8 +54,8 @@ def rounds_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], windows: i
     # build the same message, and they order their messages equally.
     tensors = plan.destination.tensors
     return [
-        _messages(sorted(found, key=lambda each: (-tensors[each.tensor].itemsize, each.position)))
-        for _, found in sorted(_by_round(plan, transfers, windows).items())
+        _messages(sorted(blocks, key=lambda each: (-tensors[each.tensor].itemsize, each.position)))
+        for _, blocks in sorted(_by_round(plan, transfers, windows).items())
     ]
 
 
@@ -63,18 +63,18 @@ def _by_round(
     plan: TransferPlan, transfers: Iterable[BlockTransfer], windows: int
 ) -> dict[tuple[int, int], list[BlockTransfer]]:
     """The transfers between ranks by their rounds: the window, and the number of earlier relays."""
-    found: dict[tuple[int, int], list[BlockTransfer]] = defaultdict(list)
+    rounds: dict[tuple[int, int], list[BlockTransfer]] = defaultdict(list)
     for each in transfers:
         if not each.is_local:
-            found[each.position * windows // plan.nbytes, each.hop].append(each)
-    return found
+            rounds[each.position * windows // plan.nbytes, each.hop].append(each)
+    return rounds
 
 
 def _messages(transfers: Iterable[BlockTransfer]) -> list[Message]:
     pairs: dict[tuple[int, int], list[BlockTransfer]] = defaultdict(list)
     for each in transfers:
         pairs[each.source, each.destination].append(each)
-    return [Message(source, destination, tuple(found)) for (source, destination), found in sorted(pairs.items())]
+    return [Message(source, destination, tuple(blocks)) for (source, destination), blocks in sorted(pairs.items())]
 
 
 def split_transfers(plan: TransferPlan, transfers: Iterable[BlockTransfer], bucket_bytes: int) -> list[BlockTransfer]:
@@ -82,18 +82,18 @@ def split_transfers(plan: TransferPlan, transfers: Iterable[BlockTransfer], buck
     if bucket_bytes < ALIGNMENT:
         raise OptionError(f"bucket_bytes={bucket_bytes}: give {ALIGNMENT} or more, the bytes of the widest element")
     limit = bucket_bytes // ALIGNMENT * ALIGNMENT
-    found: list[BlockTransfer] = []
+    parts: list[BlockTransfer] = []
     for each in transfers:
         if each.nbytes <= limit:
-            found.append(each)
+            parts.append(each)
             continue
         itemsize = plan.destination.tensors[each.tensor].itemsize
         position = each.position
         for part in split_box(each.box, limit // itemsize):
             nbytes = volume(part) * itemsize
-            found.append(replace(each, box=part, nbytes=nbytes, position=position))
+            parts.append(replace(each, box=part, nbytes=nbytes, position=position))
             position += nbytes
-    return found
+    return parts
 
 
 def aligned(nbytes: int) -> int:

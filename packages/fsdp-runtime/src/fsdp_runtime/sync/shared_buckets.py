@@ -61,12 +61,12 @@ class SharedBuckets:
 
     def places(self, messages: Round) -> dict[int, int]:
         """Places of this rank's messages of a round in its bucket, by receiving rank."""
-        found, offset = dict[int, int](), 0
+        offsets, offset = dict[int, int](), 0
         for each in messages:
             if each.source == self._rank and self.shares(each):
-                found[each.destination] = offset
+                offsets[each.destination] = offset
                 offset += aligned(each.nbytes)
-        return found
+        return offsets
 
     def run(self, message: Message, place: int) -> Tensor:
         """The bytes of a shared message (see :meth:`shares`) at their place in the sender's bucket."""

@@ -109,10 +109,10 @@ class WeightSource(_Base):
             return
         held = HeldTensors(self._model)
         export = self._options.prepare(self._model)
-        for declared, found in itertools.zip_longest(self._declared, export.metadata()):
-            if declared != found:
+        for declared, exported in itertools.zip_longest(self._declared, export.metadata()):
+            if declared != exported:
                 was, now = (
-                    f"{each.name} {each.dtype} {each.shape}" if each else "nothing" for each in (declared, found)
+                    f"{each.name} {each.dtype} {each.shape}" if each else "nothing" for each in (declared, exported)
                 )
                 raise OptionError(f"{was} was declared, and the model has {now}: make a new WeightSource of it")
         self._export, self._shards, self._held = export, _shards(self._model, self._options), held
@@ -167,8 +167,8 @@ class WeightSource(_Base):
             return {}
         world = dist.get_world_size() if dist.is_initialized() else 1
         layout = self._shards.layout
-        found = {name: mesh_placement(layout, name, world) for name in layout.tensors}
-        return {name: placement for name, placement in found.items() if placement is not None}
+        placements = {name: mesh_placement(layout, name, world) for name in layout.tensors}
+        return {name: placement for name, placement in placements.items() if placement is not None}
 
     def _meta(self, weight: WeightInfo) -> Any:
         make: Any = _ParamMeta if _base is None else _base.ParamMeta

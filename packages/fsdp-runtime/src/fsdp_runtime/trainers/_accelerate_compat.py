@@ -15,11 +15,11 @@ def is_prepared(value: Any) -> bool:
 
 def schedulers(accelerator: Any) -> list[Any]:
     """Return the schedulers that an accelerator has prepared."""
-    found: list[Any] = accelerator._schedulers
-    return found
+    registered: list[Any] = accelerator._schedulers
+    return registered
 
 
 def registered_objects(accelerator: Any) -> list[Any]:
     """Return the objects given to ``register_for_checkpointing``."""
-    found: list[Any] = accelerator._custom_objects
-    return found
+    registered: list[Any] = accelerator._custom_objects
+    return registered

@@ -85,7 +85,8 @@ def nearest(trainer_class: type) -> str:
     """Return the name of the trl trainer nearest to an experimental trainer."""
     names = [cls.__name__ for cls in trainer_class.__mro__]
     return next(
-        (found for starts, found in _NEAREST.items() if any(name.startswith(starts) for name in names)), "GRPOTrainer"
+        (trainer for starts, trainer in _NEAREST.items() if any(name.startswith(starts) for name in names)),
+        "GRPOTrainer",
     )
 
 

@@ -30,8 +30,8 @@ def accelerator_settings(mesh: DeviceMesh, settings: Mapping[str, Any]) -> dict[
     for name, instead in _REFUSED.items():
         if settings.get(name) not in (None, "no"):
             raise OptionError(f"{name} cannot be used on a mesh: {instead}")
-    if found := [name for name in _ENVIRONMENT if os.environ.get(name, "false").lower() == "true"]:
-        raise OptionError(f"{found[0]}=true asks accelerate to shard models itself: start the script with torchrun")
+    if variables := [name for name in _ENVIRONMENT if os.environ.get(name, "false").lower() == "true"]:
+        raise OptionError(f"{variables[0]}=true asks accelerate to shard models itself: start the script with torchrun")
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise OptionError(f"ACCELERATE_DYNAMO_BACKEND cannot be used on a mesh: {_REFUSED['dynamo_backend']}")
     precision = settings.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -71,13 +71,13 @@ class StateMixin(_AnyAccelerator):
                 f"{len(optimizers)} models are prepared, and {folder} has the states of {saved}: prepare the models "
                 "that were saved, in the same order"
             )
-        found = [
+        iterations = [
             load_training_state(folder / _name(index), model, own, scheduler=_Rest(self) if index == 0 else None).step
             for index, (model, own) in enumerate(zip(self._models, optimizers, strict=True))
         ]
-        if len(set(found)) > 1:
-            raise CheckpointError(f"{folder} has the models' states of saves {found}: load another folder")
-        self.project_configuration.iteration = found[0] + 1
+        if len(set(iterations)) > 1:
+            raise CheckpointError(f"{folder} has the models' states of saves {iterations}: load another folder")
+        self.project_configuration.iteration = iterations[0] + 1
 
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
@@ -118,15 +118,15 @@ class StateMixin(_AnyAccelerator):
         if not self._models:
             raise OptionError("no model is prepared: call prepare first")
         owner = {id(own): index for index, model in enumerate(self._models) for own in model.parameters()}
-        found: list[list[Optimizer]] = [[] for _ in self._models]
+        optimizers: list[list[Optimizer]] = [[] for _ in self._models]
         for optimizer in self._optimizers:
             models = {owner.get(id(own), -1) for group in optimizer.param_groups for own in group["params"]}
             if len(models) != 1 or -1 in models:
                 raise OptionError(
                     f"{type(optimizer.optimizer).__name__} holds parameters of {len(models)} models: use one a model"
                 )
-            found[models.pop()].append(optimizer.optimizer)
-        return found
+            optimizers[models.pop()].append(optimizer.optimizer)
+        return optimizers
 
     def _next_folder(self) -> Path:
         """The next folder by ``automatic_checkpoint_naming``; removes the oldest above ``total_limit``."""
@@ -145,10 +145,10 @@ class StateMixin(_AnyAccelerator):
     def _newest_folder(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
             raise OptionError("load_state needs input_dir, or automatic_checkpoint_naming=True")
-        found = _numbered(Path(self.project_dir, "checkpoints"))
-        if not found:
+        folders = _numbered(Path(self.project_dir, "checkpoints"))
+        if not folders:
             raise CheckpointError(f"{self.project_dir} has no checkpoints")
-        return found[-1]
+        return folders[-1]
 
 
 class _Rest:
@@ -182,5 +182,5 @@ def _name(index: int) -> str:
 
 def _numbered(folder: Path) -> list[Path]:
     """The folders ``checkpoint_N`` below one, by their number."""
-    found = [each for each in folder.glob("checkpoint_*") if each.name.removeprefix("checkpoint_").isdigit()]
-    return sorted(found, key=lambda each: int(each.name.removeprefix("checkpoint_")))
+    folders = [each for each in folder.glob("checkpoint_*") if each.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(folders, key=lambda each: int(each.name.removeprefix("checkpoint_")))

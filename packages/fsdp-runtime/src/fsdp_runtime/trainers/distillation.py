@@ -159,8 +159,8 @@ class GKDMixin(TrlMixin):
     def generate_on_policy_outputs(self, model: Any, inputs: Any, generation_config: Any) -> tuple[Tensor, ...]:
         """Sample from student or teacher, the same tokens on all ranks of ``tp``."""
         with self._sampling(model):
-            found = super().generate_on_policy_outputs(model, inputs, generation_config)
-        return tuple(self._from_first(list(found)))
+            outputs = super().generate_on_policy_outputs(model, inputs, generation_config)
+        return tuple(self._from_first(list(outputs)))
 
     def generalized_jsd_loss(
         self,

@@ -142,13 +142,13 @@ def _after(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _padding_id(model: Any, kwargs: Mapping[str, Any]) -> int:
     """Return the padding id; no token of a row after it is scored."""
-    found: int | None = model.config.get_text_config().pad_token_id
-    if found is None or kwargs.get("input_ids") is None:
+    pad_token_id: int | None = model.config.get_text_config().pad_token_id
+    if pad_token_id is None or kwargs.get("input_ids") is None:
         raise OptionError(
             "rows that are scored at their last token cannot be padded over cp: set the config's pad_token_id and give "
             "input_ids, or rows of a length that divides"
         )
-    return found
+    return pad_token_id
 
 
 def _positions(values: Tensor, layout: SequenceLayout) -> Tensor:

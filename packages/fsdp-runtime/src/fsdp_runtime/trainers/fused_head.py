@@ -62,12 +62,12 @@ def add_fused_lm_head(
             kwargs["logits_to_keep"] = scored_positions(labels)
         plain = forward(*args, **kwargs)
         targets = next_labels(labels) if shift_labels is None else shift_labels
-        found = per_position(plain.logits, targets, temperature=temperature, fields=outputs, rows=rows)
+        statistics = per_position(plain.logits, targets, temperature=temperature, fields=outputs, rows=rows)
         mask = targets != -100
         if shift_labels is None:  # the last position predicts no label
-            mask, found = mask[:, :-1], {name: value[:, :-1] for name, value in found.items()}
-        loss, aux_loss = _loss(self.config, plain, found["log_probs"], mask, num_items_in_batch)
-        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **found)
+            mask, statistics = mask[:, :-1], {name: value[:, :-1] for name, value in statistics.items()}
+        loss, aux_loss = _loss(self.config, plain, statistics["log_probs"], mask, num_items_in_batch)
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **statistics)
 
     replace_forward(model, types.MethodType(fused_forward, model))
 
@@ -96,13 +96,13 @@ def add_chunked_head(model: Any, chunk_size: int, is_vlm: bool = False) -> None:
         kwargs["use_cache"] = False
         plain = forward(*args, **kwargs)
         targets = next_labels(labels)
-        found = per_position(plain.logits, targets, temperature=1.0, fields=("entropy", "is_top1"), rows=rows)
+        statistics = per_position(plain.logits, targets, temperature=1.0, fields=("entropy", "is_top1"), rows=rows)
         mask = targets != -100
-        loss, aux_loss = _loss(self.config, plain, found["log_probs"], mask, num_items_in_batch)
+        loss, aux_loss = _loss(self.config, plain, statistics["log_probs"], mask, num_items_in_batch)
         return chunked_head_output(
             loss=loss,
-            num_correct_tokens=found["is_top1"].sum(),
-            entropy_sum=(found["entropy"].detach() * mask).sum(),
+            num_correct_tokens=statistics["is_top1"].sum(),
+            entropy_sum=(statistics["entropy"].detach() * mask).sum(),
             num_valid_tokens=mask.sum(),
             aux_loss=aux_loss,
         )

@@ -68,8 +68,8 @@ def loss_of_sharded_logits(loss_function: Callable[..., Any]) -> Callable[..., A
     @wraps(loss_function)
     def loss(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            found = loss_function(outputs, *args, **kwargs)
-            return found.full_tensor().clone() if isinstance(found, DTensor) else found  # trainers multiply it in place
+            value = loss_function(outputs, *args, **kwargs)
+            return value.full_tensor().clone() if isinstance(value, DTensor) else value  # trainers multiply it in place
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if not isinstance(getattr(outputs, "logits", None), DTensor):
                 raise
@@ -181,27 +181,27 @@ def per_position(
     # rank's tokens. ``fields`` beside ``log_probs``: ``entropy`` (nats), ``is_top1`` (the target is the most probable
     # token), and without gradient ``mean_logits`` and ``log_sum_sq_probs``.
     if rows is not None:
-        found = _statistics(logits, rows.shard(targets, -100), temperature, fields)
-        return {name: rows.gather(value) for name, value in found.items()}
+        statistics = _statistics(logits, rows.shard(targets, -100), temperature, fields)
+        return {name: rows.gather(value) for name, value in statistics.items()}
     before = targets.size(1) - logits.size(1)
-    found = _statistics(logits, targets[:, before:], temperature, fields)
-    return {name: nn.functional.pad(value, (before, 0)) for name, value in found.items()}
+    statistics = _statistics(logits, targets[:, before:], temperature, fields)
+    return {name: nn.functional.pad(value, (before, 0)) for name, value in statistics.items()}
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, fields: tuple[str, ...]) -> dict[str, Tensor]:
-    found = rl_logprobs().token_statistics(
+    statistics = rl_logprobs().token_statistics(
         logits, targets, temperature=temperature, entropy="entropy" in fields, argmax="is_top1" in fields
     )
     scored = targets != -100
-    values: dict[str, Tensor] = {"log_probs": found.logprobs}
+    values: dict[str, Tensor] = {"log_probs": statistics.logprobs}
     if "entropy" in fields:
-        values["entropy"] = found.entropy
+        values["entropy"] = statistics.entropy
     if "is_top1" in fields:
-        values["is_top1"] = (found.argmax == targets) & scored
+        values["is_top1"] = (statistics.argmax == targets) & scored
     with torch.no_grad():
         if "log_sum_sq_probs" in fields:  # log of the sum of squared probabilities, from two partition sums
             twice = rl_logprobs().token_statistics(logits.detach(), targets, temperature=temperature / 2)
-            values["log_sum_sq_probs"] = twice.logsumexp - 2 * found.logsumexp.detach()
+            values["log_sum_sq_probs"] = twice.logsumexp - 2 * statistics.logsumexp.detach()
         if "mean_logits" in fields:
             total = logits.detach().sum(-1, dtype=torch.float32)
             plain = total.full_tensor() if isinstance(total, DTensor) else total

@@ -198,16 +198,16 @@ class MeshTrainerMixin(LogStepValues):
         if ranks == 1:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with CountOfLabels(base_model(model)) as count:
-            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         weight: Tensor | float = 1
         if self.args.average_tokens_across_devices and isinstance(inputs.get("labels"), Tensor):
             if num_items_in_batch is None:  # classes that say ``accepts_loss_kwargs = False``: most with images
-                if self._has_own_loss and not count.is_of_model(found[0] if return_outputs else found):
-                    return found  # a subclass's own loss is a rank's loss, as under DDP
+                if self._has_own_loss and not count.is_of_model(loss[0] if return_outputs else loss):
+                    return loss  # a subclass's own loss is a rank's loss, as under DDP
                 weight = self._share_of_labels(inputs) * ranks
             elif count.is_ignored:  # the trainer has multiplied a mean by the ranks
                 weight = self._share_of_labels(inputs)
-        return (found[0] * weight, *found[1:]) if return_outputs else found * weight
+        return (loss[0] * weight, *loss[1:]) if return_outputs else loss * weight
 
     @property
     def _has_own_loss(self) -> bool:

@@ -110,10 +110,8 @@ def adapted(args: Any, options: Options, *, sharded: bool) -> Any:
     return args
 
 
-def _refuse_two_checkpointings(found: str) -> NoReturn:
-    raise OptionError(
-        f"{found}, and the training arguments recompute too: set gradient_checkpointing=False in the training arguments"
-    )
+def _refuse_two_checkpointings(option: str) -> NoReturn:
+    raise OptionError(f"{option}, and the training arguments recompute too: set their gradient_checkpointing=False")
 
 
 def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:

@@ -138,13 +138,13 @@ class TrlMixin(MeshTrainerMixin):
         model = self.ref_model or self.model
         self._adopt(model)
         batches = DataLoader(dataset, batch_size=batch_size, collate_fn=self.data_collator)
-        found = [
+        columns = [
             self.accelerator.gather_for_metrics(
                 [own for own in self.compute_ref_log_probs(model, batch) if own is not None]
             )
             for batch in self.accelerator.prepare(batches)
         ]
-        for column, parts in zip(reference_columns(type(self)), zip(*found, strict=True), strict=False):
+        for column, parts in zip(reference_columns(type(self)), zip(*columns, strict=True), strict=False):
             dataset = dataset.add_column(column, torch.cat(parts).float().cpu().numpy())
         return dataset
 
@@ -210,8 +210,8 @@ class GeneratingMixin(TrlMixin):
         if getattr(self, "use_vllm", False):
             return self._from_first([super()._generate_single_turn(*args, **kwargs)])[0]
         with self._sampling(self.model):
-            found = super()._generate_single_turn(*args, **kwargs)
-        return self._from_first([found])[0]
+            turn = super()._generate_single_turn(*args, **kwargs)
+        return self._from_first([turn])[0]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         gathering = {"gather": self.accelerator.gather_from_first, "gather_object": self.accelerator.gather_objects}
@@ -220,12 +220,12 @@ class GeneratingMixin(TrlMixin):
         attributes["log_multimodal"] = False  # TRL gathers images over the ranks with images
         try:
             with replaced(type(self), gathering):
-                found = super()._generate_and_score_completions(inputs)
+                batch = super()._generate_and_score_completions(inputs)
         finally:
             attributes["log_multimodal"] = logs_images
         if logs_images:
             self._log_images(len(inputs) * self.accelerator.num_processes)
-        return found
+        return batch
 
     def _log_images(self, number: int) -> None:
         """Add the images of the newest prompts and completions of all ranks to TRL's log, if they have any."""

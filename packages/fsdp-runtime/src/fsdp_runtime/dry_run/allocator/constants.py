@@ -28,9 +28,9 @@ def constant_costs(counted: Collection[str], *, world_size: int, axes: int) -> d
     """Return bytes outside of the allocator by name, with a communicator for each of ``axes`` groups of ranks."""
     if unknown := [name for name in counted if name not in CONSTANTS]:
         raise EstimateError(f"constants={unknown}: the constant costs are {', '.join(CONSTANTS)}")
-    found = {}
+    costs = {}
     if "context" in counted:
-        found["context"] = _CONTEXT
+        costs["context"] = _CONTEXT
     if "nccl" in counted and world_size > 1:
-        found["nccl"] = max(axes, 1) * _CHANNELS * _CHANNEL_BYTES
-    return found
+        costs["nccl"] = max(axes, 1) * _CHANNELS * _CHANNEL_BYTES
+    return costs

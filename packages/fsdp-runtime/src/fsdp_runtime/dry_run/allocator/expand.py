@@ -45,16 +45,16 @@ class _Expansion:
         self._storages = {place: storage for storage, place in self._places.items()}
 
     def entries(self) -> list[TapeEntry]:
-        found: list[TapeEntry] = []
+        expanded: list[TapeEntry] = []
         for (group, phase), run in groupby(self._tape, lambda each: (self._group_of(each.region), each.phase)):
             entries = list(run)
             if group != 1:
-                found += self._outside(entries, group)
+                expanded += self._outside(entries, group)
                 continue
             copies = range(self._added + 1)
             for copy in copies if phase in ("forward", "loss") else reversed(copies):
-                found += (entry._replace(storage=self._name(entry.storage, 1, copy)) for entry in entries)
-        return found
+                expanded += (entry._replace(storage=self._name(entry.storage, 1, copy)) for entry in entries)
+        return expanded
 
     def _outside(self, entries: Iterable[TapeEntry], group: int | None) -> Iterable[TapeEntry]:
         for entry in entries:

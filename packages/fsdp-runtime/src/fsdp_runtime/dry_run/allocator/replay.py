@@ -62,21 +62,21 @@ def reserved_bytes(
 def _added_sizes(tape: Tape, smaller: Tape, groups: int) -> dict[str, list[int]]:
     """Return the sizes that a model with more groups allocates outside of blocks' code, as :func:`_sizes` does."""
     few, many = _sizes(smaller), _sizes(tape)
-    found: dict[str, list[int]] = defaultdict(list)
+    added: dict[str, list[int]] = defaultdict(list)
     for (where, operator), sizes in many.items():
-        found[where] += list((sizes - few[where, operator]).elements()) * groups
-    return found
+        added[where] += list((sizes - few[where, operator]).elements()) * groups
+    return added
 
 
 def _sizes(tape: Tape) -> dict[tuple[str, str], Counter[int]]:
     """Return the bytes of storages before the step by category, and of phases without blocks by phase and operator."""
-    found: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    sizes: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for entry in tape:
         if entry.delta > 0 and entry.region is None:
-            found[entry.category, ""][entry.delta] += 1
+            sizes[entry.category, ""][entry.delta] += 1
         elif entry.delta > 0 and entry.phase in _UPDATE:
-            found[entry.phase, entry.operator][entry.delta] += 1
-    return found
+            sizes[entry.phase, entry.operator][entry.delta] += 1
+    return sizes
 
 
 class _Replay:

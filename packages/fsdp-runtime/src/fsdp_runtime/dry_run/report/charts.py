@@ -44,7 +44,7 @@ class Chart:
         return max(self.limit or 1, *(sum(sizes.values()) for _, sizes in self.bars))
 
 
-def chart_picture(found: Estimate | Sweep, kind: str) -> bytes:
+def chart_picture(result: Estimate | Sweep, kind: str) -> bytes:
     """Return an image (``"png"`` or ``"svg"``) of memory by category and traffic by axis."""
     # Per point of a step, or per candidate of a sweep, the best ones.
     try:
@@ -52,7 +52,7 @@ def chart_picture(found: Estimate | Sweep, kind: str) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendError("charts need matplotlib: pip install 'fsdp-runtime[charts]'") from error
-    charts = charts_of(found)
+    charts = charts_of(result)
     heights = [_INCHES_MARGIN + _INCHES_PER_BAR * len(chart.bars) for chart in charts]
     image = BytesIO()
     with rc_context({"svg.fonttype": "none"}):  # labels as text
@@ -65,9 +65,9 @@ def chart_picture(found: Estimate | Sweep, kind: str) -> bytes:
     return image.getvalue()
 
 
-def charts_of(found: Estimate | Sweep) -> list[Chart]:
+def charts_of(result: Estimate | Sweep) -> list[Chart]:
     """Return the charts of an estimate or of a sweep, as data."""
-    return _charts_of_sweep(found) if isinstance(found, Sweep) else _charts_of_estimate(found)
+    return _charts_of_sweep(result) if isinstance(result, Sweep) else _charts_of_estimate(result)
 
 
 def _charts_of_estimate(estimate: Estimate) -> list[Chart]:

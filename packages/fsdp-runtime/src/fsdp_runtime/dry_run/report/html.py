@@ -34,24 +34,24 @@ img { display: block; width: 100%; margin: 1rem 0; }
 """
 
 
-def html_report(found: Estimate | Sweep) -> str:
+def html_report(result: Estimate | Sweep) -> str:
     """Return the page: all sections of an estimate, or a sweep's ranking and the sections of its best candidate."""
     # The page has charts if matplotlib is installed; otherwise it names the extra that installs matplotlib.
-    if isinstance(found, Sweep):
-        title = f"Dry runs on {found.world_size:,} ranks"
-        best = found.best
-        more = len(found.estimated) > MAX_BARS
+    if isinstance(result, Sweep):
+        title = f"Dry runs on {result.world_size:,} ranks"
+        best = result.best
+        more = len(result.estimated) > MAX_BARS
         body = [
             f"<h1>{title}</h1>",
-            _picture(found),
+            _picture(result),
             *([f"<p>The charts show the first {MAX_BARS} candidates.</p>"] if more else []),
-            *_sections(sweep_sections(found)),
+            *_sections(sweep_sections(result)),
         ]
         if best is not None and best.estimate is not None:
             body += [f"<h1>Best candidate: {escape(best.label)}</h1>", *_estimate(best.estimate)]
     else:
-        title = f"Dry run of {found.settings.model}"
-        body = [*_estimate(found, heading="h1")]
+        title = f"Dry run of {result.settings.model}"
+        body = [*_estimate(result, heading="h1")]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     page = "\n".join(body)
     return (
@@ -67,12 +67,12 @@ def _estimate(estimate: Estimate, heading: str = "h2") -> Iterator[str]:
     yield from _sections(rest)
 
 
-def _picture(found: Estimate | Sweep) -> str:
+def _picture(result: Estimate | Sweep) -> str:
     """Return memory by category and traffic by axis as an image within the page."""
-    if not charts_of(found):
+    if not charts_of(result):
         return ""
     try:
-        image = b64encode(chart_picture(found, "svg")).decode()
+        image = b64encode(chart_picture(result, "svg")).decode()
     except BackendError as error:
         return f"<p>{escape(str(error))}</p>"
     return f'<img alt="Memory by category, and traffic by axis" src="data:image/svg+xml;base64,{image}">'

@@ -22,7 +22,7 @@ _ADAPTERS = (
 
 def recipe_sections(recipes: Iterable[Recipe]) -> list[Section]:
     """Return for each recipe its meshes, best first, the refused meshes, and the call for the best mesh."""
-    found: list[Section] = []
+    sections: list[Section] = []
     for recipe in recipes:
         candidates = recipe.found.candidates
         fitting = [each for each in candidates if each.estimate is not None and each.estimate.fits]
@@ -30,12 +30,12 @@ def recipe_sections(recipes: Iterable[Recipe]) -> list[Section]:
         heading = f"{recipe.training}, {recipe.seq_len:,} tokens: {len(fitting)} of {len(candidates)} meshes fit"
         rows = [_HEADER, *map(_row, recipe.found.estimated)] if recipe.found.estimated else ()
         lines = [f"refused: {line}" for line in candidate_errors(refused)]
-        found.append(Section(heading=heading, rows=rows, left=2, lines=lines, status="" if fitting else "bad"))
+        sections.append(Section(heading=heading, rows=rows, left=2, lines=lines, status="" if fitting else "bad"))
         if recipe.found.best is not None:
             options = (recipe.without_adapters, recipe.auto_class, recipe.checkpoint)
             call = program(recipe.training, recipe.found.best, *options)
-            found.append(Section(heading=f"Program for {recipe.found.best.label}", lines=call, code=True))
-    return found
+            sections.append(Section(heading=f"Program for {recipe.found.best.label}", lines=call, code=True))
+    return sections
 
 
 def program(

@@ -43,7 +43,7 @@ class Section:
 
 def estimate_sections(estimate: Estimate) -> list[Section]:
     """Return the sections of an estimate: settings, verdict, memory, traffic, work, replicated parameters, findings."""
-    found = [
+    sections = [
         settings_section(estimate.settings),
         verdict_section(estimate),
         memory_section(estimate),
@@ -58,8 +58,8 @@ def estimate_sections(estimate: Estimate) -> list[Section]:
     ]
     if estimate.assumptions:
         lines = [*map(assumption_line, estimate.assumptions)]
-        found.append(Section(heading="Assumptions", lines=lines))
-    return found
+        sections.append(Section(heading="Assumptions", lines=lines))
+    return sections
 
 
 def sweep_sections(sweep: Sweep, *, shown: int | None = None) -> list[Section]:
@@ -67,7 +67,7 @@ def sweep_sections(sweep: Sweep, *, shown: int | None = None) -> list[Section]:
     estimated = sweep.estimated
     failed = [candidate for candidate in sweep.candidates if candidate.estimate is None]
     more = len(estimated) - shown if shown is not None else 0
-    found = [
+    sections = [
         Section(
             heading=f"{len(estimated)} candidates on {sweep.world_size:,} ranks, ranked by: {sweep.ranked_by}",
             rows=_ranking(estimated[:shown]) if estimated else (),
@@ -80,10 +80,10 @@ def sweep_sections(sweep: Sweep, *, shown: int | None = None) -> list[Section]:
         )
     ]
     if failed:
-        found.append(Section(heading=f"Not possible: {len(failed)}", lines=candidate_errors(failed)))
+        sections.append(Section(heading=f"Not possible: {len(failed)}", lines=candidate_errors(failed)))
     if sweep.best is None and estimated:
-        found.append(Section(heading="Nothing fits", status="bad"))
-    return found
+        sections.append(Section(heading="Nothing fits", status="bad"))
+    return sections
 
 
 def settings_section(settings: Settings) -> Section:
@@ -179,7 +179,7 @@ def assumption_line(item: Assumption) -> str:
     return f"{item.module or 'the model'}: {item.assumption}{operator}{missing}"
 
 
-def _ranking(found: Sequence[Candidate]) -> list[list[str]]:
+def _ranking(candidates: Sequence[Candidate]) -> list[list[str]]:
     rows = [
         [
             "",
@@ -193,7 +193,7 @@ def _ranking(found: Sequence[Candidate]) -> list[list[str]]:
             "FLOP / token",
         ]
     ]
-    for position, candidate in enumerate(found, start=1):
+    for position, candidate in enumerate(candidates, start=1):
         estimate = candidate.estimate
         if estimate is None:
             continue
@@ -222,14 +222,14 @@ def candidate_errors(failed: Sequence[Candidate]) -> list[str]:
     for candidate in failed:
         meshes.setdefault(candidate.error, []).append(_mesh_and_way(candidate))
     return [
-        f"{', '.join(dict.fromkeys(found))} ({len(found)} {'candidate' if len(found) == 1 else 'candidates'}): {error}"
-        for error, found in meshes.items()
+        f"{', '.join(dict.fromkeys(cases))} ({len(cases)} {'candidate' if len(cases) == 1 else 'candidates'}): {error}"
+        for error, cases in meshes.items()
     ]
 
 
-def _bandwidth_warning(found: Iterable[Candidate]) -> list[str]:
+def _bandwidth_warning(candidates: Iterable[Candidate]) -> list[str]:
     """Return a warning if some axes have a bandwidth and others do not."""
-    estimates = [candidate.estimate for candidate in found if candidate.estimate is not None]
+    estimates = [candidate.estimate for candidate in candidates if candidate.estimate is not None]
     if not any(estimate.communication_seconds for estimate in estimates):
         return []
     axes = dict.fromkeys(axis for estimate in estimates for axis in axes_without_bandwidth(estimate.traffic))

@@ -89,13 +89,13 @@ def find_repeated_blocks(structure: ModelStructure) -> RepeatedBlocks | None:
         kinds_by_signature.setdefault(block_signature(structure.blocks[path]), len(kinds_by_signature))
         for path in structure.decoder
     ]
-    found = [
+    repetitions = [
         _repetition_at(kinds, start, period)
         for period in range(1, len(kinds) // 2 + 1)
         for start in range(len(kinds) - 2 * period + 1)
     ]
     return max(
-        (item for item in found if item is not None),
+        (item for item in repetitions if item is not None),
         key=lambda item: (item.count * item.period, -item.period, -item.start),
         default=None,
     )
@@ -139,14 +139,14 @@ def _renumber(blocks: nn.Module, indices: Sequence[int]) -> None:
 
 def _configs(model: nn.Module) -> list[Any]:
     """Return every config of the modules, and the configs inside those, once."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     waiting = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
     while waiting:
         config = waiting.pop()
-        if id(config) not in found and hasattr(config, "__dict__"):
-            found[id(config)] = config
+        if id(config) not in configs and hasattr(config, "__dict__"):
+            configs[id(config)] = config
             waiting += [inner for inner in vars(config).values() if hasattr(inner, "num_hidden_layers")]
-    return list(found.values())
+    return list(configs.values())
 
 
 def _shorten(config: Any, indices: Sequence[int], blocks: int) -> None:

@@ -61,11 +61,11 @@ def scale_up(
 
 def peaks(summary: Summary) -> tuple[Peak, ...]:
     """Return the peak of every phase with allocations, in the order of the step."""
-    found: dict[Phase, Peak] = {}
+    highest: dict[Phase, Peak] = {}
     for peak in summary.regions.values():
-        if peak.phase not in found or peak.total > found[peak.phase].total:
-            found[peak.phase] = peak
-    return tuple(found[phase] for phase in PHASES if phase in found)
+        if peak.phase not in highest or peak.total > highest[peak.phase].total:
+            highest[peak.phase] = peak
+    return tuple(highest[phase] for phase in PHASES if phase in highest)
 
 
 def _matching_regions(
@@ -100,7 +100,7 @@ def _highest_regions(phase: Phase, small: Summary, large: Summary) -> Iterator[t
 
 
 def _operator_counts(regions: Mapping[StepRegion, Peak]) -> dict[Phase, int]:
-    found: dict[Phase, int] = {}
+    counts: dict[Phase, int] = {}
     for region in regions:
-        found[region.phase] = max(found.get(region.phase, 0), region.step)
-    return found
+        counts[region.phase] = max(counts.get(region.phase, 0), region.step)
+    return counts

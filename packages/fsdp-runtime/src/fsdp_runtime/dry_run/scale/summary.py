@@ -101,11 +101,11 @@ def _tape(recording: Recording, categories: Sequence[str], regions: Sequence[Ste
 
 def add_up(items: Iterable[tuple[Key, tuple[int, ...]]]) -> dict[Key, tuple[int, ...]]:
     """Return the sums of tuples of numbers by key."""
-    found: dict[Key, tuple[int, ...]] = {}
+    totals: dict[Key, tuple[int, ...]] = {}
     for key, numbers in items:
-        before = found.get(key, (0,) * len(numbers))
-        found[key] = tuple(one + other for one, other in zip(before, numbers, strict=True))
-    return found
+        before = totals.get(key, (0,) * len(numbers))
+        totals[key] = tuple(one + other for one, other in zip(before, numbers, strict=True))
+    return totals
 
 
 def wildcard(path: str) -> str:
@@ -146,28 +146,28 @@ def _replay(
             if region not in highest or total > highest[region][0]:
                 highest[region] = (total, dict(live), recording.events[allocation.event])
         at_end[phase], begin = MemoryBreakdown(**live), end
-    found = {
+    of_regions = {
         region: Peak(phase=event.phase, module=event.module, operator=event.operator, nbytes=MemoryBreakdown(**parts))
         for region, (_, parts, event) in highest.items()
     }
-    return found, before, at_end
+    return of_regions, before, at_end
 
 
 def regions_of(events: Sequence[OpEvent], blocks: Sequence[str]) -> list[StepRegion]:
     """Return the region of every event."""
-    found: list[StepRegion] = []
+    regions: list[StepRegion] = []
     phase, last, step = None, -1, 0
     for event in events:
         if event.phase != phase:
             phase, last, step = event.phase, -1, 0
         if event.phase in ("clip", "optimizer"):
-            found.append(StepRegion(event.phase, -1, False, step))
+            regions.append(StepRegion(event.phase, -1, False, step))
             step += 1
             continue
         block = _block_of(event.module, blocks)
         last = last if block is None else block
-        found.append(StepRegion(event.phase, last, block is not None))
-    return found
+        regions.append(StepRegion(event.phase, last, block is not None))
+    return regions
 
 
 def _block_of(module: str, blocks: Sequence[str]) -> int | None:

@@ -29,8 +29,8 @@ def kernels_of_attention() -> Iterator[None]:
 
     @wraps(original)
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        found = _efficient(*args, **kwargs)
-        return original(*args, **kwargs) if found is None else found
+        output = _efficient(*args, **kwargs)
+        return original(*args, **kwargs) if output is None else output
 
     functional.scaled_dot_product_attention = attend
     try:
@@ -62,5 +62,5 @@ def _efficient(
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     with_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    found: Tensor = kernel(query, key, value, attn_mask, with_gradients, dropout_p, is_causal, scale=scale)[0]
-    return found
+    output: Tensor = kernel(query, key, value, attn_mask, with_gradients, dropout_p, is_causal, scale=scale)[0]
+    return output

@@ -43,19 +43,19 @@ def _freed_at(recording: Recording) -> dict[int, float]:
         for position, each in enumerate(recording.allocations)
         if each.delta < 0 and times[each.storage] == 1
     }
-    found: dict[int, float] = {}
+    positions: dict[int, float] = {}
     later: dict[int, float] = {}
     for info in recording.storages:
         fused = info.fused
         if fused is None or fused.index not in freed or not fused.recomputed or not fused.read_elsewhere:
             continue
-        found[fused.index] = fused.last_read + 0.5
+        positions[fused.index] = fused.last_read + 0.5
         for source in _sources(fused):
             later[source.index] = max(later.get(source.index, 0.0), freed[fused.index] + 0.5)
     for index, position in later.items():
-        if index in freed and position > found.get(index, freed[index]):
-            found[index] = position
-    return found
+        if index in freed and position > positions.get(index, freed[index]):
+            positions[index] = position
+    return positions
 
 
 def _sources(fused: FusedStorage) -> Iterator[FusedStorage]:

@@ -39,13 +39,13 @@ def attention_workspace(function: Any, args: Any, kernels: AttentionKernels) -> 
     _, query, key, value = args[:4]
     batch, heads, tokens, dim = query.shape
     tokens, dim = -(-tokens // _ROWS) * _ROWS, -(-dim // 32) * 32
-    found: int = batch * heads * tokens * (dim + 1) * _FLOAT32
+    nbytes: int = batch * heads * tokens * (dim + 1) * _FLOAT32
     if heads != key.shape[1]:
         if kernels == "flash2":
-            found += (key.numel() + value.numel()) // key.shape[1] * heads * key.element_size()
+            nbytes += (key.numel() + value.numel()) // key.shape[1] * heads * key.element_size()
         else:
-            found += (key.numel() + value.numel()) * _FLOAT32
-    return found
+            nbytes += (key.numel() + value.numel()) * _FLOAT32
+    return nbytes
 
 
 def storages_on_streams(function: Any, args: Any) -> Iterator[tuple[Tensor, Literal["gather", "reduce"]]]:

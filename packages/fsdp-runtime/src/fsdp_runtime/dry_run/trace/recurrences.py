@@ -84,10 +84,10 @@ def _in_place_of(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature(original).bind(*args, **kwargs)
-        found = {**given.arguments, **given.arguments.get("kwargs", {})}
+        arguments = {**given.arguments, **given.arguments.get("kwargs", {})}
         recurrence = RECURRENCES[name]
-        tokens = {each: found[each] for each in recurrence.of_tokens if isinstance(found.get(each), Tensor)}
-        parameters = [found[each] for each in recurrence.parameters if isinstance(found.get(each), Tensor)]
+        tokens = {each: arguments[each] for each in recurrence.of_tokens if isinstance(arguments.get(each), Tensor)}
+        parameters = [arguments[each] for each in recurrence.parameters if isinstance(arguments.get(each), Tensor)]
         output = _KernelCall.apply(name, tuple(tokens), *tokens.values(), *parameters)  # type: ignore[no-untyped-call]
         return recurrence.result(output.transpose(1, 2) if recurrence.tokens_last else output)
 

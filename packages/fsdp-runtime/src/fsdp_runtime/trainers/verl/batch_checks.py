@@ -32,8 +32,8 @@ def require_sound(data: Any, words: int | None) -> None:
     _require("has no tokens: leave it out", lengths > 0)
     of_samples = data["loss_mask"].is_nested and "response_mask" not in data  # else the mask covers responses only
     for name in ("position_ids", "loss_mask") if of_samples else ("position_ids",):
-        found = data[name].offsets().diff()
-        _require(f"has {{}} {name} for {{}} tokens: give one a token", found == lengths, found, lengths)
+        counts = data[name].offsets().diff()
+        _require(f"has {{}} {name} for {{}} tokens: give one a token", counts == lengths, counts, lengths)
     flat, samples = ids.values(), torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     if flat.is_floating_point():
         raise OptionError(f"input_ids are {flat.dtype}: give token ids as int64")
@@ -49,8 +49,8 @@ def require_sound(data: Any, words: int | None) -> None:
     _require("has the temperature {:g}: give a positive one, 1 where greedy tokens are scored", fine, given)
     prompts, mask = data.get("prompts", None), data.get("attention_mask", None)
     if prompts is not None and (prompts.is_nested or mask is not None):
-        found = prompts.offsets().diff() if prompts.is_nested else mask[:, : prompts.shape[1]].sum(1)
-        _require("has an empty prompt, so that nothing scores its first token: give it a token", found > 0)
+        counts = prompts.offsets().diff() if prompts.is_nested else mask[:, : prompts.shape[1]].sum(1)
+        _require("has an empty prompt, so that nothing scores its first token: give it a token", counts > 0)
 
 
 def _require(problem: str, fine: Tensor, *values: Tensor, samples: Tensor | None = None) -> None:

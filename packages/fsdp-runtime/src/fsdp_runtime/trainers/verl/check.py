@@ -50,10 +50,10 @@ def check() -> Iterator[CheckLine]:
         return
     from packaging.version import Version  # a requirement of verl
 
-    found = Version(installed)
-    tested = Version(TESTED[0]) <= found < Version(TESTED[1])
+    release = Version(installed)
+    tested = Version(TESTED[0]) <= release < Version(TESTED[1])
     wanted = f"tested with {TESTED[0]} and later, below {TESTED[1]}"
-    yield CheckLine("ok" if tested else "warning", f"verl {found}, {wanted}")
+    yield CheckLine("ok" if tested else "warning", f"verl {release}, {wanted}")
     missing = list(_missing())
     yield from missing
     if error := _import_error("verl"):
@@ -85,10 +85,10 @@ def _plugins() -> Iterator[CheckLine]:
     """Import every plug-in of verl again: a failing plug-in fails again, with its error."""
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     names = [name.strip() for name in policy.split(",")]
-    found = list(entry_points(group=GROUP))
-    if NAME not in {each.name for each in found}:
+    plugins = list(entry_points(group=GROUP))
+    if NAME not in {each.name for each in plugins}:
         yield CheckLine("error", f"no entry point {NAME} in {GROUP}: install fsdp-runtime again")
-    for each in found:
+    for each in plugins:
         if policy == "none" or (policy != "auto" and each.name not in names):
             level: Level = "error" if each.name == NAME else "warning"
             yield CheckLine(level, f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves out {each.name}")
@@ -157,8 +157,8 @@ def _interface() -> Iterator[CheckLine]:
 
 def _parameters(path: str) -> tuple[str, ...]:
     try:
-        found = resolve_name(path)
+        function = resolve_name(path)
     except (ImportError, AttributeError):
         return ("nothing: it is gone",)
     stars: dict[Any, str] = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
-    return tuple(stars.get(each.kind, "") + name for name, each in inspect.signature(found).parameters.items())
+    return tuple(stars.get(each.kind, "") + name for name, each in inspect.signature(function).parameters.items())

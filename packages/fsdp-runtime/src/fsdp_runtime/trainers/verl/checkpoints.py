@@ -98,21 +98,21 @@ class Checkpoints:
     def _load_foreign(self, folder: Path, contents: list[str]) -> None:
         weights = folder / _HUGGING_FACE
         theirs = sorted(each.name for each in folder.glob("*_world_size_*_rank_*.pt"))
-        found = f"{theirs[0]} and others of verl's FSDP engine" if theirs else f"no {_STATE}/ that is to be loaded"
+        content = f"{theirs[0]} and others of verl's FSDP engine" if theirs else f"no {_STATE}/ that is to be loaded"
         if not any(weights.glob("*.safetensors")):
             raise CheckpointError(
-                f"{folder} has {found}, and no weights in {_HUGGING_FACE}/: save it with "
+                f"{folder} has {content}, and no weights in {_HUGGING_FACE}/: save it with "
                 "checkpoint.save_contents=[...,hf_model], or merge it by verl.model_merger, and give its "
                 f"{_HUGGING_FACE}/ as model.path"
             )
         if {"optimizer", "extra"} & {*contents}:
             raise CheckpointError(
-                f"{folder} has {found}: optimizer and schedule cannot be read from it. Load its weights alone by "
+                f"{folder} has {content}: optimizer and schedule cannot be read from it. Load its weights alone by "
                 "checkpoint.load_contents=[model], which starts both anew"
             )
         if hasattr(self._model, "peft_config"):
             raise CheckpointError(
-                f"{folder} has {found}, and {_HUGGING_FACE}/ has an adapter merged into the weights, so that it would "
+                f"{folder} has {content}, and {_HUGGING_FACE}/ has an adapter merged into the weights, which would "
                 f"count twice: start from model.path with {_ADAPTER}/ as model.lora_adapter_path, or save "
                 "checkpoint.save_contents=[model]"
             )

@@ -144,13 +144,13 @@ class FsdpRuntimeEngine(BaseEngine):
         limit, parameters = self.optimizer_config.clip_grad, trained_parameters(self.module)
         norms = rl_logprobs()
         norm = norms.grad_norm(parameters) if limit is None else norms.clip_grad_norm_(parameters, limit)
-        found = float(norm)
+        norm_value = float(norm)
         if torch.isfinite(norm):
             self.optimizer.step()
         else:
-            logger.warning("the norm of the gradients is %s: this step is skipped", found)
+            logger.warning("the norm of the gradients is %s: this step is skipped", norm_value)
             self.optimizer.zero_grad()
-        return found
+        return norm_value
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule and return the learning rate of the first group."""
@@ -168,13 +168,13 @@ class FsdpRuntimeEngine(BaseEngine):
             if loss_function is None:
                 raise OptionError("a backward needs a loss_function")
         words = vocabulary_of(self.model_config.hf_config)
-        found = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp, words=words)
+        micro_batches = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp, words=words)
         accumulates = self.engine_config.use_no_sync_for_gradient_accumulation
         keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
         outputs = []
-        for index in range(found.count):
-            idle = index >= len(found.batches)
-            syncs = forward_only or index == found.count - 1 or not accumulates
+        for index in range(micro_batches.count):
+            idle = index >= len(micro_batches.batches)
+            syncs = forward_only or index == micro_batches.count - 1 or not accumulates
             with (
                 torch.set_grad_enabled(not forward_only),
                 nullcontext() if syncs else no_sync(self.module),
@@ -183,13 +183,13 @@ class FsdpRuntimeEngine(BaseEngine):
                 if idle:
                     self._idle(forward_only=forward_only)
                     continue
-                loss, output = self._forward(found.batches[index], loss_function, forward_only)
+                loss, output = self._forward(micro_batches.batches[index], loss_function, forward_only)
                 if not forward_only:
                     loss.backward()
             if not keeps:
                 output.pop("model_output")
             outputs.append(output)
-        return postprocess_batch_func(output_lst=outputs, indices=found.indices, data=data)
+        return postprocess_batch_func(output_lst=outputs, indices=micro_batches.indices, data=data)
 
     def _forward(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> tuple[Any, dict[str, Any]]:
         """Run one micro-batch and its loss."""

@@ -195,6 +195,6 @@ def _unknown(kind: str) -> list[Any]:
     from verl.trainer import config as of_trainer
     from verl.workers import config as of_workers
 
-    found = getattr(of_workers, kind, None) or getattr(of_trainer, kind)
-    known = {name for base in found.__mro__ for name in FLAGS.get(base.__name__, {})}
-    return [each for each in fields(found) if each.name not in known]
+    config_class = getattr(of_workers, kind, None) or getattr(of_trainer, kind)
+    known = {name for base in config_class.__mro__ for name in FLAGS.get(base.__name__, {})}
+    return [each for each in fields(config_class) if each.name not in known]

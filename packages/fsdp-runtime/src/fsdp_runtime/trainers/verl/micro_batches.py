@@ -106,8 +106,8 @@ def _gathered(own: list[int], group: Any) -> list[list[int]]:
     local = torch.tensor(own, dtype=torch.int64, device=device)
     every = torch.empty(size * len(local), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(every, local, group=group)
-    found: list[list[int]] = every.view(size, -1).tolist()
-    return found
+    counts: list[list[int]] = every.view(size, -1).tolist()
+    return counts
 
 
 def _refuse(error: Exception | None, names: list[str], group: Any) -> NoReturn:
@@ -116,9 +116,9 @@ def _refuse(error: Exception | None, names: list[str], group: Any) -> NoReturn:
     text = str(error) if known else error and f"its batch cannot be read: {type(error).__name__}: {error}"
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, (text, names), group=group)
-    for rank, (found, _) in enumerate(every):
-        if found is not None:
-            raise OptionError(f"dp rank {rank}: {found}") from error
+    for rank, (problem, _) in enumerate(every):
+        if problem is not None:
+            raise OptionError(f"dp rank {rank}: {problem}") from error
     first = every[0][1]
     rank = next(rank for rank, (_, each) in enumerate(every) if each != first)
     more, fewer = ({*one} - {*other} for one, other in ((every[rank][1], first), (first, every[rank][1])))
@@ -132,8 +132,8 @@ def _require_divides(data: Any, rules: _Rules) -> None:
     """Check that a batch of samples divides into micro-batches."""
     samples, lengths = len(data), data["input_ids"].offsets().diff()
     groups = lengths.view(-1, rules.forced).sum(1) if samples % rules.forced == 0 else lengths
-    for what, found in {"sequence": lengths, "group": groups}.items() if rules.limit else ():
-        if (longest := int(found.max())) > rules.limit * rules.cp:
+    for what, counts in {"sequence": lengths, "group": groups}.items() if rules.limit else ():
+        if (longest := int(counts.max())) > rules.limit * rules.cp:
             raise OptionError(
                 f"the longest {what} has {longest} tokens, more than the limit of {rules.limit} a rank"
                 + (f" times cp={rules.cp}" if rules.cp > 1 else "")

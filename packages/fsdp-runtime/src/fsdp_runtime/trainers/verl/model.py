@@ -76,12 +76,12 @@ def _with_adapter(module: nn.Module, model_config: Any) -> nn.Module:
 
     try:
         if path is not None:
-            found = PeftConfig.from_pretrained(path)
-            found.inference_mode = False
-            if isinstance(found.task_type, str):
-                found.task_type = TaskType(found.task_type)
+            adapter = PeftConfig.from_pretrained(path)
+            adapter.inference_mode = False
+            if isinstance(adapter.task_type, str):
+                adapter.task_type = TaskType(adapter.task_type)
         else:
-            found = LoraConfig(
+            adapter = LoraConfig(
                 task_type=TaskType.CAUSAL_LM,
                 r=model_config.lora_rank,
                 lora_alpha=model_config.lora_alpha,
@@ -90,7 +90,7 @@ def _with_adapter(module: nn.Module, model_config: Any) -> nn.Module:
                 exclude_modules=convert_to_regular_types(model_config.exclude_modules),
                 bias="none",
             )
-        return get_peft_model(module, found)  # type: ignore[no-any-return]
+        return get_peft_model(module, adapter)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise OptionError(f"peft refuses the model's settings of LoRA: {error}") from error
 

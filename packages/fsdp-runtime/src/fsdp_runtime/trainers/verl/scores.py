@@ -48,10 +48,10 @@ class TokenScores:
         options = {"entropy": asked("calculate_entropy"), "squares": asked("calculate_sum_pi_squared")}
         if asked("distillation_use_topk"):
             logits = self._model(**rows.inputs, use_cache=False).logits
-            found = topk_divergence(logits, rows, micro_batch, loss_function)
+            scores = topk_divergence(logits, rows, micro_batch, loss_function)
             if asked("distillation_only"):
-                return found
-            return found | _from_logits(logits, rows, **options)
+                return scores
+            return scores | _from_logits(logits, rows, **options)
         return self._plain(rows, **options)
 
     def _plain(self, rows: Rows, **options: bool) -> dict[str, Tensor]:
@@ -70,8 +70,8 @@ class TokenScores:
             of_head = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
             return _scores(partial(function, *given, **of_head), rows, **options)
 
-        found: dict[str, Tensor] = forward_with_lm_head(self._model, at_head, **rows.inputs, use_cache=False)
-        return found
+        scores: dict[str, Tensor] = forward_with_lm_head(self._model, at_head, **rows.inputs, use_cache=False)
+        return scores
 
 
 def _from_logits(logits: Tensor, rows: Rows, **options: bool) -> dict[str, Tensor]:
@@ -79,13 +79,13 @@ def _from_logits(logits: Tensor, rows: Rows, **options: bool) -> dict[str, Tenso
 
 
 def _scores(statistics: Any, rows: Rows, *, entropy: bool, squares: bool) -> dict[str, Tensor]:
-    found = statistics(entropy=entropy, temperature=rows.temperature)
-    scores = {"log_probs": found.logprobs}
+    at_temperature = statistics(entropy=entropy, temperature=rows.temperature)
+    scores = {"log_probs": at_temperature.logprobs}
     if entropy:
-        scores["entropy"] = found.entropy
+        scores["entropy"] = at_temperature.entropy
     if squares:  # the sum of exp(2 z) over the square of the sum of exp(z)
         doubled = statistics(temperature=rows.temperature / 2)
-        scores["sum_pi_squared"] = (doubled.logsumexp - 2 * found.logsumexp).exp()
+        scores["sum_pi_squared"] = (doubled.logsumexp - 2 * at_temperature.logsumexp).exp()
     return scores
 
 
