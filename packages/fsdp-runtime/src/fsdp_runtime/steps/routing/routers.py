@@ -74,7 +74,7 @@ def find_routers(model: nn.Module) -> Routers:
     """Find the routers of every mixture of a model, on any device, parallelized or not."""
     structure = inspect_model(model)
     for path, module in structure.tree.modules.items():
-        if _PRODUCT_KEYS <= _names(type(module)):  # type: ignore[arg-type]  # mypy: type[Module] is hashable
+        if _names(type(module)) >= _PRODUCT_KEYS:  # type: ignore[arg-type]  # mypy: type[Module] is hashable
             raise ModelError(
                 f"{path} ({type(module).__name__}) selects experts by product keys (PEER): its routes can be neither "
                 "recorded nor replayed"
