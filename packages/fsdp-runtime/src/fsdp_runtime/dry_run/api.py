@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from fsdp_runtime.dry_run.types import Estimate
     from fsdp_runtime.keywords import Options
-    from fsdp_runtime.mesh.spec import MeshSpec
+    from fsdp_runtime.mesh import MeshSpec
 
     class EstimateOptions(Options, total=False):
         """The keywords of ``parallelize``, and those of the training step."""

@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fsdp_runtime import meta_device
 from fsdp_runtime._transformers_compat.models import disable_cache, has_model_for
 from fsdp_runtime.dry_run.parse_args import require_model_source
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.model.buffers import meta_device
 
 
 def build_model(source: str | Path | Any, dtype: torch.dtype, frozen_dtype: torch.dtype | None = None) -> nn.Module:

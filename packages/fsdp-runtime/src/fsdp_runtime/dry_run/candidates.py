@@ -8,7 +8,7 @@ from itertools import product
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep
 from fsdp_runtime.dry_run.traffic_totals import axes_without_bandwidth
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.mesh.spec import MeshSpec
+from fsdp_runtime.mesh import MeshSpec
 
 
 def candidate_meshes(

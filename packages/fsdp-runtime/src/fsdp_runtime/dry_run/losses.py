@@ -10,14 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp_runtime import forward_with_lm_head
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.steps.outputs.lm_head import (
-    LMHeadParameters,
-    LogitsMap,
-    assume_logits_map,
-    forward_with_lm_head,
-    logits_of,
-)
+from fsdp_runtime.steps.outputs.lm_head import LMHeadParameters, LogitsMap, assume_logits_map, logits_of
 
 #: Computes a loss from logits and targets ``[batch, tokens]``.
 OnLogits = Callable[[Tensor, Tensor], Tensor]

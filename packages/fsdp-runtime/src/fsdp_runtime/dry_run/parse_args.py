@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
 from fsdp_runtime.errors import EstimateError, MeshError, OptionError
-from fsdp_runtime.mesh.spec import FLATTENED, MeshSpec
+from fsdp_runtime.mesh import FLATTENED, MeshSpec
 from fsdp_runtime.values import DTYPES, floating_dtype
 
 if TYPE_CHECKING:
     import torch
 
-    from fsdp_runtime.steps.fsdp.step import FSDP2
+    from fsdp_runtime import FSDP2
 
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
 _ALLOCATOR_OPTIONS = (
@@ -158,7 +158,7 @@ def parse_fsdp(
     """Return the options of FSDP2 that computes in ``dtype`` and reduces gradients in ``master_dtype``."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    from fsdp_runtime.steps.fsdp.step import FSDP2
+    from fsdp_runtime import FSDP2
 
     master = None if master_dtype is None else parse_dtype(master_dtype)
     return FSDP2(

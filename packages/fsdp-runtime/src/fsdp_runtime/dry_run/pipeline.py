@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from fsdp_runtime import resolve_parallelism
 from fsdp_runtime.dry_run.advice import advice_for
 from fsdp_runtime.dry_run.allocator.constants import WORKSPACES, constant_costs
 from fsdp_runtime.dry_run.allocator.replay import reserved_bytes
@@ -40,15 +41,10 @@ from fsdp_runtime.dry_run.types import (
     Traffic,
 )
 from fsdp_runtime.keywords import Options
+from fsdp_runtime.mesh import MeshSpec
 from fsdp_runtime.mesh.collectives import axis_names
-from fsdp_runtime.mesh.spec import MeshSpec
-from fsdp_runtime.parallelism import Parallelism, resolve_parallelism
-from fsdp_runtime.setup import Setup
-from fsdp_runtime.steps.checkpointing import ActivationCheckpointing
-from fsdp_runtime.steps.context.step import ContextParallel
-from fsdp_runtime.steps.experts.step import ExpertParallel
-from fsdp_runtime.steps.fsdp.step import FSDP2
-from fsdp_runtime.steps.tensor.step import TensorParallel
+from fsdp_runtime.parallelism import Parallelism
+from fsdp_runtime.steps import FSDP2, ActivationCheckpointing, ContextParallel, ExpertParallel, TensorParallel
 from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
 
@@ -94,8 +90,8 @@ def run(
         summary = trace.summary
         traffic = summarize_traffic(summary.traffic, mesh, bandwidths)
     report("done", _STEPS, _STEPS)
-    setup = parallelism.setup
-    settings = _settings(model, spec, rank, step, trace, setup)
+    settings = _settings(model, spec, rank, step, trace, parallelism)
+    exchanged = next(iter(parallelism.setup.expert_plan or ()), "")
     on_host = _OFFLOADED if settings.offload else ()
     memory = _memory(trace, step, settings.world_size, device_memory, on_host)
     return Estimate(
@@ -113,7 +109,7 @@ def run(
         assumptions=(
             *summary.assumptions,
             *untrained_assumptions(model, summary.untrained, step),
-            *routing_assumptions(exchange, next((path for path, _ in (setup.expert_plan or Plan({})).items()), "")),
+            *routing_assumptions(exchange, exchanged),
             *recurrence_assumptions(model),
             *quantization_assumptions(model),
         ),
@@ -123,7 +119,10 @@ def run(
     )
 
 
-def _settings(model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace, setup: Setup) -> Settings:
+def _settings(
+    model: nn.Module, spec: MeshSpec, rank: int, step: StepConfig, trace: _Trace, parallelism: Parallelism
+) -> Settings:
+    setup = parallelism.setup
     layers, tokens = setup.required(TensorParallel), setup.required(ContextParallel)
     sharding = setup.required(FSDP2)
     # Fields that the step and its settings share, by name; resolved values have precedence.

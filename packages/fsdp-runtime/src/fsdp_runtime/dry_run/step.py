@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime import describe_parallelism, sequence_layout
 from fsdp_runtime._torch_compat import local_tensor, viewed_tensor
-from fsdp_runtime.debug.describe import describe_parallelism
 from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
 from fsdp_runtime.dry_run.build_model import vocabulary_size
 from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs_on_accelerator
@@ -30,9 +30,8 @@ from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.trace.recorder import Recorder
 from fsdp_runtime.errors import EstimateError, OptionError
 from fsdp_runtime.keywords import Options
-from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.parallelism import Parallelism
-from fsdp_runtime.steps.context.sharding import sequence_layout
 
 #: Optimizers by name, and the bytes of state per byte of a parameter; ``adamw_single`` is the one without ``foreach``,
 #: with temporaries of one parameter.

@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_runtime.dry_run.step_time import step_time
 from fsdp_runtime.dry_run.traffic_totals import total_bytes_sent
 from fsdp_runtime.dry_run.types import FORMAT, Estimate
-from fsdp_runtime.mesh.spec import MeshSpec
+from fsdp_runtime.mesh import MeshSpec
 
 
 @dataclass(frozen=True, kw_only=True)

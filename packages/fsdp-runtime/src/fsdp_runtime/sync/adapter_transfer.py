@@ -14,15 +14,14 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from fsdp_runtime import save_adapter
 from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers
 from fsdp_runtime.errors import OptionError, WeightSyncError
-from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.collectives import own_rank
-from fsdp_runtime.sharded.paths import require_path
-from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.model import state_entries
+from fsdp_runtime.sharded import own_rank, require_path
 from fsdp_runtime.sync.engine_client import EngineClient
 from fsdp_runtime.sync.weight_transfer import on_every_rank
-from fsdp_runtime.weights.adapters import saved_tensors
+from fsdp_runtime.weights import saved_tensors
 
 _log = logging.getLogger(__name__)
 

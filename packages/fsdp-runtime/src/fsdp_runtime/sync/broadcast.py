@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks
-from fsdp_runtime.sharded.host_staging import flat_bytes
-from fsdp_runtime.sharded.safetensors_io import WeightInfo
-from fsdp_runtime.weights.stream import Bucket, WeightExport
+from fsdp_runtime.model import state_entries
+from fsdp_runtime.sharded import WeightInfo, all_gather_objects, flat_bytes, mesh_ranks
+from fsdp_runtime.weights import Bucket, WeightExport
 
 
 def send_weights(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sharded.hashing import WORDS
+from fsdp_runtime.sharded import WORDS
 
 HEADER_BYTES = 16
 

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.chunks import inside
-from fsdp_runtime.sharded.collectives import all_reduce_over, mesh_ranks, own_rank
-from fsdp_runtime.sharded.hashing import hash_box
-from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.model import state_entries
+from fsdp_runtime.sharded import all_reduce_over, block_view, hash_box, inside, mesh_ranks, own_rank
 from fsdp_runtime.sync.groups import rank_in
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
 from fsdp_runtime.sync.tensor_views import box_views, torch_dtype
-from fsdp_runtime.weights.stream import WeightExport
+from fsdp_runtime.weights import WeightExport
 from tp_plans.boxes import Box, box_shape
 from tp_plans.transfer import TransferLayout, TransferPlan, plan_cover
 

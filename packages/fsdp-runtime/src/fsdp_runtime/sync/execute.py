@@ -24,7 +24,7 @@ from fsdp_runtime.sync.schedule import (
 )
 from fsdp_runtime.sync.shared_buckets import SharedBuckets
 from fsdp_runtime.sync.tensor_views import Sides, message_values
-from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
+from fsdp_runtime.weights import DEFAULT_BUCKET_BYTES
 from tp_plans.transfer import TransferPlan
 
 

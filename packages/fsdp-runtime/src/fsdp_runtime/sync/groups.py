@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 
 from fsdp_runtime._torch_compat import separate_group
 from fsdp_runtime.errors import OptionError, WeightSyncError
-from fsdp_runtime.sharded.collectives import own_rank
+from fsdp_runtime.sharded import own_rank
 
 #: The longest time of an exchange in a transfer.
 DEFAULT_TIMEOUT = timedelta(minutes=5)

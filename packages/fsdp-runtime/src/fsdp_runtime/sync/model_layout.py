@@ -12,15 +12,10 @@ from fsdp_runtime._peft_compat import BASE, base_model
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import ConversionError, OptionError
-from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.chunks import identity_chunk
-from fsdp_runtime.sharded.collectives import mesh_ranks, model_mesh, own_rank
-from fsdp_runtime.sharded.rank_boxes import BoxOwners, stored_part
+from fsdp_runtime.model import state_entries
+from fsdp_runtime.sharded import BoxOwners, identity_chunk, mesh_ranks, model_mesh, own_rank, stored_part
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
-from fsdp_runtime.weights.adapters import saved_tensors
-from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, MergedShards
-from fsdp_runtime.weights.held_tensors import HeldTensors
-from fsdp_runtime.weights.stream import WeightExport
+from fsdp_runtime.weights import ExportedTensor, ExportGroup, HeldTensors, MergedShards, WeightExport, saved_tensors
 from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.sharded.collectives import all_reduce_over
-from fsdp_runtime.sharded.rank_boxes import block_view
-from fsdp_runtime.weights.quantize.formats import Quantization, QuantizationFormat
+from fsdp_runtime.sharded import all_reduce_over, block_view
+from fsdp_runtime.weights import Quantization, QuantizationFormat
 from tp_plans.boxes import Box, box_shape
 from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
 

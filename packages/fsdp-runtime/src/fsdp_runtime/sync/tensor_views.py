@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.sharded.chunks import inside
-from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.sharded import block_view, inside
 from fsdp_runtime.sync.schedule import Message
 from tp_plans.boxes import Box, box_shape
 from tp_plans.transfer import BlockTransfer, TransferLayout, TransferPlan

@@ -21,13 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import ConversionError, OptionError
-from fsdp_runtime.model.inference_mode import without_inference_mode
-from fsdp_runtime.sharded.collectives import own_rank
-from fsdp_runtime.sharded.rank_boxes import block_view
-from fsdp_runtime.sharded.safetensors_io import WeightInfo
+from fsdp_runtime.model import without_inference_mode
+from fsdp_runtime.sharded import WeightInfo, block_view, own_rank
 from fsdp_runtime.sync.model_layout import ModelShards
-from fsdp_runtime.weights.held_tensors import HeldTensors
-from fsdp_runtime.weights.stream import WeightExport
+from fsdp_runtime.weights import HeldTensors, WeightExport
 from tp_plans import Replicate, Shard
 from tp_plans.boxes import box_shape, mesh_boxes, volume
 from tp_plans.transfer import TransferLayout

@@ -20,7 +20,7 @@ from fsdp_runtime.sync.model_layout import ModelShards
 from fsdp_runtime.sync.point_to_point import Handshake, PointToPoint
 from fsdp_runtime.sync.schedule import rounds_of, split_transfers, windows_of
 from fsdp_runtime.sync.tensor_views import Sides, box_views
-from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES
+from fsdp_runtime.weights import DEFAULT_BUCKET_BYTES
 from tp_plans.boxes import Box
 from tp_plans.transfer import TransferPlan
 

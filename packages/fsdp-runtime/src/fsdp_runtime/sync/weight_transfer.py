@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError, WeightSyncError
-from fsdp_runtime.sharded.collectives import own_rank
-from fsdp_runtime.sharded.safetensors_io import WeightInfo
+from fsdp_runtime.sharded import WeightInfo, own_rank
 from fsdp_runtime.sync.engine_client import EngineClient
 from fsdp_runtime.sync.vllm_source import WeightSource
-from fsdp_runtime.weights.stream import WeightExport
+from fsdp_runtime.weights import WeightExport
 
 #: The longest wait of a rank for the other ranks' outcomes of an update, beyond the update's timeout.
 GRACE_S = 10.0

@@ -11,14 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_runtime import load_training_state, save_adapter, save_training_state, save_weights
 from fsdp_runtime._peft_compat import is_peft_model
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
-from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.gather import full_tensors
-from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.model import state_entries
+from fsdp_runtime.sharded import full_tensors
 from fsdp_runtime.trainers._accelerate_compat import registered_objects, schedulers
-from fsdp_runtime.training_state import load_training_state, save_training_state
-from fsdp_runtime.weights import save_weights
 
 #: The folder of a model's training state, with the model's index from the second on.
 STATE_FOLDER = "training_state"

@@ -14,16 +14,17 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_runtime import save_adapter, stream_weights
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.mesh.spec import axis_size
-from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
-from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.mesh import axis_size
+from fsdp_runtime.steps import SharedPrefixes
+from fsdp_runtime.sync import WeightTransfer
 from fsdp_runtime.sync.adapter_transfer import require_servable
-from fsdp_runtime.sync.weight_transfer import WeightTransfer, on_every_rank
+from fsdp_runtime.sync.weight_transfer import on_every_rank
 from fsdp_runtime.trainers._trl_compat import BEGINS, MANIFEST, PEAK_FLOPS, TREE, global_of, replaced
 from fsdp_runtime.trainers.training_arguments import check_tokens
 from fsdp_runtime.trainers.trl_trainers import TrlMixin
-from fsdp_runtime.weights.stream import WeightExport, stream_weights
+from fsdp_runtime.weights import WeightExport
 from fsdp_runtime.wrap import effects_of, hook_model
 
 _TAKES_TREES = "takes trees of prefixes"

@@ -23,13 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel
 
+from fsdp_runtime import FSDP2, adopt_mesh, materialize, parallelize, sequence_layout
 from fsdp_runtime._peft_compat import base_model
-from fsdp_runtime.apply import parallelize
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.mesh.spec import adopt_mesh, axis_size
-from fsdp_runtime.model.materialize import materialize
-from fsdp_runtime.steps.context.sharding import padded, sequence_layout
-from fsdp_runtime.steps.fsdp.step import FSDP2
+from fsdp_runtime.mesh import axis_size
+from fsdp_runtime.steps.context.sharding import padded
 from fsdp_runtime.trainers._automodel_compat import (
     allow_expert_parallelism,
     keep_attention_masks,

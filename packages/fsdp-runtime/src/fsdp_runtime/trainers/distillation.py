@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.steps.context.step import whole_rows
 from fsdp_runtime.trainers._trl_compat import DIVERGENCE, replaced
 from fsdp_runtime.trainers.full_rows import FullRows, part_of_rows

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.models import scores_rows
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.steps.context.sharding import SequenceLayout, padded
 from fsdp_runtime.steps.context.step import attention_of, inputs_of, under_context_parallelism
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_runtime import no_sync, submesh
 from fsdp_runtime._torch_compat import flatten_axes
 from fsdp_runtime.errors import BackendError, OptionError, OtherRankError
 from fsdp_runtime.keywords import Options
-from fsdp_runtime.memory.gradient_accumulation import no_sync
-from fsdp_runtime.mesh.spec import axis_size, require_axes, submesh
-from fsdp_runtime.model.generators import Generators
+from fsdp_runtime.mesh import axis_size, require_axes
+from fsdp_runtime.model import Generators
 from fsdp_runtime.trainers._accelerate_compat import is_prepared
 from fsdp_runtime.trainers.accelerator_settings import accelerator_settings, check_ranks
 from fsdp_runtime.trainers.accelerator_state import StateMixin

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime import load_training_state, load_weights, save_training_state, submesh
 from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import CheckpointError, ModelError, OptionError
 from fsdp_runtime.keywords import Options
-from fsdp_runtime.mesh.spec import require_axes, submesh
-from fsdp_runtime.sharded.collectives import first_rank_speaks
+from fsdp_runtime.mesh import require_axes
+from fsdp_runtime.sharded import first_rank_speaks
 from fsdp_runtime.steps.outputs.generation import gather_logits
 from fsdp_runtime.trainers.accelerator_state import STATE_FOLDER
 from fsdp_runtime.trainers.logits import (
@@ -40,8 +41,6 @@ from fsdp_runtime.trainers.training_arguments import (
     size_of,
     warn_of_repeated,
 )
-from fsdp_runtime.training_state import load_training_state, save_training_state
-from fsdp_runtime.weights import load_weights
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime import init_adapters, load_weights, meta_device, parallelize, resolve_parallelism
 from fsdp_runtime._transformers_compat.models import auto_class_builds, model_from_config
-from fsdp_runtime.apply import parallelize
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
-from fsdp_runtime.model.buffers import meta_device
-from fsdp_runtime.parallelism import resolve_parallelism
 from fsdp_runtime.steps.context.step import under_context_parallelism
-from fsdp_runtime.weights import init_adapters, load_weights
 
 #: Arguments of ``from_pretrained`` that concern one process alone, or are its defaults here.
 _DROPPED = ("device_map", "low_cpu_mem_usage", "use_cache")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import ModelError
-from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.model import state_entries
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:

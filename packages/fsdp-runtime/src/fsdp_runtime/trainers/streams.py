@@ -18,7 +18,7 @@ from accelerate.state import GradientState
 from torch.utils.data import IterableDataset
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.sharded.collectives import own_rank
+from fsdp_runtime.sharded import own_rank
 from fsdp_runtime.trainers._datasets_compat import description, node_of
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime import describe_parallelism
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
-from fsdp_runtime.mesh.spec import axis_size
-from fsdp_runtime.steps.compile import Compile
-from fsdp_runtime.steps.recomputation import recomputes
+from fsdp_runtime.mesh import axis_size
+from fsdp_runtime.steps import Compile
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +118,8 @@ def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
     """Raise :class:`ModelError` unless the model is parallelized on ``mesh`` and has its weights."""
     if on_meta := next((name for name, tensor in model.named_parameters() if tensor.is_meta), None):
         raise ModelError(f"{on_meta} is on the meta device: call load_weights before the trainer")
-    submodule = next((path for path, module in model.named_modules() if recomputes(module)), None)
-    if recompute and submodule is not None:
-        _refuse_two_checkpointings(f"{submodule} recomputes its activations by parallelize")
+    if recompute and (recomputing := describe_parallelism(model).recomputing):
+        _refuse_two_checkpointings(f"{recomputing[0]} recomputes its activations by parallelize")
     check_on_mesh(model, mesh)
 
 

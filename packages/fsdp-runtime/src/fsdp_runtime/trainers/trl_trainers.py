@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from fsdp_runtime import stream_weights, submesh, unsharded
 from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.memory.unshard import unsharded
-from fsdp_runtime.mesh.spec import axis_size, submesh
+from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.steps.context.step import inputs_of, under_context_parallelism, whole_rows
 from fsdp_runtime.steps.outputs.generation import full_logits
 from fsdp_runtime.trainers._trl_compat import (
@@ -37,7 +37,6 @@ from fsdp_runtime.trainers.fused_head import add_chunked_head, add_fused_lm_head
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
 from fsdp_runtime.trainers.model_source import is_sharded, keep_reference_adapter, with_reference_adapter
 from fsdp_runtime.trainers.training_arguments import check_tokens
-from fsdp_runtime.weights import stream_weights
 
 #: Arguments with a second model, which is sharded like the first.
 _OTHER_MODELS = ("ref_model", "teacher_model")

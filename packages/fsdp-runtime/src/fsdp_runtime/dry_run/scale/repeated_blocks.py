@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_runtime._torch_compat import children
-from fsdp_runtime.model.structure import ModelStructure, inspect_model
+from fsdp_runtime.model import ModelStructure, inspect_model
 
 #: Attributes that hold a block's index and do not change its computation.
 _INDEX_ATTRS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")

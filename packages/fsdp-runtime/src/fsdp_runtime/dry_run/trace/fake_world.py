@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_runtime._torch_compat import clear_dtensor_caches, fake_store, fake_tensors
 from fsdp_runtime._transformers_compat.masks import fake_tensors_are_data
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.mesh.spec import MeshSpec
+from fsdp_runtime.mesh import MeshSpec
 
 
 @contextmanager

@@ -10,12 +10,10 @@ import ray
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_runtime import load_training_state, load_weights, save_adapter, save_training_state, save_weights
 from fsdp_runtime.errors import CheckpointError
-from fsdp_runtime.sharded.collectives import raise_on_all, world_ranks
-from fsdp_runtime.steps.tensor.lora import save_adapter
+from fsdp_runtime.sharded import raise_on_all, world_ranks
 from fsdp_runtime.trainers.verl.data_state import deal_anew
-from fsdp_runtime.training_state import load_training_state, save_training_state
-from fsdp_runtime.weights import load_weights, save_weights
 
 _STATE, _HUGGING_FACE, _ADAPTER = "training_state", "huggingface", "lora_adapter"
 _DEFAULT = ("model", "optimizer", "extra")

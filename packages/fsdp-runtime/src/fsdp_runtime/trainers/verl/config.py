@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.mesh.spec import MeshSpec
+from fsdp_runtime.mesh import MeshSpec
 from fsdp_runtime.trainers.verl.field_types import require_types
 from fsdp_runtime.trainers.verl.flags import refuse
 from fsdp_runtime.trainers.verl.verl_api import ActorConfig, CriticConfig, EngineConfig, HFModelConfig, PrecisionType

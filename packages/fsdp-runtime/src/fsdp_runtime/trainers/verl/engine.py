@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime import no_sync, stream_weights, submesh
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.memory.gradient_accumulation import no_sync
 from fsdp_runtime.memory.offload import Part
-from fsdp_runtime.mesh.spec import submesh
-from fsdp_runtime.sharded.collectives import first_rank_speaks
+from fsdp_runtime.sharded import first_rank_speaks
 from fsdp_runtime.sync.adapter_transfer import require_servable
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl import export
@@ -43,7 +42,6 @@ from fsdp_runtime.trainers.verl.verl_api import (
     postprocess_batch_func,
     tensordict_utils,
 )
-from fsdp_runtime.weights import stream_weights
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime import stream_weights
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.hashing import WORDS
-from fsdp_runtime.sharded.rank_boxes import block_view
+from fsdp_runtime.model import state_entries
+from fsdp_runtime.sharded import WORDS, block_view
 from fsdp_runtime.sync import ModelShards
 from fsdp_runtime.trainers.verl.verl_api import (
     BlockPlacement,
@@ -21,9 +21,7 @@ from fsdp_runtime.trainers.verl.verl_api import (
     replace_lora_wrapper,
     translate_flat_indices,
 )
-from fsdp_runtime.weights import stream_weights
-from fsdp_runtime.weights.adapters import adapter_tensors
-from fsdp_runtime.weights.stream import WeightExport
+from fsdp_runtime.weights import WeightExport, adapter_tensors
 
 #: The name of the adapter that verl trains.
 ADAPTER = "default"

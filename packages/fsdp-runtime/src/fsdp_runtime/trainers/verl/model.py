@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_runtime.apply import parallelize
+from fsdp_runtime import FSDP2, init_adapters, load_adapter, load_weights, meta_device, parallelize
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.steps import ContextParallel, ExpertParallel, Step
-from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.trainers.verl.config import FsdpRuntimeEngineConfig
 from fsdp_runtime.trainers.verl.verl_api import (
     build_optimizer,
@@ -22,7 +21,6 @@ from fsdp_runtime.trainers.verl.verl_api import (
     get_cosine_schedule_with_warmup,
     get_hf_auto_model_class,
 )
-from fsdp_runtime.weights import init_adapters, load_adapter, load_weights, meta_device
 
 #: Attributes under which vision-language models of transformers keep their vision tower.
 _VISION_TOWERS = ("visual", "vision_tower", "vision_model")

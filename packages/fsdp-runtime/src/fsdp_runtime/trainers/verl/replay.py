@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime import record_routes, replay_routes
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.steps.routing.replay import record_routes, replay_routes
 from fsdp_runtime.trainers.verl.rows import Rows
 
 Way = Literal["none", "record", "replay"]

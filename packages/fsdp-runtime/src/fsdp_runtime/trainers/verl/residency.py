@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_runtime.memory.offload import Part, offload, onload
+from fsdp_runtime import offload, onload
+from fsdp_runtime.memory.offload import Part
 
 
 class Residency:

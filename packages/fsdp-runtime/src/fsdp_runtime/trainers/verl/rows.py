@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_runtime import sequence_layout
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.steps.context.sharding import sequence_layout
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl.config import FsdpRuntimeEngineConfig
 from fsdp_runtime.trainers.verl.verl_api import extract_multi_modal_inputs, get_device_id, tensordict_utils

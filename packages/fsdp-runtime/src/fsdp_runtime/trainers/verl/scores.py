@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime import forward_with_lm_head
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.sharded.collectives import first_rank_speaks
-from fsdp_runtime.steps.outputs.lm_head import forward_with_lm_head
+from fsdp_runtime.sharded import first_rank_speaks
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.verl.rows import Rows
 from fsdp_runtime.trainers.verl.verl_api import tensordict_utils
