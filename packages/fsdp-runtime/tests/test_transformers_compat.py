@@ -27,7 +27,7 @@ ABSENT: dict[str, tuple[Any, set[str]]] = {
     "has_model_for": (AutoModelForCausalLM, {"model_mapping", "supports", "has_model_for"}),
     "is_stateful": (PreTrainedModel, {"is_stateful"}),
     "kept_in_float32": (PreTrainedModel, {"keep_in_fp32_modules", "keep_in_fp32_modules_strict"}),
-    "ignored_on_save": (PreTrainedModel, {"keys_to_ignore_on_save"}),
+    "left_out_on_save": (PreTrainedModel, {"keys_to_ignore_on_save"}),
     "is_ignored_on_load": (PreTrainedModel, {"keys_to_ignore_on_load_unexpected"}),
     "initialize_module": (PreTrainedModel, {"init_module", "initialize_module", "init_buffers"}),
     "checkpointing_through": (PreTrainedModel, {"gradient_checkpointing_func", "set_gradient_checkpointing_func"}),

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
-from fsdp_runtime.weights.stream import split_by_bytes
+from fsdp_runtime.weights.files import split_by_bytes
 
 #: The parts of an update, in order: check what will come, receive it apart, write it into the model.  ``undo`` brings
 #: back what the model had before ``apply``.

@@ -137,6 +137,25 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if is_peft_model(model) else model
 
 
+@dataclass(frozen=True, eq=False)
+class BaseModel:
+    """The model inside a ``PeftModel``, and peft's modules in it; any other model itself, without such modules."""
+
+    module: Any
+    prefix: str = ""  # of the module's names in the ``PeftModel``
+    places: tuple[Place, ...] = ()
+    lora_layers: tuple[LoraLayer, ...] = ()
+
+
+def base_of(model: Any) -> BaseModel:
+    """Return the model inside a ``PeftModel``, or any other model itself."""
+    if not is_peft_model(model):
+        return BaseModel(model)
+    base = model.get_base_model()
+    prefix = "base_model." if base is model.base_model else f"{BASE}."  # the first for prompt learning
+    return BaseModel(base, prefix, tuple(places(base)), tuple(lora_layers(base)))
+
+
 def model_of_rows(model: Any) -> Any:
     """Return the model inside a ``PeftModel`` that hands it its rows as they are; any other model itself."""
     # Prompt learning (prompt, prefix and P-tuning) puts virtual tokens in front of every row.

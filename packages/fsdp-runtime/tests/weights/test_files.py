@@ -25,7 +25,7 @@ from harness.memory import LiveBytes
 from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
-from tp_plans.transfer import box_shape, volume
+from tp_plans.boxes import box_shape, volume
 
 SHARD_BYTES, BUCKET_BYTES = 60_000, 12_000
 
@@ -158,11 +158,11 @@ def test_plan_files_gives_every_host_a_file_and_ranks_equal_bytes(hosts: int) ->
     with fake_world(MeshSpec(dp_shard=8), rank=0) as mesh:
         export = WeightExport().prepare(parallelize(model, mesh))
         machines = {rank: str(rank * hosts // 8) for rank in range(8)}
-        plan = plan_files(export, "5GB", machines)
+        plan = plan_files(export.groups, export.parts, "5GB", machines)
         assert {machines[rank] for rank in plan} == {*machines.values()}
         assert list(plan)[:hosts] == [host * 8 // hosts for host in range(hosts)]
         total = sum(item.nbytes for item in export.tensors)
-        plan = plan_files(export, math.ceil(total / 8), machines)
+        plan = plan_files(export.groups, export.parts, math.ceil(total / 8), machines)
         shares = [sum(item.nbytes for _, items in share.files for item in items) for share in plan.values()]
         assert len(shares) == 8
         assert max(shares) < 2 * total / 8
@@ -172,9 +172,9 @@ def test_plan_files_gives_every_host_a_file_and_ranks_equal_bytes(hosts: int) ->
 
 def test_plan_files_gives_a_model_of_plain_tensors_to_the_first_rank() -> None:
     export = WeightExport().prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    plan = plan_files(export, 300, {0: "a", 1: "b"})
+    plan = plan_files(export.groups, export.parts, 300, {0: "a", 1: "b"})
     assert {rank: len(share.files) for rank, share in plan.items()} == {0: 2}
-    assert len(plan_files(export, "5GB", {0: "a", 1: "b"})[0].files) == 1
+    assert len(plan_files(export.groups, export.parts, "5GB", {0: "a", 1: "b"})[0].files) == 1
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ from fsdp_runtime import (
     save_weights,
 )
 from fsdp_runtime.errors import OtherRankError
-from fsdp_runtime.sharded import safetensors_io, work_directory
+from fsdp_runtime.sharded import fsync, work_directory
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
 from fsdp_runtime.steps.tensor import lora
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from fsdp_runtime.sync import WeightExport
 from fsdp_runtime.training_state import load_training_state, save_training_state
-from fsdp_runtime.weights import save
+from fsdp_runtime.weights import companion_files
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 from harness.models import ARCHITECTURES, tiny_model
 from harness.pairwise import pairwise_first
@@ -396,7 +396,7 @@ def test_a_disk_without_room_is_told_the_bytes_of_all_files(tmp_path: Path, monk
 
     save_weights(model := _model(), tmp_path / "fits", max_shard_size=SIZES["several"])
     nbytes = sum(file.stat().st_size for file in (tmp_path / "fits").glob("*.safetensors"))
-    monkeypatch.setattr(safetensors_io, "reserve", reserve)
+    monkeypatch.setattr(fsync, "reserve", reserve)
     with pytest.raises(OSError, match=rf"No space left .*, a file of \d+ bytes; .*; {nbytes} bytes are needed in all"):
         save_weights(model, tmp_path / "full", max_shard_size=SIZES["several"])
 
@@ -447,7 +447,7 @@ def test_a_config_that_finds_no_room_is_named(tmp_path: Path, monkeypatch: pytes
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(save, "save_config", full)
+    monkeypatch.setattr(companion_files, "save_config", full)
     monkeypatch.setattr(lora, "save_adapter_config", full)
     adapted: Any = peft.get_peft_model(_model(), peft.LoraConfig(r=8, target_modules=["q_proj"]))
     for saved, name in ((save_weights, "config.json"), (save_adapter, "adapter_config.json")):

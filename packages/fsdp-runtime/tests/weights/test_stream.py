@@ -20,7 +20,8 @@ from fsdp_runtime import FSDP2, OptionError, parallelize, unsharded
 from fsdp_runtime.sharded import gather
 from fsdp_runtime.sync import WeightExport
 from fsdp_runtime.weights import save_weights, stream_weights
-from fsdp_runtime.weights.stream import ExportedModel, split_by_bytes
+from fsdp_runtime.weights.files import split_by_bytes
+from fsdp_runtime.weights.stream import ExportedModel
 from harness.memory import LiveBytes
 from harness.models import ARCHITECTURES, tiny_inputs, tiny_model
 from harness.pairwise import pairwise_first

@@ -10,30 +10,19 @@ from typing import Any
 
 import torch
 
-from fsdp_runtime._transformers_compat.models import is_transformers_model, original_class, original_classes
+from fsdp_runtime._transformers_compat.models import original_class, original_classes
 
 logger = logging.getLogger(__name__)
 
 
-def declared_aliases(model: Any) -> set[str]:
-    """Names that the model declares to be tied to another's tensor, as ``lm_head.weight``; not saved."""
-    return set(getattr(model, "all_tied_weights_keys", None) or ()) if is_transformers_model(model) else set()
-
-
-def ignored_on_save(model: Any) -> set[str]:
-    """Names that ``save_pretrained`` leaves out."""
-    return set(model._keys_to_ignore_on_save or ()) if is_transformers_model(model) else set()
+def left_out_on_save(model: Any) -> tuple[set[str], set[str]]:
+    """Return the names that a transformers model declares to be tied to another tensor, and names left out besides."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ()), set(model._keys_to_ignore_on_save or ())
 
 
 def is_ignored_on_load(model: Any, name: str) -> bool:
     """Return True if the model's class says that a name may be in a checkpoint without being in the model."""
-    patterns = (model._keys_to_ignore_on_load_unexpected or ()) if is_transformers_model(model) else ()
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
-def runs_remote_code(model: Any) -> bool:
-    """Return True if a model's class was loaded with ``trust_remote_code``, or registered for auto classes."""
-    return is_transformers_model(model) and bool(model.is_remote_code())
+    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
 def relative_imports(module: Path) -> list[Path]:
@@ -49,12 +38,16 @@ def vocabulary_size(model: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def save_config(model: Any, directory: Path, dtype: torch.dtype, generation: Any) -> None:
+def save_config(
+    model: Any, directory: Path, dtype: torch.dtype, generation: Any, quantization: dict[str, Any] | None
+) -> None:
     """Write ``config.json``, ``generation_config.json`` and a remote class's code as ``save_pretrained`` would."""
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [original_class(model).__name__]
-    if runs_remote_code(model):
+    if quantization is not None:
+        config.quantization_config = quantization
+    if model.is_remote_code():
         from transformers.dynamic_module_utils import custom_object_save
 
         with original_classes(model):

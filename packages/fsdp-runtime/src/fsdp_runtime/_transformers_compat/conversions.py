@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_runtime._transformers_compat.models import is_transformers_model, original_classes
+from fsdp_runtime._transformers_compat.models import original_classes
 from fsdp_runtime._transformers_compat.release import require_known_release
 
 
@@ -31,11 +31,9 @@ class Translation:
 
 
 def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:
-    """Return the translation of a checkpoint's tensors, by their names in the files, to the model's ``known`` names."""
+    """Return the translation of a checkpoint's names to the ``known`` names of a transformers model."""
     # ``from_pretrained`` renames (and for some architectures merges) checkpoint tensors by a table without a public
     # reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
-    if not is_transformers_model(model):
-        return Translation({name: name for name in checkpoint_names}, ())
     require_known_release()
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
@@ -58,14 +56,11 @@ def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[
 
 def remember_rules(model: Any, rules: list[Any]) -> None:
     """Keep the rules of a load where ``from_pretrained`` does, so that saving writes the names that were read."""
-    if is_transformers_model(model):
-        model._weight_conversions = rules
+    model._weight_conversions = rules
 
 
 def model_to_checkpoint(model: Any, names: Iterable[str]) -> Translation:
-    """Return the translation of the model's tensors to the tensors that ``save_pretrained`` writes."""
-    if not is_transformers_model(model):
-        return Translation({name: name for name in names}, ())
+    """Return the translation of a transformers model's tensors to the tensors that ``save_pretrained`` writes."""
     require_known_release()
     from transformers.core_model_loading import PrefixChange, dot_natural_key
 

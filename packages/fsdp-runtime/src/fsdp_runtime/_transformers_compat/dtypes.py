@@ -23,7 +23,7 @@ _chosen: WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]]
 def kept_in_float32(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that transformers loads in float32 where the model is in bfloat16."""
     found: set[str] = set()
-    for prefix, module in _models_inside(model):
+    for prefix, module, _ in _models_inside(model):
         patterns = _float32_patterns(module, torch.bfloat16)
         names = (name for name, _ in module.named_parameters() if any(pattern.search(name) for pattern in patterns))
         found |= {prefix + name for name in names}
@@ -35,8 +35,8 @@ def kept_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> d
     # Names that match a pattern of the class are loaded in float32. Any other tensor gets the dtype that the class's
     # constructor gives it under the default dtype ``dtype`` (``convert_and_load_state_dict_in_model``, 5.6 to 5.24).
     names, kept = list(names), dict[str, torch.dtype]()
-    for prefix, module in _models_inside(model):
-        patterns, chosen = _float32_patterns(module, dtype), _chosen_dtypes(module, dtype)
+    for prefix, module, cls in _models_inside(model):
+        patterns, chosen = _float32_patterns(module, dtype), _chosen_dtypes(module, cls, dtype)
         for name in names:
             inner = name.removeprefix(prefix)
             if not name.startswith(prefix):
@@ -48,13 +48,13 @@ def kept_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> d
     return kept
 
 
-def _models_inside(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost models of transformers inside a module, such as a ``PeftModel``, with the prefixes of names."""
+def _models_inside(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """The prefixes, outermost models of transformers inside a module such as a ``PeftModel``, and their classes."""
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
         if module not in inside and is_transformers_model(module):
             inside |= set(module.modules())
-            yield f"{path}." if path else "", module
+            yield f"{path}." if path else "", module, original_class(module)
 
 
 def _float32_patterns(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
@@ -68,21 +68,19 @@ def _float32_patterns(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
     return [re.compile(pattern.replace("*", ".*")) for pattern in declared]
 
 
-def _chosen_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _chosen_dtypes(model: Any, cls: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The floating-point tensors to which the model's constructor gives a dtype other than the default dtype."""
     by_dtype = _chosen.setdefault(model, {})
     if dtype not in by_dtype:
         try:
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
                 config = copy.deepcopy(model.config)
-                twin = original_class(model)._from_config(  # type: ignore[attr-defined]
-                    config, dtype=dtype, attn_implementation="eager"
-                )
+                twin = cls._from_config(config, dtype=dtype, attn_implementation="eager")
         except Exception as error:  # noqa: BLE001 - constructors of remote code raise anything
             _log.warning(
                 "%s cannot be built from its config (%s): its exports round the tensors that its constructor keeps in "
                 "a dtype of their own, unless its class declares them",
-                original_class(model).__name__,
+                cls.__name__,
                 error,
             )
             twin = nn.Module()

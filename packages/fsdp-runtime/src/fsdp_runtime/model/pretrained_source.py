@@ -27,41 +27,43 @@ class PretrainedSource:
     generation: tuple[Any, Any] = (None, None)  # the generation config that the load has set, and the checkpoint's own
 
 
-def generates(model: Any) -> bool:
-    """Return True for a model of transformers that has ``generate``."""
-    return is_transformers_model(model) and bool(model.can_generate())
-
-
-def generation_config_of(model: Any, settings: GenerationSettings | None) -> Any:
-    """Return the model's generation config, with the checkpoint's settings wherever the user has set none."""
-    return _merged(model, settings)[0]
-
-
-def _merged(model: Any, settings: GenerationSettings | None) -> tuple[Any, Any]:
-    """Return the config of :func:`generation_config_of`, and the checkpoint's own, if it was used."""
+def saved_source(model: Any) -> tuple[Path | None, Any]:
+    """Return the folder that a transformers model came from, and the generation config to save with the model."""
     source = runtime_state(model).source
-    adopted = (None, None) if source is None else source.generation
-    if settings is None or not generates(model):
-        return getattr(model, "generation_config", None), adopted[1]
-    return generation_config(model, settings, adopted)
+    folder = _named_folder(model) if source is None or source.folder is None else source.folder
+    generation = getattr(model, "generation_config", None)
+    settings = None if source is not None or folder is None else _read_settings(folder)
+    if settings is not None and model.can_generate():
+        generation = generation_config(model, settings, (None, None))[0]
+    return folder, generation
 
 
 def settings_at_source(model: Any) -> GenerationSettings | None:
     """Return the generation settings of the folder that a model came from other than by a recorded load."""
     folder = None if runtime_state(model).source else source_folder(model)
+    return None if folder is None else _read_settings(folder)
+
+
+def _read_settings(folder: Path) -> GenerationSettings | None:
     try:
-        return None if folder is None else read_generation_settings(folder)
+        return read_generation_settings(folder)
     except CheckpointError as error:  # a save does not fail for it
         logger.warning("%s", error)
         return None
 
 
 def adopt(model: Any, folder: Path | None, settings: GenerationSettings | None) -> None:
-    """Record a checkpoint's folder on the model, and give the model its generation settings."""
-    merged = _merged(model, settings)
-    if settings is not None and generates(model):
+    """Record a checkpoint's folder on the model, and give the model its generation settings; settings of a user stay.
+
+    ``settings`` is ``None`` for a model that is not of transformers.
+    """
+    state = runtime_state(model)
+    earlier = (None, None) if state.source is None else state.source.generation
+    merged = getattr(model, "generation_config", None), earlier[1]
+    if settings is not None and model.can_generate():
+        merged = generation_config(model, settings, earlier)
         model.generation_config = merged[0]
-    runtime_state(model).source = PretrainedSource(folder, merged if merged[1] is not None else (None, None))
+    state.source = PretrainedSource(folder, merged if merged[1] is not None else (None, None))
 
 
 def source_folder(model: Any) -> Path | None:
@@ -69,8 +71,12 @@ def source_folder(model: Any) -> Path | None:
     source = runtime_state(model).source
     if source is not None and source.folder is not None:
         return source.folder  # type: ignore[no-any-return]
-    name = getattr(getattr(model, "config", None), "name_or_path", None) if is_transformers_model(model) else None
-    if not name:
+    return _named_folder(model) if is_transformers_model(model) else None
+
+
+def _named_folder(model: Any) -> Path | None:
+    """Return the folder of a transformers model's ``name_or_path``."""
+    if not (name := model.config.name_or_path):
         return None
     return Path(name) if os.path.isdir(name) else _cached_snapshot(name)
 

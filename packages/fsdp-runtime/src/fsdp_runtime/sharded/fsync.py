@@ -89,6 +89,29 @@ def start_writing(descriptor: int) -> None:
         _sync_file_range(descriptor, 0, 0, _START_WRITING)
 
 
+#: Bytes of one system call; the kernel ends a call at 2 GiB.
+MOVED_AT_ONCE = 2**26
+
+
+def create_file(path: Path, start: bytes, nbytes: int) -> None:
+    """Create a file with its first bytes and its full size."""
+    with naming_write_errors(path, nbytes):
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0) | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            write_all(descriptor, start, 0)
+            reserve(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+
+
+def write_all(descriptor: int, content: bytes | memoryview, offset: int) -> None:
+    """Write bytes at an offset of a file."""
+    view = memoryview(content)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    while view:
+        view = view[os.write(descriptor, view[:MOVED_AT_ONCE]) :]
+
+
 def reserve(descriptor: int, nbytes: int) -> None:
     """Set a file's size, and reserve its disk space if the file system can; writes are then faster."""
     if _fallocate is not None and _fallocate(descriptor, 0, 0, nbytes) == 0:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError, WeightsError
 from fsdp_runtime.sharded.chunks import inside
-from fsdp_runtime.sharded.fsync import naming_write_errors, reserve, start_writing
+from fsdp_runtime.sharded.fsync import MOVED_AT_ONCE, create_file, naming_write_errors, start_writing, write_all
 from tp_plans.boxes import Box, box_shape, full_box, intersection, split_box, volume
 
 #: The format's names of dtypes.
@@ -57,8 +57,6 @@ STORED_DTYPES = {
     "U16": torch.uint16,
 }
 
-#: Bytes of one system call; the kernel ends a call at 2 GiB.
-_MOVED_AT_ONCE = 2**26
 #: Shorter runs are read together with the gaps between them, which is faster than a system call for each run.
 _LONG_RUN = 2**16
 #: Bytes of such runs and gaps that are read at a time.
@@ -118,32 +116,22 @@ class SafetensorsLayout:
 
 
 class SafetensorsWriter:
-    """Write a safetensors file with known layout, in any order."""
+    """Create a safetensors file with known layout and full size, and write its tensors in any order."""
 
-    # Without ``create`` the file exists already, and the first write opens it.
+    # A write keeps the file open until :meth:`close`: its descriptor reports a failed write-back.
 
-    def __init__(self, path: Path, tensors: Sequence[WeightInfo], *, create: bool = True) -> None:
+    def __init__(self, path: Path, tensors: Sequence[WeightInfo]) -> None:
         self._layout = SafetensorsLayout(tensors)
         self._path, self._descriptor, self._unstarted = path, -1, 0
-        if create:
-            with self._naming_errors():
-                self._descriptor = _open(path, os.O_CREAT | os.O_EXCL)
-            try:
-                with self._naming_errors():
-                    _write_all(self._descriptor, self._layout.header, 0)
-                    reserve(self._descriptor, self._layout.nbytes)
-            except BaseException:
-                self.close()
-                raise
+        create_file(path, self._layout.header, self._layout.nbytes)
 
     def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
         """Write a tensor, or a run of its elements from ``start`` in row-major order, and return the bytes."""
         flat = tensor.detach().contiguous().cpu().reshape(-1)
         with self._naming_errors():
-            if self._descriptor < 0:
-                self._descriptor = _open(self._path)
+            self._open()
             offset = self._layout.offset(name) + start * flat.itemsize
-            _write_all(self._descriptor, memory_of(flat), offset)
+            write_all(self._descriptor, memory_of(flat), offset)
         self._unstarted += flat.nbytes
         if self._unstarted >= _STARTED_AFTER:
             self._unstarted = 0
@@ -151,10 +139,10 @@ class SafetensorsWriter:
         return flat.nbytes
 
     def fsync(self) -> None:
-        """Return once this process's writes are on the disk."""
-        if self._descriptor >= 0:
-            with self._naming_errors():
-                os.fsync(self._descriptor)
+        """Return once the file is on the disk."""
+        with self._naming_errors():
+            self._open()
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Close the file without waiting for the disk."""
@@ -162,6 +150,10 @@ class SafetensorsWriter:
             with suppress(OSError):
                 os.close(self._descriptor)
         self._descriptor = -1
+
+    def _open(self) -> None:
+        if self._descriptor < 0:
+            self._descriptor = os.open(self._path, os.O_RDWR | getattr(os, "O_BINARY", 0))
 
     def _naming_errors(self) -> AbstractContextManager[None]:
         return naming_write_errors(self._path, self._layout.nbytes)
@@ -176,18 +168,6 @@ class SafetensorsWriter:
                 self.fsync()
         finally:
             self.close()
-
-
-def _open(path: Path, flags: int = 0) -> int:
-    return os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0) | flags, 0o666)
-
-
-def _write_all(descriptor: int, content: bytes | memoryview, offset: int) -> None:
-    """Write bytes at an offset; one system call writes at most 2 GiB."""
-    view = memoryview(content)
-    os.lseek(descriptor, offset, os.SEEK_SET)
-    while view:
-        view = view[os.write(descriptor, view[:_MOVED_AT_ONCE]) :]
 
 
 def file_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
@@ -278,7 +258,7 @@ class SafetensorsReader:
         view = memory_of(values.reshape(-1))
         try:
             while view:
-                if not (count := os.preadv(self._files[file].descriptor, [view[:_MOVED_AT_ONCE]], start)):
+                if not (count := os.preadv(self._files[file].descriptor, [view[:MOVED_AT_ONCE]], start)):
                     raise EOFError("it ends early")
                 view, start = view[count:], start + count
         except (OSError, EOFError) as error:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_runtime._peft_compat import (
+    BaseModel,
     Place,
     adapter_file,
-    base_model,
     is_disabled,
     is_peft_model,
     kind_of,
-    lora_layers,
-    places,
 )
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.model.state import StateEntry, state_entries
+from fsdp_runtime.model.state import StateEntry
 
 
 @dataclass(frozen=True)
@@ -36,20 +34,25 @@ class LoraFactors:
     experts: int | None = None
 
 
-def base_state_entries(
-    model: nn.Module, entries: Sequence[StateEntry] | None = None, *, exported: bool = False
-) -> list[StateEntry]:
+def base_state_entries(base: BaseModel, entries: Sequence[StateEntry], *, exported: bool = False) -> list[StateEntry]:
     """Return the state entries of a model without its adapters, under the names of the base model."""
     # A module that an adapter trains in full has two copies. The base model's copy is returned, and the adapter's copy
     # without data; with ``exported`` only the active adapter's copy.
-    if not is_peft_model(model):
-        return state_entries(model) if entries is None else list(entries)
-    base = base_model(model)
-    owners = {place.path: place for place in places(base) if place.wrapper is None}
-    return list(_of_base(state_entries(base), owners, exported=exported))
+    if not base.prefix:
+        return list(entries)
+    owners = {place.path: place for place in base.places if place.wrapper is None}
+    return list(_of_base(_inside(base, entries), owners, exported=exported))
 
 
-def _of_base(entries: Sequence[StateEntry], owners: Mapping[str, Place], *, exported: bool) -> Iterator[StateEntry]:
+def _inside(base: BaseModel, entries: Sequence[StateEntry]) -> Iterator[StateEntry]:
+    """Yield the entries inside of the base model, adapters included, under their names there."""
+    for entry in entries:
+        names = [name.removeprefix(base.prefix) for name in entry.names if name.startswith(base.prefix)]
+        if names:
+            yield replace(entry, names=tuple(names))
+
+
+def _of_base(entries: Iterable[StateEntry], owners: Mapping[str, Place], *, exported: bool) -> Iterator[StateEntry]:
     for entry in entries:
         names = []
         for name in entry.names:
@@ -61,16 +64,15 @@ def _of_base(entries: Sequence[StateEntry], owners: Mapping[str, Place], *, expo
             yield replace(entry, names=tuple(names))
 
 
-def lora_factors(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, list[LoraFactors]]:
+def lora_factors(
+    base: BaseModel, entries: Sequence[StateEntry], base_entries: Sequence[StateEntry]
+) -> dict[str, list[LoraFactors]]:
     """Return the active adapters' factors by the name of their weight in :func:`base_state_entries`."""
-    if not is_peft_model(model):
-        return {}
-    base = base_model(model)
-    tensors = {name: entry.tensor for entry in state_entries(base) for name in entry.names}
-    tied = {name for entry in entries for name in entry.names if len(entry.names) > 1}
-    layers = {layer.path: layer for layer in lora_layers(base)}
+    tensors = {name: entry.tensor for entry in _inside(base, entries) for name in entry.names}
+    tied = {name for entry in base_entries for name in entry.names if len(entry.names) > 1}
+    layers = {layer.path: layer for layer in base.lora_layers}
     factors: dict[str, list[LoraFactors]] = {}
-    for place in places(base):
+    for place in base.places:
         if not place.in_force or place.wrapper in (None, "copies"):
             continue
         layer = layers.get(place.path)
@@ -126,12 +128,10 @@ def exact_dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def require_materialized_adapters(model: nn.Module) -> None:
+def require_materialized_adapters(base: BaseModel, entries: Sequence[StateEntry]) -> None:
     """Raise :class:`ModelError` if adapters are on the meta device: the base model's checkpoint lacks them."""
-    if not is_peft_model(model):
-        return
-    on_meta = [name for name, parameter in model.named_parameters() if ".lora_" in name and parameter.is_meta]
-    if on_meta:
+    on_meta = [name for entry in entries if entry.tensor.is_meta for name in entry.names if ".lora_" in name]
+    if base.prefix and on_meta:
         raise ModelError(
             f"{len(on_meta)} adapter tensors are on the meta device, first {on_meta[0]}, and the base model's "
             "checkpoint does not have them: call init_adapters or load_adapter first, or load a training state"

@@ -10,10 +10,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
 
-from fsdp_runtime._transformers_compat.checkpoints import relative_imports, runs_remote_code, vocabulary_size
-from fsdp_runtime.model.pretrained_source import source_folder
+from fsdp_runtime._transformers_compat.checkpoints import relative_imports, save_config, vocabulary_size
+from fsdp_runtime.model.pretrained_source import saved_source
 from fsdp_runtime.sharded.fsync import naming_write_errors
 
 logger = logging.getLogger(__name__)
@@ -61,11 +61,20 @@ _LEGACY = ("added_tokens.json", "special_tokens_map.json")
 COMPANIONS = ("config.json", "generation_config.json", *_TOKENIZER, *_PROCESSOR, "*.py")
 
 
-def copy_companions(model: nn.Module, work: Path, target: Path) -> None:
-    """Copy the files of the checkpoint that the model was loaded from to a directory of unfinished files."""
-    folder = source_folder(model)
-    if folder is None:
-        return
+def save_companions(
+    model: Any, work: Path, target: Path, dtype: torch.dtype, quantization: dict[str, Any] | None
+) -> None:
+    """Write a transformers model's configs, and copy the files of the checkpoint that the model was loaded from."""
+    folder, generation = saved_source(model)
+    remote, size = model.is_remote_code(), vocabulary_size(model)
+    if folder is not None:
+        _copy_from(folder, work, target, size, remote=remote)
+    with naming_write_errors(work / "config.json"):
+        save_config(model, work, dtype, generation, quantization)
+
+
+def _copy_from(folder: Path, work: Path, target: Path, size: int | None, *, remote: bool) -> None:
+    """Copy tokenizer, processor and remote code from a checkpoint's folder; ``size`` is the model's vocabulary."""
     if not folder.is_dir():
         logger.warning(
             "%s, which the weights were loaded from, is gone, and with it the tokenizer's files: write them with "
@@ -76,14 +85,15 @@ def copy_companions(model: nn.Module, work: Path, target: Path) -> None:
         return
     for group in _GROUPS:
         files = _members(folder, group)
-        if files and group is _TOKENIZER and (sizes := _vocabularies(model, folder)) is not None:
+        stored = _stored_vocabulary(folder)
+        if files and group is _TOKENIZER and None not in (size, stored) and size != stored:
             logger.warning(
                 "the model has a vocabulary of %d and %s one of %d, so its tokenizer is not copied: write the model's "
                 "with tokenizer.save_pretrained(%r)",
-                *(sizes[0], folder, sizes[1], str(target)),
+                *(size, folder, stored, str(target)),
             )
             continue
-        code = _remote_code(folder, files) if runs_remote_code(model) else []
+        code = _remote_code(folder, files) if remote else []
         for file in (*files, *code):
             copied = work / file.relative_to(folder)
             with naming_write_errors(copied):
@@ -118,12 +128,11 @@ def _members(folder: Path, group: Sequence[str]) -> list[Path]:
     return list(files)
 
 
-def _vocabularies(model: Any, folder: Path) -> tuple[int, int] | None:
-    """Return the vocabulary sizes of the model and of the checkpoint's config, if they differ."""
+def _stored_vocabulary(folder: Path) -> int | None:
+    """Return the vocabulary size of the checkpoint's config, if it states one."""
     config = _content(folder / "config.json")
     stored = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-    size = vocabulary_size(model)
-    return (size, stored) if isinstance(stored, int) and size is not None and size != stored else None
+    return stored if isinstance(stored, int) else None
 
 
 def _remote_code(folder: Path, configs: Sequence[Path]) -> Iterator[Path]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._peft_compat import BaseModel
 from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import OptionError
@@ -20,7 +20,7 @@ from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sharded.shard_offsets import require_layouts
 from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, exact_dtype, lora_factors, merge_lora
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
-from fsdp_runtime.weights.naming import Names, canonical_names, export_mapping
+from fsdp_runtime.weights.naming import Names, exported_names
 
 
 @dataclass(frozen=True)
@@ -61,68 +61,44 @@ class ExportGroup:
 
 
 def export_groups(
-    model: nn.Module,
-    *,
-    dtype: torch.dtype | None,
-    names: Names,
-    entries: Sequence[StateEntry] | None = None,
+    base: BaseModel, entries: Sequence[StateEntry], *, dtype: torch.dtype | None, names: Names, is_transformers: bool
 ) -> list[ExportGroup]:
-    """Return the export of a model in model order; equal on every rank, without communication."""
+    """Return the export of a model with the given state in model order; equal on every rank, without communication."""
     given: object = dtype
     if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise OptionError(f"dtype={dtype!r}: weights are exported in a floating-point dtype, such as torch.bfloat16")
-    base_entries = base_state_entries(model, entries, exported=True)
+    base_entries = base_state_entries(base, entries, exported=True)
     require_unquantized(base_entries)
-    factors = lora_factors(model, base_entries)
-    model = base_model(model)
-    tensors = {
-        name: entry.tensor
-        for names_of_entry, entry in zip(canonical_names(model, base_entries), base_entries, strict=True)
-        for name in names_of_entry
-    }
+    factors = lora_factors(base, entries, base_entries)
+    tensors, mapping = exported_names(base.module, base_entries, names, is_transformers=is_transformers)
     require_layouts(tensors)
-    kept = {} if dtype is None else kept_dtypes(model, tensors, dtype)
+    kept = {} if dtype is None else kept_dtypes(base.module, tensors, dtype)
     specs = {
         name: TensorSpec(tuple(t.shape), kept.get(name, dtype) if dtype and t.is_floating_point() else t.dtype)
         for name, t in tensors.items()
     }
-    mapping = export_mapping(model, list(tensors), names)
     position = {name: index for index, name in enumerate(tensors)}
     conversion_at = {
         min(conversion.sources, key=position.__getitem__): conversion for conversion in mapping.conversions
     }
     groups = []
     for name in tensors:
+        conversion = conversion_at.get(name)
         if (target := mapping.renamed.get(name)) is not None:
-            spec = specs[name]
+            spec, dtypes = specs[name], {name: specs[name].dtype}
             exported = [ExportedTensor(target, spec.dtype, spec.shape, [identity_chunk(name, spec.shape)])]
-            groups.append(_group({name: spec.dtype}, exported, None, tensors, factors))
-        elif (conversion := conversion_at.get(name)) is not None:
+        elif conversion is not None:
+            dtypes = {source: specs[source].dtype for source in conversion.sources}
             converted = trace_conversion(conversion, specs)
             exported = [ExportedTensor(out, item.dtype, item.shape, item.chunks) for out, item in converted.items()]
-            dtypes = {source: specs[source].dtype for source in conversion.sources}
-            groups.append(_group(dtypes, exported, conversion, tensors, factors))
+        else:
+            continue
+        adapters = {source: factors[source] for source in dtypes if source in factors}
+        sources = {source: tensors[source] for source in dtypes}
+        for factor in (factor for members in adapters.values() for factor in members):
+            sources |= {factor.a_name: factor.a, factor.b_name: factor.b}
+        groups.append(ExportGroup(sources, exported, None if target else conversion, adapters, dtypes))
     return groups
-
-
-def class_keeps(model: nn.Module, groups: Sequence[ExportGroup]) -> list[ExportedTensor]:
-    """Return the exported tensors that the model's class keeps in another dtype while the model is in bfloat16."""
-    kept = kept_dtypes(base_model(model), [name for group in groups for name in group.dtypes], torch.bfloat16)
-    return [item for group in groups if kept.keys() & group.dtypes.keys() for item in group.tensors]
-
-
-def _group(
-    dtypes: Mapping[str, torch.dtype],
-    exported: Sequence[ExportedTensor],
-    conversion: Conversion | None,
-    tensors: Mapping[str, Tensor],
-    factors: Mapping[str, Sequence[LoraFactors]],
-) -> ExportGroup:
-    adapters = {name: factors[name] for name in dtypes if name in factors}
-    sources = {name: tensors[name] for name in dtypes}
-    for each in (each for members in adapters.values() for each in members):
-        sources |= {each.a_name: each.a, each.b_name: each.b}
-    return ExportGroup(sources, exported, conversion, adapters, dtypes)
 
 
 def _assemble(item: ExportedTensor, full: Mapping[str, Tensor]) -> Tensor:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
-from fsdp_runtime.weights.stream import ExportedModel, split_by_bytes
 
 #: Bytes that are gathered to a rank at once: the disk writes one bucket while the next is gathered.
 BUCKET_BYTES = 2**26
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_T = TypeVar("_T", bound=_Sized)
 
 
 @dataclass
@@ -42,14 +50,25 @@ class _SizedGroup:
         return not all(isinstance(tensor, DTensor) for tensor in self.group.sources.values())
 
 
-def plan_files(export: ExportedModel, max_shard_size: int | str, machines: Mapping[int, str]) -> dict[int, RankFiles]:
-    """Return the files of each rank that writes, equal on every rank; ``machines`` has the host of each rank."""
-    groups = [_SizedGroup(group, position, export.parts([group])) for position, group in enumerate(export.groups)]
+def plan_files(
+    groups: Sequence[ExportGroup],
+    parts: Mapping[str, Sequence[ExportedTensor]],
+    max_shard_size: int | str,
+    machines: Mapping[int, str],
+) -> dict[int, RankFiles]:
+    """Return the files of each rank that writes, equal on every rank.
+
+    ``parts`` has the tensors in the files for each tensor of the groups, and ``machines`` the host of each rank.
+    """
+    sized = [
+        _SizedGroup(group, position, [part for item in group.tensors for part in parts[item.name]])
+        for position, group in enumerate(groups)
+    ]
     ranks = _by_machine(machines)
-    several = len({*machines.values()}) if any(not each.has_plain for each in groups) else 1
-    limit = min(parse_bytes(max_shard_size), max(-(-sum(each.nbytes for each in groups) // several), 1))
+    several = len({*machines.values()}) if any(not each.has_plain for each in sized) else 1
+    limit = min(parse_bytes(max_shard_size), max(-(-sum(each.nbytes for each in sized) // several), 1))
     # The first rank's copy of a plain tensor is saved, and replicas may differ in buffers: the first rank writes them.
-    runs = list(split_by_bytes(sorted(groups, key=lambda each: not each.has_plain), limit))
+    runs = list(split_by_bytes(sorted(sized, key=lambda each: not each.has_plain), limit))
     contents = []
     for run in runs:
         run.sort(key=lambda each: each.position)
@@ -66,6 +85,20 @@ def plan_files(export: ExportedModel, max_shard_size: int | str, machines: Mappi
             number += 1
             share.files.append((shard_name(number, count), items))
     return plan
+
+
+def split_by_bytes(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:
+    """Yield runs of items of up to ``limit`` bytes; a larger item is a run alone."""
+    batch: list[_T] = []
+    size = 0
+    for item in items:
+        if batch and size + item.nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += item.nbytes
+    if batch:
+        yield batch
 
 
 def _by_machine(machines: Mapping[int, str]) -> list[int]:

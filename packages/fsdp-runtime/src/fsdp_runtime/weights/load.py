@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fsdp_runtime._peft_compat import base_model
-from fsdp_runtime._transformers_compat.conversions import Conversion, remember_rules
+from fsdp_runtime._peft_compat import base_of
+from fsdp_runtime._transformers_compat.conversions import remember_rules
 from fsdp_runtime._transformers_compat.generation import read_generation_settings
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
-from fsdp_runtime.model.pretrained_source import adopt, generates, source_folder
+from fsdp_runtime.model.pretrained_source import adopt, source_folder
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
-from fsdp_runtime.sharded.chunks import (
-    Chunk,
-    ReadBox,
-    fill_box,
-    fill_from,
-    fill_local,
-    identity_chunk,
-    local_part,
-    slices_of,
-)
+from fsdp_runtime.sharded.chunks import fill_from, fill_local
 from fsdp_runtime.sharded.collectives import first_rank_speaks, mesh_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.shard_offsets import require_layouts
 from fsdp_runtime.values import require_no_removed
@@ -35,7 +28,7 @@ from fsdp_runtime.weights.adapters import base_state_entries, require_materializ
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 from fsdp_runtime.weights.naming import WeightMap
 from fsdp_runtime.weights.new_modules import deviation, how_to_load, initial_value, map_into, submodule
-from tp_plans.boxes import box_shape, split_box
+from fsdp_runtime.weights.stored_values import ValueSources, differing_ties, require_equal_ties
 
 logger = logging.getLogger(__name__)
 
@@ -137,69 +130,77 @@ def load_weights(
         with raise_on_all(ranks) as step:
             require_no_removed("load_weights", removed, _REMOVED)
             step.value = {"training": training, "new_modules": {**(new_modules or {})}, "prefix": prefix}
-            inner = submodule(base_model(model), "prefix", prefix)
-            for each in new_modules or {}:
-                submodule(base_model(model), "new_modules", each)
+            base = base_of(model)
+            inner: Any = submodule(base.module, "prefix", prefix)
+            is_transformers = is_transformers_model(inner)
+            for path_of_new in new_modules or {}:
+                submodule(base.module, "new_modules", path_of_new)
         require_equal_on_all(step.values)
         checkpoint = open_on_all(path, ranks)
         with checkpoint:
             with raise_on_all(ranks) as matched, first_rank_speaks(ranks.groups):
-                base_entries = base_state_entries(model, entries)
+                base_entries = base_state_entries(base, entries)
+                require_materialized_adapters(base, entries)
                 require_layouts({entry.names[0]: entry.tensor for entry in base_entries})
-                require_materialized_adapters(model)
                 require_unquantized(base_entries)
-                weights = map_into(base_model(model), prefix, base_entries, checkpoint.tensors)
-                _require_match(model, base_entries, weights, checkpoint, new_modules or {})
-                _report_others(base_entries, weights, strict=strict)
-                sources = _ValueSources(weights, checkpoint)
+                weights = map_into(
+                    base.module, prefix, base_entries, checkpoint.tensors, is_transformers=is_transformers
+                )
+                names = {entry.names[0]: weights.name_of(entry) for entry in base_entries}
+                _compare(base.module, base_entries, names, weights, checkpoint, new_modules or {}, strict=strict)
+                sources = ValueSources(weights, checkpoint)
+                ties = list(differing_ties(base_entries, sources))
                 folder = checkpoint.folder or source_folder(inner)
-                settings = read_generation_settings(folder) if folder and generates(inner) else None
-                matched.value = list(_differing_ties(base_entries, sources)), settings
-            _require_equal_ties([tie for ties, _ in matched.values.values() for tie in ties])
+                generates = is_transformers and inner.can_generate()
+                matched.value = ties, read_generation_settings(folder) if folder and generates else None
+            require_equal_ties([tie for ties, _ in matched.values.values() for tie in ties])
             with raise_on_all(ranks):
                 materialize_entries(model, entries, device)
             reshard_all(model)
+            present = refresh_buffers(base_entries)
             with raise_on_all(ranks):
-                for entry in refresh_buffers(base_entries):
-                    if (name := weights.name_of(entry)) is not None:
+                for entry in present:
+                    if (name := names[entry.names[0]]) is not None:
                         fill_local(entry.tensor, *sources(name))
                     else:
-                        fill_from(entry.tensor, initial_value(base_model(model), entry, new_modules or {}))
+                        fill_from(entry.tensor, initial_value(base.module, entry, new_modules or {}))
                 checkpoint.require_unchanged()
-    remember_rules(inner, weights.rules)
+    if is_transformers:
+        remember_rules(inner, weights.rules)
     adopt(inner, folder, matched.values[ranks.global_first][1])
     if training is not None:
         model.train(training)
     return LoadReport(len(base_entries), checkpoint.bytes_read, tuple(weights.unexpected))
 
 
-def _require_match(
+def _compare(
     model: nn.Module,
     entries: Sequence[StateEntry],
+    names: Mapping[str, str | None],
     weights: WeightMap,
     checkpoint: HubCheckpoint,
     new: Mapping[str, float],
+    *,
+    strict: bool,
 ) -> None:
-    """Compare the checkpoint with the model, from headers only."""
+    """Refuse a checkpoint that does not fit the model, from headers only; warn of missing and unexpected tensors.
+
+    ``names`` has the matching name of each entry, by the entry's first name.
+    """
+    lacking = [name for name, stored in names.items() if stored is None]
     problems = {
-        entry.names[0]: problem
+        name: problem
         for entry in entries
-        if (problem := _problem(entry, weights, checkpoint)) is not None
-        and (weights.name_of(entry) is not None or deviation(entry, new) is None)
+        if (problem := _problem(entry, names[name := entry.names[0]], weights, checkpoint)) is not None
+        and (name not in lacking or deviation(entry, new) is None)
     }
     if problems:
-        lacking = {entry.names[0] for entry in entries if weights.name_of(entry) is None}
-        missing = [name for name in problems if name in lacking]
         listed = "\n  ".join(problems.values())
-        fix = how_to_load(base_model(model), entries, missing, checkpoint.tensors, new)
+        missing = [name for name in problems if name in lacking]
+        fix = how_to_load(model, entries, missing, checkpoint.tensors, new)
         raise MismatchError(f"the checkpoint does not fit the model in {len(problems)} tensors:\n  {listed}{fix}")
-
-
-def _report_others(entries: Sequence[StateEntry], weights: WeightMap, *, strict: bool) -> None:
-    """Warn of tensors with random values and of unexpected tensors; a strict load refuses unexpected tensors."""
-    drawn = [entry.names[0] for entry in entries if weights.name_of(entry) is None]
-    if drawn:
-        logger.warning("the checkpoint lacks %s: initial values are drawn", ", ".join(drawn))
+    if lacking:
+        logger.warning("the checkpoint lacks %s: initial values are drawn", ", ".join(lacking))
     if weights.unexpected:
         listed = ", ".join(weights.unexpected)
         message = f"the checkpoint has {len(weights.unexpected)} tensors that the model lacks: {listed}"
@@ -212,8 +213,7 @@ def _report_others(entries: Sequence[StateEntry], weights: WeightMap, *, strict:
 _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 
-def _problem(entry: StateEntry, weights: WeightMap, checkpoint: HubCheckpoint) -> str | None:
-    name = weights.name_of(entry)
+def _problem(entry: StateEntry, name: str | None, weights: WeightMap, checkpoint: HubCheckpoint) -> str | None:
     shape = tuple(entry.tensor.shape)
     if name is None:
         return f"{' = '.join(entry.names)}: missing; the model has shape {shape}"
@@ -232,58 +232,3 @@ def _problem(entry: StateEntry, weights: WeightMap, checkpoint: HubCheckpoint) -
             "dequantize the checkpoint first"
         )
     return None
-
-
-#: Elements of a tied tensor that are compared at a time.
-_COMPARED = 2**24
-
-
-def _differing_ties(entries: Sequence[StateEntry], sources: _ValueSources) -> Iterator[tuple[str, str, str]]:
-    """Yield two names of a tied tensor if their stored values differ in this rank's slices, and the difference."""
-    for entry in entries:
-        origins = sources.weights.by_model_name
-        first, *others = [name for name in entry.names if name in origins] or [""]
-        for other in others:
-            expected, found = (origins[name].shape for name in (first, other))
-            if expected != found:
-                yield first, other, f"shapes {expected} and {found}"
-                continue
-            for box in split_box(local_part(entry.tensor)[1], _COMPARED):
-                parts = []
-                for name in (first, other):
-                    part = torch.empty(box_shape(box), dtype=entry.tensor.dtype)
-                    fill_box(part, box, *sources(name))
-                    parts.append(part)
-                if not torch.equal(*(part.reshape(-1).view(torch.uint8) for part in parts)):
-                    yield first, other, "other values"
-                    break
-
-
-def _require_equal_ties(differing: Sequence[tuple[str, str, str]]) -> None:
-    """Refuse a checkpoint with two different tensors for one tied tensor; the same error on every rank."""
-    if differing:
-        listed = "\n  ".join(f"{first} and {other}: {why}" for first, other, why in sorted(set(differing)))
-        raise MismatchError(
-            "the model ties tensors that differ in the checkpoint: build the model from a config with "
-            f"tie_word_embeddings=False, or remove one of the two from the checkpoint\n  {listed}"
-        )
-
-
-class _ValueSources:
-    """Sources of the values of the model's tensors; conversions run on full tensors."""
-
-    def __init__(self, weights: WeightMap, checkpoint: HubCheckpoint) -> None:
-        self.weights, self.checkpoint = weights, checkpoint
-        self._last: Conversion | None = None
-        self._outputs: dict[str, Tensor] = {}  # of the last conversion, because neighbouring tensors share them
-
-    def __call__(self, name: str) -> tuple[Sequence[Chunk], ReadBox]:
-        """Return the source chunks of a tensor of the model, and the function that reads the chunks."""
-        origin = self.weights.by_model_name[name]
-        if origin.chunks is not None:
-            return origin.chunks, self.checkpoint.read
-        if self._last is not origin.conversion and origin.conversion is not None:
-            self._outputs.clear()
-            inputs = {name: self.checkpoint.read(name) for name in origin.conversion.sources}
-            self._last, self._outputs = origin.conversion, origin.conversion.run(inputs)
-        return [identity_chunk(name, origin.shape)], lambda name, box: self._outputs[name][slices_of(box)]

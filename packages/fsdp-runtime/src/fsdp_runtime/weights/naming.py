@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fsdp_runtime._transformers_compat.checkpoints import declared_aliases, ignored_on_save, is_ignored_on_load
+from fsdp_runtime._transformers_compat.checkpoints import is_ignored_on_load, left_out_on_save
 from fsdp_runtime._transformers_compat.conversions import (
     Conversion,
     Translation,
     checkpoint_to_model,
     model_to_checkpoint,
 )
-from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
@@ -49,10 +48,14 @@ class WeightMap:
         return next((name for name in entry.names if name in self.by_model_name), None)
 
 
-def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]) -> WeightMap:
+def map_weights(
+    model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor], *, is_transformers: bool
+) -> WeightMap:
     """Match a checkpoint's tensors with the model's tensors."""
     known = {name for entry in entries for name in entry.names}
-    mapping = checkpoint_to_model(model, stored, known)
+    mapping = Translation({name: name for name in stored}, ())
+    if is_transformers:
+        mapping = checkpoint_to_model(model, stored, known)
     origins = {
         target: TensorOrigin(stored[name].shape, (name,), [identity_chunk(name, stored[name].shape)])
         for name, target in mapping.renamed.items()
@@ -67,28 +70,28 @@ def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping
             origins[target] = TensorOrigin(result.shape, used, chunks, conversion)
     return WeightMap(
         by_model_name=origins,
-        unexpected=[name for name, target in unexpected.items() if not is_ignored_on_load(model, target)],
+        unexpected=[
+            name for name, target in unexpected.items() if not (is_transformers and is_ignored_on_load(model, target))
+        ],
         rules=mapping.rules,
     )
 
 
-def canonical_names(model: nn.Module, entries: Sequence[StateEntry]) -> list[tuple[str, ...]]:
-    """Return the names under which each entry is saved, none for entries that are not saved."""
+def exported_names(
+    model: nn.Module, entries: Sequence[StateEntry], names: Names, *, is_transformers: bool
+) -> tuple[dict[str, Tensor], Translation]:
+    """Return the tensors of an export by the model's names, and the renamings and conversions of the export."""
     # A tied tensor is saved once. transformers ties again only the tensors that a model's class declares: a tensor that
     # is shared without a declaration is saved under each of its names.
-    aliases, ignored = declared_aliases(model), ignored_on_save(model)
-    several = is_transformers_model(model)
-    saved = []
-    for entry in entries:
-        names = tuple(name for name in entry.names if name not in aliases) or entry.names[:1]
-        saved.append(tuple(name for name in (names if several else names[:1]) if name not in ignored))
-    return saved
-
-
-def export_mapping(model: nn.Module, canonical: Sequence[str], names: Names) -> Translation:
-    """Return the renamings and conversions of an export."""
     if names not in get_args(Names):
         raise OptionError(f"names={names!r}: write 'checkpoint' or 'model'")
-    if names == "model":
-        return Translation({name: name for name in canonical}, ())
-    return model_to_checkpoint(model, canonical)
+    aliases, ignored = left_out_on_save(model) if is_transformers else (set(), set())
+    tensors: dict[str, Tensor] = {}
+    for entry in entries:
+        saved = tuple(name for name in entry.names if name not in aliases) or entry.names[:1]
+        tensors.update(
+            (name, entry.tensor) for name in (saved if is_transformers else saved[:1]) if name not in ignored
+        )
+    if is_transformers and names == "checkpoint":
+        return tensors, model_to_checkpoint(model, tensors)
+    return tensors, Translation({name: name for name in tensors}, ())

@@ -18,28 +18,24 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import nn
 
-from fsdp_runtime._peft_compat import base_model
-from fsdp_runtime._transformers_compat.checkpoints import save_config
-from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.model.inference_mode import leave_inference_mode
-from fsdp_runtime.model.pretrained_source import generation_config_of, settings_at_source
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.model.unloaded import require_loaded
 from fsdp_runtime.sharded.async_saves import SAVES_WAIT, SaveFuture, save_in_thread, wait_for_running
-from fsdp_runtime.sharded.collectives import ModelRanks, mesh_or_world_ranks, raise_on_all, require_equal_on_all
-from fsdp_runtime.sharded.fsync import (
-    freed_in_background,
-    fsync_path,
-    naming_total,
-    naming_write_errors,
-    write_and_fsync,
+from fsdp_runtime.sharded.collectives import (
+    ModelRanks,
+    first_rank_speaks,
+    mesh_or_world_ranks,
+    raise_on_all,
+    require_equal_on_all,
 )
+from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, naming_total, write_and_fsync
 from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
 from fsdp_runtime.sharded.work_directory import machine, others_at_work, remove_work, require_seen, work_directory
 from fsdp_runtime.values import require_no_removed
-from fsdp_runtime.weights.companion_files import copy_companions, files_in_order, leave_out_present
+from fsdp_runtime.weights.companion_files import files_in_order, leave_out_present, save_companions
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.files import RankFiles, parse_bytes, plan_files, shard_name
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
@@ -170,7 +166,7 @@ def save_weights(
     """
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(model, entries)
-    with raise_on_all(ranks) as step:
+    with raise_on_all(ranks) as step, first_rank_speaks(ranks.groups):
         require_no_removed("save_weights", removed, _REMOVED)
         target = require_path("directory", directory)
         options = {
@@ -181,38 +177,27 @@ def save_weights(
             "asynchronous": asynchronous,
             "directory": os.path.normpath(target),
         }
-        step.value = options, machine()
+        step.value = machine(), options
         require_loaded([entry.names[0] for entry in entries if entry.tensor.is_meta], "save_weights")
         exporter = WeightExport(dtype=dtype, names=names, quantize=quantize)
-        export = exporter.prepare(model, entries)
+        export = exporter.resolve(model, entries)
         wait_for_running()
-    require_equal_on_all({rank: options for rank, (options, _) in step.values.items()})
-    plan = plan_files(export, max_shard_size, {rank: machine for rank, (_, machine) in step.values.items()})
+    require_equal_on_all({rank: options for rank, (_, options) in step.values.items()})
+    machines = {rank: machine for rank, (machine, _) in step.values.items()}
+    plan = plan_files(export.groups, export.parts, max_shard_size, machines)
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(target, ranks))
         staging = HostStaging() if asynchronous else None
         with leave_inference_mode():
             on_disk = _write_files(plan, export, work, ranks, staging, resources)
         with raise_on_all(ranks):
-            if ranks.is_first and is_transformers_model(base_model(model)):
-                _save_companions(base_model(model), work, target, export, quantize)
+            if ranks.is_first and export.is_transformers:
+                quantization = None if quantize is None else quantize.config(export.kept_modules)
+                save_companions(export.base, work, target, export.config_dtype, quantization)
         if staging is not None:
             staging.synchronize()
         finish = partial(_finish, on_disk, plan, work, target)
         return save_in_thread(finish, ranks, list(step.values), resources) if asynchronous else finish(ranks)
-
-
-def _save_companions(
-    model: nn.Module, work: Path, target: Path, export: ExportedModel, quantize: Quantization | None
-) -> None:
-    """Write the model's configs, and copy the other files of the checkpoint that the model was loaded from."""
-    copy_companions(model, work, target)
-    with naming_write_errors(work / "config.json"):
-        save_config(model, work, export.config_dtype, generation_config_of(model, settings_at_source(model)))
-    if quantize is not None:
-        config = json.loads((work / "config.json").read_text())
-        config["quantization_config"] = quantize.config(export.kept_modules)
-        _write_json(work / "config.json", config)
 
 
 def _write_files(
@@ -228,9 +213,7 @@ def _write_files(
     with raise_on_all(ranks):
         require_seen(work, ranks)
         with naming_total(sum(SafetensorsLayout(items).nbytes for each in plan.values() for _, items in each.files)):
-            for name, items in contents:
-                SafetensorsWriter(work / name, items).close()  # its header, and its full size
-        written = [SafetensorsWriter(work / name, items, create=False) for name, items in contents]
+            written = [SafetensorsWriter(work / name, items) for name, items in contents]  # with their full sizes
     files: Sequence[Writer] = written if staging is None else [StagedWriter(file, staging) for file in written]
     file_of = {item.name: file for file, (_, items) in zip(files, contents, strict=True) for item in items}
     last = {items[-1].name for _, items in contents}

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime._peft_compat import base_of
+from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.sharded.collectives import first_rank_speaks, mesh_ranks, own_rank
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
-from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, class_keeps, export_groups
+from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
+from fsdp_runtime.weights.files import split_by_bytes
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.quantize.formats import Quantization, require_quantization
 
@@ -24,14 +27,6 @@ from fsdp_runtime.weights.quantize.formats import Quantization, require_quantiza
 Bucket = list[tuple[str, Tensor]]
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
-
-
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-_T = TypeVar("_T", bound=_Sized)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,13 +121,29 @@ class WeightExport:
             OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
         """
         entries = state_entries(model) if entries is None else entries
-        quantize = self.quantize
         with first_rank_speaks(mesh_ranks(entries).groups):
-            groups = export_groups(model, dtype=self.exported_dtype, names=self.names, entries=entries)
-            if quantize is not None:
-                kept = [item.name for item in class_keeps(model, groups) if quantize.applies(item.name, item.shape)]
-                quantize = replace(quantize, keep=(*quantize.keep, *kept))
-        return ExportedModel(replace(self, quantize=quantize), groups)
+            return self.resolve(model, entries)
+
+    def resolve(self, model: nn.Module, entries: Sequence[StateEntry]) -> ExportedModel:
+        """Return what :meth:`prepare` returns; every rank logs."""
+        base, quantize = base_of(model), self.quantize
+        is_transformers = is_transformers_model(base.module)
+        groups = export_groups(
+            base, entries, dtype=self.exported_dtype, names=self.names, is_transformers=is_transformers
+        )
+        if quantize is not None:  # not what the class keeps in another dtype while the model is in bfloat16
+            kept = kept_dtypes(base.module, [name for group in groups for name in group.dtypes], torch.bfloat16)
+            items = [item for group in groups if kept.keys() & group.dtypes.keys() for item in group.tensors]
+            names = [item.name for item in items if quantize.applies(item.name, item.shape)]
+            quantize = replace(quantize, keep=(*quantize.keep, *names))
+        parts: dict[str, list[ExportedTensor]] = {}
+        for item in (item for group in groups for item in group.tensors):
+            parts[item.name] = [item]
+            if quantize is not None and quantize.applies(item.name, item.shape):
+                stored = quantize.parts(item.name, item.shape)
+                parts[item.name] = [ExportedTensor(part.name, part.dtype, part.shape, None) for part in stored]
+        options = replace(self, quantize=quantize)
+        return ExportedModel(options, base.module, groups, parts, is_transformers=is_transformers)
 
 
 class ExportedModel:
@@ -140,12 +151,22 @@ class ExportedModel:
 
     # It refers to the model's tensors: prepare a new export after tensors are replaced (values may change in training).
 
-    def __init__(self, options: WeightExport, groups: list[ExportGroup]) -> None:
+    def __init__(
+        self,
+        options: WeightExport,
+        base: nn.Module,
+        groups: list[ExportGroup],
+        parts: Mapping[str, list[ExportedTensor]],
+        *,
+        is_transformers: bool,
+    ) -> None:
         self._options, self.groups, self.quantize = options, groups, options.quantize
+        self.parts = parts  # the exported tensors of each weight, by its name: one, or quantized values and scales
+        self.base, self.is_transformers = base, is_transformers  # the model without peft's wrappers
 
     def is_rearranged(self, group: ExportGroup) -> bool:
         """Whether every tensor of a group consists of blocks of the model's tensors, with or without adapters."""
-        return all(item.chunks is not None and self._parts(item) == [item] for item in group.tensors)
+        return all(item.chunks is not None and self.parts[item.name] == [item] for item in group.tensors)
 
     def gathered_dtypes(self, group: ExportGroup) -> list[torch.dtype]:
         """The dtypes of a group's sources in a gather: rounded only if the sources enter no computation."""
@@ -160,11 +181,7 @@ class ExportedModel:
     @property
     def tensors(self) -> list[ExportedTensor]:
         """Every exported tensor in order, with its chunks."""
-        return self.parts(self.groups)
-
-    def parts(self, groups: Sequence[ExportGroup]) -> list[ExportedTensor]:
-        """The exported tensors of ``groups``, in order."""
-        return [part for group in groups for item in group.tensors for part in self._parts(item)]
+        return [part for group in self.groups for item in group.tensors for part in self.parts[item.name]]
 
     @property
     def config_dtype(self) -> torch.dtype:
@@ -240,18 +257,11 @@ class ExportedModel:
     ) -> Iterator[tuple[ExportedTensor, Tensor]]:
         for group in groups:
             for item, tensor in group.produce({name: next(full) for name in group.sources}):
-                parts = self._parts(item)
+                parts = self.parts[item.name]
                 if self.quantize is None or parts[0] is item:
                     yield item, tensor.to(item.dtype)
                     continue
                 yield from zip(parts, self.quantize.quantize(tensor), strict=True)
-
-    def _parts(self, item: ExportedTensor) -> list[ExportedTensor]:
-        """The exported tensors of a weight: the weight, or its quantized values and scales."""
-        if self.quantize is None or not self.quantize.applies(item.name, item.shape):
-            return [item]
-        parts = self.quantize.parts(item.name, item.shape)
-        return [ExportedTensor(part.name, part.dtype, part.shape, None) for part in parts]
 
 
 def stream_weights(
@@ -306,17 +316,3 @@ def stream_weights(
         dtype=dtype, names=names, quantize=quantize, bucket_bytes=bucket_bytes, buckets_ahead=buckets_ahead
     )
     yield from export.stream(model)
-
-
-def split_by_bytes(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:
-    """Yield runs of items of up to ``limit`` bytes; a larger item is a run alone."""
-    batch: list[_T] = []
-    size = 0
-    for item in items:
-        if batch and size + item.nbytes > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += item.nbytes
-    if batch:
-        yield batch
