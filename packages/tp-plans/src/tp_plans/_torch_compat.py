@@ -1,6 +1,6 @@
 """Every use of private attributes of ``nn.Module``, with its reason; seen to work on torch 2.10 to 2.15.
 
-By attribute alone: torch is not imported, and a stand-in with the same attributes will do.
+Torch is not imported: an object with the same attributes will do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The command line: ``tp-plans list | show | check | explain | suggest | verify``.
 
-``list`` and ``show`` of our own plans need no torch; the others, and ``hf:NAME``, need torch and
-transformers.
+``list`` and ``show`` of our own plans need no torch.  Other commands and ``hf:NAME`` need torch and transformers.
 """
 
 from __future__ import annotations

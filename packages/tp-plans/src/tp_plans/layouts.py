@@ -1,7 +1,4 @@
-"""The layout of a tensor over one mesh axis: replicated, sharded on a dim, or partial sums.
-
-These mirror ``torch.distributed.tensor``'s placements of the same names, without importing torch.
-"""
+"""The layout of a tensor over one mesh axis, with the names of torch's placements, and the rows of each rank."""
 
 from __future__ import annotations
 

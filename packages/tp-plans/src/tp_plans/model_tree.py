@@ -1,8 +1,7 @@
 """One reading of a model: its modules, parameters, blocks, embedding, head, norms and experts, by path.
 
-Every part of this package that needs a model's structure reads a :class:`ModelTree`, which is built once and passed
-along.  Torch is not imported: classes are recognised by the names of their bases, so that any object with
-``named_modules`` and each module's ``_parameters`` can be read.
+A :class:`ModelTree` is built once and passed along.  Torch is not imported: classes are recognised by the names of
+their bases, so that any object with ``named_modules`` and each module's ``_parameters`` can be read.
 """
 
 from __future__ import annotations

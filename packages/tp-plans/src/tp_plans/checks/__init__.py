@@ -1,7 +1,6 @@
 """Check a plan against a model before anything is changed; all findings are reported at once.
 
-Torch is not imported: a model is read through ``named_modules``, its parameters' shapes and its attributes.  A model on
-the meta device is enough, and so is any object with the same methods.
+Torch is not imported: a model, or any object with ``named_modules``, is read through shapes and attributes.
 """
 
 from __future__ import annotations

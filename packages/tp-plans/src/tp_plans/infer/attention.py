@@ -56,14 +56,8 @@ def _interleaved_features(
 ) -> int | None:
     """Return the features of one head where a fused projection keeps its query, key and value together (GPT-NeoX)."""
     above = parent(path)
-    size = next(
-        (
-            features_per_head
-            for name in naming.HEAD_DIMS
-            if is_integer(features_per_head := getattr(planned.modules.get(above), name, None))
-        ),
-        None,
-    )
+    sizes = (getattr(planned.modules.get(above), name, None) for name in naming.HEAD_DIMS)
+    size = next(filter(is_integer, sizes), None)
     fused = any(naming.INTERLEAVED_QKV.search(naming.leaf(child)) for child in planned.children.get(above, ()))
     if size is None or features is None or not fused:
         return None

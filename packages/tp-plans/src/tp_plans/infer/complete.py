@@ -1,9 +1,8 @@
 """Complete a plan: add rules for replicated parameters that can be sharded with certainty.
 
-Sub-layers with known parts only (attention in heads, multi-head latent attention, an MLP) are split as in
-Megatron-LM (arXiv:1909.08053).  Of any other, a linear layer that reads full activations may still be stored sharded
-and its output gathered, an embedding sharded on its vocabulary, a bare parameter gathered for use: right whatever the
-module around it computes.  Modules tied to others, and activations with parameters, get rules that fit those.
+Sub-layers with known parts only (attention in heads, latent attention, an MLP) are split as in Megatron-LM
+(arXiv:1909.08053).  Three rules are right for any code: a linear layer that reads full activations is stored sharded
+and its output gathered, an embedding is sharded on its vocabulary, a bare parameter is gathered for use.
 """
 
 from __future__ import annotations
@@ -79,13 +78,8 @@ def _sees_a_part(path: str, planned: PlannedTree) -> bool:
 
 #: Every step sees the rules that the steps before it have added.
 STEPS = (
-    split_sublayers,
-    split_in_heads,
-    per_head_norms,
-    with_replicated_kv_heads,
-    shard_storage,
-    embedding_submodules,
-    tied_modules,
+    *(split_sublayers, split_in_heads, per_head_norms, with_replicated_kv_heads),
+    *(shard_storage, embedding_submodules, tied_modules),
 )
 
 

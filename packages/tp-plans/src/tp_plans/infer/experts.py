@@ -58,10 +58,8 @@ def with_expert_parallelism(plan: Plan | None, model: Any) -> Plan:
             f"{name} has no module with stacked experts, parameters [experts, ...]: leave ep at 1, or write rules "
             "with DispatchExperts"
         )
-    rules = dict(_without(base, tuple(experts), tree))
-    return Plan(
-        rules | merge_per_block(experts.items(), tree), name=base.name, sequence_parallel=base.sequence_parallel
-    )
+    rules = dict(_without(base, tuple(experts), tree)) | merge_per_block(experts.items(), tree)
+    return Plan(rules, name=base.name, sequence_parallel=base.sequence_parallel)
 
 
 def expert_stacks(tree: ModelTree) -> tuple[str, ...]:

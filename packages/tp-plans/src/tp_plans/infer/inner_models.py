@@ -1,8 +1,7 @@
 """A user's own module around models of transformers: a policy with a value head, an actor and a critic, a reward model.
 
-Each inner model has its own plan, under the path where it sits.  What stands around them stays replicated, and reads
-full hidden states, so that its gradient is full on every rank.  A head that is tied to an
-inner embedding has its layout.
+Each inner model has its plan under its path.  Modules around them stay replicated and read full hidden states, so that
+their gradients are full on every rank.  A head that is tied to an inner embedding has the embedding's layout.
 """
 
 from __future__ import annotations

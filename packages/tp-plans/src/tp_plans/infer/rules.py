@@ -1,7 +1,7 @@
-"""Propose rules for a sub-layer: sharded inside where that is certain, gathered elsewhere.
+"""Propose rules for a sub-layer: sharded inside if that is certain, else gathered.
 
-A layer that reads and outputs full features is right wherever it stands, whatever the code around it computes.  So no
-proposal trains wrongly: an unknown sub-layer costs gathers.
+A layer that reads and outputs full features is right for any code around it.  So no proposal trains wrongly: an unknown
+sub-layer costs gathers.
 """
 
 from __future__ import annotations

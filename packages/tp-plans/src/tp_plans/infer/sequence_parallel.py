@@ -1,9 +1,9 @@
 """Derive the sequence-parallel form of a tensor-parallel plan from the model's tree.
 
 Between sub-layers the activations are sharded on the sequence (arXiv:2205.05198): norms compute on this rank's tokens,
-a sub-layer gathers its input once, and its row-wise layer reduce-scatters its output.  A sub-layer that needs the full
-sequence for another reason (a recurrence, a router with its experts) gets a ``GatherSequence`` rule.  Where a block
-computes with several residual streams, or with its own parameters, the rule is the block's.
+a sub-layer gathers its input once, and its row-wise layer reduce-scatters its output.  Other sub-layers that need the
+full sequence (a recurrence, a router with its experts) get a ``GatherSequence`` rule.  A block that computes with
+several residual streams, or with direct parameters, gets that rule itself.
 """
 
 from __future__ import annotations

@@ -31,20 +31,14 @@ def shard_storage(
     # ``read_code`` looks into the code of modules for parameters that it reads from modules below, which are gathered
     # for it; the weights of convolutions that nothing above reads are sharded too. ``large`` has the patterns of the
     # large parameters, where another model of the same modules says it.
-    stored = list(
-        _shard_storage(planned, root, large_patterns(planned.tree) if large is None else large, read_code=read_code)
-    )
+    large = large_patterns(planned.tree) if large is None else large
+    stored = list(_shard_storage(planned, root, large, read_code=read_code))
     readers: dict[str, tuple[str, ...]] = defaultdict(tuple)
     for path, style in stored:
         if isinstance(style, styles.GatheredParameters):  # one rule for all that a module reads
             readers[path] += style.names
-    return merge_per_block(
-        (
-            (path, styles.GatheredParameters(names=readers[path]) if path in readers else style)
-            for path, style in stored
-        ),
-        planned.tree,
-    )
+    gathered = {path: styles.GatheredParameters(names=names) for path, names in readers.items()}
+    return merge_per_block(((path, gathered.get(path, style)) for path, style in stored), planned.tree)
 
 
 def large_patterns(tree: ModelTree) -> frozenset[str]:

@@ -1,9 +1,8 @@
 """Recognise the sub-layers of a block, and give the rules for them.
 
-One recogniser serves completion and suggestion.  Where all parts of a module have known names, and shapes that agree,
-the sub-layer is certain: a plan that is applied without review is completed with those alone, and a module with an
-unknown part is left to the plan.  Any other module with linear layers that read and write the hidden states may be a
-sub-layer: ``suggest`` examines its code, and turns unknown parts into doubts or gathered outputs.
+A sub-layer is certain if all parts of a module have known names, and shapes that agree: a plan that is applied without
+review is completed with certain sub-layers only.  Any other module with linear layers that read and write the hidden
+states may be a sub-layer: ``suggest`` examines its code, and turns unknown parts into doubts or gathered outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tp_plans.planned_tree import PlannedTree, merge_per_block
 from tp_plans.styles import ColwiseParallel, MLAKVProjection, NoParallel, RowwiseParallel, Style
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sublayer:
     """A module with linear layers that read the residual stream and write to it: attention or an MLP."""
 
@@ -87,11 +86,8 @@ def _split(planned: PlannedTree, root: str) -> Iterator[tuple[str, Style]]:
         if planned.has_no_rules(path, names):
             yield from rules.items()
         elif isinstance(output, RowwiseParallel) and output.input_layouts == Shard(-1):
-            yield from (
-                (projection, rules[projection])
-                for projection in sublayer.input_projs
-                if planned.style(projection) is None
-            )
+            missing = (path for path in sublayer.input_projs if planned.style(path) is None)
+            yield from ((path, rules[path]) for path in missing)
 
 
 def recognize(path: str, tree: ModelTree) -> Sublayer | None:
@@ -117,14 +113,9 @@ def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
     fits = tree.size(join(path, output), 1) == width[naming.QUERY]
     if not (whole_heads and fits) or names != inputs | norms | {output}:
         return None
-    return Sublayer(
-        path=path,
-        input_projs=tuple(join(path, name) for name in sorted(inputs)),
-        output_proj=join(path, output),
-        inner_dim=width[naming.QUERY] or 0,
-        head_norms=tuple(join(path, name) for name in sorted(norms)),
-        is_certain=True,
-    )
+    projections, norm_paths = (tuple(join(path, name) for name in sorted(parts)) for parts in (inputs, norms))
+    inner = width[naming.QUERY] or 0
+    return Sublayer(path, projections, join(path, output), inner, head_norms=norm_paths, is_certain=True)
 
 
 def _latent_attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
@@ -134,17 +125,10 @@ def _latent_attention(path: str, names: set[str], tree: ModelTree) -> Sublayer |
     required = {naming.MLA_KV_DOWN, naming.MLA_KV_UP, naming.MLA_OUTPUT}
     if not (required <= names <= set(naming.MLA_LAYERS) and len(queries) == 1 and counted):
         return None
-    return Sublayer(
-        path=path,
-        input_projs=(join(path, queries.pop()), join(path, naming.MLA_KV_UP)),
-        output_proj=join(path, naming.MLA_OUTPUT),
-        inner_dim=tree.size(join(path, naming.MLA_OUTPUT), 1) or 0,
-        mla_kv_down=join(path, naming.MLA_KV_DOWN),
-        other_linears=tuple(
-            join(path, name) for name in (naming.MLA_QUERIES_DOWN, naming.MLA_KV_DOWN) if name in names
-        ),
-        is_certain=True,
-    )
+    inputs, output = (join(path, queries.pop()), join(path, naming.MLA_KV_UP)), join(path, naming.MLA_OUTPUT)
+    down = tuple(join(path, name) for name in (naming.MLA_QUERIES_DOWN, naming.MLA_KV_DOWN) if name in names)
+    inner = tree.size(output, 1) or 0
+    return Sublayer(path, inputs, output, inner, mla_kv_down=down[-1], other_linears=down, is_certain=True)
 
 
 def _mlp(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
@@ -158,14 +142,8 @@ def _mlp(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
             continue
         is_fused = widths == {2 * inner}
         if widths == {inner} or is_fused:
-            return Sublayer(
-                path=path,
-                input_projs=tuple(join(path, name) for name in inputs),
-                output_proj=join(path, output),
-                inner_dim=inner,
-                fused_sizes=(1, 1) if is_fused else (),
-                is_certain=True,
-            )
+            projections, fused_sizes = tuple(join(path, name) for name in inputs), (1, 1) if is_fused else ()
+            return Sublayer(path, projections, join(path, output), inner, fused_sizes=fused_sizes, is_certain=True)
     return None
 
 
@@ -189,14 +167,9 @@ def _shaped(path: str, tree: ModelTree) -> Sublayer | None:
     inputs = tuple(layer for layer in linear if layer != output and shapes[layer][1] == width)
     if not inputs:
         return None
-    return Sublayer(
-        path=path,
-        input_projs=inputs,
-        output_proj=output,
-        inner_dim=shapes[output][1],
-        other_linears=tuple(layer for layer in linear if layer != output and layer not in inputs),
-        guessed_by_name=not certain and len(writing) > 1,
-    )
+    others = tuple(layer for layer in linear if layer != output and layer not in inputs)
+    guessed, inner = not certain and len(writing) > 1, shapes[output][1]
+    return Sublayer(path, inputs, output, inner, other_linears=others, guessed_by_name=guessed)
 
 
 #: The prefixes of the names of an MLP's two modules; the suffixes are the same.

@@ -1,9 +1,9 @@
 """Split the parts next to the language model: vision and audio towers, and the projectors of their features.
 
-Towers are transformers like any other, so that the recognisers of sub-layers serve them too: attention is split in
-heads, MLPs in features (Megatron-LM, arXiv:1909.08053).  Other linear layers are stored sharded and their outputs
-gathered.  Convolutions (patch embeddings), position tables and bare parameters that are a large share of the model are
-stored sharded and gathered for use; small ones and norms stay replicated.
+The recognisers of sub-layers serve towers too: attention is split in heads, MLPs in features (Megatron-LM,
+arXiv:1909.08053).  Other linear layers are stored sharded and their outputs gathered.  Large convolutions (patch
+embeddings), position tables and bare parameters are stored sharded and gathered for use; small ones and norms stay
+replicated.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Gemma 3 and 4: four norms a block, norms over each head's queries and keys, and towers in the large ones.
 
-Towers and projectors are replicated; image features are written into the token embeddings outside the language model,
-which therefore receives them in full.  Gemma 4 has layers that share keys and values, inputs of every layer's own, and
-experts next to the MLP in some models.  Its blocks compute with learned scalars and per-layer inputs, so sequence
-parallelism gathers the stream at a block's beginning.  Source: the module tree of transformers' ``modeling_gemma4.py``.
+Towers and projectors are replicated.  Image features are written into the token embeddings outside the language model,
+which therefore receives full embeddings.  Gemma 4 has layers that share keys and values, per-layer inputs, and experts
+next to the MLP in some models.  Its blocks compute with learned scalars and per-layer inputs, so sequence parallelism
+gathers the stream at a block's beginning.  Source: the module tree of transformers' ``modeling_gemma4.py``.
 """
 
 from __future__ import annotations

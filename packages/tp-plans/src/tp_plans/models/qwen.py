@@ -12,6 +12,9 @@ from tp_plans.models.spec import Architecture, DecoderSpec, ReplicatedSublayer
 
 HEAD_NORMS = ("q_norm", "k_norm")
 HEAD_NORM_ATTENTION = replace(ATTENTION, norms=HEAD_NORMS)
+_LINEAR_ATTENTION = ReplicatedSublayer(
+    path="linear_attn", linears=("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
+)
 
 QWEN2 = Architecture(
     class_name="Qwen2ForCausalLM",
@@ -27,13 +30,7 @@ QWEN3_5_TEXT = Architecture(
     class_name="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
     decoder=DecoderSpec(
-        sublayers=(
-            HEAD_NORM_ATTENTION,
-            ReplicatedSublayer(
-                path="linear_attn", linears=("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
-            ),
-            GATED_MLP,
-        ),
+        sublayers=(HEAD_NORM_ATTENTION, _LINEAR_ATTENTION, GATED_MLP),
         norms=NORMS,
         optional=("self_attn", "linear_attn"),
     ),

@@ -15,22 +15,18 @@ _ATTENTION = replace(
     ATTENTION, head_count_attrs=("num_heads", "num_key_value_heads"), kv_heads_attr="num_key_value_heads"
 )
 
+_PACKED_ATTENTION = SublayerSpec(
+    path="self_attn",
+    colwise=(FusedLinear(name="W_pack", fused_sizes=(1, 1, 1)),),
+    rowwise="o_proj",
+    multiple_of="head_dim",
+    head_count_attrs=("num_heads", "hidden_size"),
+)
+
 BAICHUAN = Architecture(
     class_name="BaichuanForCausalLM",
     model_type="baichuan",
-    decoder=DecoderSpec(
-        sublayers=(
-            SublayerSpec(
-                path="self_attn",
-                colwise=(FusedLinear(name="W_pack", fused_sizes=(1, 1, 1)),),
-                rowwise="o_proj",
-                multiple_of="head_dim",
-                head_count_attrs=("num_heads", "hidden_size"),
-            ),
-            GATED_MLP,
-        ),
-        norms=NORMS,
-    ),
+    decoder=DecoderSpec(sublayers=(_PACKED_ATTENTION, GATED_MLP), norms=NORMS),
     notes="fused W_pack: each rank fetches its part of every piece in forward; NormHead split on the vocabulary",
 )
 DECILM = Architecture(

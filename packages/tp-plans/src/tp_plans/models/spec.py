@@ -1,8 +1,4 @@
-"""From the names of a decoder's parts to its plan: the mechanics of tensor and sequence parallelism, once.
-
-An architecture states the names and the roles of its modules.  This file decides the style of each role, and the
-sequence-parallel form of each style.
-"""
+"""From the names of a decoder's parts to its plan: the style of each role, and its sequence-parallel form, once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The styles of a low-rank adapter's two factors, by the style of its layer.
 
-An adapter adds ``B(A(x))`` to a layer's output, with ``A`` ``[rank, in]`` and ``B`` ``[out, rank]``.  For a
-column-wise layer ``B`` is sharded like the layer and ``A`` is replicated; for a row-wise one ``A`` is sharded like the
-layer and ``B`` is replicated, after the sum over the ranks, which is cheap at the width of the adapter's rank.
-Source: Hu et al., arXiv:2106.09685; the layouts are from S-LoRA (arXiv:2311.03285), section 6.
+An adapter adds ``B(A(x))`` to a layer's output, with ``A`` ``[rank, in]`` and ``B`` ``[out, rank]`` (arXiv:2106.09685).
+Beside a column-wise layer ``B`` is sharded like the layer and ``A`` is replicated.  Beside a row-wise layer ``A`` is
+sharded like the layer and ``B`` is replicated, after the sum over the ranks, which is cheap at the width of the rank.
+Source of the layouts: S-LoRA (arXiv:2311.03285), section 6.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """transformers' style words, 4.57 to 5.24, as data.
 
-A word says how a module computes; whether it does so on local tensors or DTensors, and who sums
-(``local_rowwise`` under ``gather``), was said differently from release to release.  Styles here are each right
-alone, so words that only divide such labour among modules need no rule.
+A word says how a module computes.  Releases differ in the use of local tensors or DTensors, and in the module that sums
+(``local_rowwise`` under ``gather``).  Each style here is right alone, so words that only divide such work need no
+rule.
 """
 
 from __future__ import annotations

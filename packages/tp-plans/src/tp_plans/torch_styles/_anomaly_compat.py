@@ -1,7 +1,7 @@
 """``torch.autograd.set_detect_anomaly`` in a backward with gradients that are DTensors.
 
-It asks every gradient ``isnan(gradient).any()`` by a private operator, for which DTensor has no sharding strategy in
-2.10 to 2.15 (no upstream issue found), so that the first backward over ``tp`` would fail.
+It asks every gradient ``isnan(gradient).any()`` by a private operator.  DTensor has no sharding strategy for it in 2.10
+to 2.15 (no upstream issue found), so that the first backward over ``tp`` would fail.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
 All of it is private, and the same in all versions from 2.10 to 2.15.
 
-* Functional collectives as operators are those that DTensor calls: selective checkpointing saves their results by name,
-  and dry runs count them.  The Python functions around them, and the operators' own autograd formulas in Python, take
-  five times as long.
-* DTensors are made from their parts without the checks and autograd functions of ``DTensor.from_local``, as FSDP2 makes
-  its parameters.  They have no history in autograd.
-* Autograd functions are applied without the checks of ``Function.apply``, which take as long as the function.  These
-  checks are for transforms of ``torch.func``, which still get them.
+* Functional collectives as the operators that DTensor calls: selective checkpointing saves their results by name, and
+  dry runs count them.  Python functions and autograd formulas around the operators take five times as long.
+* DTensors from their parts, without history in autograd, and without the checks of ``DTensor.from_local``, as in FSDP2.
+* Autograd functions without the checks of ``Function.apply``, which take as long as the function.  Transforms of
+  ``torch.func`` still get the checks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The one mechanism of all styles: a module in a plan keeps DTensor parameters and computes on local tensors.
 
-Parameters are DTensors, so that FSDP, optimizers, checkpoints and norms see their placements.  For the duration of
-its forward the module finds in their place this rank's plain tensors, taken by differentiable views that give
-each parameter its full gradient in the parameter's own layout.  Model code, fused kernels and the compiler
-therefore meet ordinary tensors only, and no operator needs a sharding strategy.
+FSDP, optimizers, checkpoints and norms see the placements of the DTensors.  During its forward the module has this
+rank's plain tensors in their place.  These are differentiable views: each parameter gets its full gradient in the
+parameter's layout.  Model code, fused kernels and the compiler meet ordinary tensors only, and no operator needs a
+sharding strategy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rows of a weight brought to the ranks that compute with them, and their gradients brought back.
 
-A fused weight, or one with fewer heads than ranks, is stored as an ordinary ``Shard``, so that whoever saves,
-reshards or gathers it sees its rows in order.  The rows that a rank computes with are others: they are fetched
-in forward, one ``1 / tp`` of the weight a rank, and their gradients are returned and summed in backward.
+A fused weight, or one with fewer heads than ranks, is stored as an ordinary ``Shard``: code that saves, reshards or
+gathers it sees its rows in order.  A rank computes with other rows.  Forward fetches them, ``1 / tp`` of the weight per
+rank, and backward returns and sums their gradients.
 """
 
 from __future__ import annotations

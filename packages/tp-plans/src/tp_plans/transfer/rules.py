@@ -66,19 +66,14 @@ class EngineRule:
 
 
 def _experts(parent: str, stack: str, gate: str, up: str, down: str) -> list[EngineRule]:
-    names = (
+    names: tuple[tuple[str, str, int, EngineSplit], ...] = (
         (gate, f"{stack}w13_weight", 0, "rows"),
         (up, f"{stack}w13_weight", 1, "rows"),
         (down, f"{stack}w2_weight", 0, "columns"),
     )
+    pattern = f"*.{parent}.experts.*.{{}}.weight"
     return [
-        EngineRule(
-            pattern=f"*.{parent}.experts.*.{name}.weight",
-            split="rows" if split == "rows" else "columns",
-            fused_into=into,
-            position=position,
-            expert=True,
-        )
+        EngineRule(pattern=pattern.format(name), split=split, fused_into=into, position=position, expert=True)
         for name, into, position, split in names
     ]
 

@@ -1,7 +1,7 @@
 """A config of transformers at small sizes, with the same kinds of layers.
 
-The sizes that configs have in common are replaced wherever they are set; numbers of layers become one of each kind.
-Other fields stay, so that the model may fail to build, or be large.  The caller then tries other methods.
+Common sizes are replaced wherever they are set; numbers of layers become one of each kind.  Other fields stay, so that
+the model may fail to build, or be large.  The caller then tries other methods.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How tokens travel to the ranks of their experts and back: the interface, and its reference by all-to-all.
+"""The travel of tokens to the ranks of their experts and back: the interface, and its reference by all-to-all.
 
-A token is sent once to every rank that has some of its experts, however many they are, and comes back as one sum.  (The
-deduplication is as in DeepSeek's DeepEP: arXiv:2412.19437, section 3.2.2.)
+A token is sent once to every rank that has some of its experts, and comes back as one sum (as in DeepSeek's DeepEP,
+arXiv:2412.19437, section 3.2.2).
 """
 
 from __future__ import annotations
