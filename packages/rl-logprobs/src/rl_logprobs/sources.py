@@ -152,8 +152,7 @@ class LinearLogits:
         Raises:
             LogprobsError: as ``linear_token_statistics`` of hidden states and head.
         """
-        _check_dtypes(self.hidden, self.weight, self.bias)
-        _check_shapes(self.hidden, self.weight, self.bias)
+        _check_operands(self.hidden, self.weight, self.bias)
         require_same_device(hidden=self.hidden, weight=self.weight, bias=self.bias)
         _check_logit_options(self.logit_scale, self.softcap)
         vocab = _locate_weight(self.weight, self.shard)
@@ -247,13 +246,10 @@ def tokens_of(values: torch.Tensor, held: TokenSlice, wanted: TokenSlice) -> tor
     )
 
 
-def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check_operands(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if tensor is not None and not tensor.is_floating_point():
             raise DtypeError(f"{name} must be floating point, got {tensor.dtype}")
-
-
-def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if hidden.dim() < 2 or 0 in hidden.shape[:-1]:
         raise ShapeError(f"hidden must be [..., tokens, features] with at least one token, got {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:

@@ -49,7 +49,7 @@ def kept_entries(
     """Return the entries for this rank's tokens, from rows for the full batch or for these tokens."""
     # Rows of ignored tokens do not count; ``shift`` shifts the rows as the targets.
     if kept_tokens.ids.device != ignored.device:
-        raise OptionError(f"the kept_tokens is on {kept_tokens.ids.device} and the tokens on {ignored.device}; move it")
+        raise OptionError(f"kept_tokens are on {kept_tokens.ids.device} and the tokens on {ignored.device}; move one")
     is_full = kept_tokens.num_tokens == math.prod(tokens.full)
     if not is_full and kept_tokens.num_tokens != math.prod(tokens.shape):
         raise ShapeError(

@@ -215,7 +215,7 @@ class KeptTokens:
         Raises:
             DtypeError: the rows are not integers.
             OptionError: the rows are on another device.
-            ShapeError: a row is outside the kept_tokens.  On an accelerator the check runs there.
+            ShapeError: there is no such row.  On an accelerator the check runs there.
 
         Example:
             >>> import torch

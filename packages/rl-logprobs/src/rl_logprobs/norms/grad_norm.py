@@ -243,9 +243,10 @@ def _norms(
     powers = []
     for group, members in reduce_groups(everything, groups).items():
         device, weights = group.device(result_device), _weights(complete, members, group, is_max=is_max)
+        weighted = [[key for key in map(id, parameters) if key in weights] for parameters in listed.values()]
         local_powers = [
-            _weighted_power(complete.parts, parameters, weights, float(norm_type), device)
-            for parameters in listed.values()
+            norm_power([complete.parts[key] for key in keys], [weights[key] for key in keys], float(norm_type), device)
+            for keys in weighted
         ]
         local = torch.stack(local_powers)
         powers.append((group.max(local) if is_max else group.sum(local)).to(result_device))
@@ -268,18 +269,6 @@ def _weights(
         weight = 1.0 if is_max else group.replica_weight(placement)
         weights.update((key, weight) for key in keys if key in member_ids)
     return weights
-
-
-def _weighted_power(
-    parts: Mapping[int, torch.Tensor],
-    parameters: Iterable[torch.Tensor],
-    weights: Mapping[int, float],
-    norm_type: float,
-    device: torch.device,
-) -> torch.Tensor:
-    """Return this rank's power sum over the parameters with a weight."""
-    keys = [key for key in map(id, parameters) if key in weights]
-    return norm_power([parts[key] for key in keys], [weights[key] for key in keys], norm_type, device)
 
 
 def _scale(parts: Collection[torch.Tensor], max_norm: float, total_norm: float | torch.Tensor) -> None:

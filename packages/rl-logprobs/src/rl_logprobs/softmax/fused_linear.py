@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from rl_logprobs._torch_compat import add_product_, wide_product
-from rl_logprobs.softmax.log2_scale import TemperatureScale, rescale_exponent
+from rl_logprobs.softmax.log2_scale import TemperatureScale, log2_weights, rescale_exponent
 from rl_logprobs.softmax.partial_softmax import PartialSoftmax, SoftmaxOptions, TargetColumns, merge_all
 from rl_logprobs.softmax.row_blocks import tile_indices
-from rl_logprobs.softmax.torch_kernels import exp2_weights_, reduce_logits, write_gradient
+from rl_logprobs.softmax.torch_kernels import reduce_logits, write_gradient
 from rl_logprobs.softmax.vocab_parallel import (
     Gradients,
     SoftmaxTotals,
@@ -44,14 +44,12 @@ ACCELERATOR_TILE = (4096, 8192)
 
 def tile_size(device: torch.device, tokens: int) -> tuple[int, int]:
     """Return the tokens and vocabulary ids of one tile: more ids for fewer tokens."""
-    if has_cpu_costs(device):
-        return CPU_TILE
+    return CPU_TILE if has_cpu_costs(device) else accelerator_tile(tokens)
+
+
+def accelerator_tile(tokens: int) -> tuple[int, int]:
+    """Return a tile of as many elements as ``ACCELERATOR_TILE`` with at most ``tokens`` rows."""
     rows, columns = ACCELERATOR_TILE
-    return wider_tile(rows, columns, tokens)
-
-
-def wider_tile(rows: int, columns: int, tokens: int) -> tuple[int, int]:
-    """Return a tile of as many elements with at most ``tokens`` rows."""
     fewer = min(rows, tokens)
     return fewer, max(columns, rows * columns // fewer // 128 * 128)
 
@@ -265,7 +263,7 @@ class HeadReducer:
                 after = merge_all([before, tile.to(running.dtype)], scale)
                 if expected_rows is not None:
                     derivative = tiles.derivative(logits)
-                    exp2_weights_(logits, tile.max_logit, scale)
+                    log2_weights(logits, tile.max_logit, scale, out=logits).exp2_()
                     old_factor = rescale_exponent(before.max_logit, after.max_logit, scale).exp2()[:, None]
                     new_factor = rescale_exponent(tile.max_logit, after.max_logit, scale).exp2()[:, None]
                     expected_rows[span] *= old_factor

@@ -33,6 +33,8 @@ def reduce_logits(
     min_logit, overwrite = options.min_logit, options.inplace_forward
     dtype, tokens, width = statistics_dtype(logits.dtype), targets.column.shape[0], logits.shape[-1]
     target_logit = target_logits(logits, targets)
+    if min_logit is not None:  # the filter removes these targets
+        target_logit.masked_fill_(targets.owned & (target_logit < min_logit), -math.inf)
     max_logit, sum_exp2, weighted = logits.new_zeros(3, tokens, dtype=dtype).unbind(0)
     columns, num_greater = targets.column.new_zeros(2, tokens).unbind(0)
     if width == 0:
@@ -61,7 +63,7 @@ def reduce_logits(
     return PartialSoftmax(
         max_logit=max_logit,
         sum_exp2=sum_exp2,
-        target_logit=mask_targets_below(target_logit, targets, min_logit),
+        target_logit=target_logit,
         weighted_sum=weighted if options.entropy else None,
         argmax=columns + start if options.argmax else None,
         num_greater=None if greater_than is None else num_greater,
@@ -75,15 +77,6 @@ def target_logits(logits: torch.Tensor, targets: TargetColumns) -> torch.Tensor:
         return torch.zeros_like(targets.column, dtype=dtype)
     logits_at = logits.gather(-1, targets.column.view(*logits.shape[:-1], 1)).flatten()
     return logits_at.to(dtype).where(targets.owned, 0)
-
-
-def mask_targets_below(
-    target_logit: torch.Tensor, targets: TargetColumns, min_logit: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the target logits, with ``-inf`` for targets in these columns below ``min_logit``."""
-    if min_logit is None:
-        return target_logit
-    return target_logit.masked_fill(targets.owned & (target_logit < min_logit), -math.inf)
 
 
 def write_gradient(
@@ -126,11 +119,6 @@ def zero_tokens_(values: torch.Tensor, mask: torch.Tensor) -> None:
         values[mask.nonzero(as_tuple=True)] = 0
     else:
         values.masked_fill_(mask.unsqueeze(-1), 0)
-
-
-def exp2_weights_(logits: torch.Tensor, max_logit: torch.Tensor, scale: TemperatureScale) -> None:
-    """Replace logits ``[tokens, width]`` in the statistics dtype by their weights ``2**y``."""
-    log2_weights(logits, max_logit, scale, out=logits).exp2_()
 
 
 def _exponents(

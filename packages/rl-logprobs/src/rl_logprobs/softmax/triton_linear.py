@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from rl_logprobs._torch_compat import add_product_, wide_product
-from rl_logprobs.softmax import fused_linear
-from rl_logprobs.softmax.fused_linear import HeadReducer, HeadTiles, TileGradient
+from rl_logprobs.softmax.fused_linear import HeadReducer, HeadTiles, TileGradient, accelerator_tile
 from rl_logprobs.softmax.triton_softmax import Launcher
 from rl_logprobs.softmax.vocab_parallel import Gradients, TokenStatistics
 
@@ -26,7 +25,7 @@ class TritonTiles(HeadTiles):
     @property
     def size(self) -> tuple[int, int]:
         """Tokens and vocabulary ids of one tile: all tokens where they fit, so that a weight tile has one product."""
-        return fused_linear.wider_tile(*fused_linear.ACCELERATOR_TILE, self.hidden.shape[0])
+        return accelerator_tile(self.hidden.shape[0])
 
     @cached_property
     def operand(self) -> torch.Tensor:
