@@ -33,6 +33,9 @@ from rl_logprobs.softmax.triton_backend import (
 from rl_logprobs.softmax.vocab_parallel import Gradients, TokenStatistics, all_gather
 from rl_logprobs.softmax.vocab_shard import VocabColumns
 
+#: The fields of ``TokenStatistics``: names of arguments; the first three are differentiable.
+FIELDS = ("logprobs", "logsumexp", "entropy", "argmax", "target_rank")
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -88,7 +91,8 @@ class Launcher:
             empty(torch.int64) if options.target_rank else None,
         )
         totals = torch.empty(3 + options.entropy, ids.numel(), dtype=torch.float64, device=device)
-        arguments = {**self._tokens(ids), **statistics._asdict(), "totals": totals, "WIDE": self.dtype, "BLOCK": TOKENS}
+        arguments = self._tokens(ids) | dict(zip(FIELDS, statistics, strict=True))
+        arguments |= {"totals": totals, "WIDE": self.dtype, "BLOCK": TOKENS}
         arguments |= {"ENTROPY": options.entropy, "ARGMAX": options.argmax, "RANK": options.target_rank}
         gathered, ranks = (state, 1) if group is None else (all_gather(state, group), dist.get_world_size(group))
         grid = (blocks(ids.numel(), TOKENS),)
@@ -101,7 +105,7 @@ class Launcher:
         """Return ``[3, tokens]``, the factors of the gradient; for logits overwritten relative to ``local_max``."""
         factors = torch.empty(3, ids.numel(), dtype=self.dtype, device=ids.device)
         arguments = {**self._tokens(ids), "totals": totals, "local_max": local_max, "coefficients": factors}
-        for name, gradient in zip(TokenStatistics._fields, gradients[:3], strict=False):
+        for name, gradient in zip(FIELDS[:3], gradients[:3], strict=True):
             arguments[f"d_{name}"], arguments[f"{name}_stride"] = per_token(gradient)
         grid = (blocks(ids.numel(), TOKENS),)
         launch(KERNELS, "coefficient_kernel", grid, ids.device, **arguments, WIDE=self.dtype, BLOCK=TOKENS)
