@@ -217,7 +217,7 @@ def test_expert_page_tells_an_error_once_for_all_layers_and_ranks() -> None:
     )
 
 
-def test_what_is_wrong_in_float64_alone_is_told_apart() -> None:
+def test_expert_page_marks_errors_in_float64_alone() -> None:
     wrong = {"status": "wrong", "note": "a"}
     modes = [MODES[way][0] for way in ("transformers", "transformers in float32")]
     rows = {"llama": dict(zip(modes, (wrong, RIGHT), strict=True))}

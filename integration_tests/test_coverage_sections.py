@@ -107,12 +107,12 @@ def test_the_best_batch_counts_since_tokens_near_a_tie_go_to_other_experts() -> 
     assert outcome(300.0, 200.0)["status"] == "wrong"
 
 
-def test_what_is_kept_of_compiled_blocks_is_the_worst_of_all_ranks() -> None:
+def test_compiled_blocks_keep_the_worst_result_of_all_ranks() -> None:
     found = kept([Compiled((), (1, 2), {}), Compiled(("w off",), (2, 2), {"data in /a/b/c.py": 3})])
     assert found == {"status": "wrong", "graphs": [2, 2], "breaks": 3, "note": "w off", "reasons": ["data in c.py"]}
 
 
-def test_what_is_off_by_rounding_of_float32_parts_alone_is_right_with_a_note() -> None:
+def test_rounding_of_float32_parts_alone_is_right_with_a_note() -> None:
     class Answering(RankPool):
         def run(self, *_: Any, float64: bool, **__: Any) -> list[Any]:
             return [RankResult({"ids": 0.0 if float64 else 1e-3}, {}, [], 1, {})]
