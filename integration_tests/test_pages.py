@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")]
 LONGEST_CELL = 100
 #: Lines with a wording that hides the noun of a sentence, over the pages without measurements.  It only goes down.
-MOST_WORDINGS = 40
+MOST_WORDINGS = 25
 MEASUREMENTS = r"docs/(coverage|recipes)/|docs/(benchmarks|compatibility|coverage|published-setups|refusals|weight-t)"
 
 PAGE = """# A page
