@@ -90,7 +90,7 @@ def improve(run: Run, samples: Sequence[Sample], rewards: torch.Tensor, step: in
 
     norms = []
     for batch, old, advantage in zip(batches, old_logprobs, advantages, strict=True):
-        weights = rl_logprobs.mean_weights(batch.mask, group=run.dp_group)  # FSDP2's mean over these ranks included
+        weights = rl_logprobs.mean_weights(batch.mask, mesh=run.mesh)
         logprobs = run.trainer.logprobs(batch, settings.temperature)
         loss = policy_loss(logprobs, old, batch, advantage, weights, settings.clip)
         lr = scheduled(settings.lr, step, settings.steps)

@@ -23,7 +23,7 @@ def _supervised_step(run: Run, lr: float) -> float:
     samples = _draw_text(run, run.settings.warmup_batch)
     mine = chunks(samples, run.dp_size)[run.dp_rank]
     batch = collate(mine, padded_length(samples), run.tokenizer.pad_token_id, run.device)
-    weights = rl_logprobs.mean_weights(batch.mask, group=run.dp_group)  # FSDP2's mean over these ranks included
+    weights = rl_logprobs.mean_weights(batch.mask, mesh=run.mesh)
     loss = rl_logprobs.global_mean(-run.trainer.logprobs(batch), batch.mask, weights)
     run.trainer.step(loss, lr, run.settings.max_grad_norm)
     return loss.item()
