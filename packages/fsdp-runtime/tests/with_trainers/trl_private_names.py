@@ -13,7 +13,7 @@ import trl.trainer.utils
 
 from fsdp_runtime.trainers import _trl_compat
 from fsdp_runtime.trainers.distillation import divergence_loss
-from fsdp_runtime.trainers.fused_head import add_chunked_head, add_fused_lm_head
+from fsdp_runtime.trainers.fused_head import add_fused_lm_head
 
 SCORING = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer)
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
@@ -36,13 +36,7 @@ def test_trainers_that_generate_gather_by_these_names(trainer: type) -> None:
         assert callable(getattr(trainer, name))
 
 
-def test_log_probabilities_come_from_a_fused_head_or_from_logits() -> None:
-    if _trl_compat.reads_logits(trl.SFTTrainer):
-        own = trl.trainer.sft_trainer._patch_chunked_ce_lm_head
-        assert list(inspect.signature(own).parameters) == list(inspect.signature(add_chunked_head).parameters)
-        fields = {"loss", "num_correct_tokens", "entropy_sum", "num_valid_tokens", "aux_loss"}
-        assert fields <= set(trl.trainer.sft_trainer._ChunkedCELMHeadOutput.__dataclass_fields__)
-        return
+def test_add_fused_lm_head_has_the_arguments_of_trl() -> None:
     own = trl.trainer.utils.add_fused_lm_head
     assert list(inspect.signature(own).parameters) == list(inspect.signature(add_fused_lm_head).parameters)
     assert all("add_fused_lm_head" in _globals(trainer) for trainer in SCORING)
@@ -54,7 +48,7 @@ def test_the_divergence_takes_these_arguments() -> None:
     assert (
         list(own)[:6] == list(inspect.signature(divergence_loss).parameters)[:6] == [*first, "completion_mask", "beta"]
     )
-    assert set(own) - {"chunk_size"} == {*list(own)[:6], "num_items_in_batch", "temperature"} | {
+    assert set(own) == {*list(own)[:6], "num_items_in_batch", "temperature"} | {
         f"{model}_{part}"
         for model in ("student", "teacher")
         for part in ("lm_head_bias", "logit_scale", "final_logit_softcapping")

@@ -1,4 +1,4 @@
-"""Every use of TRL's private API, with its reason; tested on TRL 1.13 to 1.16.
+"""Every use of TRL's private API, with its reason; tested on TRL 1.15 and 1.16.
 
 TRL's trainers build models, wrap them in adapters and gather over the world by functions of other modules, found under
 global names of the trainer's module.  Inside of :func:`replaced` these names are functions of a mesh.
@@ -105,23 +105,6 @@ def generates(trainer_class: type) -> bool:
     """Return True if a trainer samples from the model that it trains."""
     return hasattr(trainer_class, "_generate_single_turn")
 
-
-def reads_logits(trainer_class: type) -> bool:
-    """Return True if a trainer reads the model's logits, as all do before TRL 1.15 with its ``add_fused_lm_head``."""
-    import trl.trainer.utils
-
-    return is_trl(trainer_class) and not hasattr(trl.trainer.utils, "add_fused_lm_head")
-
-
-def chunked_head_output(**fields: Any) -> Any:
-    """Return a model's output with a chunked head, as TRL's SFT trainer reads it before TRL 1.15."""
-    from trl.trainer import sft_trainer
-
-    return sft_trainer._ChunkedCELMHeadOutput(**fields)
-
-
-#: The function by which TRL's SFT trainer lets a model compute its loss from the head's weight, before TRL 1.15.
-CHUNKED_HEAD = "_patch_chunked_ce_lm_head"
 
 #: The function to which TRL's distillation trainer hands hidden states and the weights of both heads.
 DIVERGENCE = "_chunked_divergence_loss"

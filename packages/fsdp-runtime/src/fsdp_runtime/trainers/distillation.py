@@ -69,8 +69,8 @@ def divergence_loss(
     teacher_lm_head_weight: Tensor,
     completion_mask: Tensor,
     beta: float,
-    *chunk_size: int,
     num_items_in_batch: Any = None,
+    *,
     temperature: float = 1.0,
     rows: FullRows | None = None,
     **heads: Any,
@@ -78,9 +78,9 @@ def divergence_loss(
     """Compute TRL's ``_chunked_divergence_loss`` from heads that may be sharded on the vocabulary.
 
     Hidden states are ``[batch, tokens, features]``, the same on every rank of ``tp``, and weights ``[vocab,
-    features]``. ``beta`` is 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.  ``chunk_size``, of TRL
-    before 1.15, is not used; ``heads`` are bias, scale and soft cap of both heads, by TRL's names.  With ``rows``
-    hidden states belong to this rank's tokens, prompts included.
+    features]``. ``beta`` is 0 for forward KL, 1 for reverse KL, between them Jensen-Shannon.  ``heads`` are
+    bias, scale and soft cap of both heads, by TRL's names.  With ``rows`` hidden states belong to this rank's tokens,
+    prompts included.
 
     Returns the loss, the sum of the student's entropy without gradient, and the number of tokens that count.
     """

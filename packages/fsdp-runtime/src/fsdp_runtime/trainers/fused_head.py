@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.trainers._trl_compat import chunked_head_output
 from fsdp_runtime.trainers.full_rows import rows_in_force
 from fsdp_runtime.trainers.logits import next_labels, per_position, scored_positions
 from fsdp_runtime.wrap import replace_forward
@@ -78,33 +77,3 @@ def _loss(config: Any, plain: Any, log_probs: Tensor, mask: Tensor, items: Any) 
     if (aux_loss := getattr(plain, "aux_loss", None)) is not None:
         loss = loss + getattr(config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
     return loss, aux_loss
-
-
-def add_chunked_head(model: Any, chunk_size: int, is_vlm: bool = False) -> None:
-    """Patch ``model.forward`` as TRL before 1.15 does (``_patch_chunked_ce_lm_head``), with a sharded head."""
-    # ``chunk_size`` is not used: logits live no longer than in the model itself.
-    forward = model.forward
-
-    @functools.wraps(type(model).forward)
-    def chunked_forward(
-        self: Any, *args: Any, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any
-    ) -> Any:
-        if (rows := rows_in_force()) is not None:
-            labels, num_items_in_batch = rows.given.get("labels"), rows.given.get("num_items_in_batch")
-        if labels is None:
-            return forward(*args, **kwargs)
-        kwargs["use_cache"] = False
-        plain = forward(*args, **kwargs)
-        targets = next_labels(labels)
-        statistics = per_position(plain.logits, targets, temperature=1.0, fields=("entropy", "is_top1"), rows=rows)
-        mask = targets != -100
-        loss, aux_loss = _loss(self.config, plain, statistics["log_probs"], mask, num_items_in_batch)
-        return chunked_head_output(
-            loss=loss,
-            num_correct_tokens=statistics["is_top1"].sum(),
-            entropy_sum=(statistics["entropy"].detach() * mask).sum(),
-            num_valid_tokens=mask.sum(),
-            aux_loss=aux_loss,
-        )
-
-    replace_forward(model, types.MethodType(chunked_forward, model))

@@ -77,7 +77,6 @@ class MeshTrainerMixin(LogStepValues):
     accelerator: MeshAccelerator
     mesh: DeviceMesh
     _takes_dispatched_batches = False
-    _reads_logits = False
 
     @first_rank_speaks()
     def __init__(
@@ -101,7 +100,7 @@ class MeshTrainerMixin(LogStepValues):
                 check_optimizer(args)
         rl_logprobs()  # raises where it is missing
         self.mesh = mesh
-        self._reads_logits = self._reads_logits or getattr(args, "label_smoothing_factor", 0) > 0
+        self._reads_logits = getattr(args, "label_smoothing_factor", 0) > 0
         self._evaluated: set[int] = set()
         self._source = ModelSource(mesh, options, seed=getattr(args, "seed", 0))
         if isinstance(model, nn.Module):

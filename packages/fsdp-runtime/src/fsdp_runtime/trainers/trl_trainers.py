@@ -24,16 +24,14 @@ from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.steps.context.step import inputs_of, under_context_parallelism, whole_rows
 from fsdp_runtime.steps.outputs.generation import full_logits
 from fsdp_runtime.trainers._trl_compat import (
-    CHUNKED_HEAD,
     adds_reference_adapter,
     global_of,
     pairs_within_batches,
-    reads_logits,
     reference_columns,
     replaced,
     takes_reference,
 )
-from fsdp_runtime.trainers.fused_head import add_chunked_head, add_fused_lm_head
+from fsdp_runtime.trainers.fused_head import add_fused_lm_head
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
 from fsdp_runtime.trainers.model_source import is_sharded, keep_reference_adapter, with_reference_adapter
 from fsdp_runtime.trainers.training_arguments import check_tokens
@@ -55,14 +53,12 @@ class TrlMixin(MeshTrainerMixin):
         _refuse_images_over_cp(mesh, kwargs)
         functions: dict[str, Any] = {
             "add_fused_lm_head": add_fused_lm_head,
-            CHUNKED_HEAD: add_chunked_head,
             "create_model_from_path": self._create_model,
             "get_peft_model": self._add_adapter,
             "hash_module": lambda model: "",  # of plain weights; names the file that _precompute_ref_logps goes without
         }
         if getattr(args, "use_vllm", False):
             functions["VLLMGeneration"] = server_generation(type(self))
-        self._reads_logits = reads_logits(type(self))
         self._by_name = isinstance(model, str)
         self._adapter, self._adapted = kwargs.get("peft_config"), None
         self._given_reference = kwargs.pop("ref_model", None) if not takes_reference(type(self)) else None
