@@ -195,6 +195,6 @@ def test_grouped_experts_skip_what_other_ranks_run(two_ranks: RankPool, routes: 
 
 @pytest.mark.slow
 def test_compiled_blocks_take_uneven_lengths_under_sequence_parallelism(two_ranks: RankPool) -> None:
-    lengths = (7, 9) if torch.__version__ >= "2.13" else (7,)  # 2.10 fails at the second length; see the guide
+    lengths = (7, 9) if torch.__version__ >= "2.13" else (7,)  # an older compiler fails at the second; see the guide
     for found in two_ranks.run(measure_compiled, "phi", "SP", backend="aot_eager", lengths=lengths):
         assert found.errors == ()

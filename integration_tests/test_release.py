@@ -21,7 +21,7 @@ Summary: Plans.
 License-Expression: Apache-2.0
 License-File: LICENSE
 Requires-Python: >=3.11
-Requires-Dist: torch>=2.10,<2.16; extra == "torch"
+Requires-Dist: torch>=2.11,<2.16; extra == "torch"
 Description-Content-Type: text/markdown
 """
 
@@ -92,7 +92,7 @@ def test_a_stray_file_is_refused(tree: Path, stray: str) -> None:
     ("before", "after", "told"),
     [
         ("License-Expression: Apache-2.0\n", "", "License-Expression is None"),
-        ("torch>=2.10,<2.16", "torch", "has no lower bound"),
+        ("torch>=2.11,<2.16", "torch", "has no lower bound"),
         (
             "Summary: Plans.",
             "Summary: Plans.\nProject-URL: Docs, https://tp-plans.example/",

@@ -17,18 +17,18 @@ DOCS = Path(__file__).parents[1]
 ENVIRONMENTS = DOCS / "environments.json"
 OF_TRAINERS = (
     "What other projects' releases require, and the packages of this repository that fit there without a change of a "
-    "version. `tp-plans` requires neither torch nor transformers; the other two take torch 2.10 to 2.15, and weights "
-    "are read from transformers 5.6 on. "
+    "version. `tp-plans` requires neither torch nor transformers; the other two take torch 2.11 to 2.15, and weights "
+    "are read from transformers 5.10 on. "
     "What fits here is what the requirements allow: the table above says which versions tests ran on."
 )
 ABOUT = (
-    "See which versions the tests ran on, each time on Linux with CPU ranks only. A row is one run of one commit: what "
-    "failed there may be mended since.\n\n"
+    "See which versions the tests ran on, each time on Linux with CPU ranks only. A row is one run of one commit. "
+    "Later commits may have fixed its failures.\n\n"
     "- *all* is every test, *subset* chosen ones (`nox -s torch_subset versions`).\n"
     "- Rows with a release of TRL are those of `nox -s versions`: each trainer on one mesh.\n"
     "- The row of transformers 5.10.4 is that of `nox -s verl`: verl 0.9.1, the newest release, takes transformers "
     "below 5.11. The sources of 0.10.0.dev of 22 August 2026 have the same signatures of what is used.\n"
-    "- Plans take models of transformers 4.57 too. Weights are read, written and streamed from 5.6 on, and an older "
+    "- Plans take models of transformers 4.57 too. Weights are read, written and streamed from 5.10 on, and an older "
     "release is refused by name.\n\n"
     "`docs/generate/compatibility.py` writes this page from the reports that pytest left."
 )

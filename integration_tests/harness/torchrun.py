@@ -28,6 +28,6 @@ def torchrun(
 
 
 def own_lines(printed: str) -> str:
-    """What a program printed itself: torch 2.10's gloo tells of every connection on standard output."""
+    """Lines of a program itself: gloo of some releases prints every connection on standard output."""
     lines = printed.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("[Gloo]") and "connected peer ranks" not in line)

@@ -26,28 +26,10 @@ class Workaround:
 #: Every place in the torch styles that depends on a version of torch.
 WORKAROUNDS = (
     Workaround(
-        "gradients._UnevenView",
-        (2, 10),
-        "https://github.com/pytorch/pytorch/issues/107661",
-        "to_local gives a gradient the strides of one rank's shard, and accumulation falls back to a replicated copy",
-    ),
-    Workaround(
         "gradients._DenseGradient",
         (2, 11),
         "https://github.com/pytorch/pytorch/issues/107661",
         "an expanded gradient (a sum's) of an uneven shard is accumulated as a replicated copy",
-    ),
-    Workaround(
-        "gradients._detach",
-        (2, 10),
-        "no upstream issue found",
-        "where no gradient is recorded, a DTensor that requires one cannot be redistributed",
-    ),
-    Workaround(
-        "placement.placement",
-        (2, 10),
-        "https://github.com/pytorch/pytorch/issues/171274",
-        "the compiler cannot trace the class patterns of a match statement",
     ),
     Workaround(
         "placement._OwnPart",
@@ -66,12 +48,6 @@ WORKAROUNDS = (
         (2, 11),
         "no upstream issue found",
         "gathering shards of unequal length leaves a view of padded rows",
-    ),
-    Workaround(
-        "linear.ColwiseParallelImpl",
-        (2, 10),
-        "https://github.com/pytorch/pytorch/pull/170147",
-        "redistributing partial sums to replicated does not sum the gradient on the way back",
     ),
     Workaround(
         "row_all_to_all.all_to_all",

@@ -261,5 +261,5 @@ def compiled_faults(lengths):
 @pytest.mark.parametrize("lengths", [(5, 7), pytest.param((5, 7, 8), marks=pytest.mark.slow)], ids=["uneven", "both"])
 def test_compiled_code_shards_rows_of_any_length(two_ranks, lengths):
     if torch.__version__ < "2.13":
-        lengths = lengths[:1]  # 2.10 fails at the second length; see the guide
+        lengths = lengths[:1]  # an older compiler fails at the second; see the guide
     assert two_ranks.run(compiled_faults, lengths) == [[], []]

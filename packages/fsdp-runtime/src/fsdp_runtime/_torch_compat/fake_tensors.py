@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -13,12 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 def fake_store() -> Any:
     """The store of torch's process group without peers; both are under ``torch.testing._internal`` in 2.10 to 2.15."""
-    # Importing the module registers the backend ``"fake"``; importing another registers results of collectives on
-    # tensors without data, which torch 2.11 and later have built in.
+    # Importing the module registers the backend ``"fake"``.
     from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    with suppress(ImportError):
-        import torch.distributed._tools.fake_collectives  # noqa: F401
 
     return FakeStore()
 
@@ -78,11 +74,11 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 def clear_dtensor_caches() -> None:
     """Empty DTensor's caches of decisions for a mesh, which a later, equal mesh would get."""
     # Meshes are equal by shape and names; the groups of a deleted mesh cannot be used, nor can another rank's
-    # offsets. Private in torch 2.10 to 2.15, and 2.10 lacks some of them.
+    # offsets. Private in torch 2.10 to 2.15.
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]
     debug._clear_fast_path_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute._gen_transform_infos.cache_clear()
-    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    _redistribute.clear_redistribute_planner_cache()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

@@ -9,7 +9,7 @@ from importlib import metadata
 from fsdp_runtime.errors import BackendError
 
 #: The first release with the table of weight conversions, and order of applying it, that this package follows.
-OLDEST = (5, 6)
+OLDEST = (5, 10)
 
 
 @cache

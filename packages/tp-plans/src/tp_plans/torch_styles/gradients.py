@@ -17,16 +17,14 @@ def local_view(parameter: DTensor) -> Tensor:
     """Return the plain local shard of a parameter; its gradient has the parameter's layout."""
     if not torch.compiler.is_compiling():
         return local_parameter(parameter)
-    if parameter.requires_grad and _is_uneven(parameter):
-        return cast(Tensor, _UnevenView.apply(parameter))  # type: ignore[no-untyped-call]
-    return parameter.to_local()
+    local = parameter.to_local()
+    return cast(Tensor, _DenseGradient.apply(local)) if _is_uneven(parameter) else local  # type: ignore[no-untyped-call]
 
 
 def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
     """Return the full tensor of a sharded parameter as a plain tensor; each rank keeps its part of the gradient."""
     # ``partial``: each rank computes a part of the gradient, and the parts are summed.
-    source = parameter if torch.is_grad_enabled() else _detach(parameter)
-    full = source.redistribute(placements=[Replicate()])
+    full = parameter.redistribute(placements=[Replicate()])
     plain = full.to_local(grad_placements=[Partial() if partial else Replicate()])
     return cast(Tensor, _DenseGradient.apply(plain)) if _is_uneven(parameter) else plain  # type: ignore[no-untyped-call]
 
@@ -37,12 +35,6 @@ def parameter_view(rule: ParameterStyle, parameter: DTensor) -> Tensor:
     if rule.gathered:
         return full_view(parameter, partial=partial)
     return summed_gradient(parameter) if partial else local_view(parameter)
-
-
-def _detach(parameter: DTensor) -> DTensor:
-    """The same part without a gradient: torch 2.10 cannot redistribute one that requires it where none is recorded."""
-    # Nor can it detach a DTensor in inference mode.
-    return _with_local(parameter, parameter.to_local())
 
 
 def _with_local(like: DTensor, local: Tensor) -> DTensor:
@@ -56,27 +48,10 @@ def _is_uneven(parameter: DTensor) -> bool:
     return isinstance(cut, Shard) and parameter.shape[cut.dim] % parameter.device_mesh.size() > 0
 
 
-class _UnevenView(torch.autograd.Function):
-    """``to_local`` for parts of different size, in compiled code."""
-
-    # torch 2.10's own takes the gradient's strides from this rank's part, or from an expanded gradient (a sum's); they
-    # are not the parameter's then, and gradient accumulation answers with a replicated copy.
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
-        ctx.shape, ctx.stride = parameter.shape, parameter.stride()
-        return parameter.to_local()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        return DTensor.from_local(
-            gradient.contiguous(), ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
-        )
-
-
 class _DenseGradient(torch.autograd.Function):
-    """Identity forward; backward copies an expanded gradient to new memory, for torch 2.10 and 2.11 as above."""
+    """Identity forward; backward copies an expanded gradient, as of a sum, to new memory."""
+
+    # torch 2.11 takes the strides of the DTensor from the expanded gradient, and accumulation makes a replicated copy.
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

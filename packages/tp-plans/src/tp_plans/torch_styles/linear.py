@@ -74,8 +74,8 @@ class ColwiseParallelImpl(_LinearImpl):
             elif self._is_replicated:
                 return with_summed_gradient(tensor, context.mesh) if tensor.requires_grad else tensor
         arrived = self._read(tensor, context)
-        # Each rank's features give a part of the input's gradient.  It is summed where the input came from,
-        # except that torch 2.10 does not sum in backward towards partial sums.
+        # Each rank's features give a part of the input's gradient.  It is summed where the input came from, and here
+        # for partial sums.
         if arrived.placements[0].is_partial():
             return summed_gradient(redistribute(arrived, layouts.Replicate()))
         return entered(prepared(arrived, context.mesh, layouts.Replicate()))

@@ -19,7 +19,6 @@ from tp_plans.torch_styles.gradients import to_local_writable
 
 def placement(layout: Layout) -> Placement:
     """torch's placement of the same name."""
-    # Not a match statement: torch 2.10's compiler cannot trace its class patterns.
     if isinstance(layout, layouts.Shard):
         return Shard(layout.dim)
     return Replicate() if isinstance(layout, layouts.Replicate) else Partial()
@@ -92,8 +91,7 @@ def _is_recorded(tensor: Tensor) -> bool:
 class _OwnPart(torch.autograd.Function):
     """``DTensor.redistribute`` from ``Replicate`` to ``Shard``; the compiler takes its gradient for any length."""
 
-    # The gradient of torch's own ends in a ``RecursionError`` where the length is symbolic, up to torch 2.14; in torch
-    # 2.10 this one does too.
+    # The gradient of torch's own ends in a ``RecursionError`` where the length is symbolic, up to torch 2.14.
 
     @staticmethod
     def forward(ctx: Any, full: DTensor, dim: int) -> DTensor:
