@@ -29,7 +29,7 @@ from tp_plans import Plan, TpPlansError
 #: Exit codes: the estimate was made and fits (or no device memory was given); it does not fit; the command failed.
 OK, TOO_LARGE, FAILED = 0, 1, 2
 
-#: What a command was given, by option; what it was not given has the default of the call that it is handed to.
+#: The given options of a command.  An absent option has the default of the call that takes it.
 Given = Mapping[str, Any]
 _FSDP = {"master_dtype", "offload", "reshard_after_forward"}
 _STEPS = {"sequence_parallel", "activation_checkpointing", "context_parallel"}
@@ -110,7 +110,7 @@ def _add_recipe(commands: Any) -> None:
     command.add_argument("--lengths", type=_integers, metavar="TOKENS,...", help="(default: 8192,32768,131072)")
     command.add_argument("--trainings", type=_words, metavar="KIND,...", help="full, lora (default: both)")
     command.add_argument("--ep", type=_integers, metavar="N,...", help="sizes of ep (default: 8 and 1 for a mixture)")
-    command.add_argument("--hardware", help="whose time orders meshes: A100, H100 (default), H200, B200")
+    command.add_argument("--hardware", help="rates that order meshes by time: A100, H100 (default), H200, B200")
     command.add_argument("--every", action="store_true", help="try every mesh, not up to the first that fits")
     command.add_argument("--workers", type=int, metavar="N", help="parallel dry runs (default: 2)")
     command.add_argument("--markdown", action="store_true", help="print Markdown")
@@ -202,7 +202,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
         "comparison of meshes; --sequence-parallel, --context-parallel and --activation-checkpointing fix these options"
     )
     group.add_argument("--sweep", action="store_true", help="estimate and rank every mesh of this number of ranks")
-    group.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: that of --mesh)")
+    group.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: the ranks of --mesh)")
     group.add_argument("--max-tp", type=int, metavar="N", help="ranks per node, the largest tp (default: 8)")
     group.add_argument("--cp", type=_integers, metavar="N,...", help="sizes of cp (default: 1)")
     group.add_argument(

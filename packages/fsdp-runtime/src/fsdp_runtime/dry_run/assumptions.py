@@ -45,7 +45,7 @@ def quantization_assumptions(model: nn.Module) -> list[Assumption]:
     fields = quantization if isinstance(quantization, Mapping) else vars(quantization)
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method", "an unknown method")))
     text = (
-        f"the config says that the checkpoint is quantized ({method}), and the numbers are those of unquantized "
+        f"the config says that the checkpoint is quantized ({method}), and the numbers count unquantized "
         "weights: load_weights refuses such a checkpoint, so train from a dequantized copy of it"
     )
     return [Assumption(operator="", module="", assumption=text)]

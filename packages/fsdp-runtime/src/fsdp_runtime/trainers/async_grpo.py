@@ -215,6 +215,6 @@ def _check(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     options = kwargs.get("parallelize_kwargs") or {}
     if options.get("packed_sequences"):
         raise OptionError(
-            "parallelize_kwargs has packed_sequences=True, which would keep the branches of AsyncGRPOTrainer's rows "
-            "apart from their common prefix: leave it out"
+            "parallelize_kwargs has packed_sequences=True, which would hide the common prefix from the branches of "
+            "AsyncGRPOTrainer's rows: leave it out"
         )

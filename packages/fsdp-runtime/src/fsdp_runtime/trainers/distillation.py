@@ -131,7 +131,7 @@ def _over_tp(model: str, weight: Any) -> Any:
     if model == "student" and weight.requires_grad:
         raise ModelError(
             f"the student's head is sharded over {', '.join(axes)} within its forward: let FSDP2 gather it with the "
-            "model around it, not as a module of its own"
+            "model around it, not as a separate module"
         )
     return weight.detach().full_tensor()  # type: ignore[attr-defined]
 

@@ -257,7 +257,7 @@ def _check(args: Any, kwargs: Mapping[str, Any], mesh: DeviceMesh) -> None:
     if getattr(args, "use_vllm", False) and args.vllm_mode != "server":
         raise OptionError(
             f"use_vllm=True with vllm_mode={args.vllm_mode!r} cannot be used on a model that parallelize has sharded: "
-            "start a server and set vllm_mode='server', or generate in an engine of your own (rollout_func) and send "
+            "start a server and set vllm_mode='server', or generate in your engine (rollout_func) and send "
             "it the weights with fsdp_runtime.sync.send_weights"
         )
     refused = {

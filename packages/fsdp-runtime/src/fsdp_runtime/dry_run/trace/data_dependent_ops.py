@@ -40,7 +40,7 @@ def assume_result(function: Any, tensor: Tensor, running: Sequence[nn.Module]) -
         rows = _selected(tensor, num_experts_of(running))
         assumption = (
             f"{rows} of {tensor.numel()} elements are selected: tokens are spread evenly over experts, and a rank "
-            "whose experts get more of them needs more memory"
+            "with more of them needs more memory"
         )
         return tensor.new_empty((rows, tensor.ndim), dtype=torch.int64), assumption
     name, elements = getattr(tensor, _ORIGIN, ("", 0))

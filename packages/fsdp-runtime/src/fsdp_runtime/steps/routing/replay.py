@@ -157,7 +157,7 @@ def _routers_of(model: nn.Module) -> Routers:
     for path, module in found.around.items():
         if type(module).__name__ == "OptimizedModule":
             raise ModelError(
-                f"{path or 'the model'} is what torch.compile returned, whose code selects without routers: compile "
+                f"{path or 'the model'} is an output of torch.compile, and its code selects without routers: compile "
                 "with parallelize(..., compile=True) or module.compile()"
             )
     return found.routers
@@ -178,7 +178,7 @@ def _find(model: nn.Module, modules: Any) -> _Found:
     for path, module in by_path.items():
         if type(module).__name__ == "CheckpointWrapper":
             raise ModelError(
-                f"{path} is wrapped by torch's CheckpointWrapper, whose recomputations would route anew: use "
+                f"{path} is wrapped by torch's CheckpointWrapper, and its recomputations would route again: use "
                 "activation_checkpointing of parallelize, or gradient_checkpointing_enable of transformers"
             )
     return _Found(modules, routers, {path: module for path, module in by_path.items() if path in paths})
@@ -211,7 +211,7 @@ class _Tokens:
         if len(full) != self.batch * layout.length:
             raise RoutesError(
                 f"routes of {len(full)} tokens for {self.batch} sequences of {layout.length} over cp={layout.ranks}: "
-                "give those of all tokens of the full sequences, in their order"
+                "give the routes of all tokens of the full sequences, in their order"
             )
         return layout.shard(full.reshape(self.batch, layout.length, full.shape[-1])).flatten(0, 1)
 

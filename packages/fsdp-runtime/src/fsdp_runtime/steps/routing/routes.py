@@ -216,7 +216,7 @@ def _by_path(routers: Routers, routes: Any) -> dict[str, Tensor]:
         return {router.path: routes[router.layer] for router in ordered}
     if len(routes) == len(known) + len(routers.tables):
         raise RoutesError(
-            f"routes of {len(routes)} layers include those of {', '.join(routers.tables)}, whose experts follow from "
+            f"routes of {len(routes)} layers include {', '.join(routers.tables)}, where experts follow from "
             f"the token ids: give the {len(known)} others, or one for each of {routers.layers} blocks"
         )
     raise RoutesError(

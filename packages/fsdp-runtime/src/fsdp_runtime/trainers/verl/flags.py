@@ -48,7 +48,7 @@ _TILES = {
 #: Values of refused flags that ask for nothing.
 _UNSET = ("torch", "disabled")
 _OWN_CONFIG = Flag(
-    "here", "its fields are handed to `fsdp_runtime`, which also has those of `MeshSpec` and of the steps"
+    "here", "its fields are handed to `fsdp_runtime`, which also has the fields of `MeshSpec` and of the steps"
 )
 
 
@@ -66,9 +66,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "param_offload": Flag("same", "parameters and gradients are on the host between phases"),
         "optimizer_offload": Flag("same", "the optimizer's state is on the host between phases"),
         "grad_offload": Flag("refused", "Megatron's; gradients move with the parameters by `param_offload`"),
-        "dtype": Flag("same", "what is computed in, unless `param_dtype` is set"),
+        "dtype": Flag("same", "the dtype of computation, unless `param_dtype` is set"),
         "use_fused_kernels": _FUSED,
-        "use_remove_padding": Flag("same", "documents of packed rows are kept apart, recurrent layers included"),
+        "use_remove_padding": Flag("same", "documents of packed rows are isolated, recurrent layers included"),
         "router_replay": Flag("same", "R2 and R3, on any mixture"),
     },
     "FSDPEngineConfig": {
@@ -77,7 +77,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "reshard_after_forward": _SAME,
         "fsdp_size": Flag("here", "`dp_shard`, with the other ranks in `dp_replicate`"),
         "forward_prefetch": Flag("refused", "FSDP1's; FSDP2 has `prefetch_forward=1`"),
-        "model_dtype": Flag("same", "float32 of what is trained"),
+        "model_dtype": Flag("same", "float32 of trained parameters"),
         "use_orig_params": Flag("same", "FSDP2 has no other way"),
         "mixed_precision": Flag("same", "`param_dtype` and `reduce_dtype` are fields too"),
         **_ULYSSES,

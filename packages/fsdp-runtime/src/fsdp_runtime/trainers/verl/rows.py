@@ -63,7 +63,7 @@ def rows_of(micro_batch: Any, mesh: DeviceMesh, config: FsdpRuntimeEngineConfig,
     temperature = temperature.to(ids.device, torch.float32)
     packed = tensordict_utils.get_non_tensor_data(micro_batch, "use_remove_padding", True)
     if packed and not packs:
-        raise OptionError("the batch has use_remove_padding=True, but the model's is False: set both alike")
+        raise OptionError("the batch has use_remove_padding=True, but the model's is False: set both to one value")
     pad = tensordict_utils.get_non_tensor_data(micro_batch, "pad_token_id", 0) or 0
     media = extract_multi_modal_inputs(micro_batch.get("multi_modal_inputs", []))
     if packed:
