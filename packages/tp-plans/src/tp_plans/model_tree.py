@@ -314,10 +314,8 @@ class ModelTree:
         return frozenset(self.blocks)
 
     def _numel(self, path: str) -> int:
-        own = {
-            id(p): prod(p.shape) for module in (path, *self.below(path)) for p in self.own_parameters(module).values()
-        }
-        return sum(own.values())
+        parameters = (p for module in (path, *self.below(path)) for p in self.own_parameters(module).values())
+        return sum({id(parameter): prod(parameter.shape) for parameter in parameters}.values())
 
     def _stacks(self, path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         for child in self.children[path]:

@@ -160,9 +160,8 @@ class Plan(Mapping[str, Style]):
             ModelError: ``model`` is not a model.
         """
         tree = ModelTree.of(model)
-        styles = {
-            path: self[patterns[0]] for path in (*tree.modules, *tree.parameters) if (patterns := self.match(path))
-        }
+        matches = ((path, self.match(path)) for path in (*tree.modules, *tree.parameters))
+        styles = {path: self[patterns[0]] for path, patterns in matches if patterns}
         return {p: s for p, s in styles.items() if p in tree.modules or not isinstance(s, DispatchExperts)}
 
     def to_torch(self, model: Any = None) -> dict[str, ParallelStyle]:

@@ -55,10 +55,7 @@ class PlannedTree:
     def rules(self) -> Mapping[str, list[str]]:
         """The patterns that each module matches, and the ``ParameterStyle`` patterns that each parameter matches."""
         of_parameters = {pattern for pattern, style in self.plan.items() if isinstance(style, ParameterStyle)}
-        rules = {
-            path: [pattern for pattern in self.plan.match(path) if pattern not in of_parameters]
-            for path in self.modules
-        }
+        rules = {path: [p for p in self.plan.match(path) if p not in of_parameters] for path in self.modules}
         for path in self.parameters:
             matched = self.plan.match(path) if of_parameters else []
             rules[path] = [pattern for pattern in matched if pattern in of_parameters]

@@ -137,9 +137,8 @@ def _for_task(plan: Plan, entry: Architecture, model: str, task: str) -> Plan:
         )
     head, (path, style) = entry.decoder.lm_head, _TASK_HEADS[task]
     removed: dict[str, Style | None] = {head: None} if head in plan else {}
-    return Plan(
-        plan.override({**removed, path: style}), name=f"{model}{task}", sequence_parallel=plan.sequence_parallel
-    )
+    rules = plan.override({**removed, path: style})
+    return Plan(rules, name=f"{model}{task}", sequence_parallel=plan.sequence_parallel)
 
 
 def _unknown(names: _Names, target: object) -> UnknownArchitectureError:

@@ -44,10 +44,8 @@ def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree)
         if neighbour is not None:
             features = out.shape[0]
             local = f"outputs a local shard of {features} features as a plain tensor"
-            problem, fix = (
-                f"{local}, but sibling {neighbour} expects all {features}",
-                f"make {neighbour} RowwiseParallel()",
-            )
+            problem = f"{local}, but sibling {neighbour} expects all {features}"
+            fix = f"make {neighbour} RowwiseParallel()"
             if out.shape[1] == features:  # the sibling may read the input of this layer instead
                 yield Finding("warning", path, f"{problem}, if it comes after it", fix)
             else:

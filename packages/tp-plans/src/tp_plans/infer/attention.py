@@ -97,14 +97,12 @@ def _attention_in_heads(planned: PlannedTree, root: str) -> Iterator[tuple[str, 
     for path, module in planned.within(root):
         kv_heads = next((name for name in _KV_HEADS if is_integer(getattr_path(module, name), least=1)), None)
         split = set(planned.split_children(path))
-        if kv_heads is not None and set(naming.QKV) <= split:
+        if kv_heads is None or naming.QUERY not in split:
+            continue
+        if set(naming.QKV) <= split:
             classes.add(type(module))
             yield path, kv_heads
-        elif (
-            kv_heads is not None
-            and naming.QUERY in split
-            and not {join(path, naming.KEY), join(path, naming.VALUE)} & {*planned.modules}
-        ):
+        elif planned.modules.keys().isdisjoint((join(path, naming.KEY), join(path, naming.VALUE))):
             without.append((path, kv_heads))
     yield from ((path, kv_heads) for path, kv_heads in without if type(planned.modules[path]) in classes)
 

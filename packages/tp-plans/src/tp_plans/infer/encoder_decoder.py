@@ -31,10 +31,6 @@ def token_tables(tree: ModelTree) -> tuple[str, ...]:
     weight = join(tree.embedding, "weight")
     tied = [parent(path) for group in tree.tied if weight in group for path in group]
     shape = tree.shape(tree.embedding)
-    streams = [
-        child
-        for path in token_streams(tree)
-        for child in tree.children[path]
-        if tree.is_embedding(child) and tree.shape(child) == shape
-    ]
+    children = (child for path in token_streams(tree) for child in tree.children[path])
+    streams = [child for child in children if tree.shape(child) == shape]
     return tuple(path for path in dict.fromkeys((tree.embedding, *tied, *streams)) if tree.is_embedding(path))

@@ -64,14 +64,10 @@ def with_expert_parallelism(plan: Plan | None, model: Any) -> Plan:
 
 def expert_stacks(tree: ModelTree) -> tuple[str, ...]:
     """Return the modules that hold stacked experts and can be dispatched: by structure, and by transformers' plan."""
-    shipped = set(_shipped(tree))
-    return tuple(
-        path
-        for path, module in tree.modules.items()
-        if path in shipped
-        or type(module).__name__ in EXPERTS_WITH_IDENTITIES
-        or (tree.is_expert_stack(path) and _takes_routes(module))
-    )
+    known = {path for path, module in tree.modules.items() if type(module).__name__ in EXPERTS_WITH_IDENTITIES}
+    known.update(_shipped(tree))
+    stacks = (path for path in tree.modules if path in known or tree.is_expert_stack(path))
+    return tuple(path for path in stacks if path in known or _takes_routes(tree.modules[path]))
 
 
 def _takes_routes(module: Any) -> bool:

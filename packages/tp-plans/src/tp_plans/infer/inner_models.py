@@ -22,9 +22,8 @@ def inner_models(tree: ModelTree) -> tuple[str, ...]:
     if _is_language_model("", tree):
         return ()
     language_models = [path for path in tree.modules if path and _is_language_model(path, tree)]
-    outermost = tuple(
-        path for path in language_models if not any(above in language_models for above in ancestors(path))
-    )
+    models = set(language_models)
+    outermost = tuple(path for path in language_models if models.isdisjoint(ancestors(path)))
     if not any(is_at_or_below(tree.decoder or "", path) for path in outermost):
         return ()
     for path in outermost:

@@ -41,15 +41,12 @@ def propose(sub: Sublayer, tree: ModelTree) -> Proposal:
     """Return the rules for one sub-layer, by path, and the doubts about them."""
     doubts = []
     if sub.guessed_by_name:
-        doubts.append(
-            Doubt(sub.output_proj, "assumed to be the output projection by its name, since the shapes are ambiguous")
-        )
+        what = "assumed to be the output projection by its name, since the shapes are ambiguous"
+        doubts.append(Doubt(sub.output_proj, what))
     if sub.is_apart:
         doubts.append(Doubt(sub.output_proj, f"assumed to read the output of {wildcard(sub.path)} only"))
     if reads_weights(type(tree.modules[sub.path])):
-        what = (
-            "its code reads weights directly, so they are stored sharded and gathered for it: correct, but not faster"
-        )
+        what = "its code reads weights, so they are stored sharded and gathered for it: correct, but not faster"
         return stored_rules(sub.path, tree), [Doubt(sub.path, what)]
     try:
         _require_known_parts(sub, tree)
@@ -85,12 +82,9 @@ def stored_rules(path: str, tree: ModelTree, *, deep: bool = False) -> dict[str,
     # ``deep`` takes the matrices of all modules below, not only the module's and its children's.
     below = tree.below(path) if deep else tree.children[path]
     owners = [path, *(module for module in below if deep or not tree.is_expert_stack(module))]
-    names = tuple(
-        join(owner, name).removeprefix(f"{path}.")
-        for owner in owners
-        for name, parameter in tree.own_parameters(owner).items()
-        if len(parameter.shape) > 1 and parameter.shape[0] >= MIN_ROWS
-    )
+    shapes = {join(owner, name): p.shape for owner in owners for name, p in tree.own_parameters(owner).items()}
+    matrices = (name for name, shape in shapes.items() if len(shape) > 1 and shape[0] >= MIN_ROWS)
+    names = tuple(name.removeprefix(f"{path}.") for name in matrices)
     return {path: styles.GatheredParameters(names=names)} if names else {}
 
 
@@ -122,10 +116,8 @@ def _mlp(sub: Sublayer, tree: ModelTree) -> Proposal:
         features = ", ".join(map(str, widths))
         raise _NotUnderstoodError(f"input projections of {features} features precede one that reads {sub.inner_dim}")
     rules = {sub.path: _input_style(sub, tree), **rules_for(replace(sub, fused_sizes=(1, 1) if is_fused else ()))}
-    doubts = [
-        Doubt(sub.input_projs[0], "assumed to be gate and up, concatenated; if they are interleaved, gather its output")
-    ]
-    return rules, doubts if is_fused else []
+    what = "assumed to be gate and up, concatenated; if they are interleaved, gather its output"
+    return rules, [Doubt(sub.input_projs[0], what)] if is_fused else []
 
 
 def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
@@ -157,9 +149,8 @@ def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
     }
     doubts = [Doubt(sub.path, f"treating {', '.join(counts)} as per-rank counts")] if counts else []
     if len(sub.input_projs) == 1:
-        doubts.append(
-            Doubt(sub.input_projs[0], "assumed to be queries, keys and values, concatenated; if not, gather its output")
-        )
+        what = "assumed to be queries, keys and values, concatenated; if not, gather its output"
+        doubts.append(Doubt(sub.input_projs[0], what))
     return rules, doubts
 
 
@@ -170,18 +161,14 @@ def _latent_attention(sub: Sublayer, tree: ModelTree) -> Proposal:
     features[sub.output_proj] = sub.inner_dim
     if odd := next((path for path, width in features.items() if width % heads), None):
         raise _NotUnderstoodError(f"{leaf(odd)} has {features[odd]} features for {heads} heads")
-    split = {
-        path: replace(style, multiple_of=features[path] // heads)
-        if isinstance(style, (styles.ColwiseParallel, styles.RowwiseParallel))
-        else style
-        for path, style in rules_for(sub).items()
-    }
+    split = rules_for(sub)
+    for path, style in split.items():
+        if isinstance(style, (styles.ColwiseParallel, styles.RowwiseParallel)):
+            split[path] = replace(style, multiple_of=features[path] // heads)
     counts = counts_used(tree.modules[sub.path], {heads, *features.values()})
     doubts = [Doubt(sub.path, f"treating {', '.join(counts)} as per-rank counts")] if counts else []
     own: dict[str, styles.Style] = {sub.path: _input_style(sub, tree, counts)} if counts else {}
-    latents: dict[str, styles.Style] = dict.fromkeys(
-        sub.other_linears, styles.ColwiseParallel(output_layouts=Replicate())
-    )
+    latents = dict.fromkeys(sub.other_linears, styles.ColwiseParallel(output_layouts=Replicate()))
     return {**own, **latents, **split}, doubts
 
 
@@ -245,11 +232,8 @@ def _head_tables(sub: Sublayer, tree: ModelTree) -> tuple[str, ...]:
     """Return the tables with one feature a head: the relative position biases of T5 (arXiv:1910.10683)."""
     head = _head(sub, tree)
     heads = 0 if head is None else sub.inner_dim // head[1]
-    return tuple(
-        path
-        for path in tree.children[sub.path]
-        if tree.is_embedding(path) and tree.size(path, 1) == heads > 1 and not is_tied(path, tree)
-    )
+    tables = (path for path in tree.children[sub.path] if tree.is_embedding(path) and not is_tied(path, tree))
+    return tuple(path for path in tables if tree.size(path, 1) == heads > 1)
 
 
 def _per_rank_sizes(sub: Sublayer, widths: Mapping[str, int], size: int) -> set[int]:

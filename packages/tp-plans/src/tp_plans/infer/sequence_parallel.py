@@ -28,18 +28,14 @@ _STREAM = Shard(SEQUENCE_DIM)
 
 #: The styles of a module's own that may be the inner one of a ``GatherSequence``.
 _WRAPPABLE_STYLES = (
-    styles.ParallelAttention,
-    styles.GatheredParameters,
-    styles.ExpertsParallel,
-    styles.AllReduceOutput,
+    *(styles.ParallelAttention, styles.GatheredParameters, styles.ExpertsParallel, styles.AllReduceOutput),
 )
 
 
 def with_sequence_parallelism(plan: Plan, model: Any, *, gather_blocks: bool = False) -> Plan:
     """Return the sequence-parallel form of a plan: activations between sub-layers are sharded on the sequence."""
-    # With ``gather_blocks`` the sequence is gathered for each entire block, so that activations are sharded between
-    # blocks only: right for any code of a block. Otherwise the form of one sub-layer at a time is given where it can
-    # be.
+    # With ``gather_blocks`` the sequence is gathered for each entire block: right for any code of a block, since
+    # activations are sharded between blocks only. Otherwise each sub-layer gets its form, if all of them have one.
     planned = PlannedTree(ModelTree.of(model), plan)
     tree = planned.tree
     _require_sequence_parallel_form(tree)
@@ -65,11 +61,11 @@ def _of_each_stream(planned: PlannedTree, streams: tuple[str, ...], *, gather_bl
     plan, tree = planned.plan, planned.tree
     rules = {path: planned.styles[path] for path in (*tree.modules, *tree.parameters) if path in planned.styles}
     for path in streams:
-        inside = {each: rules.pop(each) for each in [*rules] if each != path and is_at_or_below(each, path)}
-        own = Plan({each.removeprefix(f"{path}."): style for each, style in inside.items()}, name=plan.name)
+        inside = {place: rules.pop(place) for place in [*rules] if place != path and is_at_or_below(place, path)}
+        own = Plan({place.removeprefix(f"{path}."): style for place, style in inside.items()}, name=plan.name)
         below = ModelTree.of(tree.modules[path])
         derived = with_sequence_parallelism(own, below, gather_blocks=gather_blocks)
-        rules |= {join(path, each): style for each, style in PlannedTree(below, derived).styles.items()}
+        rules |= {join(path, place): style for place, style in PlannedTree(below, derived).styles.items()}
     return Plan(merge_per_block(rules.items(), tree), name=plan.name, sequence_parallel=True)
 
 
@@ -141,9 +137,8 @@ def _rules_after_blocks(planned: PlannedTree) -> dict[str, styles.Style]:
     """Return the rules of the modules that read the output of the last block, which is sharded on the sequence."""
     tree = planned.tree
     siblings = [path for path in tree.children[tree.root] if path != tree.decoder]
-    rules: dict[str, styles.Style] = {
-        path: _gather_rule(path, planned) for path in siblings if _has_streams(path, tree)
-    }
+    streams = (path for path in siblings if _has_streams(path, tree))
+    rules: dict[str, styles.Style] = {path: _gather_rule(path, planned) for path in streams}
     for path in tree.reads_decoder_output:
         if planned.style(path) is None and tree.is_linear(path) and not is_tied(path, tree):
             rules[path] = styles.RowwiseParallel(input_layouts=Replicate())  # right for a full input too
@@ -231,15 +226,13 @@ def _rules_apart(path: str, planned: PlannedTree) -> dict[str, styles.Style] | N
         return {path: replace(own, layout=Replicate())} if all(map(planned.outputs_local_shard, owners)) else None
     rows = _rowwise(owners, planned)
     if [style.input_layouts for style in rows.values()] == [Shard(-1)] and not planned.split_children(path):
-        if not all(tree.is_norm(each) for each in owners if each not in rows):
+        if not all(tree.is_norm(owner) for owner in owners if owner not in rows):
             return None
-        norms = {each: styles.SequenceParallel(sequence_dim=SEQUENCE_DIM) for each in owners if each not in rows}
-        scattered = {
-            each: replace(style, output_layouts=_STREAM, use_local_output=False) for each, style in rows.items()
-        }
+        norms = {owner: styles.SequenceParallel(sequence_dim=SEQUENCE_DIM) for owner in owners if owner not in rows}
+        scattered = {p: replace(row, output_layouts=_STREAM, use_local_output=False) for p, row in rows.items()}
         return {**scattered, **norms}
-    parts = [_rules_apart(each, planned) for each in owners] if not rows else [None]
-    return None if None in parts else {place: style for each in parts for place, style in (each or {}).items()}
+    parts = [_rules_apart(owner, planned) for owner in owners] if not rows else [None]
+    return None if None in parts else {place: style for owner in parts for place, style in (owner or {}).items()}
 
 
 def _only_rowwise(path: str, planned: PlannedTree) -> tuple[str, styles.RowwiseParallel] | None:

@@ -28,9 +28,8 @@ def shard_storage(
     planned: PlannedTree, root: str, *, read_code: bool = False, large: Collection[str] | None = None
 ) -> Mapping[str, styles.Style]:
     """Return rules for the large parameters that the plan leaves replicated."""
-    # ``read_code`` looks into the code of modules for parameters that it reads from modules below, which are gathered
-    # for it; the weights of convolutions that nothing above reads are sharded too. ``large`` has the patterns of the
-    # large parameters, where another model of the same modules says it.
+    # ``read_code`` reads the code of modules: parameters of modules below that it uses are gathered for it, and the
+    # weights of other convolutions are sharded too. ``large``: the patterns of large parameters, from another model.
     large = large_patterns(planned.tree) if large is None else large
     stored = list(_shard_storage(planned, root, large, read_code=read_code))
     readers: dict[str, tuple[str, ...]] = defaultdict(tuple)
@@ -58,11 +57,8 @@ def _shard_storage(
             yield path, styles.GatheredParameters(names=names)
         if planned.style(path) is not None and not isinstance(planned.style(path), styles.ParallelAttention):
             continue
-        own = {
-            name: value
-            for name, value in tree.own_parameters(path).items()
-            if name not in names and planned.style(join(path, name)) is None
-        }
+        own = {name: value for name, value in tree.own_parameters(path).items() if name not in names}
+        own = {name: value for name, value in own.items() if planned.style(join(path, name)) is None}
         wanted = [name for name, parameter in own.items() if is_large(join(path, name), parameter.shape, large)]
         if not wanted or _is_stored_above(path, wanted[0], planned):
             continue

@@ -29,8 +29,7 @@ class Sublayer:
     inner_dim: int  # features that the output projection reads
     head_norms: tuple[str, ...] = ()  # norms of one head each, inside
     mla_kv_down: str | None = None  # the projection to the compressed keys and values of latent attention
-    # its linear layers that are neither; unless it is latent attention, they neither read the residual stream nor write
-    # to it
+    # its other linear layers; unless it is latent attention, they neither read nor write the residual stream
     other_linears: tuple[str, ...] = ()
     fused_sizes: tuple[int | str, ...] = ()  # the matrices of the input projections, as in ``ColwiseParallel``
     guessed_by_name: bool = False  # whether only its name distinguishes the output projection
@@ -69,8 +68,8 @@ def rules_for(sublayer: Sublayer, *, multiple_of: int | str = 1) -> dict[str, St
 
 def split_sublayers(planned: PlannedTree, root: str) -> Mapping[str, Style]:
     """Return rules for the sub-layers with known names only."""
-    # Where the plan splits the output projection, it may lack a rule for an input projection that some configs have in
-    # place of another (the queries of latent attention without a low rank).
+    # A plan that splits the output projection may lack a rule for an input projection that only some configs have (the
+    # queries of latent attention without a low rank).
     return merge_per_block(_split(planned, root), planned.tree)
 
 
@@ -185,7 +184,7 @@ def sublayers_apart(block: str, tree: ModelTree) -> Iterator[Sublayer]:
             output = join(path, f"{_OUTPUT}{suffix}")
             inputs = _inputs_apart(child, tree)
             row = _row(output, tree) if inputs and output in tree.modules else None
-            if row is not None and {tree.shape(each) for each in inputs} == {tree.shape(row)[::-1]}:
+            if row is not None and {tree.shape(layer) for layer in inputs} == {tree.shape(row)[::-1]}:
                 yield Sublayer(path=child, input_projs=inputs, output_proj=row, inner_dim=tree.shape(row)[1])
 
 
@@ -203,7 +202,7 @@ def _inputs_apart(path: str, tree: ModelTree) -> tuple[str, ...]:
 def _row(path: str, tree: ModelTree) -> str | None:
     """Return the one linear layer of a module that has a norm besides, or nothing."""
     owners = [join(path, name) for name in tree.children_with_parameters(path)]
-    layers = [each for each in owners if tree.is_linear(each)]
-    rest = [each for each in owners if each not in layers]
+    layers = [owner for owner in owners if tree.is_linear(owner)]
+    rest = [owner for owner in owners if owner not in layers]
     known = not tree.own_parameters(path) and all(map(tree.is_norm, rest))
     return layers[0] if known and len(layers) == 1 else None

@@ -95,11 +95,8 @@ def suggestion(
     if streams := token_streams(tree):
         doubts.append(Doubt("", f"assumed that {', '.join(streams)} pass on full hidden states"))
     for block in token_blocks(tree):
-        scales = (
-            path
-            for path in tree.children[block]
-            if tree.is_scale(path, tree.size(embedding, 1)) and not tree.children_with_parameters(path)
-        )
+        leaves = (path for path in tree.children[block] if not tree.children_with_parameters(path))
+        scales = (path for path in leaves if tree.is_scale(path, tree.size(embedding, 1)))
         rules.update(dict.fromkeys(scales, styles.NoParallel()))
         stacks = (path for path in tree.below(block) if tree.is_expert_stack(path))
         rules.update({path: _STACK for path in stacks if not tree.children_with_parameters(path)})

@@ -48,8 +48,7 @@ _Part = tuple[str, Mapping[str, styles.Style]]
 
 def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
     """Return a plan with rules for the vision and audio towers and projectors that it leaves replicated."""
-    # Its own rules stay. Where a number of heads or features does not divide, the layers are stored sharded, which is
-    # logged.
+    # Its rules stay. Layers with a number of heads or features that does not divide are stored sharded, and logged.
     return with_towers(plan, ModelTree.of(model), tp=tp)[0]
 
 
@@ -57,8 +56,7 @@ def with_towers(
     plan: Plan, tree: ModelTree, *, tp: int, among: Collection[str] | None = None, large: Collection[str] | None = None
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return a plan with rules for towers, and the parts of them that are split inside, as patterns."""
-    # Parts that are not in ``among`` are stored sharded. ``large`` has the patterns of the large parameters, where
-    # another model of the same modules says it.
+    # Parts that are not in ``among`` are stored sharded. ``large``: the patterns of large parameters, from another model.
     planned = PlannedTree(tree, plan)
     paths = [path for path in _outside(tree) if planned.style(path) is None and not _is_gathered(path, planned)]
     if not paths:
@@ -109,9 +107,7 @@ def _in_language_model(path: str, tree: ModelTree) -> bool:
 def _parts(paths: Iterable[str], planned: PlannedTree) -> Iterator[_Part]:
     tree = planned.tree
     for path in paths:
-        has_rules = any(
-            planned.style(child) is not None or _is_gathered(child, planned) for child in tree.children[path]
-        )
+        has_rules = any(planned.style(p) is not None or _is_gathered(p, planned) for p in tree.children[path])
         if type(tree.modules[path]).__name__ in _READS_WEIGHTS or has_rules:
             continue
         if (rules := _sequence(path, tree) or _sublayer(path, tree)) is not None:
@@ -145,9 +141,7 @@ def _sublayer(path: str, tree: ModelTree) -> dict[str, styles.Style] | None:
     if sub is None or tree.own_parameters(path):  # such as a bias for every head
         return None
     rules, _ = propose(sub, tree)
-    if rules.get(sub.output_proj) is None or rules[sub.output_proj] == styles.RowwiseParallel(
-        input_layouts=Replicate()
-    ):
+    if rules.get(sub.output_proj) in (None, styles.RowwiseParallel(input_layouts=Replicate())):
         return None
     own = rules.pop(path, None)
     if isinstance(own, styles.ParallelAttention) and own.head_count_attrs:

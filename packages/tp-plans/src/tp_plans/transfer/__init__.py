@@ -6,8 +6,7 @@ Of an engine:  ``engine_layout``, ``EngineSize``, ``engine_rules``, ``EngineRule
 A transfer:    ``plan_transfer``, ``plan_cover``, ``TransferPlan``, ``BlockTransfer``
 Errors:        ``TransferError``
 
-Import names from ``tp_plans.transfer``; the modules below it may move.  None of them needs torch.
-Boxes are in ``tp_plans.boxes``.
+Import names from ``tp_plans.transfer``; its modules may move.  Boxes are in ``tp_plans.boxes``.  Torch is not needed.
 """
 
 from __future__ import annotations

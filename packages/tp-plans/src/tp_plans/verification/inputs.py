@@ -185,11 +185,8 @@ class _Maker:
             media_output = methods[0](
                 **{name: value for name, value in media.items() if name in known}, return_dict=True
             )
-        features = (
-            media_output.pooler_output
-            if media_output.get("pooler_output") is not None
-            else media_output.last_hidden_state
-        )
+        pooled = media_output.get("pooler_output")
+        features = media_output.last_hidden_state if pooled is None else pooled
         parts = [features] if isinstance(features, Tensor) else features
         return sum(part.numel() // int(part.shape[-1]) for part in parts) // _ROWS
 

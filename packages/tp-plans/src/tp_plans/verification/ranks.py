@@ -111,10 +111,8 @@ def _serve(work: Work, rank: int, tp: int, store: str, connection: Connection) -
     connection.send(result)
     connection.close()
     # Others may wait in a collective: an end of this process ends it, as it must after an error and must not else.
-    if (
-        not any(differences.error for differences in result)
-        and (caller := multiprocessing.parent_process()) is not None
-    ):
+    failed = any(differences.error for differences in result)
+    if not failed and (caller := multiprocessing.parent_process()) is not None:
         caller.join()
     os._exit(0)  # the parent's exit handlers must not run here
 

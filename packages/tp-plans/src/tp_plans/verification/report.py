@@ -74,15 +74,12 @@ class VerificationReport:
         head = f"{self.plan} on {self.tp} ranks, {self.ran}: "
         if self.right:
             worst = max(self.gradient_errors.values(), default=0.0)
-            return head + (
-                f"right; output within {self.output_error:.1e}, "
-                f"{len(self.gradient_errors)} gradients within {worst:.1e}"
-            )
+            gradients = f"{len(self.gradient_errors)} gradients within {worst:.1e}"
+            return f"{head}right; output within {self.output_error:.1e}, {gradients}"
         raised = [f"raised {self.error}"] if self.error else []
         rows = [(part.where or "(top)", part.what, ", ".join(part.rules) or "none") for part in self.wrong]
-        return "\n".join(
-            [f"{head}wrong", *raised, *(table([("module", "difference", "rules"), *rows]) if rows else ())]
-        )
+        listed = table([("module", "difference", "rules"), *rows]) if rows else ()
+        return "\n".join([f"{head}wrong", *raised, *listed])
 
 
 def differences(output_error: float, gradient_errors: Mapping[str, float]) -> str:

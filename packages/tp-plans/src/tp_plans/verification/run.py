@@ -147,19 +147,16 @@ def _gathered_until_right(attempt: _Attempt, small: _Copy) -> tuple[str, ...]:
     gathered: dict[str, None] = {}
     for _ in range(_ROUNDS):
         plan = small.plan((*gathered,))
-        wrong = [
-            *_unfit_parts(attempt.plan((*gathered,)), attempt.tree, small.tp),
-            *_unfit_parts(plan, small.tree, small.tp),
-        ]
+        unfit = _unfit_parts(attempt.plan((*gathered,)), attempt.tree, small.tp)
+        wrong = [*unfit, *_unfit_parts(plan, small.tree, small.tp)]
         why = "its sizes do not fit"
         if not wrong:
             report = small.report(plan)
             wrong, why = [part.where for part in report.wrong], str(report)
             if report.right and not (wrong := _unreached(plan, small.tree, gathered, report)):
                 return (*gathered,)
-        newly_gathered = {
-            place: None for place in wrong if place not in gathered and _may_be_gathered(place, small.tree)
-        }
+        candidates = (place for place in wrong if place not in gathered)
+        newly_gathered = {place: None for place in candidates if _may_be_gathered(place, small.tree)}
         if not newly_gathered:
             raise _NotVerifiedError(why)
         gathered |= newly_gathered
@@ -210,9 +207,7 @@ def _is_reached(part: str, report: VerificationReport) -> bool:
 def _unfit_parts(plan: Plan, tree: ModelTree, tp: int) -> list[str]:
     """Return the parts that do not fit: their sizes do not divide, or a check failed."""
     where = [wildcard(finding.where) for finding in check(plan, tree, tp=tp).errors]
-    return [
-        place for place in parts_of(plan, tree) if place and any(is_at_or_below(pattern, place) for pattern in where)
-    ]
+    return [place for place in parts_of(plan, tree) if place and any(is_at_or_below(p, place) for p in where)]
 
 
 def _may_be_gathered(place: str, tree: ModelTree) -> bool:

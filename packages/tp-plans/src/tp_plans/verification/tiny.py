@@ -35,8 +35,8 @@ class TinyModel:
 
 def tiny_model(model: Any, *, tp: int) -> TinyModel:
     """Return a copy of a model with the same parts that is small enough to run."""
-    # The model itself with its weights moved a little where it is small and has weights; else one that its config
-    # describes at small sizes; else the model with one block of each kind, with random weights.
+    # In this order: the small model itself with its weights moved a little; a model of its config at small sizes; the
+    # model with one block of each kind and random weights.
     tree = ModelTree.of(model)
     model = tree.model
     if not isinstance(model, nn.Module):

@@ -52,12 +52,12 @@ def verify_tiny(
 def _worst(ranks: Sequence[Differences]) -> Differences:
     """Join the ranks' results: the first error, and the largest of every number."""
     errors: dict[str, float] = defaultdict(float)
-    for each in ranks:
-        for path, error in each.gradient_errors.items():
+    for result in ranks:
+        for path, error in result.gradient_errors.items():
             errors[path] = max(errors[path], error)
-    raised = [each.error for each in ranks if each.error]
+    raised = [result.error for result in ranks if result.error]
     raised.sort(key=lambda error: "gloo" in error)  # of a rank that lost its peer: a consequence
-    return Differences(max(each.output_error for each in ranks), dict(errors), raised[0] if raised else "")
+    return Differences(max(result.output_error for result in ranks), dict(errors), raised[0] if raised else "")
 
 
 def _is_right(result: Differences) -> bool:

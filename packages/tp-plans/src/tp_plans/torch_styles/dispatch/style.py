@@ -103,8 +103,8 @@ class DispatchExpertsImpl(LocalTensorStyle):
                 layout = layouts.Shard(next(even, 0)) if parameter.ndim else layouts.Replicate()
                 module.register_parameter(name, distribute_tied(parameter, mesh, layout, self.src_data_rank))
         super()._distribute(module, mesh)
-        parameters = {name: each for name, each in own_parameters(module).items() if each is not None}
-        stacked = {name for name, each in parameters.items() if each.shape[:1] == (experts,)}
+        parameters = own_parameters(module).items()
+        stacked = {name for name, stack in parameters if stack is not None and stack.shape[:1] == (experts,)}
         vars(module)[_STACK] = _Stack(
             experts=experts,
             own=range(*own_bounds(experts, mesh)),
@@ -218,20 +218,14 @@ class DispatchExpertsImpl(LocalTensorStyle):
 def _inner_parameters(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """Return the parameters below a module, without its own: their owner, name and value."""
     below = [child for child in module.modules() if child is not module]
-    return [
-        (child, name, parameter)
-        for child in below
-        for name, parameter in own_parameters(child).items()
-        if parameter is not None
-    ]
+    places = ((child, name, parameter) for child in below for name, parameter in own_parameters(child).items())
+    return [place for place in places if place[2] is not None]
 
 
 def number_of_experts(parameters: Mapping[str, Any]) -> int:
     """Return the number of experts stacked in a module's own parameters; 0 where none are."""
-    return min(
-        (int(parameter.shape[0]) for parameter in parameters.values() if parameter is not None and parameter.ndim == 3),
-        default=0,
-    )
+    stacks = (stack for stack in parameters.values() if stack is not None and stack.ndim == 3)
+    return min((int(stack.shape[0]) for stack in stacks), default=0)
 
 
 @cache
