@@ -56,7 +56,7 @@ def with_towers(
     plan: Plan, tree: ModelTree, *, tp: int, among: Collection[str] | None = None, large: Collection[str] | None = None
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return a plan with rules for towers, and the parts of them that are split inside, as patterns."""
-    # Parts that are not in ``among`` are stored sharded. ``large``: the patterns of large parameters, from another model.
+    # Parts outside ``among`` are stored sharded. ``large``: the patterns of large parameters, from another model.
     planned = PlannedTree(tree, plan)
     paths = [path for path in _outside(tree) if planned.style(path) is None and not _is_gathered(path, planned)]
     if not paths:

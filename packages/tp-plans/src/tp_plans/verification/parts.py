@@ -15,7 +15,7 @@ from tp_plans.styles import RowwiseParallel
 
 def parts_of(plan: Plan, tree: ModelTree) -> Mapping[str, Plan]:
     """Return one plan for each part of a model, by the part's pattern."""
-    # A part is a sub-layer of a block with all modules below it, the direct layers of a block, or a module outside of the
+    # A part is a sub-layer of a block with all modules below it, the direct layers of a block, or a module outside the
     # blocks (all of a model without blocks). Modules with tied weights are one part. Modules without a rule in such a
     # plan are replicated, so that each plan is right or wrong alone. A sequence-parallel plan has no such parts.
     planned = PlannedTree(tree, plan)
