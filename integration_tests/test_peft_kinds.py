@@ -234,7 +234,7 @@ def test_heads_that_are_no_one_product_are_refused_without_logits() -> None:
     with pytest.raises(ModelError, match=r"its adapter has dropout \(0.1\)"):
         forward(dropout.train())
     assert forward(dropout.eval()).shape == (4, 7, HIDDEN)
-    with pytest.raises(OptionError, match="adapter_names gives each row a head of its own"):
+    with pytest.raises(OptionError, match="adapter_names gives each row another head"):
         forward(dropout, adapter_names=["default"] * 4)
 
 
@@ -408,7 +408,7 @@ def _learned_prompts() -> list[str]:
 def test_learned_prompts_are_right_or_refused_over_tp(two_ranks: RankPool) -> None:
     for prefix, prompt, logits in two_ranks.run(_learned_prompts):
         assert "learns keys and values of all heads (prefix tuning)" in prefix
-        assert "puts learned embeddings in front of those of the tokens" in prompt
+        assert "puts learned embeddings in front of the token embeddings" in prompt
         assert logits == "right"
 
 

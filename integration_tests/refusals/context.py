@@ -167,7 +167,7 @@ CASES: Provocations = {
             packed_sequences=True,
         ),
         "LayoutError: the batch was cut by another load balancer": (_cut_otherwise, _order),
-        "LayoutError: computes its loss by code of its own": lambda: _forward(
+        "LayoutError: computes its loss by custom code": lambda: _forward(
             {"input_ids": ids(1, 4), "labels": ids(1, 4)}, headed("bert", "masked")
         ),
         "LayoutError: where the length is": (

@@ -101,7 +101,7 @@ CASES: Provocations = {
     "fsdp_runtime/steps/checkpointing.py": {
         "OptionError: has no namespace": lambda: _recomputed(SelectiveCheckpoint(save=("mm",))),
         "OptionError: has none of these operators": lambda: _recomputed(SelectiveCheckpoint(save=("aten.no_such",))),
-        "ModelError: none of which is called": lambda: _recomputed("mlp"),
+        "ModelError: and no module called": lambda: _recomputed("mlp"),
     },
     "fsdp_runtime/steps/recomputation.py": {
         "ModelError: was given a key/value cache": _with_cache,

@@ -1,6 +1,6 @@
 """Every use of peft's modules, with its reason; tested on peft 0.21.
 
-peft is imported only where the model is one of its own, so this package does not depend on it.
+peft is imported only for a model of peft, so this package does not depend on it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class LoraLayer:
 
     path: str
     module: nn.Module  # peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``
-    scaling: dict[str, float]  # of every adapter in force, by its name
+    scaling: dict[str, float]  # of every active adapter, by its name
     transposed: bool  # the weight is ``[in, out]``
-    odd: str  # what it or its adapters are other than plain, unmerged LoRA
+    odd: str  # the difference from plain, unmerged LoRA, if any
     biased: bool  # the product has a bias (``lora_bias``)
     parameter: str | None = None  # the stacked parameter of ``experts`` that it adapts
     experts: nn.Module | None = None  # owns that parameter, below any other wrapper
     number: int = 1  # of the experts that the factors stack
-    matrix: str | None = None  # path of one matrix (a router's) whose code reads the sum
+    matrix: str | None = None  # path of one matrix, such as a router's: its module reads the sum
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -42,7 +42,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def active_factors(wrapper: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Iterate over the adapters in force of a wrapper: the two factors as stored, and the scaling."""
+    """Iterate over the active adapters of a wrapper: the two factors as stored, and the scaling."""
     if wrapper.disable_adapters or wrapper.merged:
         return
     for name in wrapper.active_adapters:
@@ -52,7 +52,7 @@ def active_factors(wrapper: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
 
 @dataclass(frozen=True, eq=False)
 class LinearInForce:
-    """The linear layer that runs where peft may have wrapped one, and what its adapters in force add to it."""
+    """The linear layer that runs where peft may have wrapped one, and the factors of its active adapters."""
 
     layer: Any  # has the weight ``[out, in]``, and the bias, if any
     factors: tuple[HeadFactors, ...] = ()
@@ -78,7 +78,7 @@ def linear_in_force(module: Any) -> LinearInForce:
     kind, instead = found
     disabled = is_disabled(module)
     if isinstance(module, peft.utils.TrainableTokensWrapper) and not disabled:
-        return LinearInForce(module)  # whose weight is the base model's with its tokens in it
+        return LinearInForce(module)  # its weight is the base model's, with the trained tokens in it
     if kind == "copies":
         return linear_in_force(instead[_name_in_force(module, instead)])
     if kind == "other":
@@ -120,7 +120,7 @@ def is_out_first(wrapper: Any) -> bool:
 
 
 def refused_by_lora(model: Any) -> tuple[str, ...]:
-    """Return the names of linear layers that LoRA refuses by name, whose weight a fused kernel of Mamba reads."""
+    """Return the names of linear layers that LoRA refuses by name: a fused kernel of Mamba reads their weights."""
     # ``_check_lora_target_modules_mamba``, which raises for them even with ``target_modules="all-linear"``.
     kinds = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
     return ("out_proj",) if getattr(getattr(model, "config", None), "model_type", None) in kinds else ()
@@ -157,7 +157,7 @@ def base_of(model: Any) -> BaseModel:
 
 
 def model_of_rows(model: Any) -> Any:
-    """Return the model inside a ``PeftModel`` that hands it its rows as they are; any other model itself."""
+    """Return the model inside a ``PeftModel`` that passes its rows on unchanged; any other model itself."""
     # Prompt learning (prompt, prefix and P-tuning) puts virtual tokens in front of every row.
     if not is_peft_model(model) or any(each.is_prompt_learning for each in model.peft_config.values()):
         return model
@@ -165,7 +165,7 @@ def model_of_rows(model: Any) -> Any:
 
 
 def learned_prompts(model: Any) -> str | None:
-    """Return ``"embeddings"`` or ``"keys"``, by which prompt learning reaches the model inside a ``PeftModel``."""
+    """Return the inputs by which prompt learning reaches the model: ``"embeddings"``, ``"keys"`` or ``None``."""
     kinds = [config.peft_type for config in model.peft_config.values() if config.is_prompt_learning]
     if not kinds:
         return None
@@ -200,7 +200,7 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
 
 
 def adapters_in_force(model: nn.Module) -> list[tuple[object, ...]]:
-    """Return what decides which of a ``PeftModel``'s tensors are in force, and with which scaling."""
+    """Return the state that decides which tensors of a ``PeftModel`` run, and with which scaling."""
     if not is_peft_model(model):
         return []
     base = base_model(model)
@@ -211,12 +211,12 @@ def adapters_in_force(model: nn.Module) -> list[tuple[object, ...]]:
     return [*factors, *running]
 
 
-#: What a wrapper of peft does: adds low-rank products, runs a copy that an adapter trains in full, or anything else.
+#: The kind of a wrapper of peft: it adds low-rank products, runs a copy that an adapter trains in full, or does more.
 WrapperKind = Literal["lora", "copies", "other"]
 
 
 def _wrapped(module: Any) -> tuple[WrapperKind, dict[str, nn.Module]] | None:
-    """Return a wrapper's kind, and what it runs in a module's place by name, the base model's first; else ``None``."""
+    """Return a wrapper's kind and the modules that it may run, by name, the base model's first; else ``None``."""
     if (peft := sys.modules.get("peft")) is None:
         return None
     tuners, utils = peft.tuners, peft.utils
@@ -233,7 +233,7 @@ def _wrapped(module: Any) -> tuple[WrapperKind, dict[str, nn.Module]] | None:
 
 
 def _name_in_force(wrapper: Any, instead: Mapping[str, nn.Module]) -> str:
-    """Return the name of what a wrapper with copies runs: a copy of an adapter, or the base model's module."""
+    """Return the name of the running module of a wrapper with copies: an adapter's copy or the base model's module."""
     of_base, *copies = instead
     if wrapper.disable_adapters or not wrapper.active_adapters or getattr(wrapper, "merged", False):
         return of_base
@@ -292,7 +292,7 @@ def _depth(wrapper: Any) -> int:
 
 
 def _odd(layer: Any, base: Any, parameter: str | None) -> str:
-    """Return in words what a layer or its adapters are other than plain, unmerged LoRA; empty for those."""
+    """Return the difference between a layer's adapters and plain, unmerged LoRA in words; empty without one."""
     if layer.merged:
         return "merged"
     if layer.lora_variant:
@@ -360,9 +360,9 @@ def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:
 def adapter_file(
     model: Any, adapter: str, tensors: Mapping[str, Tensor], *, embeddings: bool | Literal["auto"]
 ) -> dict[str, Tensor]:
-    """Return what peft saves of an adapter, by the names in its file."""
-    # ``embeddings="auto"`` saves the layers of the embedding and the head where they are adapted, or of another size
-    # than those of the base model's checkpoint, whose config peft looks up.
+    """Return the tensors that peft saves of an adapter, by their names in the file."""
+    # ``embeddings="auto"`` saves the embedding and the head where they are adapted, or where their size differs from
+    # the base model's checkpoint. peft looks up the config of that checkpoint.
     from peft.utils import get_peft_model_state_dict
 
     with warnings.catch_warnings():

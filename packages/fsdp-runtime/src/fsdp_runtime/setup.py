@@ -1,4 +1,4 @@
-"""What a call of ``parallelize`` works with: what is asked of its model, each question once."""
+"""The facts about a model, the meshes and the decisions that the steps of one call of ``parallelize`` share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fsdp_runtime._peft_compat import base_model, model_of_rows
+from fsdp_runtime._peft_compat import LoraLayer, base_model, lora_layers, model_of_rows
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_masked_language_model, is_transformers_model
 from fsdp_runtime.errors import ModelError
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class ModelFacts:
-    """What is asked of a model in one call; the answers are kept, and are those before the first step changed it."""
+    """Facts about a model.  Each is computed once per call, before the first step changes the model."""
 
     model: nn.Module
     structure: ModelStructure
@@ -48,38 +48,43 @@ class ModelFacts:
         return base_model(self.model)
 
     @cached_property
-    def inner(self) -> Any:
-        """The model that gets the rows as they are: that inside a ``PeftModel``, any other itself."""
+    def adapters(self) -> tuple[LoraLayer, ...]:
+        """The layers of the base model with low-rank adapters."""
+        return tuple(lora_layers(self.base_model))
+
+    @cached_property
+    def row_model(self) -> Any:
+        """The module that gets the rows of a call: a ``PeftModel`` that adds virtual tokens, else the base model."""
         return model_of_rows(self.model)
 
     @property
     def name(self) -> str:
-        """The class of the inner model, for messages."""
-        return type(self.inner).__name__
+        """The class of the row model, for messages."""
+        return type(self.row_model).__name__
 
     @cached_property
     def of_transformers(self) -> bool:
-        """Whether the inner model is a ``PreTrainedModel``."""
-        return is_transformers_model(self.inner)
+        """Whether the row model is a ``PreTrainedModel``."""
+        return is_transformers_model(self.row_model)
 
     @cached_property
     def text_config(self) -> Any:
         """The config of the language model of a transformers model."""
-        return self.inner.config.get_text_config()
+        return self.row_model.config.get_text_config()
 
     @cached_property
     def attention(self) -> str:
-        """The attention implementation in force in a transformers model, such as ``"sdpa"``."""
+        """The attention implementation of a transformers model, such as ``"sdpa"``."""
         return str(attention_in_force(self.text_config))
 
     @cached_property
     def token_mixers(self) -> tuple[TokenMixer, ...]:
-        """The modules in the decoder's blocks that mix tokens, with the way in which each is kept to a document."""
+        """The modules in the decoder's blocks that mix tokens, with their isolation of documents."""
         return token_mixers(self.structure)
 
     @cached_property
     def attends_both_ways(self) -> bool:
-        """Whether tokens attend to later ones: an encoder, or a decoder whose config says so."""
+        """Whether tokens attend to later ones: in an encoder, or in a decoder by its config."""
         config = self.text_config
         by_config = (
             getattr(config, "is_causal", True) is False
@@ -90,13 +95,13 @@ class ModelFacts:
 
     @cached_property
     def bidirectional_without_mask(self) -> TokenMixer | None:
-        """A bidirectional mixer whose documents no mask separates; rows of documents are padded at their ends."""
-        found = next((mixer for mixer in self.token_mixers if mixer.isolation != "mask"), None)
-        return found if found is not None and self.attends_both_ways else None
+        """A bidirectional token mixer: an attention mask cannot separate its packed documents."""
+        mixer = next((mixer for mixer in self.token_mixers if mixer.isolation != "mask"), None)
+        return mixer if mixer is not None and self.attends_both_ways else None
 
     @cached_property
     def derived_positions(self) -> DerivedPositions | None:
-        """How missing absolute positions are derived from token ids or padding."""
+        """The derivation of missing absolute positions from token ids or padding."""
         return derived_positions(self.structure)
 
     @cached_property
@@ -106,7 +111,7 @@ class ModelFacts:
 
     @cached_property
     def makes_own_masks(self) -> str | None:
-        """The path of a module in the decoder's blocks whose masks cannot be restricted."""
+        """The path of a module in the decoder's blocks that makes its own masks, which cannot be restricted."""
         return makes_own_masks(self.structure)
 
     @cached_property
@@ -121,24 +126,24 @@ class ModelFacts:
 
     @cached_property
     def needs_full_row(self) -> str | None:
-        """Why a part of a row is not enough, if it is known to be so."""
+        """The reason for which the model needs full rows, ``None`` if there is none."""
         return needs_full_row(self.structure)
 
     def require_not_compiled(self) -> None:
-        """Check that the model is not what ``torch.compile`` returns, in which torch traces hooks of its own copies."""
+        """Check that the model is no result of ``torch.compile``: torch would trace hooks of copies in it."""
         if type(self.model).__name__ == "OptimizedModule":
             raise ModelError(
                 "torch.compile(model) was given: give the model itself, with compile=True, which compiles each block"
             )
 
-    def require_transformers(self, own: str) -> None:
-        """Check that the model is one of transformers; ``own`` says what to do for another one."""
+    def require_transformers(self, fix: str) -> None:
+        """Check that the model is one of transformers; ``fix`` names the call for another model."""
         self.require_not_compiled()
         if not self.of_transformers:
-            raise ModelError(f"{self.name} is not a transformers model, whose attention is known: {own}")
+            raise ModelError(f"{self.name} is not a transformers model, whose attention is known: {fix}")
 
     def require_known_positions(self, fix: str) -> None:
-        """Check that what mixes tokens is known, and goes by positions; ``fix`` says what to do for another model."""
+        """Check that the token mixers are known and use positions; ``fix`` names the call for another model."""
         if (path := self.makes_own_masks) is not None:
             raise ModelError(f"{path} of {self.name} computes its mask and positions from the length of a row: {fix}")
         if not self.token_mixers:
@@ -166,7 +171,7 @@ class Meshes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Setup:
-    """What the steps of one call are checked and applied with."""
+    """The input of ``check`` and ``apply`` of every step of one call."""
 
     facts: ModelFacts
     meshes: Meshes

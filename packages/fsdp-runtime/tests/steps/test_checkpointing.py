@@ -78,7 +78,7 @@ def test_an_operator_without_a_namespace_is_refused() -> None:
 def test_mlp_mode_of_blocks_without_one_is_refused_with_what_they_have() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
-    with pytest.raises(ModelError, match=r"layers\.0 has 0, none of which is called mlp, .*use 'block'"):
+    with pytest.raises(ModelError, match=r"layers\.0 has 0, and no module called mlp or .*use 'block'"):
         _checkpointed(model, "mlp")
 
 

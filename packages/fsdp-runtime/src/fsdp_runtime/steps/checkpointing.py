@@ -34,12 +34,12 @@ Mode = Literal["none", "mlp", "block", "selective"]
 
 @dataclass(frozen=True)
 class SelectiveCheckpoint:
-    """Recompute every operator of a block except some, whose results are kept.
+    """Recompute every operator of a block except some.  The results of these are kept.
 
     Args:
-        save: names of ATen or collective operators, such as ``"aten.mm"`` or ``"_c10d_functional.all_reduce"``, whose
-            results are kept; a name stands for all its overloads.  By default the most expensive ones: matrix products,
-            attention and collectives.
+        save: names of the ATen or collective operators with kept results, such as ``"aten.mm"`` or
+            ``"_c10d_functional.all_reduce"``; a name stands for all its overloads.  By default the most expensive ones:
+            matrix products, attention and collectives.
 
     Example:
         >>> from fsdp_runtime.steps import SelectiveCheckpoint
@@ -92,7 +92,7 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
 
     Args:
         mode: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in backward; or a
-            :class:`SelectiveCheckpoint` with the operators whose results are kept.
+            :class:`SelectiveCheckpoint` with the operators to keep results of.
 
     Raises:
         OptionError: an unknown mode.
@@ -152,7 +152,7 @@ def _mlps(structure: ModelStructure) -> tuple[str, ...]:
         block = structure.decoder[0]
         parts = ", ".join(name for name, _ in structure.blocks[block].named_children())
         raise ModelError(
-            f"activation_checkpointing='mlp': {block} has {parts}, none of which is called "
-            f"{', '.join(MLP_MODULES)}; use 'block' or 'selective'"
+            f"activation_checkpointing='mlp': {block} has {parts}, and no module called "
+            f"{' or '.join(MLP_MODULES)}; use 'block' or 'selective'"
         )
     return found

@@ -75,12 +75,12 @@ class Compile(Step[Mapping[str, Any]]):
     tensor parallelism and activation checkpointing are compiled too; FSDP2's hooks, applied later, run outside (the
     order of torchtitan's ``parallelize_llama``).
 
-    ``use_cache`` of the model's configs is set to ``False``: a key/value cache has an entry for each layer, so every
-    block would get a graph of its own until the compiler gives up.  ``model(..., use_cache=True)`` and ``generate``
+    ``use_cache`` of the model's configs is set to ``False``: a key/value cache has an entry for each layer, so the
+    compiler would make one graph per block until it gives up.  ``model(..., use_cache=True)`` and ``generate``
     have a cache nevertheless.  From torch 2.13 on, ``recompile_limit`` is 64 unless the options have one.
 
-    A forward that is asked for router logits, hidden states or attention maps runs its blocks without the compiler,
-    whose code would leave out what transformers records.
+    A forward that is asked for router logits, hidden states or attention maps runs its blocks without the compiler.
+    Compiled code would leave out the outputs that transformers records.
 
     Args:
         options: keywords of ``torch.compile``.
@@ -117,7 +117,7 @@ class Compile(Step[Mapping[str, Any]]):
         if self.async_tensor_parallel and setup.meshes.tp is not None:
             enable_symmetric_memory(setup.meshes.tp.get_group())
         if setup.sequence_parallel and setup.meshes.tp is not None:
-            _keep_caches_apart(setup.meshes.tp.get_local_rank())
+            _separate_caches(setup.meshes.tp.get_local_rank())
         for path in setup.structure.blocks:
             block = model.get_submodule(path)
             if not _recomputes_in_graph(checked.get("backend", "inductor")):
@@ -131,10 +131,10 @@ class Compile(Step[Mapping[str, Any]]):
         logger.info("torch.compile: %d blocks", len(setup.structure.blocks))
 
 
-def _keep_caches_apart(rank: int) -> None:
-    """Keep code that torch stores on disk apart by the rank of ``tp``."""
-    # Its key has the full shape of a DTensor and not that of the part (torch 2.10 to 2.13): where ``tp`` does not
-    # divide a sequence, a later run would get the code of a rank whose part has another length.
+def _separate_caches(rank: int) -> None:
+    """Separate the compiled code that torch stores on disk by the rank of ``tp``."""
+    # The key of stored code has the full shape of a DTensor, not the local one (torch 2.10 to 2.13): where ``tp`` does
+    # not divide a sequence, a later run would get the code of a rank with another local length.
     tag, config = f"[tp rank {rank}]", torch.compiler.config
     if tag not in config.cache_key_tag:
         config.cache_key_tag += tag
@@ -158,7 +158,7 @@ def _compile_again(model: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def _recomputes_in_graph(backend: Any) -> bool:
-    """Return True for a backend whose graphs draw the same random numbers when they recompute."""
+    """Return True for a backend with graphs that draw the same random numbers when they recompute."""
     # A recomputation inside of a graph keeps no random state, since Inductor and AOTAutograd are to do it (torch 2.10
     # to 2.13, ``TagActivationCheckpoint``). Other backends, such as ``"eager"``, would recompute with other dropout.
     return isinstance(backend, str) and (backend == "inductor" or backend.startswith("aot_"))

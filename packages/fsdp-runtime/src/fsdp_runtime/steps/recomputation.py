@@ -48,10 +48,10 @@ class Recomputing(Wrapper):
         return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
 
 
-@partial(torch.compiler.disable, recursive=False)  # what the module calls is compiled
+@partial(torch.compiler.disable, recursive=False)  # the functions that the module calls are compiled
 def _recompute_in_python(forward: Any, state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     # By the time of backward another batch may have gone forward, and scores of a router may tie differently: the
-    # forward is bound to what is in force now.
+    # forward is bound to the documents and routes of now.
     for carried in state.carried:  # a graph keeps what it has read
         forward = carried.bind(module, forward)
     contexts: SelectiveContexts | None = state.checkpoint_contexts

@@ -25,7 +25,7 @@ def refuse_adapters(path: str, reason: str) -> NoReturn:
 def refuse_later_adapters(model: Any) -> None:
     """Let a model's forward refuse adapters that it does not have yet."""
     # peft would draw other values for them on every rank, and nothing would shard them or sum their gradients. A
-    # ``PeftModel`` that is made later runs the model's forward without its hooks, but with those of the models inside.
+    # ``PeftModel`` that is made later skips the hooks of the model's forward, but runs the hooks of the models inside.
     require = _RequireKnown(model, frozenset(_adapters(model)))
     if is_peft_model(model):
         hook_model(model, "refuses new adapters", require)

@@ -66,7 +66,7 @@ class SelectiveContexts:
 
 def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return torch's contexts for a module that is compiled in one graph, and eager ones for any other."""
-    # A module with code that the compiler leaves to Python, such as that of packed rows, runs its checkpoint there.
+    # A module with code that the compiler leaves to Python, such as the code of packed rows, runs its checkpoint there.
     kept, reused = create_selective_checkpoint_contexts(list(saved))  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling():
         return kept, reused
@@ -74,7 +74,7 @@ def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[A
 
 
 class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands the operators whose results are kept on to torch's mode, which refuses a recomputation with any others."""
+    """Passes the operators with kept results on to torch's mode, which refuses a recomputation with other operators."""
 
     # FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are there
     # already in the other.
@@ -91,7 +91,7 @@ class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Reused(_Only):  # type: ignore[no-untyped-call]
-    """Gives kept results to the first recomputation; that of another backward (``retain_graph``) computes all anew."""
+    """Gives kept results to the first recomputation; another backward (``retain_graph``) recomputes all results."""
 
     # Each result is freed when it is given. The first recomputation ends with the last tensor that backward reads, and
     # what it has left over is not what another one begins with.

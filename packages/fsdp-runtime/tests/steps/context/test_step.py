@@ -118,7 +118,7 @@ def test_chunks_of_attention_start_anew_in_each_packed_document() -> None:
 def test_frequencies_that_depend_on_the_longest_position_are_refused() -> None:
     model = tiny_model("LlamaForCausalLM")
     model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-    _refused(model, "rotary embeddings of type longrope, whose frequencies depend on the longest position")
+    _refused(model, "rotary embeddings of type longrope, and their frequencies depend on the longest position")
 
 
 def test_a_model_of_ones_own_is_shown_what_to_call() -> None:

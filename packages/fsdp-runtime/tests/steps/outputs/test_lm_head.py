@@ -217,7 +217,7 @@ class _ScaledHead(nn.Linear):
 def test_a_head_that_computes_more_than_a_product_is_refused() -> None:
     model = _Biased(lambda model, hidden: model.lm_head(hidden))
     model.lm_head = _ScaledHead()
-    with pytest.raises(ModelError, match="_ScaledHead has a forward of its own"):
+    with pytest.raises(ModelError, match="_ScaledHead has a custom forward"):
         forward_with_lm_head(model, lambda hidden, head: hidden.sum(), torch.arange(5)[None])
 
 

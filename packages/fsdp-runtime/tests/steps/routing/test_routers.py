@@ -124,7 +124,7 @@ def test_routers_are_found_on_the_meta_device() -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (_Argmax, "0.0 (_Argmax) holds experts, and neither its code nor its children's"),
+        (_Argmax, "0.0 (_Argmax) holds experts, and neither its code nor the code of its children"),
         (_TwoRouters, "several modules that may select its experts: 0.0.router (_Router), 0.0.other (_Router)"),
     ],
 )

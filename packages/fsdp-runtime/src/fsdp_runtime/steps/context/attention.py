@@ -1,6 +1,6 @@
 """Attention over a sequence sharded over ``cp``, in one of three ways.
 
-``"allgather"``: keys and values are gathered, and each rank computes the rows of its own queries against the full
+``"allgather"``: keys and values are gathered, and each rank computes the rows of its queries against the full
 sequence (Llama 3, arXiv:2407.21783, section 3.3.2).  So any mask works, on any device, and grouped-query attention
 keeps the messages small.  Without a mask, scores above the diagonal are not computed and no mask is built.
 
@@ -94,16 +94,16 @@ class ContextAttention:
         return self
 
     def full_mask(self, rows: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the mask ``[batch, heads, seq, seq]`` of which each rank has the rows of its tokens; once a mask.
+        """Return the mask ``[batch, heads, seq, seq]``; each rank has the rows of its tokens.  Once per mask.
 
         Raises:
-            LayoutError: :meth:`mask` has made no mask in this forward, so that the rows are not known to be those of
-                this rank's tokens.
+            LayoutError: :meth:`mask` has made no mask in this forward, so that the rows may belong to the tokens of
+                another rank.
         """
         if not self._made_masks:
             raise LayoutError(
-                f"a mask {tuple(rows.shape)} that does not come from transformers' mask functions: its rows may be "
-                "those of the first tokens on every rank; use cp=1"
+                f"a mask {tuple(rows.shape)} that does not come from transformers' mask functions: its rows may "
+                "belong to the first tokens on every rank; use cp=1"
             )
         if id(rows) not in self._masks:
             plain = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
@@ -118,7 +118,7 @@ class ContextAttention:
         self._made_masks, self._layouts = False, {}
 
     def layout(self, local_length: int) -> SequenceLayout:
-        """Return the layout of sequences of which each rank holds ``local_length`` tokens."""
+        """Return the layout of sequences with ``local_length`` tokens on each rank."""
         kept = None if torch.compiler.is_compiling() else self._layouts
         if kept is not None and local_length in kept:
             return kept[local_length]
@@ -258,8 +258,8 @@ class ContextAttention:
             options: the remaining keywords of the interface.
 
         Returns:
-            ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask; for another way than
-            ``"allgather"`` a mask of which any block can be built.
+            ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask; for another method than
+            ``"allgather"`` a mask that builds any of its blocks.
         """
         if self.whole_rows:
             own = {"q_length": q_length, "mask_function": mask_function, "attention_mask": attention_mask, **options}

@@ -1,8 +1,8 @@
-"""Token mixers that are no plain attention, under context parallelism.
+"""Token mixers other than plain attention, under context parallelism.
 
-Known convolutions and recurrences run as ``OwnTokens`` does it, any other mixer on the full sequence on every rank: its
-input is gathered over ``cp``, the mixer runs on all tokens, and each rank keeps the outputs of its own.  That is exact
-for any mixer, and its work and memory are those of one rank without ``cp``.
+Known convolutions and recurrences run on local tokens (``OwnTokens``).  Any other mixer runs on the full sequence on
+every rank: its input is gathered over ``cp``, the mixer runs on all tokens, and each rank keeps the outputs of its
+tokens.  That is exact for any mixer.  A rank then computes and stores as much as without ``cp``.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from fsdp_runtime.wrap import Wrapper, wrap
 
 def gathered_mixers(mixers: Sequence[TokenMixer], implementation: str) -> tuple[TokenMixer, ...]:
     """Return the token mixers that run on the full sequence: all but attention that ``ContextAttention`` replaces."""
-    # A layer without an indexer of its own may use the keys that another layer's has picked.
+    # A layer without an indexer may use the keys that the indexer of another layer has picked.
     indexed = {type(mixer.module) for mixer in mixers if has_inner_mixer(mixer.module)}
     return tuple(m for m in mixers if type(m.module) in indexed or not _is_replaced(m, implementation))
 
 
 def replaced_attention(mixers: Sequence[TokenMixer], implementation: str) -> tuple[TokenMixer, ...]:
-    """Return the attention that ``ContextAttention`` computes: all token mixers but those of full sequences."""
+    """Return the token mixers that ``ContextAttention`` computes: all that do not run on the full sequence."""
     gathered = {mixer.path for mixer in gathered_mixers(mixers, implementation)}
     return tuple(mixer for mixer in mixers if mixer.path not in gathered)
 
 
 def _is_replaced(mixer: TokenMixer, implementation: str) -> bool:
-    """Return True for attention that calls ``transformers.AttentionInterface`` with all that it computes with."""
+    """Return True for attention that passes all its inputs to ``transformers.AttentionInterface``."""
     cls: Any = type(mixer.module)
     if mixer.isolation != "mask" or not uses_interface(cls):
         return False
@@ -68,7 +68,7 @@ def eager_function(cls: type) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """What context parallelism keeps of a model between its steps."""
+    """The state of context parallelism between ``prepare`` and ``apply``."""
 
     attention: ContextAttention
     modules: tuple[nn.Module, ...]  # keep their attention: those on the full sequence, and all inside
@@ -88,7 +88,7 @@ def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> G
 
 
 class _GatheredMixer(Wrapper):
-    """Gathers tokens inside of tensor parallelism, whose rules then see this rank's tokens."""
+    """Gathers tokens inside of tensor parallelism: its rules see this rank's tokens."""
 
     effect = "full sequence of cp"
     cp_attention: ClassVar[ContextAttention]
@@ -122,8 +122,8 @@ class _Full:
         self.local = layout.length // layout.ranks
 
     def of(self, name: str, value: Any) -> Any:
-        """Return an argument with the tokens of all ranks in every tensor that has those of this rank."""
-        # A padding mask, of which a model may have cut off what is not this rank's, is replaced by that of full rows.
+        """Return an argument with all tokens in the place of this rank's tokens, in every tensor."""
+        # The padding mask of full rows replaces a padding mask: a model may have cut the latter to this rank's tokens.
         if isinstance(value, SequenceMask):
             return value.full
         return map_tensors(
@@ -155,7 +155,7 @@ class _Full:
 
 
 def _distances(length: int, like: Tensor) -> Tensor:
-    """Return how far each token of a row is behind each other one, ``[length, length]``."""
+    """Return the distance between each pair of tokens of a row, ``[length, length]``."""
     places = torch.arange(length, device=like.device, dtype=like.dtype)
     return places[:, None] - places
 
@@ -163,7 +163,7 @@ def _distances(length: int, like: Tensor) -> Tensor:
 def _masked(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], documents: Documents | None, length: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an attention, whose mask is of the full sequence and keeps documents apart."""
+    """Return the arguments of an attention with a mask of the full sequence that isolates documents."""
     mask, _ = mask_argument(module, args, kwargs)
     of_pairs = isinstance(mask, Tensor) and mask.dim() == 4
     if of_pairs and mask.shape[2:] not in ((length, length), (1, length)):

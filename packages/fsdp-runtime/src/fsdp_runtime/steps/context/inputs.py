@@ -69,7 +69,8 @@ class Inputs:
             return args, kwargs
         if args:
             raise LayoutError("a model under context parallelism takes its inputs by name, such as input_ids=...")
-        if attention_in_force(base_model(module).config.get_text_config()) != self.name:
+        model = base_model(module)
+        if attention_in_force(model.config.get_text_config()) != self.name:
             raise ModelError(
                 "the attention implementation was set after parallelize, which had replaced it to span the ranks of "
                 "cp: call set_attn_implementation before parallelize"
@@ -85,7 +86,7 @@ class Inputs:
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if tokens is None:
             raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
-        self._require_asked(base_model(module), asked, tokens)
+        self._require_asked(model, asked, tokens)
         given, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if self.cuts_padding and given is not None and asks_for(module, kwargs, "router_logits"):
             raise LayoutError("output_router_logits beside an attention_mask: leave the mask out, or use cp=1")
@@ -113,10 +114,10 @@ class Inputs:
             )
         if positions is None:
             positions = places.expand(tokens.shape[0], -1)
-        if self.cuts_padding and given is not None:  # the last ones are then those of this rank
+        if self.cuts_padding and given is not None:  # the model reads its last tokens, here this rank's
             own_last = layout.permutation.roll(-(layout.rank + 1) * tokens.shape[1])
             mask = mask.index_select(1, own_last.to(mask.device))
-        more = self._begin_outputs(base_model(module), asked, tokens, self.rows)
+        more = self._begin_outputs(model, asked, tokens, self.rows)
         if self.media is not None and media:
             self.media.rows = self.rows
             more["input_ids"] = gather_tokens(tokens, layout, self.attention.group, dim=1)
@@ -132,9 +133,9 @@ class Inputs:
         tokens = next((value for value in kwargs.values() if isinstance(value, Tensor)), torch.empty(0))
         flags = torch.tensor([bool(names), not names], dtype=torch.int32, device=tokens.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.attention.group)
-        is_dry_run = dist.get_backend(self.attention.group) == "fake"  # whose tensors have no values
+        is_dry_run = dist.get_backend(self.attention.group) == "fake"  # its tensors have no values
         if not is_dry_run and bool(flags.all()):
-            raise LayoutError("some ranks of cp are given media and others none: give all ranks those of the full rows")
+            raise LayoutError("some ranks of cp get media and others none: give all ranks the media of the full rows")
         if names:
             self.media.require_positions(kwargs)
         return names
@@ -161,7 +162,7 @@ class Inputs:
             attention.positions = positions[0] if positions.dim() == 3 else positions
 
     def gather_router_logits(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Put the router logits of full rows into a model's output; their gradients are those of own tokens."""
+        """Put the router logits of full rows into a model's output; a rank gets the gradients of its tokens."""
         # An auxiliary loss is a product of two means over all tokens, so that it is no sum over ranks. Every rank has
         # the loss of the full rows, and the sum of gradients over ``cp`` counts it once.
         found = output.get("router_logits") if isinstance(output, MutableMapping) else None
@@ -170,7 +171,7 @@ class Inputs:
         return output
 
     def _begin_outputs(self, model: Any, asked: dict[str, Any], tokens: Tensor, rows: GlobalRows) -> dict[str, Any]:
-        """Prepare what is computed of full rows, and return its inputs."""
+        """Prepare the outputs of full rows, and return the inputs that they need."""
         self.end()
         share, scores = tokens.shape[1], scores_rows(model)
         found = dict(asked)
@@ -195,7 +196,7 @@ class Inputs:
         self.kept = self.own_ids = self.full_ids = None
 
     def gather_kept(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        """Return the logits of all kept tokens from those of a rank's."""
+        """Return the logits of all kept tokens, gathered from the ranks."""
         return output if self.kept is None else self.kept(output)
 
     def gather_scores(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ class Inputs:
         return tuple(own if value is full else value for value in args), found
 
     def add_longest(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Add the longest position of the full rows to those of a rotary embedding, whose frequencies depend on it."""
+        """Append the longest position of the full rows to a rotary embedding's input: its frequencies depend on it."""
         positions = kwargs.get("position_ids") if len(args) < 2 else args[1]
         if positions is None or self.rows is None:
             return None
@@ -226,14 +227,14 @@ class Inputs:
         return tuple(each[..., :-1, :] for each in output) if isinstance(output, tuple) else output[..., :-1, :]
 
     def _require_asked(self, model: Any, asked: Mapping[str, Any], tokens: Tensor) -> None:
-        """Check that what is asked of full rows can be computed; no communication."""
+        """Check that the requested outputs of full rows can be computed; no communication."""
         batch, share = tokens.shape[:2]
         name = original_class(model).__name__
         full = share * dist.get_world_size(self.attention.group)
         labels = {} if scores_rows(model) else {key: asked[key] for key in _LABELS if key in asked}
         if labels and not calls_loss_function(model):
             raise LayoutError(
-                f"labels: {name} computes its loss by code of its own, of one rank's tokens: leave them out, and "
+                f"labels: {name} computes its loss by custom code, of one rank's tokens: leave them out, and "
                 "compute the loss from the logits"
             )
         for key, value in labels.items():
@@ -255,7 +256,7 @@ class Inputs:
         if mask is not None and attention.packed_sequences and positions is not None:
             raise LayoutError(
                 "attention_mask beside position_ids under packed_sequences=True and cp: leave the mask out, and let "
-                "padding be a document of its own"
+                "padding be a separate document"
             )
         if mask is not None:
             _require_tokens("attention_mask", mask, length, full)
@@ -305,7 +306,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool | None = None) -> None:
-    """Check that the last dim of a tensor has this rank's tokens, or where allowed those of the ``full`` rows."""
+    """Check that the last dim of a tensor has this rank's tokens or, where allowed, the tokens of the full rows."""
     # ``fits`` says that the other dims are right; by default it is one.
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if not shape or shape[-1] not in (share, full) or not (len(shape) == 2 if fits is None else fits):

@@ -52,7 +52,7 @@ class OwnTokens(ByFunctions):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         tokens = args[0] if args else kwargs["hidden_states"]
         padding = self.cp_attention.padding
-        if padding is not None:  # models are given that of full rows, and may have cut it as if from the left
+        if padding is not None:  # a model gets the mask of full rows, and may have cut it as if from the left
             padding = self.cp_attention.layout(tokens.shape[1]).shard(padding.to(tokens.device))
         given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         args, given = map_arguments(

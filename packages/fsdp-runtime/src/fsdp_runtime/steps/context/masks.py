@@ -1,4 +1,4 @@
-"""The mask of attention over a sharded sequence, of which any block can be built and none is kept."""
+"""The mask of attention over a sharded sequence.  It builds any block and keeps none."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fsdp_runtime.steps.context.sharding import SequenceLayout
 
 #: Queries, and keys, of a tile of attention: the unit in which masks are built and skipped.
 TILE = 1024
-#: Tiles of keys whose masks are built at once to find those that nobody sees.
+#: Number of tiles of keys with masks built at once, to find the tiles that no query sees.
 _TILES_AT_ONCE = 32
 
-#: What a tile of a mask shows; a dry run, which reads 0 from every tensor, computes and masks all tiles.
+#: The content of a mask's tile; a dry run, which reads 0 from every tensor, computes and masks all tiles.
 SOME, NOTHING, EVERYTHING = 0, 1, 2
 
 

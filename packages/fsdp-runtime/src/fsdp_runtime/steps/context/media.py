@@ -1,7 +1,7 @@
 """Images, videos and sound under context parallelism: every rank embeds full rows, and goes on with its own tokens.
 
-The towers run on all media of a row, whose features take the places of placeholder tokens.  What the language model
-inside is given is then cut.  A gradient is that of a rank's own tokens: the sum over ``cp`` counts it once.
+The towers run on all media of a row, and their features take the places of placeholder tokens.  The input of
+the language model inside is then cut.  A rank computes the gradient of its tokens: the sum over ``cp`` counts it once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EMBEDDINGS, _MASK, _FEATURES = "inputs_embeds", "visual_pos_masks", "deepstack_
 
 
 class Media:
-    """What a multimodal model is given for its towers, and a forward pre-hook of the language model inside."""
+    """The inputs of a multimodal model's towers, and a forward pre-hook of the language model inside."""
 
     # ``names`` are the arguments that its towers read; with ``axes`` positions count several axes, set by the media.
 
@@ -36,12 +36,12 @@ class Media:
         """Check that inputs beside media are no embeddings, and that positions follow from the media."""
         positions = given.get("position_ids")
         if given.get("input_ids") is None:
-            raise LayoutError("media beside inputs_embeds: give input_ids, whose placeholder tokens the media replace")
+            raise LayoutError("media beside inputs_embeds: give input_ids: the media replace its placeholder tokens")
         if positions is None or (self.axes and positions.dim() != 3):
             shape = "[axes, batch, length]" if self.axes else "[batch, length]"
             raise LayoutError(
-                f"media without position_ids {shape}: compute those of the full row, as the model's get_rope_index "
-                "does, and give them to SequenceLayout.shard_batch"
+                f"media without position_ids {shape}: compute the positions of the full row, as the model's "
+                "get_rope_index does, and give them to SequenceLayout.shard_batch"
             )
 
     def cut(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,7 +68,7 @@ class Media:
 
 
 def media_of(model: nn.Module, structure: ModelStructure) -> Media | None:
-    """Return what a model of transformers takes for towers beside its language model, ``None`` without towers."""
+    """Return the inputs of a transformers model for towers beside its language model, ``None`` without towers."""
     root = structure.tree.root
     owners = [
         (module, getattr(module, method))

@@ -1,4 +1,4 @@
-"""The three ways of attention over ``cp``, and what each cannot compute."""
+"""The three methods of attention over ``cp``, and the limits of each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fsdp_runtime.model.token_mixers import TokenMixer
 from tp_plans import ColwiseParallel, Plan
 from tp_plans.naming import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
 
-#: How queries meet the keys of other ranks: torch's word, DeepSpeed's, and that of Liu et al.
+#: How queries meet the keys of other ranks: the words of torch, of DeepSpeed, and of Liu et al.
 Method = Literal["allgather", "ulysses", "ring"]
 
 
 def require_plain_attention(path: str, *, eager: bool, dropout: float) -> None:
     """Check that a ring can compute an attention: it changes no scores, and drops no weights, which no rank has."""
     if eager or dropout > 0:
-        own = "a function of its own (attention implementation 'eager', as for sinks and soft caps)"
+        own = "a custom function (attention implementation 'eager', as for sinks and soft caps)"
         raise ModelError(
             f"context_parallel='ring' computes softmax(q k) v, and {path} has "
             f"{own if eager else f'attention_dropout={dropout}'}: give 'ulysses' or 'allgather', set dropout to 0, or "

@@ -1,4 +1,4 @@
-"""What a model computes of full rows from a rank's tokens: router logits, kept logits, scores and its own loss.
+"""Outputs of full rows from a rank's tokens: router logits, kept logits, scores and the model's loss.
 
 Each is that of the full rows on every rank, with the gradient of a rank's own tokens: the sum over ``cp`` counts it
 once.
@@ -62,7 +62,7 @@ class KeptLogits:
         self.own, self.local = here.nonzero(as_tuple=True)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return the logits ``[batch, kept, vocab]`` from those of this rank's tokens."""
+        """Return the logits ``[batch, kept, vocab]`` from the logits of this rank's tokens."""
         if isinstance(logits, DTensor):
             local = self(logits.to_local())
             shape = torch.Size((logits.shape[0], self.count, *logits.shape[2:]))

@@ -57,7 +57,7 @@ def attend_to_prefixes(
 
 @dataclass(frozen=True)
 class _Prefixes:
-    """The parts of causal attention to all keys: of each chunk, those before it and those of the chunk itself."""
+    """The parts of causal attention to all keys: for each chunk, the keys before it and the chunk's own keys."""
 
     layout: SequenceLayout
 
@@ -127,7 +127,7 @@ class _Ring(torch.autograd.Function):
         dtype = statistics_dtype(query.dtype)
         output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
         lse = query.new_full(query.shape[:3], float("-inf"), dtype=dtype)
-        begun: set[int] = set()  # queries of which a part is in the output
+        begun: set[int] = set()  # queries with a part in the output
         for owner, (keys, values) in _around(key, value, group):
             for block in parts.of(owner):
                 seen = keys[:, :, block.keys], values[:, :, block.keys]
@@ -189,7 +189,7 @@ def _around(key: Tensor, value: Tensor, group: ProcessGroup | None) -> Iterator[
 
 
 class _Passed:
-    """A tensor on its way to the next rank, in exchange for that of the one before."""
+    """A tensor on its way to the next rank, in exchange for the tensor of the previous rank."""
 
     def __init__(self, sent: Tensor, group: ProcessGroup) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -96,7 +96,7 @@ class SequenceLayout:
 
         The *permutation* that ``rl_logprobs.sequence_shard`` and ``gather_sequence`` take.
         """
-        with torch.inference_mode(False):  # kept for later calls, whose backward may save it
+        with torch.inference_mode(False):  # kept for later calls; their backward may save it
             chunks = torch.arange(self.length).view(self.num_chunks, -1)
             return torch.cat([chunks[chunk] for rank in range(self.ranks) for chunk in self.chunks_of(rank)])
 
@@ -181,7 +181,7 @@ def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalance
     Args:
         mesh: the mesh that the model is parallelized on.
         length: tokens of a full sequence, padding included.
-        load_balancer: that of the model's ``ContextParallel``.
+        load_balancer: the load balancer of the model's ``ContextParallel``.
 
     Returns:
         The layout of this rank.

@@ -63,13 +63,13 @@ from fsdp_runtime.wrap import hook_forward, hook_model
 
 logger = logging.getLogger(__name__)
 
-#: Rotary embeddings whose frequencies depend on the longest position that a rank sees.
+#: Rotary embeddings with frequencies that depend on the longest position that a rank sees.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None:
+def check_context_parallel(facts: ModelFacts, method: Method = "allgather") -> None:
     """Check that the modules that mix tokens are known, and that attention can be replaced."""
-    model, name = facts.inner, facts.name
+    model, name = facts.row_model, facts.name
     facts.require_transformers(
         "call ContextAttention(group, load_balancer).attend in your model and pass "
         "context_parallel=ContextParallel(attention=False)"
@@ -95,10 +95,10 @@ def check_context_parallel(facts: ModelFacts, way: Method = "allgather") -> None
     rope = rope_types(facts.text_config) & set(_LENGTH_DEPENDENT)
     if rope and not length_dependent_ropes(model):
         raise ModelError(
-            f"{name} has rotary embeddings of type {', '.join(rope)}, whose frequencies depend on the longest position "
-            "that a rank sees: use cp=1, or set rope_type to another one"
+            f"{name} has rotary embeddings of type {', '.join(rope)}, and their frequencies depend on the longest "
+            "position that a rank sees: use cp=1, or set rope_type to another one"
         )
-    for mixer in replaced_attention(facts.token_mixers, facts.attention) if way == "ring" else ():
+    for mixer in replaced_attention(facts.token_mixers, facts.attention) if method == "ring" else ():
         dropout = attention_dropout(mixer.module)
         require_plain_attention(mixer.path, eager=facts.attention == "eager", dropout=dropout)
 
@@ -149,7 +149,7 @@ class ContextParallel(Step[None]):
         require_bool("attention", self.attention)
 
     def resolve(self, setup: Setup) -> Setup:
-        """Leave the axis out for a model with attention of its own."""
+        """Leave the axis out for a model that calls ``ContextAttention`` itself."""
         return setup if self.attention else replace(setup, meshes=replace(setup.meshes, cp=None))
 
     def check(self, setup: Setup) -> None:
@@ -166,9 +166,9 @@ class ContextParallel(Step[None]):
         facts, mesh = setup.facts, setup.meshes.cp
         if mesh is None:
             return
-        # Without attention that it computes, a way would only build masks that no model code can change.
-        way = self.method if replaced_attention(facts.token_mixers, facts.attention) else "allgather"
-        attention = ContextAttention(mesh.get_group(), self.load_balancer, way)
+        # Without attention to replace, another method would only build masks that no model code can change.
+        method = self.method if replaced_attention(facts.token_mixers, facts.attention) else "allgather"
+        attention = ContextAttention(mesh.get_group(), self.load_balancer, method)
         attention.eager = eager_function if facts.attention == "eager" else None
         attention.packed_sequences = setup.packed_sequences
         unmasked = facts.bidirectional_without_mask
@@ -201,7 +201,7 @@ class ContextParallel(Step[None]):
         )
 
     def _apply_to_copy(self, model: nn.Module, setup: Setup) -> None:
-        """Apply this step alone to a small copy, whose rows are single documents."""
+        """Apply this step alone to a small copy with rows of single documents."""
         setup = replace(setup, facts=ModelFacts.of(model), steps=(), packed_sequences=False, shared_prefixes=False)
         self.prepare(model, setup, None)
         self.apply(model, setup, None)

@@ -95,5 +95,5 @@ def _scores(query: Tensor, key: Tensor, block: Block, scale: float) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Return ``lse`` with zero for queries that see nothing, whose weights are then zero."""
+    """Return ``lse`` with zero for queries that see nothing; their weights become zero."""
     return lse.masked_fill(lse == float("-inf"), 0.0)

@@ -1,8 +1,8 @@
 """Heads for sequence by all-to-all: each rank attends with some of the heads over the full sequence.
 
 Before attention each rank gets all tokens of its heads, and after it the tokens go home (DeepSpeed-Ulysses, Jacobs et
-al., arXiv:2309.14509).  So attention is that of one rank without ``cp``, with fewer heads: any function computes it,
-with any mask.  Key and value heads that ``cp`` does not divide are copied, as often as needed.
+al., arXiv:2309.14509).  So a rank computes attention as without ``cp``, for fewer heads, by any function
+and with any mask.  Key and value heads that ``cp`` does not divide are copied, as often as needed.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def verify_context_parallelism(
     # Decoders of transformers are not run: their modules outside of token mixers are known to be token-wise. What
     # cannot be run small is accepted, with a warning; nothing is run on a simulated mesh.
     mesh, facts = setup.meshes.cp, setup.facts
-    model = facts.inner
+    model = facts.row_model
     name = original_class(model).__name__
     of_transformers = original_class(model).__module__.startswith("transformers.")
     if mesh is None or not computes(mesh) or (of_transformers and not facts.attends_both_ways):
@@ -59,7 +59,7 @@ def verify_context_parallelism(
         try:
             apply(small, setup)
             return [_difference(_outputs(small, layout), expected, layout)]
-        except LayoutError:  # says what the caller has to give, in every forward
+        except LayoutError:  # names the inputs that every forward needs
             return [""]
         except Exception as error:  # noqa: BLE001
             return [f"it raises {type(error).__name__}: {error}"]
@@ -109,7 +109,7 @@ def _rows(model: Any, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
 
 
 def _padding_mask(length: int) -> Tensor:
-    """Return the mask of full rows, of which the first ends with padding."""
+    """Return the mask of full rows; the first row ends with padding."""
     mask = torch.ones(_ROWS, length, dtype=torch.long)
     mask[0, -_PADDING:] = 0
     return mask

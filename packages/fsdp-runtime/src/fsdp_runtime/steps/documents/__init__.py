@@ -1,1 +1,1 @@
-"""Packed rows: several documents in one row, none of which reads another."""
+"""Packed rows: several documents in one row, without attention between them."""

@@ -52,7 +52,7 @@ class Documents:
 
     @cached_property
     def batches(self) -> list[DocumentBatch]:
-        """The documents by length: less than half of a batch is padding, beside that of documents below 8 tokens."""
+        """The documents by length: less than half of a batch is padding, except for documents below 8 tokens."""
         members: dict[int, list[int]] = {}
         for document, length in enumerate(self.lengths):
             members.setdefault((max(length, _SHORT) - 1).bit_length(), []).append(document)
@@ -143,7 +143,7 @@ class DocumentBatch:
 def find_documents(
     position_ids: Tensor | None, seq_idx: Tensor | None, cu_seq_lens: Tensor | None, shape: tuple[int, int]
 ) -> Documents | None:
-    """Find the documents of a batch from what a model is given, without waiting for the device."""
+    """Find the documents of a batch from the inputs of a model, without waiting for the device."""
     # A document begins where a position ``[batch, seq]`` is not its predecessor's plus one, as transformers reads them;
     # of ``[axes, batch, seq]`` for multimodal rotary embeddings, the first axis counts tokens of text. ``seq_idx``
     # ``[batch, seq]`` numbers documents, and ``cu_seq_lens`` counts the tokens before each over all rows.

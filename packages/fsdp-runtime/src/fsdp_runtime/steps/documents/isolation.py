@@ -49,7 +49,7 @@ class CurrentDocuments:
 
 
 class PackedMixer(Wrapper):
-    """Keeps documents apart inside of tensor parallelism, whose rules then see rows and not documents."""
+    """Isolates documents inside of tensor parallelism: its rules see rows and not documents."""
 
     effect = "packed rows"
     documents: ClassVar[CurrentDocuments]
@@ -168,7 +168,7 @@ def mask_argument(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 def restricted(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], documents: Documents
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an attention's arguments with a mask that keeps documents apart."""
+    """Return an attention's arguments with a mask that isolates documents."""
     mask, implementation = mask_argument(module, args, kwargs)
     tokens = documents.begins.shape[1]
     if implementation.startswith(("flash", "flex")):  # transformers finds the documents in the position ids
@@ -201,14 +201,14 @@ def _of_keys(mask: Tensor, tokens: int) -> bool:
 
 
 def _true_allows(mask: Tensor) -> bool:
-    """Return what true means in a mask: the first token may attend to itself.  Waits for the device."""
+    """Return the meaning of true in a mask: the first token may attend to itself.  Waits for the device."""
     return mask.dtype != torch.bool or bool(mask[0, 0, 0, 0])
 
 
 @cache
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
 def uses_interface(cls: type) -> bool:
-    """Return True for attention through ``transformers.AttentionInterface``, in whose masks true allows."""
+    """Return True for attention through ``transformers.AttentionInterface``: true in its masks allows."""
     return "ALL_ATTENTION_FUNCTIONS" in referenced_names(cls)
 
 
@@ -222,7 +222,7 @@ def _mask_place(cls: type) -> int:
 @cache
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
 def _argument_names(cls: type) -> tuple[str, ...]:
-    """Return the names of the arguments of a class's own forward; those of mixed-in ones are ``*args, **kwargs``."""
+    """Return the argument names of a class's own forward; a wrapper's forward takes ``*args, **kwargs``."""
     variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     for base in cls.__mro__:
         if (forward := vars(base).get("forward")) is not None:

@@ -71,7 +71,7 @@ class PackedRows(ByFunctions):
     of_rows: ClassVar[Callable[..., Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute rows of several documents, or each document apart where that is not known to be right."""
+        """Compute rows of several documents, or single documents where rows are not verified."""
         documents = self.documents.current
         if documents is None or not documents.packed or not self.takes(args, kwargs):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -86,7 +86,7 @@ def mixes_by_functions(mixer: TokenMixer) -> bool:
 def mix_in(
     mixers: Iterable[TokenMixer], mixin: type[ByFunctions], attributes: Callable[[type], dict[str, Any]]
 ) -> None:
-    """Mix a class in before those of all mixers that call known functions, with attributes of each class."""
+    """Put a wrapper in front of all mixers that call known functions, with attributes of each class."""
     by_class: dict[type, list[nn.Module]] = {}
     for mixer in filter(mixes_by_functions, mixers):
         by_class.setdefault(mixer.cls, []).append(mixer.module)

@@ -26,7 +26,7 @@ from fsdp_runtime.steps.documents.isolation import BOUNDARIES, run_per_document
 
 #: A causal convolution of ``[batch, features, seq]`` with few taps.
 CONVOLUTION = "causal_conv1d_fn"
-#: A fused kernel of several steps, in whose place a module calls the functions above one by one if it returns ``None``.
+#: A fused kernel of several steps.  If it returns ``None``, a module calls the functions above one by one.
 FUSED = "mamba2_split_conv1d_scan_combined"
 #: The arguments of a recurrence that need a state.
 _STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state")
@@ -58,7 +58,7 @@ class Recurrence:
         return (output, None) if self.returns_state else output
 
 
-#: By name: a chunked delta rule, Kimi's, the scan of Mamba 2, and that of Mamba 1, whose channels are heads.
+#: By name: a chunked delta rule, Kimi's, the scan of Mamba 2, and the scan of Mamba 1 with channels as heads.
 RECURRENCES: Mapping[str, Recurrence] = {
     "torch_chunk_gated_delta_rule": Recurrence(
         ("value", "g", "beta"), groups=("query", "key"), boundaries="cu_seqlens", returns_state=True
@@ -186,7 +186,7 @@ def convolve_documents(
 
 
 def recur(function: Callable[..., Any], recurrence: Recurrence, call: Call, documents: Documents | None) -> Tensor:
-    """Call a recurrence, which begins anew in each document; return ``[batch, seq, heads, *]``."""
+    """Call a recurrence that restarts in each document; return ``[batch, seq, heads, *]``."""
     boundaries: dict[str, Tensor] = {}
 
     def run(**tokens: Tensor) -> Tensor:

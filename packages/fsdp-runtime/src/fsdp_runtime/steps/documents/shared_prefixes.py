@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _ANY_MASK = ("sdpa", "eager", "flex_attention")
 #: Kinds of layers in which a token sees others by a mask over positions only, or not at all.
 _MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "mlp", "moe")
-#: Modules whose result for a token depends on its index in the row, against the rule of their kind.
+#: Modules with results that depend on a token's index in the row, against the rule of their kind.
 _INDEX_DEPENDENT = {"DogeCDMoE": "its router mixes the scores of all tokens of a batch"}
 
 _current: ContextVar[PathMask | None] = ContextVar("path_mask", default=None)
@@ -53,7 +53,7 @@ def _check(setup: Setup) -> None:
     blocks = [each for path in structure.decoder for each in structure.blocks[path].named_modules(prefix=path)]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_MASKED_LAYERS))
     mixing = [path for path, module in blocks if isinstance(module, nn.Conv1d)]
-    if kinds or mixing or is_stateful(facts.inner):
+    if kinds or mixing or is_stateful(facts.row_model):
         found = ", ".join([*kinds, *mixing[:1]]) or "a recurrent state"
         raise ModelError(
             f"{name} passes a state from token to token ({found}), which one row cannot hand to several branches: use "
@@ -76,7 +76,7 @@ def _check(setup: Setup) -> None:
 
 @dataclass(frozen=True)
 class SharedPrefixes(Step[None]):
-    """Let a model take the rows of :func:`fsdp_runtime.batching.pack_tree`, whose samples share prefixes.
+    """Let a model take rows of samples with shared prefixes, from :func:`fsdp_runtime.batching.pack_tree`.
 
     Its forward then accepts ``subtree_end`` beside ``input_ids`` and ``position_ids``; without it nothing changes.
     """

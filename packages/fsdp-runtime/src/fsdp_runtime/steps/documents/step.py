@@ -1,4 +1,4 @@
-"""Packed rows in a model: its token mixers get the beginnings of documents."""
+"""Packed rows: the token mixers of a model get the beginnings of documents."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_packing(facts: ModelFacts) -> None:
-    """Check that the modules that mix tokens are known, and can be kept from mixing documents."""
+    """Check that the token mixers are known and can isolate documents."""
     facts.require_transformers("keep documents apart in your own code and leave packed_sequences out")
     facts.require_known_positions("use one document a row")
     if (unmasked := facts.bidirectional_without_mask) is not None:
         raise ModelError(
-            f"{facts.name} attends to later tokens, and {unmasked.path} ({unmasked.kind}) is not kept to a document by "
+            f"{facts.name} attends to later tokens, and {unmasked.path} ({unmasked.kind}) cannot isolate documents by "
             "its attention mask: use one document a row"
         )
 
@@ -63,7 +63,7 @@ class PackedSequences(Step[None]):
             check_packing(setup.facts)
 
     def prepare(self, model: Any, setup: Setup, checked: None) -> None:
-        """Put the documents in front of the token mixers; context parallelism keeps documents apart itself."""
+        """Give the token mixers the documents; context parallelism isolates documents itself."""
         if setup.meshes.cp is not None:
             return
         if not self.isolate:
@@ -81,7 +81,7 @@ class PackedSequences(Step[None]):
 
 
 def _is_padded(mask: Any) -> bool:
-    """Return True for a mask with padding, whose positions begin anew after it.  Waits for the device."""
+    """Return True for a mask with padding: positions restart after it.  Waits for the device."""
     return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
 
 
@@ -118,6 +118,6 @@ class _PackedInputs:
         return args, {**kept, "use_cache": False}
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free the masks, which the graph keeps as far as it needs them."""
+        """Free the masks; the graph keeps the masks that it needs."""
         if self.documents.current is not None:
             self.documents.current.forget_masks()

@@ -1,4 +1,4 @@
-"""One warning where packed rows reach a model without ``packed_sequences=True`` whose documents then meet."""
+"""One warning for packed rows without ``packed_sequences=True``: tokens of different documents meet."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)
 
-#: Forwards whose position ids are looked at; each one waits for the device.
+#: Number of forwards with inspected position ids; each one waits for the device.
 _WATCHED = 4
-#: What a model is given beside rows whose documents share prefixes: by this package, and by TRL's trees.
+#: Inputs beside rows of documents with shared prefixes: of this package, and of TRL's trees.
 _SHARED_PREFIXES = frozenset({"subtree_end", "tree_kv_index"})
 
 
@@ -85,7 +85,7 @@ def _report(model: nn.Module, mixers: tuple[TokenMixer, ...], documents: Documen
 
 
 def _leaks(mask: Any, implementation: str, documents: Documents) -> bool:
-    """Return True for an attention whose mask lets documents meet; one of another shape is not judged."""
+    """Return True for a mask that lets documents meet; a mask of another shape is not judged."""
     if mask is None:
         return not implementation.startswith(("flash", "flex"))
     length = documents.begins.shape[1]

@@ -4,18 +4,18 @@ peft stores the factors of all experts in two matrices, ``[experts * rank, in]``
 experts of the second one innermost, and puts another parameter in the place of the experts' weight while they run.  A
 weight that is sharded over ``ep`` or ``tp``, or gathered by FSDP2, cannot be replaced so.  Here the factors stay
 parameters of the block, sharded by FSDP2, and the experts' forward adds the products for the experts of its rank.  A
-rank's gradient of the factors is that of its own experts: their sum over all ranks is complete.
+rank computes the factors' gradient of its experts: the sum over all ranks is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._peft_compat import active_factors, is_out_first, lora_layers
+from fsdp_runtime._peft_compat import LoraLayer, active_factors, is_out_first
 from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans.layouts import shard_ranges
@@ -24,9 +24,9 @@ from tp_plans.runtime import attach_zero_grads, full_view
 _WRAPPERS = "_fsdp_runtime_adapters"
 
 
-def adapt_experts(model: nn.Module) -> None:
-    """Let the stacked experts of a model without peft's wrapper add their adapters; call it before they are sharded."""
-    for layer in lora_layers(model):
+def adapt_experts(adapters: Iterable[LoraLayer]) -> None:
+    """Let stacked experts add their adapters; call it before the experts are sharded."""
+    for layer in adapters:
         if layer.experts is None:
             continue
         for mixin, module in ((_Wrapper, layer.module), (_Experts, layer.experts)):
@@ -71,7 +71,7 @@ class _Experts(Wrapper):
 
 
 def _products(module: nn.Module, wrapper: Any, weight: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], float]]:
-    """Yield the factors of each adapter in force for this rank's experts, whose product has the weight's shape."""
+    """Yield the factors of each active adapter for this rank's experts; their product has the weight's shape."""
     experts: int = wrapper.num_experts
     own = range(experts)
     if weight.shape[0] != experts:
@@ -85,5 +85,5 @@ def _products(module: nn.Module, wrapper: Any, weight: Tensor) -> Iterator[tuple
 
 
 def _full(factor: Tensor) -> Tensor:
-    """A replicated factor as a plain tensor, of whose gradient each rank computes a partial sum."""
+    """Return a replicated factor as a plain tensor; each rank computes a partial sum of its gradient."""
     return full_view(factor, partial=True) if isinstance(factor, DTensor) else factor

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fsdp_runtime._peft_compat import BASE, base_model, lora_layers
+from fsdp_runtime._peft_compat import BASE
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
@@ -52,7 +52,7 @@ class ExpertParallel(Step[None]):
         if plan is None:
             return
         styles = {id(module): plan[plan.match(path)[0]] for path, module in setup.expert_modules(model).items()}
-        for layer in lora_layers(base_model(model)):
+        for layer in setup.facts.adapters:
             wrapper: Any = layer.module
             if (style := styles.get(id(wrapper.get_base_layer()))) is None:
                 continue
@@ -68,7 +68,7 @@ class ExpertParallel(Step[None]):
 
     def prepare(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Let stacked experts add their adapters, on every mesh: layers are sharded afterwards."""
-        adapt_experts(setup.facts.base_model)
+        adapt_experts(setup.facts.adapters)
 
     def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Divide the experts; nothing changes where none are dispatched."""

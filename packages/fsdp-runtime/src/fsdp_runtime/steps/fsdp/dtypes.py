@@ -1,4 +1,4 @@
-"""Parameters whose dtype differs from the model's, such as routers in float32 inside a bfloat16 model, under FSDP2.
+"""Parameters with another dtype than the model's, such as routers in float32 inside a bfloat16 model, under FSDP2.
 
 FSDP2 needs one dtype for the trainable parameters of each module that it wraps, and casts all of them to
 ``MixedPrecisionPolicy.param_dtype``.  Models keep some parameters in float32 because their code computes with them in
@@ -37,7 +37,7 @@ class FSDPDtypes:
 
     # A model that is in the dtype of the policy already passes float32 to its blocks where its code wants float32
     # (rotary angles, residual streams): such inputs are not cast.
-    modules: tuple[str, ...] = ()  # paths of those that become FSDP modules of their own
+    modules: tuple[str, ...] = ()  # paths of modules that become separate FSDP modules
     replicated: tuple[str, ...] = ()  # parameters that no data-parallel rank shards
     own_dtype: frozenset[str] = frozenset()  # FSDP modules in their parameters' dtype, whatever ``mp_policy``
     casts_block_inputs: bool = True
@@ -93,7 +93,7 @@ def resolve_fsdp_dtypes(
 def _dtypes(
     model: nn.Module, compute: torch.dtype | None, stored_dtype: torch.dtype | None, *, shards_frozen: bool
 ) -> dict[str, _Dtypes]:
-    """Return the dtypes of the parameters whose dtype matters: trainable ones, and frozen ones that a cast changes."""
+    """Return the dtypes of trainable parameters, and of frozen parameters that a cast changes."""
     # FSDP2 gathers frozen parameters of any dtype together with others; only a policy casts them.
     floating = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     trainable = {name: each for name, each in floating.items() if each.requires_grad}
@@ -129,7 +129,7 @@ def _most(sizes: Iterable[tuple[Any, int]]) -> Any:
 def _main(
     path: str, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, _Dtypes], structure: ModelStructure
 ) -> _Dtypes:
-    """Return the dtypes of most elements of an FSDP module; the root has those of the head, which it gathers."""
+    """Return the dtypes of most elements of an FSDP module; the root has the dtypes of the head, which it gathers."""
     head = f"{structure.lm_head}.weight"
     if path == "" and head in parameters and parameters[head].requires_grad:
         return dtypes[head]
@@ -150,7 +150,7 @@ def _separate(
     others: set[str],
     dtypes: Mapping[str, _Dtypes],
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield the outermost modules of an FSDP module that are large and hold nothing but other dtypes, all alike."""
+    """Yield the outermost modules of an FSDP module that are large and hold one other dtype."""
     done: set[str] = set()
     for path, module in model.get_submodule(unit).named_modules(prefix=unit) if others else ():
         if path == unit or not done.isdisjoint(ancestors(path)):

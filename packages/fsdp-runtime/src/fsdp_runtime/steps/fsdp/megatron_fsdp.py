@@ -63,7 +63,7 @@ def resolve_megatron_fsdp(
         structure: the model's parts, from ``inspect_model``.
         dp_shard_dim: name of the axis to shard over.
         tp_dim: name of the axis of tensor parallelism, if there is one.
-        unit_modules: classes, or their names, to shard as units; by default those of the blocks.
+        unit_modules: classes, or their names, to shard as units; by default the classes of the blocks.
         main_params_dtype: dtype of the optimizer's copy of the parameters, ``None`` for their own.
         main_grads_dtype: dtype that gradients are kept and reduced in, ``None`` for their own.
         options: further keywords of ``fully_shard_model``.
@@ -103,7 +103,7 @@ def _megatron() -> Any:
 def _unit_classes(
     model: nn.Module, structure: ModelStructure, wanted: Sequence[type[nn.Module] | str] | None
 ) -> list[type[nn.Module]]:
-    """Return the classes of the units, each of which occurs: Megatron-FSDP divides by their number."""
+    """Return the classes of the units that occur: Megatron-FSDP divides by their number."""
     present = {type(module): None for module in model.modules()}
     if wanted is None:
         return list({type(block): None for block in structure.blocks.values()})

@@ -1,4 +1,4 @@
-"""Ranks whose rows have no image, video or audio take part in the collectives of the towers all the same.
+"""Ranks with rows without image, video or audio take part in the collectives of the towers, too.
 
 FSDP2 gathers a tower's blocks when they are called and reduces their gradients after backward, and every rank of the
 mesh has to.  Before a forward the ranks tell each other which media their rows have.  A rank that lacks some runs the
@@ -32,7 +32,7 @@ from tp_plans.model_tree import is_at_or_below
 _FIRST = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 #: The value of all pixels and samples of media that stand for absent ones: some models drop images of zeros.
 _FILL = 0.5
-#: What the names of other media contain, as those of proteins, and of inputs that no tower reads.
+#: Parts of the names of other media, such as proteins, and of inputs that no tower reads.
 _OTHER, _NO_MEDIA = ("pixel", "patches", "values", "features", "_ids"), ("position", "type_ids", "past_")
 #: Results of a tower that models add to their tokens where its features are projected.  Parameters that only others
 #: depend on (logits of speakers, a loss of codes) have no gradient.

@@ -16,7 +16,7 @@ from fsdp_runtime.wrap import hook_forward
 
 
 def gather_root_modules(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:
-    """Gather the root for a call of its own modules (embedding, norm, head) alone, or refuse one with gradients."""
+    """Gather the root for a call of one of its modules alone (embedding, norm, head); refuse a call with gradients."""
     # Modules inside blocks are left alone, so that compiled blocks do not trace the check.
     blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
     for path, module in model.named_modules():

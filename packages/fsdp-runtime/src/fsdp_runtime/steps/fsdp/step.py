@@ -53,8 +53,8 @@ class FSDP2(Step[FSDPDtypes]):
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU between uses, in
             pinned memory if the mesh is on an accelerator; ``None`` leaves them on the device.
         reshard_after_forward: free a block's gathered parameters after its forward.
-        reshard_last_block: also free those of the last block and of the root, which backward needs first.
-        prefetch_forward: number of blocks whose all-gather starts before the forward of the current one; 0 leaves the
+        reshard_last_block: also free the parameters of the last block and of the root, which backward needs first.
+        prefetch_forward: number of blocks to all-gather before the forward of the current one; 0 leaves the
             overlap to the host running ahead of the device.
         prefetch_backward: the same in backward, at least 1, torch's default.
         frozen_params: treatment of parameters that need no gradient: ``"layer"`` shards them like all others,
@@ -235,9 +235,9 @@ def _needs_fsdp2(
 
 def _divide_gradients(module: nn.Module, scale: float) -> None:
     """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``."""
-    # The mean is over the ranks that the module is sharded over: those of ``efsdp`` for experts, to which the tokens of
-    # ``ep`` ranks were sent. FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides twice
-    # where replicas have no shards (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
+    # The mean is over the ranks that the module is sharded over: ``efsdp`` for experts, which get
+    # the tokens of the ``ep`` ranks. FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides
+    # twice where replicas have no shards (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
 
     def rescale(gradients: torch.Tensor) -> None:
         gradients.mul_(scale)

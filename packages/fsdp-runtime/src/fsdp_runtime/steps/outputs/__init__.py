@@ -1,1 +1,1 @@
-"""What a parallelized model returns."""
+"""The outputs of a parallelized model."""

@@ -1,4 +1,4 @@
-"""``generate`` of a model whose logits are sharded on the vocabulary."""
+"""``generate`` of a model with logits sharded on the vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tp_plans.runtime import computes
 
 
 def gather_logits(model: nn.Module) -> Any:
-    """Let a model return plain logits; returns a handle whose ``remove`` ends it."""
+    """Let a model return plain logits until ``remove`` of the returned handle."""
 
     def gather(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(getattr(output, "logits", None), DTensor):
@@ -47,7 +47,7 @@ def gather_logits_in_generate(model: nn.Module, tp: DeviceMesh) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Generate:
-    """``generate`` of one model; a copy of the model gets one of its own."""
+    """``generate`` of one model; a copy of the model gets a copy."""
 
     model: Any
     tp: DeviceMesh
@@ -62,7 +62,7 @@ class _Generate:
 
 @contextmanager
 def _same_draws(tp: DeviceMesh) -> Iterator[None]:
-    """Draw on all ranks what the first one draws; a rank whose random states were others has them back afterwards."""
+    """Draw the first rank's random numbers on all ranks; give a rank with other random states its states back."""
     # Ranks that sample different tokens would go on with rows that differ.
     if not computes(tp):
         yield

@@ -1,4 +1,4 @@
-"""Hidden states of all depths, and those of chosen positions, under sequence parallelism.
+"""Hidden states of all depths and of chosen positions, under sequence parallelism.
 
 Between blocks they are DTensors that are sharded on the sequence, which a plain layer cannot read, and which torch
 indexes by a slice only, not by the indices that ``logits_to_keep`` may be.
@@ -18,7 +18,7 @@ from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.wrap import hook_forward
 from tp_plans.runtime import plain_full_tensor
 
-#: The model whose forward got indices as ``logits_to_keep``, with which it indexes its trunk's last hidden states.
+#: The model that indexes its trunk's last hidden states: its forward got indices as ``logits_to_keep``.
 _indexes: ContextVar[nn.Module | None] = ContextVar("indexes", default=None)
 
 

@@ -78,7 +78,7 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
         model: a causal or conditional-generation language model, parallelized or not.
         function: called once with the hidden states, ``[batch, seq, features]`` as the head would get them (under
             sequence parallelism a DTensor sharded on the sequence), and :class:`LMHeadParameters`.  Returns a tensor, a
-            tuple, list or dict of tensors, or a dataclass whose fields are tensors or ``None``.
+            tuple, list or dict of tensors, or a dataclass of tensors and ``None``.
         *args: positional arguments of the model's forward.
         **kwargs: keyword arguments of the model's forward, without ``labels``.
 
@@ -118,7 +118,7 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
         raise ModelError(f"{path} is None in {type(model).__name__}")
     _require_linear(head, path)
     if kwargs.get("adapter_names") is not None:
-        raise OptionError("adapter_names gives each row a head of its own: compute the loss from the logits")
+        raise OptionError("adapter_names gives each row another head: compute the loss from the logits")
     kept = kwargs.get("logits_to_keep")
     if (isinstance(kept, Tensor) or kept) and KEEPS_OVER_CP in effects_of(head):
         raise OptionError(
@@ -150,7 +150,7 @@ _paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def assume_logits_map(model: nn.Module, logits_map: LogitsMap) -> None:
-    """Let :func:`forward_with_lm_head` use a known map, for a model whose tensors have no values."""
+    """Let :func:`forward_with_lm_head` use a known map, for a model of tensors without values."""
     _maps[model] = logits_map
 
 
@@ -270,7 +270,7 @@ def _own_forward(layer: nn.Module) -> str:
     """Return why a subclass of ``nn.Linear`` may be no linear map, ``""`` for others."""
     if not isinstance(layer, nn.Linear) or (name := class_of_forward(layer)) == "Linear":
         return ""
-    return f"{name} has a forward of its own"
+    return f"{name} has a custom forward"
 
 
 def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -300,7 +300,7 @@ def _adapted(weight: Tensor, of_base: Tensor, factors: HeadFactors) -> Tensor:
 
 
 def _with_full_gradient(factor: Tensor) -> Tensor:
-    """Return a replicated factor whose gradient is summed over the ranks, each of which has some rows of the weight."""
+    """Return a replicated factor; its gradient is summed over the ranks, and each rank has some rows of the weight."""
     if not isinstance(factor, DTensor):
         return factor
     return DTensor.from_local(factor.to_local(), factor.device_mesh, factor.placements, run_check=False)

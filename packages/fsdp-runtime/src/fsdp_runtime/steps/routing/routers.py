@@ -177,7 +177,7 @@ def _unidentified(tree: ModelTree, mixture: str, candidates: list[str]) -> str:
         return f"{name} has several modules that may select its experts: {found}; none can be chosen"
     children = ", ".join(type(tree.modules[path]).__name__ for path in tree.children[mixture])
     return (
-        f"{name} holds experts, and neither its code nor its children's ({children}) calls torch.topk: the "
+        f"{name} holds experts, and neither its code nor the code of its children ({children}) calls torch.topk: the "
         "selection cannot be identified, so its routes can be neither recorded nor replayed"
     )
 

@@ -17,7 +17,6 @@ from fsdp_runtime._peft_compat import (
     LoraLayer,
     Place,
     base_model,
-    is_peft_model,
     kind_of,
     learned_prompts,
     lora_layers,
@@ -65,7 +64,7 @@ def resolve_adapted_plan(
 ) -> Plan:
     """Resolve a plan as ``tp_plans.plan_for`` does; for a ``PeftModel``, add styles for its adapters."""
     # The paths of a plan for a ``PeftModel`` are its own, or those in the model inside.
-    base = base_model(model) if is_peft_model(model) else model
+    base = base_model(model)
     if base is not model and isinstance(plan, Mapping):
         plan = _inside_wrapper(plan)
     bare = model if base is model else without_adapters(base)
@@ -166,7 +165,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
 
 
 def _settings(config: Path) -> dict[str, Any] | None:
-    """Return what an adapter's config says, lists as sets, in whose order peft writes them; ``None`` without one."""
+    """Return an adapter's config, with its lists as sets: peft writes these in any order; ``None`` without one."""
     try:
         settings = json.loads(config.read_text(encoding="utf-8"))
         return {name: sorted(map(str, each)) if isinstance(each, list) else each for name, each in settings.items()}
@@ -184,8 +183,8 @@ def _require_prompts_fit(model: nn.Module, plan: Plan) -> None:
         )
     if kind is not None and plan.sequence_parallel:
         raise OptionError(
-            f"{type(model).__name__} puts learned embeddings in front of those of the tokens, which are sharded on the "
-            "sequence: use sequence_parallel=False"
+            f"{type(model).__name__} puts learned embeddings in front of the token embeddings, which are sharded on "
+            "the sequence: use sequence_parallel=False"
         )
 
 
@@ -267,7 +266,7 @@ class _AdaptedModel:
                 yield join(inner.path.removeprefix(place.path).removeprefix("."), name)
 
     def _parent(self, place: Place) -> nn.Module:
-        """Return the module of the base model that has the layer, whose attributes a style may name."""
+        """Return the module of the base model that has the layer; a style may name its attributes."""
         return next(each.module for each in self.places[parent(place.base)] if each.wrapper is None)
 
     def _factors(self, place: Place, style: Style) -> dict[str, Style]:

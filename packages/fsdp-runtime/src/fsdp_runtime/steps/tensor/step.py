@@ -66,7 +66,7 @@ class TensorParallel(Step[tuple[str, ...]]):
             name, a dotted path to one, or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         towers: under ``plan="auto"``, the layers of vision and audio towers and projectors: ``"sharded"`` over ``tp``
-            as those of the language model, or ``"replicated"``.
+            like the layers of the language model, or ``"replicated"``.
         logits: ``"sharded"`` on the vocabulary (a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a plain tensor
             on every rank.  A forward that gets ``labels`` gathers them for the model's own loss.
 
