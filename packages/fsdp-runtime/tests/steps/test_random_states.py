@@ -223,7 +223,7 @@ def _effects() -> list[bool]:
     torch.manual_seed(dist.get_rank())
     outputs = [each(input_ids=torch.arange(8)[None], use_cache=False).logits for each in (dropping, copied)]
     assert all(each.isfinite().all() for each in outputs)
-    return ["draws alike over tp" in describe_parallelism(each).wrapped[""] for each in (dropping, copied)]
+    return ["draws equal numbers over tp" in describe_parallelism(each).wrapped[""] for each in (dropping, copied)]
 
 
 def test_a_copy_of_a_model_draws_alike(two_ranks: RankPool) -> None:
