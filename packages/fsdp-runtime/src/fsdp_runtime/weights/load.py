@@ -132,9 +132,9 @@ def load_weights(
             step.value = {"training": training, "new_modules": {**(new_modules or {})}, "prefix": prefix}
             base = base_of(model)
             inner: Any = submodule(base.module, "prefix", prefix)
-            is_transformers = is_transformers_model(inner)
             for path_of_new in new_modules or {}:
                 submodule(base.module, "new_modules", path_of_new)
+            is_transformers = is_transformers_model(inner)
         require_equal_on_all(step.values)
         checkpoint = open_on_all(path, ranks)
         with checkpoint:
