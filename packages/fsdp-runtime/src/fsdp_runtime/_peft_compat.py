@@ -36,8 +36,8 @@ class LoraLayer:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the base model's module inside of peft's wrappers around it."""
-    while (found := _wrapped(module)) is not None:
-        module = next(iter(found[1].values()))
+    while (wrapped := _wrapped(module)) is not None:
+        module = next(iter(wrapped[1].values()))
     return module
 
 
@@ -73,9 +73,9 @@ class HeadFactors:
 def linear_in_force(module: Any) -> LinearInForce:
     """Return the linear layer that runs when a module is called, with its adapters."""
     peft = sys.modules.get("peft")
-    if peft is None or (found := _wrapped(module)) is None:
+    if peft is None or (wrapped := _wrapped(module)) is None:
         return LinearInForce(module)
-    kind, instead = found
+    kind, instead = wrapped
     disabled = is_disabled(module)
     if isinstance(module, peft.utils.TrainableTokensWrapper) and not disabled:
         return LinearInForce(module)  # its weight is the base model's, with the trained tokens in it
@@ -312,14 +312,14 @@ def places(model: nn.Module) -> Iterator[Place]:
     """Iterate over the modules of the model inside a ``PeftModel`` and peft's wrappers, at all of their paths."""
 
     def walk(place: Place) -> Iterator[Place]:
-        if (found := _wrapped(place.module)) is None:
+        if (wrapped := _wrapped(place.module)) is None:
             yield place
             for name, child in place.module._modules.items():
                 if child is not None:
                     base = f"{place.base}.{name}" if place.base else name
                     yield from walk(replace(place, base=base, parts=(*place.parts, None), module=child))
             return
-        kind, instead = found
+        kind, instead = wrapped
         yield replace(place, wrapper=kind)
         running = next(iter(instead)) if kind != "copies" else _name_in_force(place.module, instead)
         for index, (name, each) in enumerate(instead.items()):
@@ -367,10 +367,10 @@ def adapter_file(
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
-        found: dict[str, Tensor] = get_peft_model_state_dict(
+        state: dict[str, Tensor] = get_peft_model_state_dict(
             model, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=embeddings
         )
-    return found
+    return state
 
 
 def save_adapter_config(model: Any, adapter: str, directory: str) -> None:

@@ -66,18 +66,18 @@ class SelectiveCheckpoint:
         Raises:
             OptionError: a name has no namespace, or none of the names exists.
         """
-        found = []
+        operators = []
         for name in self.save:
             namespace, dot, operator = name.partition(".")
             if not dot:
                 raise OptionError(f"SelectiveCheckpoint(save=...): {name!r} has no namespace: write 'aten.{name}'")
             packet = getattr(getattr(torch.ops, namespace), operator, None)
-            found += [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-        if not found:
+            operators += [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+        if not operators:
             raise OptionError(
                 f"SelectiveCheckpoint(save={self.save!r}): torch {torch.__version__} has none of these operators"
             )
-        return found
+        return operators
 
 
 CheckpointMode = Mode | SelectiveCheckpoint
@@ -142,17 +142,17 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
 
 
 def _mlps(structure: ModelStructure) -> tuple[str, ...]:
-    found = tuple(
+    paths = tuple(
         f"{path}.{name}"
         for path, block in structure.blocks.items()
         for name, _ in block.named_children()
         if name in MLP_MODULES
     )
-    if not any(path.startswith(f"{block}.") for path in found for block in structure.decoder):
+    if not any(path.startswith(f"{block}.") for path in paths for block in structure.decoder):
         block = structure.decoder[0]
         parts = ", ".join(name for name, _ in structure.blocks[block].named_children())
         raise ModelError(
             f"activation_checkpointing='mlp': {block} has {parts}, and no module called "
             f"{' or '.join(MLP_MODULES)}; use 'block' or 'selective'"
         )
-    return found
+    return paths

@@ -159,12 +159,12 @@ class _Exchange(torch.autograd.Function):
 
 def _all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """Exchange tensors ``[cp, *]``, one entry for each rank, by one all-to-all for each dtype."""
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(part.dtype for part in parts):
         chosen = {index: part for index, part in enumerate(parts) if part.dtype == dtype}
         sent = torch.cat([part.reshape(len(part), -1) for part in chosen.values()], dim=1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         split = torch.split(received, [part[0].numel() for part in chosen.values()], dim=1)
-        found |= {index: got.reshape(part.shape) for got, (index, part) in zip(split, chosen.items(), strict=True)}
-    return [found[index] for index in range(len(parts))]
+        tensors |= {index: got.reshape(part.shape) for got, (index, part) in zip(split, chosen.items(), strict=True)}
+    return [tensors[index] for index in range(len(parts))]

@@ -165,28 +165,28 @@ class Inputs:
         """Put the router logits of full rows into a model's output; a rank gets the gradients of its tokens."""
         # An auxiliary loss is a product of two means over all tokens, so that it is no sum over ranks. Every rank has
         # the loss of the full rows, and the sum of gradients over ``cp`` counts it once.
-        found = output.get("router_logits") if isinstance(output, MutableMapping) else None
-        if type(found) is tuple and self.rows is not None:
-            output["router_logits"] = tuple(self.rows.router_logits(each) for each in found)
+        logits = output.get("router_logits") if isinstance(output, MutableMapping) else None
+        if type(logits) is tuple and self.rows is not None:
+            output["router_logits"] = tuple(self.rows.router_logits(each) for each in logits)
         return output
 
     def _begin_outputs(self, model: Any, asked: dict[str, Any], tokens: Tensor, rows: GlobalRows) -> dict[str, Any]:
         """Prepare the outputs of full rows, and return the inputs that they need."""
         self.end()
         share, scores = tokens.shape[1], scores_rows(model)
-        found = dict(asked)
+        inputs = dict(asked)
         for name in _LABELS if not scores else ():
             if name in asked:
-                found[name] = asked[name] if asked[name].shape[1] == share else rows.layout.shard(asked[name])
+                inputs[name] = asked[name] if asked[name].shape[1] == share else rows.layout.shard(asked[name])
         if scores and tokens.dim() == 2:
             self.own_ids, self.full_ids = tokens, rows.full(tokens)
-            found["input_ids"] = self.full_ids
+            inputs["input_ids"] = self.full_ids
         if "labels" in asked and not scores:
             self._stack.enter_context(with_loss_function(model, LossOfRows(model.loss_function, rows)))
         if _KEPT in asked:
             self.kept = KeptLogits(asked[_KEPT], rows)
-            found[_KEPT] = self.kept.local.to(tokens.device)
-        return found
+            inputs[_KEPT] = self.kept.local.to(tokens.device)
+        return inputs
 
     def end(self, *_: Any) -> None:
         """Leave the model as it was before the forward, also after an error."""
@@ -208,8 +208,8 @@ class Inputs:
         full, own = self.full_ids, self.own_ids
         if full is None:
             return None
-        found = {name: own if value is full else value for name, value in kwargs.items()}
-        return tuple(own if value is full else value for value in args), found
+        named = {name: own if value is full else value for name, value in kwargs.items()}
+        return tuple(own if value is full else value for value in args), named
 
     def add_longest(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append the longest position of the full rows to a rotary embedding's input: its frequencies depend on it."""

@@ -63,14 +63,14 @@ class SequenceMask:
     def _shown(self) -> dict[tuple[int, int], dict[tuple[int, int], int]]:
         rows = [tile for chunk in self.layout.chunks for tile in tiles(self.layout, chunk)]
         columns = [tile for chunk in range(self.layout.num_chunks) for tile in tiles(self.layout, chunk)]
-        found = []
+        contents = []
         for row in rows:
             for at in range(0, len(columns), _TILES_AT_ONCE):
                 together = columns[at : at + _TILES_AT_ONCE]
                 mask = self.tile(row, (together[0][0], together[-1][1]))
                 for part in torch.split(mask, [end - start for start, end in together], dim=-1):
-                    found.append((~part.any()).long() * NOTHING + part.all().long() * EVERYTHING)
-        counts = iter(torch.stack(found).tolist())
+                    contents.append((~part.any()).long() * NOTHING + part.all().long() * EVERYTHING)
+        counts = iter(torch.stack(contents).tolist())
         return {row: {column: next(counts) for column in columns} for row in rows}
 
 

@@ -59,12 +59,12 @@ class Media:
                 f"{type(module).__name__} is given {', '.join(uncut) or 'inputs by position'} beside embeddings with "
                 "media, which are not of this rank's tokens: use cp=1"
             )
-        found = {**kwargs, _EMBEDDINGS: rows.layout.shard(kwargs[_EMBEDDINGS])}
+        inputs = {**kwargs, _EMBEDDINGS: rows.layout.shard(kwargs[_EMBEDDINGS])}
         if (places := kwargs.get(_MASK)) is not None:
-            own = found[_MASK] = rows.layout.shard(places)
+            own = inputs[_MASK] = rows.layout.shard(places)
             numbers = rows.layout.shard((places.flatten().cumsum(0) - 1).view_as(places))[own]
-            found[_FEATURES] = [features.index_select(0, numbers) for features in kwargs[_FEATURES]]
-        return args, found
+            inputs[_FEATURES] = [features.index_select(0, numbers) for features in kwargs[_FEATURES]]
+        return args, inputs
 
 
 def media_of(model: nn.Module, structure: ModelStructure) -> Media | None:

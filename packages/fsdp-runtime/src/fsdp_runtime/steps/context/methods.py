@@ -41,8 +41,8 @@ def query_heads(structure: ModelStructure, mixer: TokenMixer) -> int | None:
     """Return the number of query heads of an attention module, ``None`` where it cannot be told."""
     if hasattr(mixer.module, MLA_ROPE_DIM) and isinstance(heads := getattr(mixer.module, MLA_HEADS, None), int):
         return heads
-    if (found := structure.heads_below(mixer.path)) is not None:
-        return found.query
+    if (heads := structure.heads_below(mixer.path)) is not None:
+        return heads.query
     config = getattr(mixer.module, "config", None)
     return next(_positive(mixer.module), None) or next(_positive(config), None)
 

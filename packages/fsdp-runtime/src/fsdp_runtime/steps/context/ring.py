@@ -68,13 +68,13 @@ class _Prefixes:
 @lru_cache(maxsize=64)
 def _prefixes(size: int, chunks: tuple[int, ...]) -> Sequence[Block]:
     """Return the parts of chunks of a size, by their places in the sequence."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     for at, chunk in enumerate(chunks):
         queries, start = slice(at * size, (at + 1) * size), chunk * size
         if start:
-            found.append(Block(queries, slice(0, start), fused=True))
-        found.append(Block(queries, slice(start, start + size), causal=True, fused=True))
-    return found
+            blocks.append(Block(queries, slice(0, start), fused=True))
+        blocks.append(Block(queries, slice(start, start + size), causal=True, fused=True))
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ class _Ring(torch.autograd.Function):
         for owner, (keys, values) in _around(key, value, group):
             for block in parts.of(owner):
                 seen = keys[:, :, block.keys], values[:, :, block.keys]
-                found = attend(query[:, :, block.queries], *seen, block, scale)
+                part = attend(query[:, :, block.queries], *seen, block, scale)
                 into = output[:, :, block.queries], lse[:, :, block.queries]
                 if block.queries.start in begun:
-                    add_part(*into, *found)
+                    add_part(*into, *part)
                 else:
-                    set_part(*into, *found)
+                    set_part(*into, *part)
                     begun.add(block.queries.start)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, lse)

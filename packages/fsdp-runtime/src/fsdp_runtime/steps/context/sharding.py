@@ -144,10 +144,10 @@ class SequenceLayout:
             raise LayoutError(
                 f"got {_describe(full)}: give one entry for each of the {self.length} tokens on dim {dim}"
             )
-        found = full.index_select(dim, self.positions.to(full.device))
+        shard = full.index_select(dim, self.positions.to(full.device))
         if self.ranks > 1:
-            setattr(found, _CUT_BY, str(self.load_balancer))
-        return found
+            setattr(shard, _CUT_BY, str(self.load_balancer))
+        return shard
 
     def shard_batch(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return this rank's part of a model's inputs, with position ids if they are missing.
@@ -168,11 +168,11 @@ class SequenceLayout:
                     f"{name} is {_describe(batch[name])}: give one entry for each of the {self.length} tokens of the "
                     f"full row on dim {dim}, and pass values per sample separately"
                 )
-        found = {name: self.shard(value, dim=dims[name]) for name, value in batch.items()}
-        if "position_ids" not in found and found:
-            first = next(iter(found.values()))
-            found["position_ids"] = self.positions.to(first.device).expand(first.shape[0], -1)
-        return found
+        shards = {name: self.shard(value, dim=dims[name]) for name, value in batch.items()}
+        if "position_ids" not in shards and shards:
+            first = next(iter(shards.values()))
+            shards["position_ids"] = self.positions.to(first.device).expand(first.shape[0], -1)
+        return shards
 
 
 def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalancer = "headtail") -> SequenceLayout:

@@ -64,9 +64,9 @@ def verify_context_parallelism(
         except Exception as error:  # noqa: BLE001
             return [f"it raises {type(error).__name__}: {error}"]
 
-    found = [each for (each,) in on_ranks_of(mesh, difference) if each]
-    if found:
-        raise ModelError(f"{name} cannot run on a part of a row: in a run of a small copy, {found[0]}; use cp=1")
+    differences = [each for (each,) in on_ranks_of(mesh, difference) if each]
+    if differences:
+        raise ModelError(f"{name} cannot run on a part of a row: in a run of a small copy, {differences[0]}; use cp=1")
 
 
 def _small(model: Any, length: int, *, ranks: int) -> Any:
@@ -81,13 +81,13 @@ def _small(model: Any, length: int, *, ranks: int) -> Any:
 
 
 def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
-    found: Outputs = {}
+    outputs: Outputs = {}
 
     def keep(path: str, output: Any) -> None:
         each = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
         for index, tensor in enumerate(each):
             if isinstance(tensor, Tensor):
-                found.setdefault((path, index), tensor)
+                outputs.setdefault((path, index), tensor)
 
     handles = [
         hook_forward(module, "keeps outputs", after=lambda _module, _args, output, path=path: keep(path, output))
@@ -98,7 +98,7 @@ def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
         model(input_ids=ids, attention_mask=mask)
     for handle in handles:
         handle.remove()
-    return found
+    return outputs
 
 
 def _rows(model: Any, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
@@ -115,11 +115,11 @@ def _padding_mask(length: int) -> Tensor:
     return mask
 
 
-def _difference(found: Outputs, expected: Outputs, layout: SequenceLayout) -> str:
+def _difference(actual: Outputs, expected: Outputs, layout: SequenceLayout) -> str:
     """Return what differs in the outputs of a rank's tokens, empty where nothing does."""
     real = _padding_mask(layout.length).bool()
     errors: dict[tuple[str, int], float] = {}
-    for key, own in found.items():
+    for key, own in actual.items():
         full = expected.get(key)
         if full is None or full.shape[:2] != real.shape or own.shape[:2] != (_ROWS, layout.length // layout.ranks):
             continue

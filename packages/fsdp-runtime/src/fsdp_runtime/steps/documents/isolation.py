@@ -226,7 +226,7 @@ def _argument_names(cls: type) -> tuple[str, ...]:
     variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     for base in cls.__mro__:
         if (forward := vars(base).get("forward")) is not None:
-            found = tuple(each.name for each in signature(forward).parameters.values() if each.kind not in variadic)
-            if found[1:]:
-                return found[1:]
+            names = tuple(each.name for each in signature(forward).parameters.values() if each.kind not in variadic)
+            if names[1:]:
+                return names[1:]
     return ()

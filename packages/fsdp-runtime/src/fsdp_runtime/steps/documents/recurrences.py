@@ -53,12 +53,12 @@ class ByFunctions(Wrapper):
         cls = type(self)
         if cls.verified is None:
             with unrecorded():
-                found = _is_token_wise(lambda each: cls.of_single_tokens(self, each), tokens)
-            if found is None:
+                token_wise = _is_token_wise(lambda each: cls.of_single_tokens(self, each), tokens)
+            if token_wise is None:
                 return True
             owner: Any = next(base for base in cls.__mro__ if "of_single_tokens" in vars(base))
-            owner.verified = found
-            if not found:
+            owner.verified = token_wise
+            if not token_wise:
                 logger.warning("%s mixes tokens by more than its convolution and recurrence", cls.__name__)
         return bool(cls.verified)
 
@@ -146,8 +146,8 @@ def _is_token_wise(forward: Callable[[Tensor], Any], like: Tensor) -> bool | Non
     bound = _TOLERANCE * wanted.abs().max()
     for half in (0, 1):
         kept = moved % 2 == half
-        found = _full(forward(torch.where(kept[:, None], tokens[:, moved], others)))
-        if not bool((found - wanted)[:, kept].abs().max() <= bound):
+        outputs = _full(forward(torch.where(kept[:, None], tokens[:, moved], others)))
+        if not bool((outputs - wanted)[:, kept].abs().max() <= bound):
             return False
     return True
 

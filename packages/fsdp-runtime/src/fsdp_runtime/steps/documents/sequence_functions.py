@@ -86,10 +86,10 @@ def functions_called(cls: type) -> tuple[str, ...]:
         return ()
     known = {CONVOLUTION, FUSED, *RECURRENCES}
     others = {name for value in vars(cls).values() if isfunction(value) for name in unwrap(value).__code__.co_names}
-    found = known & set(forward.__code__.co_names) & forward.__globals__.keys()
-    if known & others - found or not found - {FUSED}:  # some are called by another method
+    called = known & set(forward.__code__.co_names) & forward.__globals__.keys()
+    if known & others - called or not called - {FUSED}:  # some are called by another method
         return ()
-    return tuple(sorted(found))
+    return tuple(sorted(called))
 
 
 def with_functions(
@@ -129,8 +129,8 @@ def takes_boundaries(function: Callable[..., Any], name: str) -> bool:
     """Return True where a kernel is installed that takes the boundaries of documents."""
     # transformers wraps the kernel or its own function, which ignores or refuses boundaries, in a function that has the
     # one in use as a variable.
-    found = getclosurevars(function).nonlocals.get("implementation", function) if isfunction(function) else function
-    return name in signature(found).parameters
+    kernel = getclosurevars(function).nonlocals.get("implementation", function) if isfunction(function) else function
+    return name in signature(kernel).parameters
 
 
 @dataclass(frozen=True)

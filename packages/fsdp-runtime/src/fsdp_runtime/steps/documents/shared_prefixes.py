@@ -54,9 +54,9 @@ def _check(setup: Setup) -> None:
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_MASKED_LAYERS))
     mixing = [path for path, module in blocks if isinstance(module, nn.Conv1d)]
     if kinds or mixing or is_stateful(facts.row_model):
-        found = ", ".join([*kinds, *mixing[:1]]) or "a recurrent state"
+        states = ", ".join([*kinds, *mixing[:1]]) or "a recurrent state"
         raise ModelError(
-            f"{name} passes a state from token to token ({found}), which one row cannot hand to several branches: use "
+            f"{name} passes a state from token to token ({states}), which one row cannot hand to several branches: use "
             "separate rows (pack)"
         )
     for path, module in blocks:

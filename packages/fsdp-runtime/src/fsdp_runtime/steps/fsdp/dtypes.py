@@ -82,7 +82,7 @@ def resolve_fsdp_dtypes(
         separate = dict(_separate(model, path, parameters, others, dtypes))
         modules += separate
         own_dtype |= separate.keys()
-        covered = {name for found in separate.values() for name in found}
+        covered = {name for names in separate.values() for name in names}
         replicated += [name for name in parameters if name in others - covered]
     casts = policy is None or policy.param_dtype != _dtype_of_most(
         each for each in model.parameters() if each.is_floating_point()
@@ -100,17 +100,17 @@ def _dtypes(
     main, main_of_all = _dtype_of_most(trainable.values()), _dtype_of_most(floating.values())
     lower = compute in (torch.bfloat16, torch.float16)
     declared = kept_in_float32(model) if lower else frozenset()
-    found: dict[str, _Dtypes] = {}
+    dtypes: dict[str, _Dtypes] = {}
     for name, parameter in floating.items():
         declares = name in declared and parameter.dtype == torch.float32
         if name in trainable:
             stored = stored_dtype or parameter.dtype
             keeps = compute is None or parameter.dtype != main or declares
-            found[name] = (stored, stored if keeps else compute or stored)
+            dtypes[name] = (stored, stored if keeps else compute or stored)
         elif lower and shards_frozen:
             keeps = declares or (parameter.dtype == torch.float32 != main_of_all)
-            found[name] = (parameter.dtype, parameter.dtype if keeps else compute or parameter.dtype)
-    return found
+            dtypes[name] = (parameter.dtype, parameter.dtype if keeps else compute or parameter.dtype)
+    return dtypes
 
 
 def _dtype_of_most(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:

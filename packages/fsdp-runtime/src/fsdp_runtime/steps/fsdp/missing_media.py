@@ -64,12 +64,12 @@ class AbsentMedia:
         own = {medium: _media(medium, owners, given) for medium, owners in self.owners.items()}
         flags = [given.get("input_ids") is None, *(bool(media) for media in own.values())]
         device = next((value.device for value in given.values() if isinstance(value, Tensor)), torch.device("cpu"))
-        found = torch.tensor([*flags, *(not flag for flag in flags)], dtype=torch.int32, device=device)
+        counts = torch.tensor([*flags, *(not flag for flag in flags)], dtype=torch.int32, device=device)
         for group in self.groups:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
         if self.is_dry_run:
             return
-        (embedded, *some), (_, *lacking) = found.view(2, -1).bool().tolist()
+        (embedded, *some), (_, *lacking) = counts.view(2, -1).bool().tolist()
         mixed = [medium for medium, has, lacks in zip(own, some, lacking, strict=True) if has and lacks]
         if not mixed:
             return
@@ -146,8 +146,8 @@ def _media_owners(model: nn.Module, *, several_stacks: bool) -> dict[str, list[n
         medium: [module for module in model.modules() if callable(getattr(module, method, None))]
         for medium, method in MEDIA_METHODS.items()
     }
-    found = {medium: modules for medium, modules in owners.items() if modules or _FIRST[medium] in takes}
-    return found or {name: [] for name in takes if several_stacks and _may_be_media(name)}
+    media = {medium: modules for medium, modules in owners.items() if modules or _FIRST[medium] in takes}
+    return media or {name: [] for name in takes if several_stacks and _may_be_media(name)}
 
 
 def _may_be_media(name: str) -> bool:

@@ -276,7 +276,7 @@ def _replicated_parameters(model: nn.Module, fsdp: FSDP2) -> set[nn.Parameter]:
 def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, fsdp: FSDP2) -> dict[str, nn.Module]:
     """Return the blocks that become FSDP modules, by path."""
     shared = _shared_parameters(model, structure)
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for path in structure.blocks:
         block = model.get_submodule(path)
         parameters = list(block.parameters())
@@ -286,8 +286,8 @@ def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, fsdp: FSDP2) ->
         elif not has_forward(block):
             logger.info("%s has no forward, only parts that are called one by one: part of the root", path)
         elif trains or fsdp.frozen_params == "layer":
-            found[path] = block
-    return found
+            blocks[path] = block
+    return blocks
 
 
 def _shared_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Parameter]:
@@ -305,13 +305,13 @@ def _shared_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Pa
 def _outer_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Parameter]:
     """Return the parameters of modules outside of blocks, which may be in blocks too, as the vectors of VB-LoRA are."""
     blocks = {model.get_submodule(path) for path in structure.blocks}
-    found: set[nn.Parameter] = set()
+    parameters: set[nn.Parameter] = set()
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        found.update(module.parameters(recurse=False))
+        parameters.update(module.parameters(recurse=False))
         waiting += [child for child in module.children() if child not in blocks]
-    return found
+    return parameters
 
 
 def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], fsdp: FSDP2) -> None:

@@ -196,10 +196,10 @@ class _Run:
             self.known = _maps[model] = measured
         self.entered = True
         lm_head = LMHeadParameters(*_head_weight(head), self.known.scale, self.known.softcap)
-        self.result = found = self.function(self.stand_in.hidden, lm_head)
-        if not dataclasses.is_dataclass(found):
-            return found
-        return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+        self.result = result = self.function(self.stand_in.hidden, lm_head)
+        if not dataclasses.is_dataclass(result):
+            return result
+        return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
 
 
 def _head_path(model: nn.Module) -> str:
@@ -216,10 +216,10 @@ def _head_path(model: nn.Module) -> str:
 
 def logits_of(output: Any) -> Tensor | None:
     """Return the logits of a model's output: the tensor itself, its ``logits``, or the first of a tuple."""
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    return found if isinstance(found, Tensor) else None
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if logits is None and isinstance(output, (tuple, list)) and output:
+        logits = output[0]
+    return logits if isinstance(logits, Tensor) else None
 
 
 def _measured(logits: Tensor | None, probes: Tensor) -> LogitsMap | None:
@@ -258,8 +258,8 @@ def _unknown_map(model: nn.Module, path: str) -> ModelError:
 
 def _require_linear(head: nn.Module, path: str) -> None:
     """Check that a head is one linear map, as which a loss without logits reads it."""
-    found = linear_in_force(head)
-    if reason := found.not_linear or _own_forward(found.layer):
+    linear = linear_in_force(head)
+    if reason := linear.not_linear or _own_forward(linear.layer):
         raise ModelError(
             f"{path} is not one linear map, which a loss without logits needs: {reason}; or compute the loss from the "
             "logits"
@@ -277,11 +277,11 @@ def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` that a head, or its wrapper, computes with."""
     # Adapters in force are added in the weight's dtype, and get their gradients through the sum. Of a weight that is
     # sharded over ``tp`` a rank adds its rows only.
-    found = linear_in_force(head)
-    weight: Tensor = found.layer.weight
-    bias: Tensor | None = getattr(found.layer, "bias", None)
-    for factors in found.factors:
-        weight = _adapted(weight, found.layer.weight, factors).to(found.layer.weight.dtype)
+    linear = linear_in_force(head)
+    weight: Tensor = linear.layer.weight
+    bias: Tensor | None = getattr(linear.layer, "bias", None)
+    for factors in linear.factors:
+        weight = _adapted(weight, linear.layer.weight, factors).to(linear.layer.weight.dtype)
         if factors.bias is not None:
             added = factors.bias * factors.scaling
             bias = added if bias is None else (bias + added).to(bias.dtype)

@@ -151,16 +151,16 @@ def _in_python(model: nn.Module) -> Iterator[None]:
 def _routers_of(model: nn.Module) -> Routers:
     """Return the model's routers from a cache; refuse modules that hide their code or their recomputations."""
     state, modules = runtime_state(model), fingerprint(model)
-    found: _Found | None = state.routers
-    if found is None or found.modules != modules or not found.routers.are_current():
-        found = state.routers = _find(model, modules)
-    for path, module in found.around.items():
+    known: _Found | None = state.routers
+    if known is None or known.modules != modules or not known.routers.are_current():
+        known = state.routers = _find(model, modules)
+    for path, module in known.around.items():
         if type(module).__name__ == "OptimizedModule":
             raise ModelError(
                 f"{path or 'the model'} is an output of torch.compile, and its code selects without routers: compile "
                 "with parallelize(..., compile=True) or module.compile()"
             )
-    return found.routers
+    return known.routers
 
 
 class _Found(NamedTuple):

@@ -95,9 +95,9 @@ def routers_of(structure: ModelStructure) -> Routers:
     for mixture in _mixtures(tree):
         parts = [_inside_adapters(tree, path) for path in (*tree.children[mixture], mixture)]
         candidates = [path for path in parts if selection_of(type(tree.modules[path]))]
-        found = [path for path in tree.children[mixture] if hasattr(tree.modules[path], _TABLE)]
-        if found and not candidates:
-            tables += found
+        paths = [path for path in tree.children[mixture] if hasattr(tree.modules[path], _TABLE)]
+        if paths and not candidates:
+            tables += paths
             continue
         if len(candidates) > 1 and candidates[-1] == mixture:
             candidates.pop()
@@ -173,8 +173,8 @@ def _counts(owners: Iterable[object], names: Iterable[str]) -> Iterator[_Count]:
 def _unidentified(tree: ModelTree, mixture: str, candidates: list[str]) -> str:
     name = f"{mixture} ({type(tree.modules[mixture]).__name__})"
     if candidates:
-        found = ", ".join(f"{path} ({type(tree.modules[path]).__name__})" for path in candidates)
-        return f"{name} has several modules that may select its experts: {found}; none can be chosen"
+        modules = ", ".join(f"{path} ({type(tree.modules[path]).__name__})" for path in candidates)
+        return f"{name} has several modules that may select its experts: {modules}; none can be chosen"
     children = ", ".join(type(tree.modules[path]).__name__ for path in tree.children[mixture])
     return (
         f"{name} holds experts, and neither its code nor the code of its children ({children}) calls torch.topk: the "
@@ -186,7 +186,7 @@ def _unidentified(tree: ModelTree, mixture: str, candidates: list[str]) -> str:
 def _names(cls: type) -> frozenset[str]:
     """Return the names that the methods of a class use, without methods of torch's base classes."""
     # A base class's method counts unless an earlier class overrides it without a call of ``super``.
-    found: set[str] = set()
+    names: set[str] = set()
     replaced: set[str] = set()
     for base in cls.__mro__:
         if base is object or base.__module__.partition(".")[0] == "torch":
@@ -196,9 +196,9 @@ def _names(cls: type) -> frozenset[str]:
             code = getattr(function, "__code__", None)
             if isinstance(code, CodeType) and name not in replaced:
                 used = set(_names_of_code(code))
-                found |= used
+                names |= used
                 replaced |= set() if "super" in used else {name}
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _names_of_code(code: CodeType) -> Iterator[str]:

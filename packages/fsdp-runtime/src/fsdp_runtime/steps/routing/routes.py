@@ -139,8 +139,8 @@ def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> T
     tensors = [_read_sequence(row, sequence) for row, sequence in enumerate(sequences)]
     shapes = {tuple(each.shape[1:]) for each in tensors}
     if len(shapes) != 1 or any(each.ndim != 3 for each in tensors):
-        found = [tuple(each.shape) for each in tensors]
-        raise RoutesError(f"sequences {found}: give [tokens, layers, k] with the same layers and k for each")
+        sizes = [tuple(each.shape) for each in tensors]
+        raise RoutesError(f"sequences {sizes}: give [tokens, layers, k] with the same layers and k for each")
     layers, width = next(iter(shapes))
     mask = attention_mask.bool().cpu()
     routes = torch.full((*mask.shape, layers, width), HOLE, dtype=torch.int32)

@@ -24,7 +24,7 @@ _MAX = (torch.max, Tensor.max)
 class Selection(TorchFunctionMode):
     """Reads the experts that a router selects in one forward, and replaces them if routes are given."""
 
-    found: Tensor | None = None
+    choice: Tensor | None = None
 
     def __init__(
         self, router: Router, wanted: Tensor | None, *, has_holes: bool = False, trusted: bool = False
@@ -44,12 +44,12 @@ class Selection(TorchFunctionMode):
 
     def selected(self) -> Tensor:
         """Return the experts of every token, ``[tokens, k]`` int64."""
-        if self.found is None:
+        if self.choice is None:
             raise ModelError(
                 f"{self.router.path} ({type(self.router.module).__name__}) ran without a selection among its "
                 f"{self.router.experts} experts: its routes can be neither recorded nor replayed"
             )
-        return self.found
+        return self.choice
 
     def replaced(self, own: Tensor) -> Tensor:
         """Return the wanted experts, with the router's own experts in rows without a route, ``[tokens, k]``."""
@@ -75,8 +75,8 @@ class TopKSelection(Selection):
         width, experts = scores.shape[-1], self.router.experts
         own = _indices(func, args, kwargs)
         if width >= experts and self.router.top_k in (None, own.shape[-1]):
-            self.found = self.replaced(own)
-            return _chosen(scores, self.found)
+            self.choice = self.replaced(own)
+            return _chosen(scores, self.choice)
         if 1 < width < experts and experts % width == 0:
             return _chosen(scores, own if self.wanted is None else self._groups(scores, own))
         return func(*args, **kwargs)
@@ -137,7 +137,7 @@ class SparseMixerSelection(Selection):
         if step == 1 or not training:
             self.experts = (*self.experts, chosen)
             if len(self.experts) == (self.router.top_k or len(self.experts)):
-                self.found = torch.cat(self.experts, dim=-1)
+                self.choice = torch.cat(self.experts, dim=-1)
         values = scores.gather(-1, chosen)
         if step == 0:
             values = self._threshold(result.values.reshape(-1, 1), values)

@@ -89,8 +89,8 @@ def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
     adapted = _AdaptedModel.of(model, plan)
     adapted.check_stacked()
     matched: dict[str, list[str]] = {pattern: [] for pattern in plan}
-    for base, found in adapted.places.items():
-        owned = {join(base, name) for place in found if not place.wrapper for name in own_parameters(place.module)}
+    for base, copies in adapted.places.items():
+        owned = {join(base, name) for place in copies if not place.wrapper for name in own_parameters(place.module)}
         for path in (base, *sorted(owned)):
             for pattern in plan.match(path):
                 matched[pattern].append(path)
@@ -285,8 +285,8 @@ class _AdaptedModel:
 
     def check_stacked(self) -> None:
         """Refuse adapters on stacked experts that a plan shards otherwise than by expert, and others around them."""
-        for experts, found in self.places.items():
-            around = [self.layers[place.path] for place in found if place.path in self.layers]
+        for experts, copies in self.places.items():
+            around = [self.layers[place.path] for place in copies if place.path in self.layers]
             for layer in around:
                 if layer.parameter is None:
                     continue
