@@ -20,7 +20,7 @@ Method = Literal["allgather", "ulysses", "ring"]
 def require_plain_attention(path: str, *, eager: bool, dropout: float) -> None:
     """Check that a ring can compute an attention: it changes no scores, and drops no weights, which no rank has."""
     if eager or dropout > 0:
-        own = "a custom function (attention implementation 'eager', as for sinks and soft caps)"
+        own = "a function of its own (attention implementation 'eager', as for sinks and soft caps)"
         raise ModelError(
             f"context_parallel='ring' computes softmax(q k) v, and {path} has "
             f"{own if eager else f'attention_dropout={dropout}'}: give 'ulysses' or 'allgather', set dropout to 0, or "
