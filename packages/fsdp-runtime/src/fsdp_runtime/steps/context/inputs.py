@@ -1,4 +1,4 @@
-"""Inputs of a forward under context parallelism: a rank's part is completed, and what has no part is refused."""
+"""Inputs of a forward under context parallelism: a rank's part is completed; inputs without parts are refused."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from fsdp_runtime.steps.context.outputs import GlobalRows, KeptLogits, LossOfRow
 from fsdp_runtime.steps.context.sharding import LoadBalancer, SequenceLayout, load_balancer_of
 from fsdp_runtime.steps.documents.documents import Documents, find_documents
 
-#: Inputs that a rank gives for its own tokens.
+#: Inputs with the tokens of one rank.
 _OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-#: Further ones, where a table of this name embeds them token by token; elsewhere they make masks of full rows.
+#: Inputs with the tokens of one rank in models with this embedding table; other models make masks of full rows of them.
 _EMBEDDED = {"token_type_ids": "token_type_embeddings", "task_type_ids": "task_type_embeddings"}
 
 _CACHES = (*CACHES, "use_cache", "state", "mems", "use_mems")
@@ -54,7 +54,7 @@ class Inputs:
     head: str | None  # the path of the language-model head
     name: str  # of the attention's implementation
     media: Media | None
-    embedded: Set[str]  # further inputs that a rank gives for its own tokens
+    embedded: Set[str]  # inputs of ``_EMBEDDED`` with the tokens of one rank
     rows: GlobalRows | None = None
     kept: KeptLogits | None = None
     longest: Tensor | int = 0
@@ -63,7 +63,7 @@ class Inputs:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a rank's inputs with the mask of the full rows and position ids."""
+        """Return a rank's inputs with the mask of the full rows and with position ids."""
         if self.attention.whole_rows:
             self.rows = None
             return args, kwargs
@@ -124,7 +124,7 @@ class Inputs:
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions, "use_cache": False, **more}
 
     def _media(self, kwargs: Mapping[str, Any]) -> set[str]:
-        """Return the names of the media, which every rank of ``cp`` has or none; collective for multimodal models."""
+        """Return the names of the media; every rank of ``cp`` or none has media.  Collective for multimodal models."""
         if self.media is None:
             return set()
         known = self.media.names - {*_OF_TOKENS, *_CACHES}
@@ -163,8 +163,8 @@ class Inputs:
 
     def gather_router_logits(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Put the router logits of full rows into a model's output; a rank gets the gradients of its tokens."""
-        # An auxiliary loss is a product of two means over all tokens, so that it is no sum over ranks. Every rank has
-        # the loss of the full rows, and the sum of gradients over ``cp`` counts it once.
+        # An auxiliary loss is a product of two means over all tokens and no sum over ranks. Every rank has the loss of
+        # the full rows, and the sum of gradients over ``cp`` counts it once.
         logits = output.get("router_logits") if isinstance(output, MutableMapping) else None
         if type(logits) is tuple and self.rows is not None:
             output["router_logits"] = tuple(self.rows.router_logits(each) for each in logits)
@@ -189,7 +189,7 @@ class Inputs:
         return inputs
 
     def end(self, *_: Any) -> None:
-        """Leave the model as it was before the forward, also after an error."""
+        """Undo the changes of a forward, also after an error."""
         self._stack.close()
         if self.media is not None:
             self.media.rows = None
@@ -204,7 +204,7 @@ class Inputs:
         return output if self.rows is None else self.rows.full(output)
 
     def own_tokens(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the inputs of the trunk below a head for full rows: this rank's token ids."""
+        """Return this rank's token ids for the trunk, below a head that gets full rows."""
         full, own = self.full_ids, self.own_ids
         if full is None:
             return None
@@ -221,7 +221,7 @@ class Inputs:
         return ((args[0], longer, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "position_ids": longer})
 
     def drop_longest(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Leave the longest position out again."""
+        """Remove the longest position from a rotary embedding's output."""
         if self.rows is None:
             return output
         return tuple(each[..., :-1, :] for each in output) if isinstance(output, tuple) else output[..., :-1, :]
@@ -248,7 +248,7 @@ class Inputs:
             )
 
     def _require_parts(self, tokens: Tensor, mask: Any, positions: Any, subtree_end: Any) -> None:
-        """Check the shapes of a rank's inputs, and the load balancer that cut them; no communication."""
+        """Check the shapes of a rank's inputs and their load balancer; no communication."""
         attention, length = self.attention, tokens.shape[1]
         full = length * attention.layout(length).ranks
         if subtree_end is not None and (positions is None or mask is not None):
@@ -268,7 +268,7 @@ class Inputs:
 
 
 def embedded_inputs(model: nn.Module) -> set[str]:
-    """Return the further inputs that a model embeds token by token."""
+    """Return the inputs of ``_EMBEDDED`` that a model embeds token by token."""
     tables = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     return {name for name, table in _EMBEDDED.items() if table in tables}
 
@@ -286,7 +286,7 @@ def _refuse_unshardable(kwargs: dict[str, Any]) -> None:
 
 
 def _positions_in_text(full: Tensor | None, *, has_media: bool) -> Tensor | None:
-    """Return positions that count the tokens of a row one by one: of four axes the first; no others beside media."""
+    """Return the positions that count a row's tokens one by one: the first of four axes, or none beside media."""
     if full is not None and full.dim() == 3 and len(full) == 4:
         return full[0]
     return None if has_media else full
@@ -307,7 +307,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool | None = None) -> None:
     """Check that the last dim of a tensor has this rank's tokens or, where allowed, the tokens of the full rows."""
-    # ``fits`` says that the other dims are right; by default it is one.
+    # ``fits``: the other dims are right. By default there is one other dim.
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if not shape or shape[-1] not in (share, full) or not (len(shape) == 2 if fits is None else fits):
         given = shape if isinstance(value, Tensor) else type(value).__name__
@@ -316,7 +316,7 @@ def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool 
 
 
 def _require_order(positions: Tensor, layout: SequenceLayout) -> None:
-    """Check that positions ``[..., seq]`` go on from chunk to chunk in a layout's order rather than another's."""
+    """Check that positions ``[..., seq]`` continue from chunk to chunk in the order of the layout."""
     # Waits for the device.
     chunks = 2 * layout.ranks
     others: LoadBalancer = None if layout.load_balancer else "headtail"

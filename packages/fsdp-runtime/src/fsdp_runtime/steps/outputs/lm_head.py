@@ -2,8 +2,8 @@
 
 FSDP2 gathers the parameters outside the blocks (embedding, final norm, head) in the pre-forward hook of the root
 module and frees and reduces them by hooks on the root's outputs.  A loss that is computed from hidden states after
-``model.model(...)`` bypasses these hooks, so that those parameters end without gradients.  Here the root's own forward
-runs, and what it returns is the loss function's result.
+``model.model(...)`` bypasses these hooks, so that these parameters get no gradients.  Here the root's own forward runs
+and returns the loss function's result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.wrap import effects_of, hook_forward
 from tp_plans.model_tree import class_of_forward
 
-#: The effect, as ``describe_parallelism`` names it, of gathering logits that are kept over ``cp``.
+#: The effect of gathering kept logits over ``cp``, in the words of ``describe_parallelism``.
 KEEPS_OVER_CP = "gathers logits that are kept"
 
 #: Inputs of the map that a model applies to its logits: small ones show a factor, large ones a bound.
@@ -122,8 +122,8 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
     kept = kwargs.get("logits_to_keep")
     if (isinstance(kept, Tensor) or kept) and KEEPS_OVER_CP in effects_of(head):
         raise OptionError(
-            "logits_to_keep in forward_with_lm_head: under cp function gets this rank's tokens, of which it can "
-            "choose; leave it out"
+            "logits_to_keep in forward_with_lm_head: under cp function gets this rank's tokens and can choose among "
+            "them; leave it out"
         )
     stand_in = _StandIn(head, path)
     run = _Run(model, stand_in, function, _maps.get(model))
@@ -140,11 +140,11 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
     finally:
         siblings[name] = head
         hook.remove()
-    # A dataclass travels through the hooks as a dict.
+    # A dataclass passes the hooks as a dict.
     return dataclasses.replace(run.result, **output) if dataclasses.is_dataclass(run.result) else output  # type: ignore[type-var]
 
 
-#: What each model does with its logits, once measured.
+#: The measured map of each model's logits.
 _maps: WeakKeyDictionary[nn.Module, LogitsMap] = WeakKeyDictionary()
 _paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
@@ -155,7 +155,7 @@ def assume_logits_map(model: nn.Module, logits_map: LogitsMap) -> None:
 
 
 class _StandIn(nn.Module):
-    """Keeps the head's input and returns probes; attributes are the head's."""
+    """Takes the head's place: keeps the head's input, returns probes, and passes other attributes on to the head."""
 
     def __init__(self, head: nn.Module, path: str) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def logits_of(output: Any) -> Tensor | None:
 
 
 def _measured(logits: Tensor | None, probes: Tensor) -> LogitsMap | None:
-    """The scale and soft cap that take the probes to the logits, or ``None`` where no such map does."""
+    """Return the scale and soft cap that map the probes to the logits, or ``None`` if no such map does."""
     if logits is None or logits.shape != probes.shape:
         return None
     every = logits.detach().double().flatten(0, -2)
@@ -257,7 +257,7 @@ def _unknown_map(model: nn.Module, path: str) -> ModelError:
 
 
 def _require_linear(head: nn.Module, path: str) -> None:
-    """Check that a head is one linear map, as which a loss without logits reads it."""
+    """Check that a head is one linear map: a loss without logits needs its weight."""
     linear = linear_in_force(head)
     if reason := linear.not_linear or _own_forward(linear.layer):
         raise ModelError(
@@ -267,16 +267,16 @@ def _require_linear(head: nn.Module, path: str) -> None:
 
 
 def _own_forward(layer: nn.Module) -> str:
-    """Return why a subclass of ``nn.Linear`` may be no linear map, ``""`` for others."""
+    """Return the reason why a subclass of ``nn.Linear`` may be no linear map, or ``""``."""
     if not isinstance(layer, nn.Linear) or (name := class_of_forward(layer)) == "Linear":
         return ""
     return f"{name} has a custom forward"
 
 
 def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` that a head, or its wrapper, computes with."""
-    # Adapters in force are added in the weight's dtype, and get their gradients through the sum. Of a weight that is
-    # sharded over ``tp`` a rank adds its rows only.
+    """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` of a head or its wrapper."""
+    # Active adapters are added in the weight's dtype, and get their gradients through the sum. Of a weight sharded over
+    # ``tp`` a rank adds its rows only.
     linear = linear_in_force(head)
     weight: Tensor = linear.layer.weight
     bias: Tensor | None = getattr(linear.layer, "bias", None)
@@ -290,7 +290,7 @@ def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 def _adapted(weight: Tensor, of_base: Tensor, factors: HeadFactors) -> Tensor:
     """Return a weight with an adapter."""
-    # DoRA scales the rows of the sum, by norms that count as constants: Liu et al., arXiv:2402.09353, section 4.3.
+    # DoRA scales the rows of the sum by constant norms: Liu et al., arXiv:2402.09353, section 4.3.
     product = factors.b @ _with_full_gradient(factors.a) * factors.scaling
     if factors.magnitude is None:
         return weight + product
