@@ -85,8 +85,8 @@ def sweep(
         >>> def loss(model, inputs):
         ...     return model(inputs["input_ids"]).square().mean()
         >>> options = {"seq_len": 8, "plan": None, "logprobs": loss, "clip": False}
-        >>> found = sweep(build, 2, max_tp=1, activation_checkpointing=("none",), workers=0, **options)
-        >>> found.best.label
+        >>> results = sweep(build, 2, max_tp=1, activation_checkpointing=("none",), workers=0, **options)
+        >>> results.best.label
         'dp_shard=2'
     """
     require_model_source(model)  # here rather than once in every process
