@@ -406,8 +406,8 @@ def test_compiled_blocks_record_and_replay_as_others(recomputes: Any) -> None:
     assert describe_parallelism(model).compiled == ("model.layers.0", "model.layers.1")
 
 
-def test_what_torch_compile_returns_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"is a result of torch\.compile"), record_routes(torch.compile(_mixtral())):
+def test_record_routes_refuses_the_output_of_torch_compile() -> None:
+    with pytest.raises(ModelError, match=r"output of torch\.compile"), record_routes(torch.compile(_mixtral())):
         pass
 
 
