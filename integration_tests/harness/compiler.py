@@ -1,6 +1,6 @@
 """What the compiler has done in this process, from counters that torch keeps private.
 
-``torch._dynamo.utils.counters`` has no public form in torch 2.10 to 2.15; torchtitan's and torch's own tests read it.
+``torch._dynamo.utils.counters`` has no public form in torch 2.11 to 2.15; torchtitan's and torch's own tests read it.
 """
 
 from __future__ import annotations

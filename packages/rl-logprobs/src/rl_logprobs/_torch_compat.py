@@ -28,7 +28,7 @@ def local_shape_and_offset(
     tensor: DTensor, placements: Sequence[Placement] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's shard of ``tensor`` and its offset in the full tensor."""
-    # ``placements`` are the tensor's own by default. torch 2.10 to 2.15 have no public function with this answer for
+    # ``placements`` are the tensor's own by default. torch 2.11 to 2.15 have no public function with this answer for
     # every placement, strided shards included; torch's distributed checkpoints use the same one (pytorch/pytorch#107996
     # added it).
     shape, offset = compute_local_shape_and_global_offset(
@@ -39,25 +39,25 @@ def local_shape_and_offset(
 
 def same_root(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     """Return whether two meshes are slices of one mesh."""
-    # torch 2.10 to 2.15 have no public access to the root mesh; no upstream issue found.
+    # torch 2.11 to 2.15 have no public access to the root mesh; no upstream issue found.
     return bool(mesh._get_root_mesh() == other._get_root_mesh())
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Fail on the device if ``condition`` is false, without making the host wait."""
-    # torch 2.10 to 2.15 have the function under a private name only (pytorch/pytorch#53284).
+    # torch 2.11 to 2.15 have the function under a private name only (pytorch/pytorch#53284).
     torch._assert_async(condition, message)
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Return ``function.apply(*arguments)``, which torch 2.10 to 2.15 leave without types."""
+    """Return ``function.apply(*arguments)``, which torch 2.11 to 2.15 leave without types."""
     # No upstream issue found. mypy reports the ignored error once it is gone.
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let the ``backward`` of an autograd function refuse to run for a gradient of a gradient."""
-    # torch's ``once_differentiable`` (2.10 to 2.15; no upstream issue found) fails only where the incoming gradients
+    # torch's ``once_differentiable`` (2.11 to 2.15; no upstream issue found) fails only where the incoming gradients
     # have a history. Otherwise it returns constants, and a penalty on a gradient trains nothing, without an error.
 
     @wraps(backward)
@@ -74,21 +74,21 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def foreach_norm(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the norm of each tensor in few kernel launches, accumulated and returned in ``dtype``."""
-    # torch 2.10 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds
+    # torch 2.11 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds
     # ``torch.foreach``); ``torch.nn.utils.get_total_norm`` uses the same function but returns the total only.
     return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype))
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Scale every tensor in place by a 0-d tensor, in few kernel launches."""
-    # torch 2.10 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds
+    # torch 2.11 to 2.15 have foreach functions under private names only (pytorch/pytorch#193607 adds
     # ``torch.foreach``).
     torch._foreach_mul_(list(tensors), factor)
 
 
 def unreduced_parameters() -> set[int]:
     """Return the ``id`` of each FSDP2 parameter with a gradient that its rank has accumulated and not reduced yet."""
-    # torch 2.10 to 2.15 have no public way to ask, and leave ``parameter.grad`` as it was under
+    # torch 2.11 to 2.15 have no public way to ask, and leave ``parameter.grad`` as it was under
     # ``set_requires_gradient_sync(False)``; no upstream issue found.
     unreduced: set[int] = set()
     for reference in list(_module_state_mapping.values()):
@@ -106,7 +106,7 @@ def unreduced_parameters() -> set[int]:
 def all_gather_single(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Fill ``gathered`` with the ranks' parts."""
     # torch 2.13 renamed ``all_gather_into_tensor`` to ``all_gather_single`` and warns of the old name
-    # (pytorch/pytorch#186123); torch 2.10 to 2.12 have the old name only.
+    # (pytorch/pytorch#186123); torch 2.11 to 2.12 have the old name only.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, part, group=group)
 
@@ -118,7 +118,7 @@ _joint_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.P
 
 def joint_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return the process group of all ranks of a mesh, created at their first call; None if they cannot create it."""
-    # torch 2.10 to 2.15 have no public group over several dims of a mesh (pytorch/pytorch#132632 added a private group,
+    # torch 2.11 to 2.15 have no public group over several dims of a mesh (pytorch/pytorch#132632 added a private group,
     # which all ranks of the world must create together). A world bound to a device (``device_id`` of
     # ``init_process_group``) splits its communicator for a new group, which needs every rank. Otherwise the ranks
     # rendezvous under a name that contains the number of groups that each belongs to. Ranks in different numbers of
@@ -140,7 +140,7 @@ _ranks_cache: WeakKeyDictionary[DeviceMesh, frozenset[int]] = WeakKeyDictionary(
 
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     """Return the mesh's ranks, from a cache: torch computes them at each call, as slowly as ten small norms."""
-    # Computed outside any mode: under fake tensors, torch 2.10 to 2.15 compute a mesh's ranks as tensors without values
+    # Computed outside any mode: under fake tensors, torch 2.11 to 2.15 compute a mesh's ranks as tensors without values
     # (pytorch/pytorch#142275).
     if mesh not in _ranks_cache:
         with _disable_current_modes():
@@ -159,7 +159,7 @@ def _all_ranks_equal(number: int, mesh: DeviceMesh) -> bool:
 
 def wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``left @ right`` in ``dtype``; half precision operands on CUDA only."""
-    # torch 2.10 to 2.15 implement ``out_dtype`` for accelerators, not for a CPU (pytorch/pytorch#150812).
+    # torch 2.11 to 2.15 implement ``out_dtype`` for accelerators, not for a CPU (pytorch/pytorch#150812).
     # Autocast would round the operands of either product to half precision.
     device = left.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

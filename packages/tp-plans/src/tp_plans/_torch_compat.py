@@ -1,4 +1,4 @@
-"""Every use of private attributes of ``nn.Module``, with its reason; seen to work on torch 2.10 to 2.15.
+"""Every use of private attributes of ``nn.Module``, with its reason; seen to work on torch 2.11 to 2.15.
 
 Torch is not imported: an object with the same attributes will do.
 """

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 def has_flash_attention(query: Tensor, value: Tensor) -> bool:
     """Return True if :func:`flash_attention` computes attention of this dtype and width."""
     # No public function of torch returns the log-sum-exp of attention and takes it back in backward; torch's own ring
-    # attention calls these operators, which have kept their signatures from torch 2.10 to 2.15.
+    # attention calls these operators, which have kept their signatures from torch 2.11 to 2.15.
     width = query.shape[-1]
     if value.shape[-1] != width:
         return False
@@ -67,7 +67,7 @@ def _flash_operators(query: Tensor) -> tuple[Any, Any]:
 
 def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return the causal mask of the last ``queries`` of ``keys`` tokens, in a form that kernels do not materialize."""
-    # torch 2.10 to 2.15 cannot make a ``CausalBias`` inside a dispatch mode, such as selective checkpointing, and
+    # torch 2.11 to 2.15 cannot make a ``CausalBias`` inside a dispatch mode, such as selective checkpointing, and
     # compiles it only with a graph break (no upstream issue found); there the mask is an ordinary tensor.
     if torch.compiler.is_compiling():
         return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

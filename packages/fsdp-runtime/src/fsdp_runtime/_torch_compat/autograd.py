@@ -16,7 +16,7 @@ from fsdp_runtime._torch_compat.meshes import local_tensor
 def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
     """Raise ``freed()`` if backward reads a tensor saved inside the ``with`` that has lost its storage."""
     # torch's own error is about the storage, and torch turns its check for changes in place off for tensors with hooks
-    # (2.10 to 2.15, since pytorch/pytorch#60975), so this function checks them; the version of a tensor is not public.
+    # (2.11 to 2.15, since pytorch/pytorch#60975), so this function checks them; the version of a tensor is not public.
 
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
         return tensor, tensor._version
@@ -39,32 +39,32 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
 
 
 def autograd_position() -> int:
-    """The number that the next operator's backward node will get in this thread (private in torch 2.10 to 2.15)."""
+    """The number that the next operator's backward node will get in this thread (private in torch 2.11 to 2.15)."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def running_backward_of() -> int | None:
-    """The number of the backward node that runs now; ``None`` outside backward (private in torch 2.10 to 2.15)."""
+    """The number of the backward node that runs now; ``None`` outside backward (private in torch 2.11 to 2.15)."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
 
 
 def in_backward() -> bool:
-    """Return True while a backward runs in this thread, its hooks and callbacks included (private in 2.10 to 2.15)."""
+    """Return True while a backward runs in this thread, its hooks and callbacks included (private in 2.11 to 2.15)."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward, as DDP and FSDP2 do (private in torch 2.10 to 2.15)."""
+    """Call a function at the end of the running backward, as DDP and FSDP2 do (private in torch 2.11 to 2.15)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_written(tensor: Tensor) -> bool:
-    """Return whether an operator has changed a tensor in place (``Tensor._version``, private in torch 2.10 to 2.15)."""
+    """Return whether an operator has changed a tensor in place (``Tensor._version``, private in torch 2.11 to 2.15)."""
     return tensor._version > 0
 
 
 def viewed_tensor(tensor: Tensor) -> Tensor | None:
     """Return the tensor that a view shares memory with, ``None`` for a tensor that is no view."""
-    # ``Tensor._base`` of torch 2.10 to 2.15; a public name does not exist.
+    # ``Tensor._base`` of torch 2.11 to 2.15; a public name does not exist.
     return getattr(tensor, "_base", None)

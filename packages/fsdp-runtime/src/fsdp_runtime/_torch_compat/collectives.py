@@ -27,7 +27,7 @@ def reduce_scatter_flat(output: Tensor, full: Tensor, group: ProcessGroup) -> di
 
 
 def clone_default_store() -> Store:
-    """A new connection to the store of ``init_process_group``; torch 2.10 to 2.15 have no public function for it."""
+    """A new connection to the store of ``init_process_group``; torch 2.11 to 2.15 have no public function for it."""
     store: Any = distributed_c10d._get_default_store()
     copy: Store = store.clone()
     return copy
@@ -37,7 +37,7 @@ def separate_group(
     store: Store, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
 ) -> ProcessGroup:
     """Form a group outside the world; ``ValueError`` for a known name, ``RuntimeError`` where ranks do not come."""
-    # torch 2.10 to 2.15 form groups of the world's ranks alone (pytorch/pytorch#151960); SGLang and OpenRLHF call the
+    # torch 2.11 to 2.15 form groups of the world's ranks alone (pytorch/pytorch#151960); SGLang and OpenRLHF call the
     # same function. Point-to-point operations look up the ranks that are registered here.
     helper: Any = distributed_c10d._new_process_group_helper
     world: Any = distributed_c10d._world
@@ -51,7 +51,7 @@ def separate_group(
 
 def group_of(value: object) -> ProcessGroup | None:
     """The process group that an operator's argument is, as an object or by its name; ``None`` for other arguments."""
-    # Names are resolved by a private function in torch 2.10 to 2.15.
+    # Names are resolved by a private function in torch 2.11 to 2.15.
     if isinstance(value, ProcessGroup):
         return value
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
@@ -64,12 +64,12 @@ def group_of(value: object) -> ProcessGroup | None:
     return None
 
 
-#: Inductor's switch for async tensor parallelism, private in torch 2.10 to 2.15; torchtitan sets the same.
+#: Inductor's switch for async tensor parallelism, private in torch 2.11 to 2.15; torchtitan sets the same.
 MICRO_PIPELINE = "_micro_pipeline_tp"
 
 
 def enable_symmetric_memory(group: ProcessGroup) -> None:
-    """Let ranks of a group read each other's memory; the module is private in torch 2.10 to 2.15."""
+    """Let ranks of a group read each other's memory; the module is private in torch 2.11 to 2.15."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     enable_symm_mem_for_group(group.group_name)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def fake_store() -> Any:
-    """The store of torch's process group without peers; both are under ``torch.testing._internal`` in 2.10 to 2.15."""
+    """The store of torch's process group without peers; both are under ``torch.testing._internal`` in 2.11 to 2.15."""
     # Importing the module registers the backend ``"fake"``.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,7 +21,7 @@ def fake_store() -> Any:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """torch's mode of tensors without memory (private in 2.10 to 2.15), usable together with DTensor."""
+    """torch's mode of tensors without memory (private in 2.11 to 2.15), usable together with DTensor."""
     # DTensor computes shard offsets from values of small tensors; these stay real. Operators that it runs
     # on full shapes, to infer the shape of a result, are not part of the program and are hidden from other modes.
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -44,7 +44,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is neither on the meta device nor one of torch's fake ones (a private class in 2.10 to 2.15)."""
+    """Whether a tensor is neither on the meta device nor one of torch's fake ones (a private class in 2.11 to 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
@@ -61,7 +61,7 @@ def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """Errors of fake tensors if a result depends on data, or an operator has no rule for shapes."""
-    # Private in torch 2.10 to 2.15.
+    # Private in torch 2.11 to 2.15.
     from torch._subclasses import fake_tensor
 
     return (
@@ -74,7 +74,7 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 def clear_dtensor_caches() -> None:
     """Empty DTensor's caches of decisions for a mesh, which a later, equal mesh would get."""
     # Meshes are equal by shape and names; the groups of a deleted mesh cannot be used, nor can another rank's
-    # offsets. Private in torch 2.10 to 2.15.
+    # offsets. Private in torch 2.11 to 2.15.
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]

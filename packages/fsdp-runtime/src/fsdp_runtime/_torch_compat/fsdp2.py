@@ -17,7 +17,7 @@ from fsdp_runtime._torch_compat.meshes import local_tensor
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
     """FSDP2's sharded parameters by owning module and name; tied ones under every owner."""
     # While a unit is gathered its modules hold other tensors, in the dtype of the mixed-precision policy, and torch
-    # 2.10 to 2.15 give the shards publicly only after the gathered tensors are dropped (``FSDPModule.reshard``;
+    # 2.11 to 2.15 give the shards publicly only after the gathered tensors are dropped (``FSDPModule.reshard``;
     # pytorch/pytorch#120879).
     found: dict[tuple[nn.Module, str], nn.Parameter] = {}
     for fsdp_parameter in _fsdp_parameters(model):
@@ -28,7 +28,7 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Param
 def initialize_root(root: FSDPModule) -> None:
     """Initialize FSDP2's state of a root and the modules below it, as the root's first forward does."""
     # Until then gradients of the root's own parameters are not reduced, since a backward does not know the root.
-    # ``unshard()`` initializes one module's parameters only; torch 2.10 to 2.15 have no public function for all
+    # ``unshard()`` initializes one module's parameters only; torch 2.11 to 2.15 have no public function for all
     # (introduced so in pytorch/pytorch#117881). A submodule that ran earlier took itself for the root, which torch
     # refuses.
     state: Any = root._get_fsdp_state()
@@ -41,7 +41,7 @@ def initialize_root(root: FSDPModule) -> None:
 
 def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
     """Return the shards of an FSDP module with gradients not reduced yet, or not yet over replicas."""
-    # Under ``set_requires_gradient_sync(False)`` that is intended; torch 2.10 to 2.15 have no public way to ask.
+    # Under ``set_requires_gradient_sync(False)`` that is intended; torch 2.11 to 2.15 have no public way to ask.
     return [
         parameter.sharded_param
         for group in _parameter_groups(unit)
@@ -67,7 +67,7 @@ def placeholder(shard: Any) -> DTensor:
 
 def reduce_gradients(root: FSDPModule) -> None:
     """Reduce the gradients that are not reduced yet, as FSDP2 does at the end of a backward."""
-    # A backward through no FSDP module's output skips this reduction; torch 2.10 to 2.15 have no public call for it.
+    # A backward through no FSDP module's output skips this reduction; torch 2.11 to 2.15 have no public call for it.
     state: Any = root._get_fsdp_state()
     state._root_post_backward_final_callback()
 
@@ -84,18 +84,18 @@ def gathered_copies(unit: FSDPModule, *, now: bool = True) -> dict[nn.Parameter,
 
 
 def gathered_units(root: FSDPModule) -> list[Any]:
-    """The FSDP modules of an initialized root that hold gathered copies (private in torch 2.10 to 2.15)."""
+    """The FSDP modules of an initialized root that hold gathered copies (private in torch 2.11 to 2.15)."""
     return list(dict.fromkeys(state._modules[0] for state, group in _groups_below(root) if group.is_unsharded))
 
 
 def has_gradient_hooks(root: FSDPModule) -> bool:
-    """Return whether a shard of an initialized root has hooks of ``register_hook`` (private in torch 2.10 to 2.15)."""
+    """Return whether a shard of an initialized root has hooks of ``register_hook`` (private in torch 2.11 to 2.15)."""
     shards = [parameter.sharded_param for _, group in _groups_below(root) for parameter in group.fsdp_params]
     return bool([shard for shard in shards if shard._backward_hooks])
 
 
 def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
-    """The places in an initialized root with another tensor than FSDP2 gathers (private in torch 2.10 to 2.15)."""
+    """The places in an initialized root with another tensor than FSDP2 gathers (private in torch 2.11 to 2.15)."""
     return [
         (module, name)
         for _, group in _groups_below(root)
@@ -118,14 +118,14 @@ def _places(info: Any) -> list[tuple[nn.Module, str]]:
 
 
 def copied_versions(unit: FSDPModule) -> tuple[int, ...]:
-    """The versions of the shards that an FSDP module holds gathered copies of (private in torch 2.10 to 2.15)."""
+    """The versions of the shards that an FSDP module holds gathered copies of (private in torch 2.11 to 2.15)."""
     # Operators on a DTensor raise its version; operators on its local tensor raise the local tensor's.
     return tuple(shard._version + local_tensor(shard)._version for shard in gathered_copies(unit).values())
 
 
 def show_shards(unit: FSDPModule) -> None:
     """Let a gathered FSDP module's owners hold the shards; a backward gets the copies, and a forward gathers again."""
-    # torch 2.10 to 2.15 have no public way to keep copies without showing them.
+    # torch 2.11 to 2.15 have no public way to keep copies without showing them.
     for group in _parameter_groups(unit):
         for parameter in group.fsdp_params:
             parameter._setattr_on_modules(parameter.sharded_param)
@@ -144,7 +144,7 @@ def _unshard(group: Any, async_op: bool = False) -> None:
 
 
 def in_forward(unit: FSDPModule) -> bool:
-    """Return True while the root of an FSDP module runs its forward (private in torch 2.10 to 2.15)."""
+    """Return True while the root of an FSDP module runs its forward (private in torch 2.11 to 2.15)."""
     state: Any = unit._get_fsdp_state()
     return any(root._training_state.name == "FORWARD" for root in state._state_ctx.all_states[:1])
 
@@ -172,7 +172,7 @@ def reset_after_error(root: FSDPModule) -> None:
 
 def drop_unreduced_gradients(unit: FSDPModule, shards: Container[nn.Parameter]) -> bool:
     """Drop the unreduced gradients of some shards; return ``False`` if they share a buffer with other shards'."""
-    # Gradients that wait for the all-reduce between replicas share one (private in torch 2.10 to 2.15).
+    # Gradients that wait for the all-reduce between replicas share one (private in torch 2.11 to 2.15).
     for group in _parameter_groups(unit):
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in shards]
         trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
@@ -192,13 +192,13 @@ def _drop_unreduced(group: Any, parameters: Iterable[Any]) -> None:
 
 
 def offloads_to_cpu(model: nn.Module) -> bool:
-    """Return True if FSDP2 keeps the model's shards on the CPU (torch 2.10 to 2.15: the policy is not public again)."""
+    """Return True if FSDP2 keeps the model's shards on the CPU (torch 2.11 to 2.15: the policy is not public again)."""
     return any(bool(parameter.offload_to_cpu) for parameter in _fsdp_parameters(model))
 
 
 def gathered_bytes(unit: FSDPModule) -> int:
     """Return the bytes of an FSDP module's own parameters while they are gathered, without padding."""
-    # In torch 2.10 to 2.15 neither the parameters of one FSDP module nor its mixed-precision policy are public.
+    # In torch 2.11 to 2.15 neither the parameters of one FSDP module nor its mixed-precision policy are public.
     state: Any = unit._get_fsdp_state()
     dtype = state._mp_policy.param_dtype
     return sum(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
     """Flatten several axes of a mesh into one, registered under ``name``; a repeated call returns the same mesh."""
-    # Only ranks of the mesh take part. ``DeviceMesh._flatten`` has no public equivalent in torch 2.10 to 2.15; torch's
+    # Only ranks of the mesh take part. ``DeviceMesh._flatten`` has no public equivalent in torch 2.11 to 2.15; torch's
     # own tutorials and torchtitan use it (pytorch/pytorch#133838, and #159013 on a public form). Every rank of the
     # world must make its groups, so a mesh over a part of the world gets the group from here.
     root, sliced = root_mesh(mesh), mesh[axes] if len(axes) > 1 else mesh[axes[0]]
@@ -40,7 +40,7 @@ def _group_of_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = (), **options: Any) -> dist.ProcessGroup:
     """Make a process group on its global ranks only; this rank is among them."""
-    # Ranks meet under a name with the number of groups that each rank belongs to, which torch 2.10 to 2.15 keep
+    # Ranks meet under a name with the number of groups that each rank belongs to, which torch 2.11 to 2.15 keep
     # private: ranks in fewer groups than others first make groups of themselves. The groups of ``connecting`` together
     # connect them, in the same order on every rank. In a world that is bound to a device (``device_id`` of
     # ``init_process_group``) torch splits the world's communicator for a new group, in which every rank must take part;
@@ -68,18 +68,18 @@ def _group_count() -> int:
 def join_axes(*meshes: DeviceMesh) -> DeviceMesh:
     """Concatenate meshes of one root; at least one mesh is a flattened axis."""
     # Slicing the root by the name of a flattened axis warns from torch 2.11 on (pytorch/pytorch#164993, #169381), and
-    # 2.10 to 2.15 have no public replacement.
+    # 2.11 to 2.15 have no public replacement.
     return DeviceMesh._concatenate(list(meshes))
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that ``mesh`` was sliced from, or itself (not public in torch 2.10 to 2.15; no issue found)."""
+    """Return the mesh that ``mesh`` was sliced from, or itself (not public in torch 2.11 to 2.15; no issue found)."""
     return mesh._get_root_mesh()
 
 
 def is_strided(placement: Placement) -> bool:
     """Return True for ``_StridedShard``, FSDP2's placement of a dim that is already sharded over ``tp``."""
-    # The class is private in torch 2.10 to 2.15, where parameters of TP x FSDP2 carry it.
+    # The class is private in torch 2.11 to 2.15, where parameters of TP x FSDP2 carry it.
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, _StridedShard)
@@ -87,5 +87,5 @@ def is_strided(placement: Placement) -> bool:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """A DTensor's local tensor itself; a memory recorder would count the view from ``to_local`` again."""
-    # Other tensors are returned unchanged (torch 2.10 to 2.15).
+    # Other tensors are returned unchanged (torch 2.11 to 2.15).
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

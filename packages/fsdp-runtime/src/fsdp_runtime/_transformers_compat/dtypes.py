@@ -33,7 +33,7 @@ def kept_in_float32(model: nn.Module) -> frozenset[str]:
 def kept_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the tensors that ``from_pretrained(dtype=dtype)`` leaves in another dtype, by name."""
     # Names that match a pattern of the class are loaded in float32. Any other tensor gets the dtype that the class's
-    # constructor gives it under the default dtype ``dtype`` (``convert_and_load_state_dict_in_model``, 5.6 to 5.24).
+    # constructor gives it under the default dtype ``dtype`` (``convert_and_load_state_dict_in_model``, 5.10 to 5.24).
     names, kept = list(names), dict[str, torch.dtype]()
     for prefix, module, cls in _models_inside(model):
         patterns, chosen = _float32_patterns(module, dtype), _chosen_dtypes(module, cls, dtype)
@@ -59,7 +59,7 @@ def _models_inside(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 def _float32_patterns(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
     """The patterns that transformers searches in names to load tensors in float32, for a dtype of the model."""
-    # ``_keep_in_fp32_modules`` counts for float16, ``_keep_in_fp32_modules_strict`` for bfloat16 too (5.6 to 5.24).
+    # ``_keep_in_fp32_modules`` counts for float16, ``_keep_in_fp32_modules_strict`` for bfloat16 too (5.10 to 5.24).
     attributes = {
         torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
         torch.bfloat16: ("_keep_in_fp32_modules_strict",),

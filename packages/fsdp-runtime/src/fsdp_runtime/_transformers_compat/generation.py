@@ -12,7 +12,7 @@ from fsdp_runtime.errors import CheckpointError
 
 #: The files of a checkpoint with generation settings; older checkpoints have them in the model's config.
 GENERATION_FILES = ("generation_config.json", "config.json")
-#: Fields that record the origin of a config, not a setting (5.6 to 5.24).
+#: Fields that record the origin of a config, not a setting (5.10 to 5.24).
 _METADATA = ("_from_model_config", "_commit_hash", "_original_object_hash", "transformers_version")
 
 
@@ -35,7 +35,7 @@ def generation_config(model: Any, stored: Mapping[str, Any], adopted: tuple[Any,
     ``adopted`` are the two configs that an earlier load has returned.
     """
     # The model's constructor derives a config from the model's and marks it by ``_from_model_config``; a user's own
-    # config has no such mark. ``_original_object_hash`` tells whether it has changed since (5.6 to 5.24).
+    # config has no such mark. ``_original_object_hash`` tells whether it has changed since (5.10 to 5.24).
     current = model.generation_config
     if current is None or not (current is adopted[0] or current._from_model_config):
         return current, None

@@ -30,7 +30,7 @@ def sdpa_mask_between(
     use_vmap: bool,
 ) -> Tensor:
     """Build the boolean mask ``[batch, 1, queries, keys]`` of SDPA with transformers' own function."""
-    # ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.6 to
+    # ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.10 to
     # 5.24). ``documents``, ``positions``, ``subtree_end`` and ``padding`` (false at padding) are ``[batch, seq]``, or
     # ``None``; positions count in a document, or on a path of a prefix tree (``PathMask``). With ``use_vmap`` the
     # mask function takes single indices.

@@ -117,7 +117,7 @@ def pooler(model: Any) -> str | None:
 
 def recorded_outputs(module: nn.Module) -> frozenset[str]:
     """Return outputs that a transformers model can collect from inner modules, as ``"router_logits"``."""
-    # ``_can_record_outputs`` names what ``capture_outputs`` collects (5.6 to 5.24).
+    # ``_can_record_outputs`` names what ``capture_outputs`` collects (5.10 to 5.24).
     return (
         frozenset(getattr(module, "_can_record_outputs", None) or ()) if is_transformers_model(module) else frozenset()
     )
@@ -126,7 +126,7 @@ def recorded_outputs(module: nn.Module) -> frozenset[str]:
 def keep_recording(model: nn.Module) -> None:
     """Let transformers models collect outputs under the names that ``fully_shard`` gives their classes."""
     # ``capture_outputs`` finds a class's outputs by the class's name, which the model's constructor has
-    # registered (``_CAN_RECORD_REGISTRY``, 5.6 to 5.24); for another name it collects nothing, and the output is
+    # registered (``_CAN_RECORD_REGISTRY``, 5.10 to 5.24); for another name it collects nothing, and the output is
     # ``None``.
     for module in model.modules():
         if recorded_outputs(module):

@@ -14,7 +14,7 @@ from fsdp_runtime._torch_compat import modules_of
 @contextmanager
 def checkpointing_through(model: nn.Module, bind: Callable[[nn.Module, Callable[..., Any]], Any]) -> Iterator[None]:
     """Pass functions that ``gradient_checkpointing_enable`` recomputes through ``bind`` within the context."""
-    # The enabled modules carry the checkpoint function as ``_gradient_checkpointing_func`` (5.6 to 5.24), which has no
+    # The enabled modules carry the checkpoint function as ``_gradient_checkpointing_func`` (5.10 to 5.24), which has no
     # public accessor.
     name = "_gradient_checkpointing_func"
     found = {module: vars(module)[name] for module in modules_of(model) if callable(vars(module).get(name))}

@@ -39,7 +39,7 @@ def without_inference_mode(items: Iterator[_T]) -> Iterator[_T]:
 def gather_outside_inference_mode(model: nn.Module) -> None:
     """Let the first forward of a root FSDP module be one in ``torch.inference_mode``."""
     # FSDP2 keeps the tensors of its first gather; made in inference mode they could not be written in training (torch
-    # 2.10 to 2.15).
+    # 2.11 to 2.15).
 
     def gather_once(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if not torch.is_inference_mode_enabled():

@@ -3,7 +3,7 @@
 ``torch.utils.checkpoint`` keeps the results of chosen operators by reference, and detects a later in-place change by
 version counters.  ``torch.matmul`` returns ``aten._unsafe_view`` of a product, which shares its memory and not its
 counter: ``y = torch.matmul(a, b); y += c`` changes the kept product unnoticed, and the recomputation reads wrong values
-(torch 2.10 to 2.15, no upstream issue found).  Here storages are compared: where an operator writes into the memory of
+(torch 2.11 to 2.15, no upstream issue found).  Here storages are compared: where an operator writes into the memory of
 a kept result, the module's forward runs once more without keeping results of that operator, and remembers it.
 """
 

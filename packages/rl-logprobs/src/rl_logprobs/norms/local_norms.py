@@ -1,7 +1,7 @@
 """Norms of local tensors: accurate at any size and magnitude, without a copy of a gradient.
 
 On a CPU, torch's float32 norm of a large tensor adds up in sequence: 1e-5 off at a million elements, 2e-4 at eight
-million (torch 2.10 to 2.15, pytorch/pytorch#169237).  For half precision it first makes a float32 copy of the tensor.
+million (torch 2.11 to 2.15, pytorch/pytorch#169237).  For half precision it first makes a float32 copy of the tensor.
 Norms of short blocks have neither problem.
 """
 

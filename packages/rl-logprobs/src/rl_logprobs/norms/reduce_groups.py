@@ -76,7 +76,7 @@ class ReduceGroup:
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
         """Return the maximum over the ranks, NaN if any rank has NaN."""
-        # NaN is sent as a separate flag, because gloo's maximum loses it (torch 2.10 to 2.15; no upstream issue found).
+        # NaN is sent as a separate flag, because gloo's maximum loses it (torch 2.11 to 2.15; no upstream issue found).
         maxima = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)])
         for group in self.process_groups():
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)

@@ -1,6 +1,6 @@
 """Collectives, DTensors and autograd functions without the host time of torch's public calls.
 
-All of it is private, and the same in all versions from 2.10 to 2.15.
+All of it is private, and the same in all versions from 2.11 to 2.15.
 
 * Functional collectives as the operators that DTensor calls: selective checkpointing saves their results by name, and
   dry runs count them.  Python functions and autograd formulas around the operators take five times as long.

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 #: Operators with results that a dry run assumes.
 DATA_DEPENDENT = frozenset({aten._local_scalar_dense.default, aten.nonzero.default})
 
-#: Grouped matrix products: CPUs and GPUs run them in every dtype, fake tensors only in bfloat16 (torch 2.10 to 2.15).
+#: Grouped matrix products: CPUs and GPUs run them in every dtype, fake tensors only in bfloat16 (torch 2.11 to 2.15).
 GROUPED_MM = frozenset({aten._grouped_mm.default})
 
 _CHECKS = frozenset({"all", "is_all_true", "_is_all_true", "equal", "is_same_size", "allclose"})

@@ -237,7 +237,7 @@ def _divide_gradients(module: nn.Module, scale: float) -> None:
     """Multiply the mean that FSDP2 reduces for one FSDP module by ``scale``."""
     # The mean is over the ranks that the module is sharded over: ``efsdp`` for experts, which get
     # the tokens of the ``ep`` ranks. FSDP2's own ``set_gradient_divide_factor`` needs NCCL, or a sum that it divides
-    # twice where replicas have no shards (torch 2.10 to 2.15; pytorch/pytorch#155904, #162338).
+    # twice where replicas have no shards (torch 2.11 to 2.15; pytorch/pytorch#155904, #162338).
 
     def rescale(gradients: torch.Tensor) -> None:
         gradients.mul_(scale)
