@@ -9,7 +9,7 @@ from typing import Any
 
 
 def own_parameters(module: Any) -> dict[str, Any]:
-    """A module's dict of direct parameters, absent ones (``None``) and views in their place included."""
+    """Return a module's dict of direct parameters, with absent ones (``None``) and views that replace parameters."""
     # ``named_parameters`` hides both, and assigning an attribute refuses a plain tensor where a parameter was; torch's
     # own parametrisation and FSDP2 work on the same dict.
     parameters: dict[str, Any] = getattr(module, "_parameters", {})
@@ -17,13 +17,13 @@ def own_parameters(module: Any) -> dict[str, Any]:
 
 
 def own_children(module: Any) -> dict[str, Any]:
-    """A module's dict of direct children; ``named_children`` takes ten times as long in every call of a module."""
+    """Return a module's dict of direct children; ``named_children`` takes ten times as long in every call."""
     children: dict[str, Any] = module._modules
     return children
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
-    """A module's dict of direct buffers, for modules that are no ``nn.Module`` too."""
+    """Return a module's dict of direct buffers, also for modules that are no ``nn.Module``."""
     buffers: dict[str, Any] = getattr(module, "_buffers", {})
     return buffers
 
@@ -33,6 +33,6 @@ CALL = "_call_impl"
 
 
 def call_of(module_class: Any) -> Any:
-    """A module class's call of hooks and forward, in which the compiler can be told to leave both to Python."""
+    """Return a module class's call of hooks and forward; the compiler can be told to leave both to Python."""
     # Hooks that are added later, as FSDP2's, then run outside of compiled code, which would skip them.
     return module_class._call_impl

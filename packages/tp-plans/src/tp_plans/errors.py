@@ -10,7 +10,7 @@ __all__ = [
 
 
 def type_name(value: object) -> str:
-    """The type of a value as messages name it: in full where it is not built in, since short names are shared."""
+    """Return the type of a value for messages: with its module unless it is built in, since short names are shared."""
     cls = type(value)
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 

@@ -83,7 +83,7 @@ def compute_ranges(
 
 
 def _split_blocks(size: int, tp: int, unit: int, *, shared: bool) -> list[range]:
-    """One piece over the ranks."""
+    """Return the rows of one piece for each rank."""
     units, rest = divmod(size, unit)
     if rest:
         raise PlanError(f"{size} features are not a multiple of {unit} (multiple_of)")

@@ -37,7 +37,7 @@ def meta_model_from_config(source: str | Path) -> Any:
 
 
 def class_of_model_type(name: str) -> str:
-    """The class for text generation of a ``model_type``, by its name; any other name as it is."""
+    """Return the name of the class for text generation of a ``model_type``; any other name unchanged."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:

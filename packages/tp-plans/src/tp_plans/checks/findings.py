@@ -31,7 +31,7 @@ class Finding:
 
 
 def deduplicate_by_rule(findings: Iterable[Finding], rules: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
-    """Merge findings that differ only in the module, where one rule matches those modules."""
+    """Merge findings that differ only in the module and have one rule."""
     groups: dict[tuple[str, Finding], list[Finding]] = defaultdict(list)
     for finding in dict.fromkeys(findings):
         rule = next(iter(rules.get(finding.where, ())), wildcard(finding.where))

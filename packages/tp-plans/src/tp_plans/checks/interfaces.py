@@ -31,7 +31,7 @@ def check_interfaces(planned: PlannedTree) -> Iterator[Finding]:
 
 
 def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree) -> Iterator[Finding]:
-    """Find sharded features that nothing in the same block reads as sharded."""
+    """Find sharded features without a layer in the same block that reads sharded features."""
     readers = {scope for path in reading for scope in _scopes(path)}
     for path in giving:
         above = parent(path)
@@ -57,7 +57,7 @@ def _missing_gather(giving: list[str], reading: list[str], planned: PlannedTree)
 
 
 def _reads_features(path: str, features: int, planned: PlannedTree) -> bool:
-    """Return whether a layer that the plan leaves replicated reads so many features."""
+    """Return whether a replicated layer reads so many features."""
     weight, style = planned.tree.weight(path), planned.style(path)
     return (
         weight is not None and (style is None or isinstance(style, styles.NoParallel)) and weight.shape[1] == features
@@ -85,7 +85,7 @@ def _missing_shard(giving: list[str], reading: list[str], planned: PlannedTree) 
 
 
 def _scopes(path: str) -> Iterator[str]:
-    """The modules above a layer, up to the block that it belongs to; the nearest only, outside of blocks."""
+    """Return the modules above a layer up to its block; outside of blocks, only the nearest."""
     inside = list(ancestors(path))
     block = max((index for index, above in enumerate(inside) if leaf(above).isdigit()), default=0)
     yield from inside[: block + 1]

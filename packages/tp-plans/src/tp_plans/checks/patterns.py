@@ -17,7 +17,7 @@ from tp_plans.styles.words import STYLE_BY_NAME, style_from_name
 
 
 def parse_plan(rules: object) -> tuple[Plan, list[Finding]]:
-    """A plan of the rules that can be read, and a finding for each of the others."""
+    """Return a plan of the readable rules, and a finding for each other rule."""
     rules = rules if isinstance(rules, Mapping) else require_plan(rules)
     read: dict[str, Style] = {}
     findings = []
@@ -35,7 +35,7 @@ def parse_plan(rules: object) -> tuple[Plan, list[Finding]]:
 
 
 def check_matches(planned: PlannedTree) -> Iterator[Finding]:
-    """Patterns that stand for nothing in the model."""
+    """Find patterns that match nothing in the model."""
     used = {pattern for patterns in planned.rules.values() for pattern in patterns}
     for pattern, style in planned.plan.items():
         if pattern not in used:
@@ -62,14 +62,14 @@ def _nearest_existing(pattern: str, kind: str, planned: PlannedTree) -> str:
 
 
 def check_single_match(planned: PlannedTree) -> Iterator[Finding]:
-    """Modules and parameters that several rules stand for."""
+    """Find modules and parameters with several rules."""
     for path, patterns in planned.rules.items():
         if len(patterns) > 1:
             yield Finding("error", path, f"matched by {len(patterns)} rules: {', '.join(patterns)}", "keep one of them")
 
 
 def check_parent_patterns(planned: PlannedTree) -> Iterator[Finding]:
-    """Rules of bare parameters that cannot be folded onto their owner's, since that has another pattern."""
+    """Find rules of bare parameters that cannot be folded onto their owner's rule, which has another pattern."""
     for path in planned.parameters:
         for pattern in planned.rules[path][:1]:
             owner = planned.rules[parent(path)]

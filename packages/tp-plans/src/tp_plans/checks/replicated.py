@@ -46,7 +46,7 @@ def size_of(parameter: Any) -> int:
 
 
 def _one_path_each(planned: PlannedTree) -> dict[str, Any]:
-    """Every parameter by one of its paths, a split one where ties differ."""
+    """Return every parameter by one of its paths; of tied parameters, a split one."""
     by_identity: dict[int, str] = {}
     for path, parameter in planned.parameters.items():
         if id(parameter) not in by_identity or isinstance(planned.layout(path), Shard):

@@ -151,7 +151,7 @@ def _gather_input(arrives: _InputLayout) -> Iterator[_Comm]:
 
 
 def _reduce_output(output: Layout) -> Iterator[_Comm]:
-    """Adding up the ranks' outputs."""
+    """Return the collectives that sum the ranks' outputs."""
     if isinstance(output, Replicate):
         yield "all_reduce", "forward", "output"
     elif not isinstance(output, Partial):
@@ -160,7 +160,7 @@ def _reduce_output(output: Layout) -> Iterator[_Comm]:
 
 
 def _redistribute_features(output: Layout) -> Iterator[_Comm]:
-    """Bringing an output that is split on its features to another layout."""
+    """Return the collectives that bring an output with sharded features to another layout."""
     if isinstance(output, Replicate):
         yield "all_gather", "forward", "output"
     elif output != Shard(-1):
@@ -184,7 +184,7 @@ def _prepare_input(
 def _row_exchange(
     path: str, style: styles.ColwiseParallel | styles.RowwiseParallel, planned: PlannedTree, tp: int
 ) -> Iterator[_Comm]:
-    """Fetching rows of a weight that other ranks store, and returning their gradients."""
+    """Return the collectives that fetch rows of a weight from other ranks and return their gradients."""
     dim, shared = (0, style.replicate_kv_heads) if isinstance(style, styles.ColwiseParallel) else (1, False)
     if not style.fused_sizes and not shared:
         return

@@ -40,7 +40,7 @@ class ShardedParameter:
 
     @property
     def name(self) -> str:
-        """Its own name."""
+        """The parameter's last name."""
         return leaf(self.path)
 
 
@@ -83,7 +83,7 @@ class Explanation:
 
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
-        """All parameters; tied ones at each of their places."""
+        """All parameters; a tied one at each of its places."""
         return (*(parameter for rule in self.rules for parameter in rule.parameters), *self.rest)
 
     @property

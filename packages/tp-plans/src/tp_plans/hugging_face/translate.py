@@ -86,21 +86,21 @@ def _translated(words: Mapping[str, str], tree: ModelTree) -> Iterator[tuple[str
 
 
 def _for_module(style: Style, modules: list[Any]) -> Style:
-    """The style as the kind of module wants it: until 5.0, an embedding's table was split by ``rowwise``."""
+    """Return the style for the kind of module: until 5.0, ``rowwise`` split an embedding's table."""
     if isinstance(style, RowwiseParallel) and all(hasattr(module, "num_embeddings") for module in modules):
         return VocabParallelEmbedding()
     return style
 
 
 def _may_split(embedding: str, head: str | None, rules: Mapping[str, Style], tree: ModelTree) -> bool:
-    """Return whether the embedding may be sharded: not where it is tied to a head that stays replicated."""
+    """Return whether the embedding may be sharded: not if a replicated head is tied to it."""
     if head is None or head in rules:
         return True
     return getattr(tree.modules[head], "weight", None) is not tree.modules[embedding].weight
 
 
 def shipped_plan(tree: ModelTree) -> dict[str, str]:
-    """Pattern to style word, from the plans of classes, inner configs and instances; outer over inner."""
+    """Return pattern to style word, from the plans of classes, inner configs and instances; outer over inner."""
     words: dict[str, str] = dict(own_plan(type(tree.model)) or {})
     for path, module in reversed(list(tree.modules.items())):
         prefix = f"{path}." if path else ""

@@ -54,7 +54,7 @@ def _head_features(path: str, style: ColwiseParallel | RowwiseParallel, planned:
 def _interleaved_features(
     path: str, style: ColwiseParallel | RowwiseParallel, features: int | None, planned: PlannedTree
 ) -> int | None:
-    """Return the features of one head where a fused projection keeps its query, key and value together (GPT-NeoX)."""
+    """Return the features of a head in a fused projection with interleaved query, key and value (GPT-NeoX)."""
     above = parent(path)
     sizes = (getattr(planned.modules.get(above), name, None) for name in naming.HEAD_DIMS)
     size = next(filter(is_integer, sizes), None)
@@ -66,7 +66,7 @@ def _interleaved_features(
 
 
 def _value_features(attention: str, head_dim: int, tree: ModelTree) -> int | None:
-    """Return the features of one head of the values, where there are as many as heads of the keys."""
+    """Return the features of one head of the values, if keys and values have one number of heads."""
     keys, values = (tree.size(join(attention, name), 0) for name in (naming.KEY, naming.VALUE))
     if not keys or not values or keys % head_dim or values % (keys // head_dim):
         return None
@@ -108,7 +108,7 @@ def _attention_in_heads(planned: PlannedTree, root: str) -> Iterator[tuple[str, 
 
 
 def per_head_norms(planned: PlannedTree, root: str) -> Mapping[str, Style]:
-    """Return rules for norms of single heads: those with a row for each head are sharded as the heads are."""
+    """Return rules for norms of single heads: a norm with a row for each head is sharded as the heads are."""
     rows: list[tuple[str, Style]] = []
     for path, module in planned.within(root):
         if naming.QUERY not in planned.split_children(path):
@@ -125,7 +125,7 @@ def per_head_norms(planned: PlannedTree, root: str) -> Mapping[str, Style]:
 
 
 def _layout(path: str, planned: PlannedTree) -> Layout | None:
-    """Gather the input once for all projections, where nothing else in the layer could read it."""
+    """Return the layout that gathers the input once for all projections, if nothing else in the layer could read it."""
     if planned.tree.own_parameters(path):  # its own code may use them on the input
         return None
     names = planned.tree.children_with_parameters(path)

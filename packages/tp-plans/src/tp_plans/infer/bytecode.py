@@ -87,7 +87,7 @@ def reads_below(cls: type, child: str, name: str) -> bool:
 
 
 def _in_context(cls: type) -> Iterator[tuple[Instruction, Instruction, list[Any]]]:
-    """Iterate over the instructions of a class's methods: the one before, it, and the arguments of the two after."""
+    """Iterate over a class's instructions, each with the instruction before it and the arguments of the next two."""
     for code in _methods(cls):
         for nested in _with_nested(code):
             steps = [step for step in get_instructions(nested) if step.opname not in ("CACHE", "EXTENDED_ARG")]
@@ -109,7 +109,7 @@ def _methods(cls: type) -> Iterator[CodeType]:
 
 
 def _with_nested(code: CodeType) -> Iterator[CodeType]:
-    """Iterate over the code of a function and of those defined in it."""
+    """Iterate over the code of a function and of its nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

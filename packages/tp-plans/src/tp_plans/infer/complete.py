@@ -35,7 +35,7 @@ def tied_modules(planned: PlannedTree, root: str) -> Mapping[str, Style]:
 
 
 def _tied_pairs(planned: PlannedTree) -> dict[tuple[str, str], None]:
-    """Return the modules with rules and the modules without that have the same parameters below them."""
+    """Return pairs of modules that share all parameters: one with rules, one without."""
     pairs: dict[tuple[str, str], None] = {}
     for group in planned.tree.tied:
         with_layout = [path for path in group if planned.layout(path) is not None]

@@ -31,7 +31,7 @@ def is_read_in_full(tree: ModelTree) -> bool:
 
 
 def is_tied(path: str, tree: ModelTree) -> bool:
-    """Return whether a layer shares its weight with one of another name, which may want another layout of it."""
+    """Return whether a layer shares its weight with a layer of another name, which may need another layout."""
     weight = join(path, "weight")
     return any(weight in group and len(set(map(wildcard, group))) > 1 for group in tree.tied)
 
@@ -57,7 +57,7 @@ def with_full_output(plan: Plan, tree: ModelTree) -> Plan:
 
 
 def norm_after_blocks(tree: ModelTree) -> str | None:
-    """Return the norm of the last block's output: after the blocks, else the first one next to them."""
+    """Return the norm of the last block's output: after the blocks, else the first norm next to them."""
     siblings = (path for path in tree.children[tree.root] if path != tree.decoder)
     norms = [path for path in siblings if tree.is_norm(path) and not names_embedding(path)]
     norms.sort(key=lambda path: "embed" in leaf(path))  # NeoMME's comes before its blocks, LFM2's only one after them

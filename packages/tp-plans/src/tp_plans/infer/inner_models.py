@@ -18,7 +18,7 @@ from tp_plans.styles import ColwiseParallel, Style, VocabParallelEmbedding
 
 
 def inner_models(tree: ModelTree) -> tuple[str, ...]:
-    """Return the paths of the outermost language models of transformers inside a module that is none itself."""
+    """Return the paths of the outermost language models of transformers inside another kind of module."""
     if _is_language_model("", tree):
         return ()
     language_models = [path for path in tree.modules if path and _is_language_model(path, tree)]

@@ -70,7 +70,7 @@ def _rules_of_kind(sub: Sublayer, tree: ModelTree) -> Proposal:
 
 
 def gathered_rules(sub: Sublayer) -> dict[str, styles.Style]:
-    """Return rules that are right whatever the code around the layers computes."""
+    """Return rules that are right for any code around the layers."""
     columns: dict[str, styles.Style] = dict.fromkeys(
         (*sub.input_projs, *sub.other_linears), styles.ColwiseParallel(output_layouts=Replicate())
     )
@@ -155,7 +155,7 @@ def _attention(sub: Sublayer, tree: ModelTree) -> Proposal:
 
 
 def _latent_attention(sub: Sublayer, tree: ModelTree) -> Proposal:
-    """Queries, keys with values, and outputs have one number of heads, and a size of head each."""
+    """Return the rules of latent attention: one number of heads, and three sizes of head."""
     heads = int(getattr(tree.modules[sub.path], MLA_HEADS))
     features: dict[str, int] = {path: tree.shape(path)[0] for path in sub.input_projs}
     features[sub.output_proj] = sub.inner_dim
@@ -173,7 +173,7 @@ def _latent_attention(sub: Sublayer, tree: ModelTree) -> Proposal:
 
 
 def _fused_sizes(sub: Sublayer, tree: ModelTree, size: int, widths: Mapping[str, int]) -> tuple[int | str, ...] | None:
-    """Return the sizes of fused queries, keys and values; ``()`` for separate ones, ``None`` if it is neither."""
+    """Return the sizes of fused queries, keys and values; ``()`` for separate ones, else ``None``."""
     if any(width % size for width in (*widths.values(), sub.inner_dim)):
         return None
     if len(widths) == 1:

@@ -148,7 +148,7 @@ def _rules_after_blocks(planned: PlannedTree) -> dict[str, styles.Style]:
 
 
 def _embeddings_merged_above(root: str, tree: ModelTree) -> bool:
-    """Return whether the module above the language model has other parts, which write into its token embeddings."""
+    """Return whether other parts of the parent of the language model write into its token embeddings."""
     above = parent(root)
     return bool(above) and tree.children_with_parameters(above) != {leaf(root)}
 
@@ -160,7 +160,7 @@ def takes_features_between_blocks(tree: ModelTree) -> bool:
 
 
 def _rules_between_blocks(tree: ModelTree, *, per_sublayer: bool) -> dict[str, styles.Style]:
-    """Return the rules that give code between blocks the full hidden states, where it adds features to them."""
+    """Return rules that give full hidden states to code between blocks that adds features to them."""
     if not per_sublayer:
         raise CapabilityError(
             f"{type(tree.model).__name__} adds vision features between blocks that need the full sequence: sequence "
@@ -181,7 +181,7 @@ def _rules_between_blocks(tree: ModelTree, *, per_sublayer: bool) -> dict[str, s
 
 
 def _block_rules(path: str, planned: PlannedTree) -> dict[str, styles.Style] | None:
-    """Return the rules inside one block; ``None`` where the sequence has to be gathered for the entire block."""
+    """Return the rules inside one block; ``None`` if the sequence has to be gathered for the entire block."""
     tree = planned.tree
     if planned.style(path) is not None or tree.own_parameters(path) or tree.has_buffers(path):
         return None
@@ -215,7 +215,7 @@ def _block_rules(path: str, planned: PlannedTree) -> dict[str, styles.Style] | N
 
 
 def _rules_apart(path: str, planned: PlannedTree) -> dict[str, styles.Style] | None:
-    """Return the rules of a part of a sub-layer with layers in separate modules; ``None`` for others."""
+    """Return the rules of a part of a sub-layer with layers in several modules; ``None`` for other modules."""
     # The part that outputs local features gathers the tokens.  The part that reads them scatters its sums and ends in
     # a norm.
     tree, own = planned.tree, planned.style(path)

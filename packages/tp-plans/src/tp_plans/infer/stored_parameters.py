@@ -100,7 +100,7 @@ def _adds_to_embedding(module: Any, method: str) -> bool:
 
 
 def _reader_above(path: str, names: list[str], planned: PlannedTree) -> str | None:
-    """Return the module above that reads the parameters in its code, if it has no rule."""
+    """Return the module above with code that reads the parameters, if it has no rule."""
     above = parent(path)
     read = referenced_names(type(planned.modules[above]))
     is_read = bool(path) and leaf(path) in read and any(name in read for name in names if name != "weight")
@@ -108,7 +108,7 @@ def _reader_above(path: str, names: list[str], planned: PlannedTree) -> str | No
 
 
 def _can_gather(path: str, planned: PlannedTree) -> bool:
-    """Return whether a module has no rule, and is called by its forward alone, around which it may gather."""
+    """Return whether a module may gather around its forward: it has no rule, and only its forward is called."""
     if planned.style(path) is not None or planned.tree.is_numbered(path):
         return False
     above, cls = type(planned.modules[parent(path)]), type(planned.modules[path])
@@ -118,12 +118,12 @@ def _can_gather(path: str, planned: PlannedTree) -> bool:
 
 
 def _is_read_above(path: str, planned: PlannedTree) -> bool:
-    """Return whether a module's weight may be read by the code above it, as the kernels of recurrences do."""
+    """Return whether the code above a module may read its weight, as the kernels of recurrences do."""
     return "weight" in referenced_names(type(planned.modules[parent(path)]))
 
 
 def is_large(parameter: str, shape: tuple[int, ...], large: Collection[str]) -> bool:
-    """Return whether a parameter is one of large patterns, and a matrix with a dim to shard."""
+    """Return whether a parameter matches a pattern of large parameters and is a matrix with a dim to shard."""
     return wildcard(parameter) in large and len(shape) > 1 and max(shape) >= MIN_ROWS
 
 
@@ -146,7 +146,7 @@ def _kernel_arguments(path: str, planned: PlannedTree) -> tuple[str, ...]:
 
 
 def embedding_submodules(planned: PlannedTree, root: str) -> Mapping[str, styles.Style]:
-    """Return rules for modules inside a sharded embedding, which see the ids of their rank only."""
+    """Return rules for modules inside a sharded embedding, which see only the ids of their rank."""
     inside = (
         (path, styles.NoParallel(gradient="partial"))
         for path, _ in planned.within(root)
@@ -156,7 +156,7 @@ def embedding_submodules(planned: PlannedTree, root: str) -> Mapping[str, styles
 
 
 def _reads_full_activations(path: str, planned: PlannedTree) -> bool:
-    """Return whether a layer surely reads full activations: no sibling is split, or it feeds those that are."""
+    """Return whether a layer surely reads full activations: no sibling is split, or it feeds the split siblings."""
     # A column-wise layer sums the gradient of its input: a layer before it gets a full gradient.
     above = parent(path)
     if split := planned.split_children(above):

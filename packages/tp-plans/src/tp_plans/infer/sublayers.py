@@ -99,7 +99,7 @@ def recognize(path: str, tree: ModelTree) -> Sublayer | None:
 
 
 def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
-    """Query, key and value in heads, norms over one head each, a gate as wide as the queries."""
+    """Return attention with query, key and value in heads, norms of one head, a gate as wide as the queries."""
     output = next((name for name in naming.ATTENTION_OUTPUTS if name in names), "")
     head_dim = getattr(tree.modules[path], naming.HEAD_DIM, None)
     if not output or not set(naming.QKV) <= names or not is_integer(head_dim, least=1):
@@ -118,7 +118,7 @@ def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
 
 
 def _latent_attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
-    """Multi-head latent attention with DeepSeek's names."""
+    """Return multi-head latent attention with DeepSeek's names."""
     module, queries = tree.modules[path], set(naming.MLA_QUERIES) & names
     counted = all(is_integer(getattr(module, name, None), least=1) for name in (naming.MLA_HEADS, naming.MLA_ROPE_DIM))
     required = {naming.MLA_KV_DOWN, naming.MLA_KV_UP, naming.MLA_OUTPUT}
@@ -131,7 +131,7 @@ def _latent_attention(path: str, names: set[str], tree: ModelTree) -> Sublayer |
 
 
 def _mlp(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
-    """A gated, fused or plain MLP: everything else in it works on single features."""
+    """Return a gated, fused or plain MLP: its other modules work on single features."""
     for *inputs, output in naming.MLPS:
         if names != {*inputs, output}:
             continue
@@ -200,7 +200,7 @@ def _inputs_apart(path: str, tree: ModelTree) -> tuple[str, ...]:
 
 
 def _row(path: str, tree: ModelTree) -> str | None:
-    """Return the one linear layer of a module that has a norm besides, or nothing."""
+    """Return the one linear layer of a module that has a norm besides, or ``None``."""
     owners = [join(path, name) for name in tree.children_with_parameters(path)]
     layers = [owner for owner in owners if tree.is_linear(owner)]
     rest = [owner for owner in owners if owner not in layers]

@@ -83,7 +83,7 @@ def suggest(model: Any, *, sequence_parallel: bool = False, gathered: Sequence[s
 def suggestion(
     tree: ModelTree, *, sequence_parallel: bool, gathered: Sequence[str], large: Collection[str] | None = None
 ) -> Suggestion:
-    """See :func:`suggest`; ``large`` has the patterns of the large parameters, where another model says them."""
+    """See :func:`suggest`; ``large``: the patterns of large parameters, from another model."""
     require_no_adapters(tree)
     name = type(tree.model).__name__
     embedding = tree.embedding
@@ -128,7 +128,7 @@ def _add_embedding(rules: dict[str, styles.Style], embedding: str, tree: ModelTr
 
 
 def _sublayers(tree: ModelTree, rules: Mapping[str, styles.Style]) -> Iterator[Proposal]:
-    """Return rules for all sub-layers of all blocks; sub-layers of one name are sharded inside in all or in none."""
+    """Return rules for all sub-layers of all blocks; sub-layers of one name are all sharded inside, or none is."""
     # Blocks may pass results to each other (keys and values that several attention layers share).
     sublayers = [sub for block in token_blocks(tree) for sub in _of_block(block, tree, rules)]
     proposals = {sub.path: propose(sub, tree) for sub in sublayers}
@@ -194,7 +194,7 @@ def _adds_to_logits(path: str, head: str, tree: ModelTree) -> bool:
 
 
 def _of_unknown_role(rules: Mapping[str, styles.Style], planned: PlannedTree) -> Iterator[Doubt]:
-    """Find the matrices of the blocks that have no rule, or one for their storage alone."""
+    """Find the matrices of the blocks that have no rule, or only a rule for their storage."""
     tree = planned.tree
     for block in token_blocks(tree):
         for path in tree.below(block):

@@ -47,7 +47,7 @@ _Part = tuple[str, Mapping[str, styles.Style]]
 
 
 def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
-    """Return a plan with rules for the vision and audio towers and projectors that it leaves replicated."""
+    """Return a plan with rules for replicated vision and audio towers and projectors."""
     # Its rules stay. Layers with a number of heads or features that does not divide are stored sharded, and logged.
     return with_towers(plan, ModelTree.of(model), tp=tp)[0]
 
@@ -55,7 +55,7 @@ def split_towers(plan: Plan, model: Any, *, tp: int) -> Plan:
 def with_towers(
     plan: Plan, tree: ModelTree, *, tp: int, among: Collection[str] | None = None, large: Collection[str] | None = None
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return a plan with rules for towers, and the parts of them that are split inside, as patterns."""
+    """Return a plan with rules for towers, and the patterns of the parts of towers that are split inside."""
     # Parts outside ``among`` are stored sharded. ``large``: the patterns of large parameters, from another model.
     planned = PlannedTree(tree, plan)
     paths = [path for path in _outside(tree) if planned.style(path) is None and not _is_gathered(path, planned)]
@@ -80,7 +80,7 @@ def with_towers(
 
 
 def _outside(tree: ModelTree) -> Iterator[str]:
-    """Iterate over the modules next to the language model, without the head and the modules that lead to it."""
+    """Iterate over the modules next to the language model, without the head and the parents of both."""
     if tree.embedding is None or tree.decoder is None or not tree.root:
         return
     for path in tree.modules:
@@ -93,7 +93,7 @@ def _outside(tree: ModelTree) -> Iterator[str]:
 
 
 def _is_gathered(path: str, planned: PlannedTree) -> bool:
-    """Return whether a rule of a module above gathers a parameter of a module: its code then has it in full."""
+    """Return whether a rule of a module above gathers a parameter of a module, so that its code reads it in full."""
     return any(planned.is_gathered(join(path, name)) for name in planned.tree.own_parameters(path))
 
 
@@ -136,7 +136,7 @@ def _is_activation(path: str, tree: ModelTree) -> bool:
 
 
 def _sublayer(path: str, tree: ModelTree) -> dict[str, styles.Style] | None:
-    """Return the rules of attention or an MLP that is split inside; ``None`` where one of its parts is unknown."""
+    """Return the rules of attention or an MLP that is split inside; ``None`` if a part of it is unknown."""
     sub = _tower_sublayer(path, tree)
     if sub is None or tree.own_parameters(path):  # such as a bias for every head
         return None
@@ -152,7 +152,7 @@ def _sublayer(path: str, tree: ModelTree) -> dict[str, styles.Style] | None:
 
 
 def _tower_sublayer(path: str, tree: ModelTree) -> Sublayer | None:
-    """Return the attention layer or MLP that a module is by its layers: some read features, one writes as many."""
+    """Return a module as attention or an MLP, by its layers: some read features, one writes as many."""
     linear = [child for child in tree.children[path] if tree.is_plain_linear(child)]
     outputs = [layer for layer in linear if _OUTPUT.fullmatch(leaf(layer).lower())]
     if len(linear) < 2 or len(outputs) != 1:
@@ -169,7 +169,7 @@ def _tower_sublayer(path: str, tree: ModelTree) -> Sublayer | None:
 
 
 def _by_wildcard(parts: Iterable[_Part]) -> list[list[_Part]]:
-    """Return the parts that differ in block numbers only together: they are split in all blocks or in none."""
+    """Group the parts that differ only in block numbers: all of a group are split, or none."""
     groups: dict[str, list[_Part]] = defaultdict(list)
     for path, rules in parts:
         groups[wildcard(path)].append((path, rules))

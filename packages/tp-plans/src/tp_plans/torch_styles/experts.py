@@ -117,7 +117,7 @@ def _full_with_summed_gradient(tensor: Tensor, context: ForwardContext) -> Tenso
 
 
 def _local_tokens(tokens: Tensor, own: range, experts: int, module: nn.Module, context: ForwardContext) -> Tensor:
-    """This rank's part of ``[experts * tokens, hidden]``."""
+    """Return this rank's part of ``[experts * tokens, hidden]``."""
     if tokens.shape[0] % experts or experts % context.mesh.size():
         raise LayoutError(
             f"{type(module).__name__} takes every expert's tokens in turn, [experts * tokens, hidden], but got "

@@ -63,7 +63,7 @@ class _DenseGradient(torch.autograd.Function):
 
 
 def to_local_writable(tensor: DTensor) -> Tensor:
-    """This rank's part as a plain tensor that model code may change in place: no view, unlike ``to_local``."""
+    """Return this rank's part as a plain tensor that model code may change in place: no view, unlike ``to_local``."""
     return cast(Tensor, _ToLocalWritable.apply(tensor))  # type: ignore[no-untyped-call]
 
 
@@ -105,7 +105,7 @@ class _ContiguousPart(torch.autograd.Function):
 
 
 def attach_zero_grads(output: Tensor, on: Iterable[object]) -> Tensor:
-    """The output as if computed from tensors that it does not depend on: their gradients are zeros, not absent."""
+    """Return the output with zero gradients, instead of absent ones, for tensors that it does not depend on."""
     tensors = [value for value in on if isinstance(value, Tensor) and value.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return output

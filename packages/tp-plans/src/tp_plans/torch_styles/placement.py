@@ -18,7 +18,7 @@ from tp_plans.torch_styles.gradients import to_local_writable
 
 
 def placement(layout: Layout) -> Placement:
-    """torch's placement of the same name."""
+    """Return torch's placement of the same name."""
     if isinstance(layout, layouts.Shard):
         return Shard(layout.dim)
     return Replicate() if isinstance(layout, layouts.Replicate) else Partial()
@@ -36,7 +36,7 @@ def existing_dim(dim: int, tensor: Tensor) -> int:
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """``tensor`` itself where it is a DTensor already, else a DTensor that reads it in ``layout``."""
+    """Return a DTensor unchanged, and a plain tensor as a DTensor in ``layout``."""
     if isinstance(tensor, DTensor):
         if not same_mesh(tensor, mesh):
             raise LayoutError(
@@ -48,14 +48,14 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
 
 
 def wrap(local: Tensor, mesh: DeviceMesh, dim: int, *, size: int) -> DTensor:
-    """A DTensor of ``size`` on ``dim`` over this rank's part of it, where ranks may hold parts of different size."""
+    """Return a DTensor of ``size`` on ``dim`` over this rank's part; the ranks' parts may differ in size."""
     shape = list(local.shape)
     shape[dim] = size
     return from_part(local, mesh, Shard(dim), torch.Size(shape))
 
 
 def redistribute(tensor: DTensor, layout: Layout) -> DTensor:
-    """``tensor`` in ``layout``; the backward redistributes the gradient the other way."""
+    """Return a tensor in ``layout``; the backward redistributes the gradient the other way."""
     target = placement(layout)
     if isinstance(target, Shard):
         target = Shard(existing_dim(target.dim, tensor))

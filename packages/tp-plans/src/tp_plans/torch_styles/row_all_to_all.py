@@ -21,7 +21,7 @@ from tp_plans.torch_styles.collectives import group_of, without_history
 
 
 class RowExchange:
-    """The rows that one rank sends and receives; ``used`` are those that each rank computes with."""
+    """The rows that one rank sends and receives; ``used`` has the rows that each rank computes with."""
 
     def __init__(self, size: int, used: Sequence[Sequence[range]], rank: int) -> None:
         stored = shard_ranges(size, len(used))
@@ -34,13 +34,13 @@ class RowExchange:
         self.received = [sum(map(len, intersect(used[rank], chunk))) for chunk in stored]
 
     def __call__(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
-        """From the rows stored here ``[stored, ...]`` to the rows used here ``[used, ...]``; differentiable."""
+        """Return the rows used here ``[used, ...]`` for the rows stored here ``[stored, ...]``; differentiable."""
         out = torch.cat([local[rows.start : rows.stop] for to_rank in self.sent for rows in to_rank] or [local[:0]])
         return exchange_rows(out, mesh, self.received, [sum(map(len, to_rank)) for to_rank in self.sent])
 
 
 def exchange_rows(rows: Tensor, mesh: DeviceMesh, received: list[int], sent: list[int]) -> Tensor:
-    """All-to-all with the numbers of rows from and to each rank; backward sends the gradients back."""
+    """Exchange rows by all-to-all with the numbers from and to each rank; backward sends the gradients back."""
     if torch.compiler.is_compiling():
         return cast(Tensor, _ExchangeRows.apply(rows, mesh, received, sent))  # type: ignore[no-untyped-call]
     return cast(Tensor, _exchange_rows(rows, mesh, received, sent))
@@ -61,7 +61,7 @@ _exchange_rows = direct(_ExchangeRows)
 
 
 def all_to_all(rows: Tensor, mesh: DeviceMesh, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-    """The same without a gradient."""
+    """Exchange rows as :func:`exchange_rows`, without a gradient."""
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
     if not torch.compiler.is_compiling():
         dist.all_to_all_single(arrived, without_history(rows).contiguous(), received, sent, group=group_of(mesh))

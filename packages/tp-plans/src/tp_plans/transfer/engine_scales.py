@@ -25,7 +25,7 @@ class ScaleOf:
 
 
 def scale_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> ScaleOf | None:
-    """Return the name of a scale's weight; ``None`` for a tensor that is no scale."""
+    """Return the weight of a scale; ``None`` for a tensor that is no scale."""
     suffix = next((ending for ending in _SUFFIXES if name.endswith(f"weight{ending}")), None)
     weight = name.removesuffix(suffix or "")
     if suffix is None or weight not in tensors:
@@ -44,7 +44,7 @@ def scale_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> ScaleOf | No
 
 
 def in_cells(scale: ScaleOf | None, box: Box, shape: Sequence[int]) -> Box:
-    """Return the box of a scale that belongs to a box of its weight; the box itself where there is no scale."""
+    """Return the box of a scale for a box of its weight; without a scale, the box itself."""
     if scale is None or scale.cell is None:
         return box
     for (start, stop), size, cell in zip(box, shape, scale.cell, strict=True):

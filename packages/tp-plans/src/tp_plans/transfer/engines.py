@@ -194,7 +194,7 @@ def _local_name(name: str, rule: EngineRule) -> tuple[str, int | None]:
 
 
 def _on_rank(members: Sequence[_Member], rank: int, size: EngineSize) -> Iterator[tuple[str, _Part]]:
-    """A rank's parts of the tensors in one parameter: they follow one another, in every expert where it has experts."""
+    """Yield a rank's parts of the tensors in one parameter: they follow one another, in every expert of the rank."""
     rule, held, ranks = members[0].rule, range(0), size.tp
     if rule.expert or rule.stacked:
         held, rank, ranks = _held(members[0].shape[0] if rule.stacked else _expert(members[-1]) + 1, rank, size)
@@ -233,7 +233,7 @@ def _expert(member: _Member) -> int:
 
 
 def _held(count: int, rank: int, size: EngineSize) -> tuple[range, int, int]:
-    """The experts of a rank, its place among the ranks that share them, and how many those are."""
+    """Return the experts of a rank, its place among the ranks that share them, and the number of these ranks."""
     expert_tp = size.tp // size.ep
     ep_rank, tp_rank = divmod(rank, expert_tp)
     local, rest = divmod(count, size.ep)  # vLLM's linear placement: the first ranks have one more
@@ -242,7 +242,7 @@ def _held(count: int, rank: int, size: EngineSize) -> tuple[range, int, int]:
 
 
 def _boxes(member: _Member, outputs: int, rank: int, ranks: int, size: EngineSize) -> Iterator[Box]:
-    """The boxes of a tensor on one of the ranks that it is cut over, one for each matrix that is cut."""
+    """Yield the boxes of a tensor on one of its ranks, one for each matrix that is cut."""
     shape, rule, full = member.shape, member.rule, full_box(member.shape)
     dim = 1 if rule.split == "columns" else outputs
     if rule.split == "columns" and rule.stacked and outputs == 1:  # a bias has no input features

@@ -27,7 +27,7 @@ Cut = Sequence[tuple[Box, tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(slots=True)
 class CutPart:
-    """A box that the same ranks have and the same ranks want, in all tensors of a kind."""
+    """A box with the same holders and the same receivers in all tensors of a kind."""
 
     box: Box
     nbytes: int
@@ -73,7 +73,7 @@ class Kind:
                 yield part
 
     def moves(self, part: CutPart) -> Iterator[Move]:
-        """All that is sent and kept of a part."""
+        """Yield the moves of a part: sent, passed on and kept."""
         count = len(self.tensors)
         yield from (Move(rank, rank, 0, count) for rank in part.keepers)
         for sender, first, last in part.senders:
@@ -87,7 +87,7 @@ class Kind:
 
 
 def _chains(part: CutPart, origin: int, first: int, last: int) -> Iterator[Move]:
-    """Along a chain of the receivers: each passes the part on, but for the last, who takes turns."""
+    """Yield the moves along a chain of receivers: each passes the part on except the last, who takes turns."""
     for spared, begin, end in part.spared:
         low, high = max(first, begin), min(last, end)
         if low < high:
@@ -118,7 +118,7 @@ def kinds_of(source: TransferLayout, destination: TransferLayout, *, relay: bool
 
 
 def share_parts(kinds: Iterable[Kind]) -> tuple[dict[int, int], dict[int, int]]:
-    """Choose who sends each part, and with relays who need not pass it on; return the bytes of each rank in both."""
+    """Choose the sender of each part, and with relays the last rank of each chain; return each rank's bytes of both."""
     sent: defaultdict[int, int] = defaultdict(int)
     spared: defaultdict[int, int] = defaultdict(int)
     for kind, ranks, parts in _alike(kinds, lambda part: part.holders):
@@ -134,7 +134,7 @@ def share_parts(kinds: Iterable[Kind]) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def _alike(kinds: Iterable[Kind], ranks_of: Callable[[CutPart], Ranks]) -> list[tuple[Kind, Ranks, list[CutPart]]]:
-    """The parts that are sent, by the ranks that share them: first those that few share, and large ones."""
+    """Group the parts that are sent by the ranks that share them: parts of few ranks first, then large parts."""
     groups = []
     for kind in kinds:
         parts: dict[Ranks, list[CutPart]] = defaultdict(list)
@@ -147,7 +147,7 @@ def _alike(kinds: Iterable[Kind], ranks_of: Callable[[CutPart], Ranks]) -> list[
 
 
 def _parts(have: Pattern, want: Pattern, cut: Cut, itemsize: int, *, relay: bool) -> Iterator[CutPart]:
-    """The parts of a tensor that are wanted; small ones where ranks can take turns to send them or to pass them on."""
+    """Yield the parts of a tensor that the destination needs, in small boxes if ranks can take turns."""
     ranks_having, ranks_wanting = _union(have.owners.values()), _union(want.owners.values())
     on_both_sides = have.by_rank.keys() & want.by_rank.keys()
     start = 0
@@ -185,7 +185,7 @@ def _cut(stored: Sequence[Box], asked: Sequence[Box]) -> Cut:
 
 
 def share_out(items: Sequence[tuple[int, int]], ranks: Sequence[int], load: defaultdict[int, int]) -> list[list[Share]]:
-    """Share items out, each so many bytes and there so many times, and add each rank's bytes to its load."""
+    """Share out items (bytes of each, and their number) among ranks, and add each rank's bytes to its load."""
     # The items lie one after another on a line of bytes. Each rank has an interval of the line and takes the items with
     # a middle in it.
     quotas = _quotas([load[rank] for rank in ranks], sum(nbytes * count for nbytes, count in items))

@@ -51,7 +51,7 @@ class CheckpointTensor:
 
 
 class TransferLayout:
-    """Which rank stores which blocks of a checkpoint's tensors.
+    """The blocks of a checkpoint's tensors that each rank stores.
 
     Immutable.  Ranks are numbered in the process group of the transfer: a layout of an engine usually begins after the
     trainer's ranks (:meth:`shifted`).

@@ -31,7 +31,7 @@ class StoredBlock:
     dims: tuple[int | None, ...]
 
     def local_box(self, box: Box) -> Box:
-        """Return where in the local tensor a part of the block lies."""
+        """Return the place of a part of the block in the local tensor."""
         ranges = [(first, first + 1) for first in self.offset]
         for (start, stop), (first, _), dim in zip(box, self.box, self.dims, strict=True):
             if dim is not None:
@@ -95,7 +95,7 @@ class Pattern:
 
 
 class Placed(NamedTuple):
-    """Where a tensor is: how it lies, and the names of its local tensors."""
+    """A tensor's pattern of blocks, and the names of its local tensors."""
 
     pattern: Pattern
     locals: tuple[str, ...]

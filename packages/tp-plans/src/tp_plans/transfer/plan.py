@@ -131,7 +131,7 @@ class TransferPlan:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the line of all transfers' positions."""
+        """The length of the line of all transfers' positions, in bytes."""
         return self.bytes_wanted
 
     @cached_property
@@ -185,7 +185,7 @@ class TransferPlan:
 
     @property
     def bytes_wanted(self) -> int:
-        """Bytes that leave the source ranks, those that are passed on not counted."""
+        """Bytes that leave the source ranks, without relayed bytes."""
         return sum(self._load.values())
 
 
@@ -255,7 +255,7 @@ def plan_transfer(source: TransferLayout, destination: TransferLayout, *, relay:
 
 
 def plan_cover(layout: TransferLayout, *, rank: int | None = None) -> tuple[BlockTransfer, ...]:
-    """Share out every element of a layout's tensors among the ranks that store it, each to one of them.
+    """Share out every element of a layout's tensors among the ranks that store it; one rank answers for each.
 
     Args:
         layout: must hold every element of every tensor.

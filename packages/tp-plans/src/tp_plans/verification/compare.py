@@ -36,7 +36,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Differences:
-    """What one rank found: see :class:`~tp_plans.verification.report.VerificationReport`."""
+    """The differences on one rank: see :class:`~tp_plans.verification.report.VerificationReport`."""
 
     output_error: float = 0.0
     gradient_errors: Mapping[str, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Differences:
 
 
 def first_reference_run(model: nn.Module, given_inputs: Inputs | None, *, device: str) -> Reference:
-    """Run a model on the inputs given, or on the first that it runs on."""
+    """Run a model on the given inputs, or on the first candidate that it accepts."""
     tried = candidate_inputs(model) if given_inputs is None else iter([given_inputs])
     reasons: dict[str, None] = {}
     for inputs in tried:

@@ -39,7 +39,7 @@ _TOWERS = ("config.vision_config", "config.encoder.vision_config", "config.encod
 
 
 def candidate_inputs(model: nn.Module) -> Iterator[Inputs]:
-    """Iterate over arguments that a small model may run on, those that reach most of it first."""
+    """Iterate over arguments that a small model may run on; arguments that reach most of the model come first."""
     tree = ModelTree.of(model)
     vocabulary = tree.size(tree.embedding or "", 0)
     if vocabulary is None:
@@ -91,7 +91,7 @@ class _Maker:
         return torch.cat([text.unsqueeze(-1), codes], -1)
 
     def with_images(self, images: int | None, *, reads_tokens: bool) -> Inputs | None:
-        """Return inputs with images in each row, for ``None`` one without a dim; ``None`` where none can be made."""
+        """Return inputs with images in each row (``None``: one, without a dim); ``None`` if none can be made."""
         decodes = self._takes("decoder_input_ids")
         if not reads_tokens and not decodes:
             return None

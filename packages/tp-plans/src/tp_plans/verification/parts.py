@@ -37,7 +37,7 @@ def parts_of(plan: Plan, tree: ModelTree) -> Mapping[str, Plan]:
 
 
 def _together(places: Mapping[str, str], planned: PlannedTree) -> dict[str, str]:
-    """Return the places, with one part for layers of a block that output shards and separate layers that read them."""
+    """Return the places, with one part for a block's layers that output shards and separate layers that read them."""
     columns = {places[path] for path in places if planned.outputs_local_shard(path)}
     rows = {places[path] for path in places if _reads_shard(path, planned)}
     partners = {row: next((c for c in columns - rows if parent(c) == parent(row)), row) for row in rows - columns}

@@ -81,7 +81,7 @@ def why_no_new_ranks() -> str | None:
 
 
 def _answers(ranks: Sequence[Connection], seconds: float) -> list[Any] | None:
-    """Return the next message of each rank; ``None`` where no rank sends any for so many seconds."""
+    """Return the next message of each rank; ``None`` if no rank sends a message for so many seconds."""
     answers: dict[int, Any] = {}
     while len(answers) < len(ranks):
         ready = wait([each for rank, each in enumerate(ranks) if rank not in answers], seconds)

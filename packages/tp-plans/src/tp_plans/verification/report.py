@@ -36,7 +36,7 @@ class WrongPart:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What one run of a plan found.
+    """The result of one run of a plan.
 
     Args:
         plan: the name of the plan.

@@ -48,14 +48,14 @@ class _Attempt:
         return suggestion(self.tree, sequence_parallel=sequence_parallel, gathered=gathered, large=self.large)
 
     def plan(self, gathered: Sequence[str], *, gather_blocks: bool | None = None) -> Plan:
-        """Return the plan, sequence-parallel where that is wanted and ``gather_blocks`` given."""
+        """Return the plan, sequence-parallel if the attempt asks for it and ``gather_blocks`` is given."""
         plan = self.suggestion(gathered, sequence_parallel=False).plan
         if not self.sequence_parallel or gather_blocks is None:
             return plan
         return with_sequence_parallelism(plan, self.tree, gather_blocks=gather_blocks)
 
     def with_towers(self, plan: Plan, *, among: Sequence[str] | None = None) -> tuple[Plan, tuple[str, ...]]:
-        """Return a plan with rules for towers, where they are wanted, and their parts that are split inside."""
+        """Return a plan with rules for towers, if the attempt asks for them, and their parts that are split inside."""
         if self.towers_tp is None:
             return plan, ()
         return with_towers(plan, self.tree, tp=self.towers_tp, among=among, large=self.large)
@@ -78,7 +78,7 @@ class _Copy(_Attempt):
 def inferred_plan(
     model: Any, *, sequence_parallel: bool, mesh: DeviceMesh | None, towers_tp: int | None = None
 ) -> Plan:
-    """Return a plan that is inferred from a model's modules and certain: without doubts, or verified by running it."""
+    """Return an inferred plan that is certain: without doubts, or verified by a run."""
     # Parts that are split wrongly are stored sharded and gathered for their code instead, and the plan is run again. A
     # sequence-parallel plan is always run. All ranks of ``mesh`` call this; ``None`` starts new processes. With
     # ``towers_tp`` verified parts of towers are split inside, and their other layers are stored sharded.
@@ -200,7 +200,7 @@ def _right_towers(small: _Copy, gathered: Sequence[str]) -> tuple[str, ...] | No
 
 
 def _is_reached(part: str, report: VerificationReport) -> bool:
-    """Return whether the loss of a run depends on a part, so that the run says whether it is right."""
+    """Return whether the loss of a run depends on a part, so that the run decides whether the part is right."""
     return any(is_at_or_below(wildcard(path), part) for path in report.gradient_errors)
 
 

@@ -68,7 +68,7 @@ def _is_right(result: Differences) -> bool:
 def _wrong_parts(
     plan: Plan, reference: Reference, result: Differences, attempt: Callable[[Sequence[Plan]], list[Differences]]
 ) -> list[WrongPart]:
-    """Return the parts that are wrong when only they are split; if there are none, the parts with wrong gradients."""
+    """Return the parts that are wrong if split alone; if there is none, the parts with wrong gradients."""
     tree = ModelTree.of(reference.model)
     parts = parts_of(plan, tree)
     if not plan.sequence_parallel:
