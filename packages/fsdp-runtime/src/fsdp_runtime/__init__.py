@@ -11,7 +11,7 @@ Resume:      ``save_training_state``, ``load_training_state``
 Errors:      ``FsdpRuntimeError``, and of its subclasses ``BackendError``, ``GradientError``, ``LayoutError``,
              ``MeshError``, ``ModelError``, ``OptionError``, ``WeightsError``; all are in ``fsdp_runtime.errors``
 
-Rooms with a table of their own are imported by name, such as ``fsdp_runtime.dry_run``: ``batching``, ``dry_run``,
+Rooms with their own table are imported by name, such as ``fsdp_runtime.dry_run``: ``batching``, ``dry_run``,
 ``mesh``, ``meters``, ``model``, ``monitor``, ``steps``, ``sync``, ``trainers``, ``weights``.  Other modules may move.
 
 A name is imported at its first use: the command line refuses wrong arguments, and prints its help and version, before

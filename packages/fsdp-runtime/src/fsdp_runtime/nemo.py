@@ -314,7 +314,7 @@ def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
 def _get_parallel_plan(
     model: nn.Module, sequence_parallel: bool = False, tp_shard_plan: Mapping[str, Any] | str | None = None
 ) -> TorchPlan:
-    """Return the given plan, or that of the architecture, as styles of torch.
+    """Return the given plan, or the architecture's, as styles of torch.
 
     Raises:
         tp_plans.TpPlansError: no plan is known, or the one given cannot be used.
@@ -356,7 +356,7 @@ def _resolve_plan(
     plan: Mapping[str, Any] | str | None,
     tp_mesh: DeviceMesh | None = None,
 ) -> Plan | TorchPlan:
-    """Return a plan, or torch's styles as given, of which only the head counts can be checked."""
+    """Return a plan, or torch's styles as given: only their head counts can be checked."""
     if isinstance(plan, str) and "." in plan:
         plan = _load_plan(plan)
     if isinstance(plan, Mapping) and plan and all(isinstance(style, ParallelStyle) for style in plan.values()):

@@ -206,7 +206,7 @@ def _meshes(mesh: DeviceMesh, fsdp: FSDP2) -> Meshes:
         shared=submesh(mesh, "tp") if ep > 1 and tp > 1 else None,
         fsdp=shards,
         expert_fsdp=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
-        # Gradients are summed over ``cp``, whose ranks have parts of one batch.
+        # Gradients are summed over ``cp``: its ranks have parts of one batch.
         batches=axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") if cp > 1 or ep > 1 else None,
         one_rank=root_mesh(mesh).size() == 1,
     )
@@ -239,7 +239,7 @@ def _already(model: nn.Module, *, plain: bool) -> Iterator[tuple[str, str]]:
 
 
 def _require_no_gradients(model: nn.Module) -> None:
-    """Refuse gradients, which the parameters that take the place of others would not have."""
+    """Refuse gradients: the new parameters would not have them."""
     paths = [path for path, parameter in model.named_parameters() if parameter.grad is not None]
     if paths:
         raise ModelError(

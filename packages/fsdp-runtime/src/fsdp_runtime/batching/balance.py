@@ -159,11 +159,11 @@ def _best_exchange(
         place = bisect_left(taken_of, (work - difference / 2, 0))
         near = taken_of[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS]
         for taken_work, taken in ((0.0, None), *near):
-            apart = abs(difference - 2 * (work - taken_work))
-            if apart < least:
+            distance = abs(difference - 2 * (work - taken_work))
+            if distance < least:
                 tokens = items.tokens[given] - (0 if taken is None else items.tokens[taken])
                 if -room[0] <= tokens <= room[1]:
-                    best, least = (given, taken), apart
+                    best, least = (given, taken), distance
     return best
 
 

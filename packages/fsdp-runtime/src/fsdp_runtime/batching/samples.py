@@ -80,7 +80,7 @@ def row_sizes(
     capacity = budget * cp // unit * unit
     if not capacity:
         raise OptionError(
-            f"budget={budget} with cp={cp} has no room for a row, whose length must be a multiple of {unit}: give a "
+            f"budget={budget} with cp={cp} has no room for a row. Its length must be a multiple of {unit}: give a "
             f"budget of {-(-unit // cp)} or more"
         )
     return RowSizes(capacity, -(-capacity // (distinct_lengths * unit)) * unit)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fsdp_runtime.mesh import MeshSpec
 
     class EstimateOptions(Options, total=False):
-        """The keywords of ``parallelize``, and those of the training step."""
+        """The keywords of ``parallelize``, and keywords of the training step."""
 
         micro_batch: int
         micro_batches: int
@@ -61,8 +61,8 @@ def estimate(
         bandwidth: bytes per second that a rank can send over an axis, such as ``{"tp": "450GB/s", "dp_shard": 5e10}``;
             or one number for all axes.
         progress: called with a step's name, the number of finished steps and the number of all steps.
-        options: the keywords below, and those of ``parallelize``, such as ``plan`` and ``fsdp``.  Compiled code cannot
-            be traced: with ``compile``, results that a compiler fuses are left out of the memory of an eager trace.
+        options: the keywords below, and the keywords of ``parallelize``, such as ``plan`` and ``fsdp``.  Compiled code
+            cannot be traced: with ``compile``, an eager trace leaves out the results that a compiler fuses.
 
     Keyword Args:
         micro_batch: sequences per data-parallel rank; 1 by default.

@@ -89,7 +89,7 @@ class Handshake:
                     f"rank {self._peers.rank} had no answer from rank {self._first}, which asks all ranks about an "
                     f"update, within {3 * self._peers.timeout.total_seconds():g} s: that rank or another died, stalls, "
                     "or did not call update; the message of that rank says which. Form a new process group and build "
-                    "WeightSync anew"
+                    "WeightSync again"
                 ) from error
         return dict(zip(ranks, table.tolist(), strict=True))
 
@@ -101,7 +101,7 @@ class Handshake:
             raise WeightSyncError(
                 f"ranks {', '.join(map(str, sorted(missing)))} did not take part in an update of weights within "
                 f"{self._peers.timeout.total_seconds():g} s: they died, stall, or did not call update. Form a new "
-                "process group and build WeightSync anew"
+                "process group and build WeightSync again"
             )
         table = torch.stack([own, *incoming.values()])
         self._peers.exchange(dict.fromkeys(self._others, table), {}, tag)

@@ -254,8 +254,8 @@ class WeightSync:
         if others:
             raise WeightSyncError(
                 f"ranks {', '.join(map(str, others))} were built for another plan than rank {self._plan.ranks[0]}: "
-                "their layouts differ, as those of an engine with another tp do. Nothing was sent; plan from the same "
-                "layouts on every rank"
+                "their layouts differ, as the layouts of an engine with another tp do. Nothing was sent; plan from the "
+                "same layouts on every rank"
             )
         return states
 

@@ -123,7 +123,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> Any:
     if "labels" in rows.given:
         loss = getattr(model, "loss_function", None)
         if not getattr(loss, "takes_sharded_logits", False):
-            raise OptionError(f"the loss of {type(model).__name__} is no loss of causal language models: use cp=1")
+            raise OptionError(f"the loss of {type(model).__name__} is not the causal language-modelling loss: use cp=1")
         options = {name: rows.given[name] for name in ("num_items_in_batch", "shift_labels") if name in rows.given}
         token = _rows.set(rows)
         try:

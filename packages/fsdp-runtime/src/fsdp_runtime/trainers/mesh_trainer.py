@@ -275,7 +275,7 @@ class MeshTrainerMixin(LogStepValues):
                 "from its weights with load_weights"
             )
         else:
-            logger.warning("%s has weights only: the optimizer and the schedule start from their beginning", checkpoint)
+            logger.warning("%s has weights only: the optimizer and the schedule restart", checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not Path(resume_from_checkpoint, STATE_FOLDER).is_dir():  # else loaded with the optimizer's state

@@ -90,5 +90,5 @@ def check_stream(dataset: Any) -> None:
     if other := next((rank for rank, names in enumerate(files) if names != files[0]), 0):
         raise OptionError(
             f"ranks 0 and {other} read a stream of different files ({files[0][:3]} and {files[other][:3]}): pass every "
-            "rank all files; their rows are dealt over dp here"
+            "rank all files: the trainer deals their rows over dp"
         )

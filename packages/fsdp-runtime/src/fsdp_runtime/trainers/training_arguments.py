@@ -70,7 +70,7 @@ def check_arguments(args: Any, *, dispatched: bool = False) -> None:
     sampling = str(getattr(args, "train_sampling_strategy", "random"))
     if sampling not in _SAMPLING:
         raise OptionError(
-            f"train_sampling_strategy={sampling!r} orders samples by the world's ranks, not by dp's: "
+            f"train_sampling_strategy={sampling!r} orders samples by the world's ranks, not by dp ranks: "
             f"choose one of {', '.join(sorted(_SAMPLING))}"
         )
 

@@ -39,8 +39,8 @@ def assume_result(function: Any, tensor: Tensor, running: Sequence[nn.Module]) -
     if function is aten.nonzero.default:
         rows = _selected(tensor, num_experts_of(running))
         assumption = (
-            f"{rows} of {tensor.numel()} elements are selected: tokens are spread evenly over experts, and a rank "
-            "with more of them needs more memory"
+            f"{rows} of {tensor.numel()} elements are selected: tokens are spread evenly over experts. "
+            "A rank needs more memory where its experts get more tokens"
         )
         return tensor.new_empty((rows, tensor.ndim), dtype=torch.int64), assumption
     name, elements = getattr(tensor, _ORIGIN, ("", 0))

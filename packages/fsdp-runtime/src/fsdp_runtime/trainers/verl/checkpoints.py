@@ -106,7 +106,7 @@ class Checkpoints:
         if {"optimizer", "extra"} & {*contents}:
             raise CheckpointError(
                 f"{folder} has {content}: optimizer and schedule cannot be read from it. Load its weights alone by "
-                "checkpoint.load_contents=[model], which resets both"
+                "checkpoint.load_contents=[model], which restarts both"
             )
         if hasattr(self._model, "peft_config"):
             raise CheckpointError(

@@ -268,7 +268,7 @@ def require_own_config(config: object) -> None:
         names = ", ".join(f"{theirs} is {ours}" for theirs, ours in ELSEWHERE.items())
         raise OptionError(
             f"the engine's config is a {type(config).__name__}: choose engine=fsdp_runtime (SFT) or "
-            f"model_engine=fsdp_runtime (PPO); its fields have other names: {names}"
+            f"model_engine=fsdp_runtime (PPO). Its fields have other names: {names}"
         )
 
 

@@ -61,5 +61,5 @@ def _refused(folder: Path, saved: int, dp: int, why: str) -> OptionError:
     return OptionError(
         f"{folder} was saved with {saved} ranks of dp and this run has {dp}: verl's data_0.pt {why}, so that its loop "
         f"would end early or read samples twice. Resume on a mesh with dp={saved} (tp, cp and ep may change), or move "
-        "data_*.pt away, which starts the data from its beginning"
+        "data_*.pt away, which restarts the data"
     )

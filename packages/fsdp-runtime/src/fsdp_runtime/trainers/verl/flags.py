@@ -47,9 +47,7 @@ _TILES = {
 }
 #: Values of refused flags that ask for nothing.
 _UNSET = ("torch", "disabled")
-_OWN_CONFIG = Flag(
-    "here", "its fields are handed to `fsdp_runtime`, which also has the fields of `MeshSpec` and of the steps"
-)
+_OWN_CONFIG = Flag("here", "its fields are handed to `fsdp_runtime`, with the fields of `MeshSpec` and of the steps")
 
 
 def _same(names: str) -> dict[str, Flag]:

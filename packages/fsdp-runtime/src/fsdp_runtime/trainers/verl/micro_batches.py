@@ -124,7 +124,7 @@ def _refuse(error: Exception | None, names: list[str], group: Any) -> NoReturn:
     more, fewer = ({*one} - {*other} for one, other in ((every[rank][1], first), (first, every[rank][1])))
     raise OptionError(
         f"dp rank {rank}: its batch has {', '.join(sorted(more)) or 'nothing'} more and "
-        f"{', '.join(sorted(fewer)) or 'nothing'} less than dp rank 0's: give every rank the same fields"
+        f"{', '.join(sorted(fewer)) or 'nothing'} less than dp rank 0's batch: give every rank the same fields"
     )
 
 
