@@ -135,7 +135,9 @@ class Inputs:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.attention.group)
         is_dry_run = dist.get_backend(self.attention.group) == "fake"  # its tensors have no values
         if not is_dry_run and bool(flags.all()):
-            raise LayoutError("some ranks of cp get media and others none: give all ranks the media of the full rows")
+            raise LayoutError(
+                "some ranks of cp are given media, others none: give all ranks the media of the full rows"
+            )
         if names:
             self.media.require_positions(kwargs)
         return names
