@@ -29,9 +29,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Options]) 
 
     Keyword Args:
         plan: ``"auto"`` (default: the architecture's plan, else one that is inferred and verified by running a small
-            copy of the model on the ranks of ``tp``), ``"inferred"`` (with its doubts), a plan, a dict of pattern to
-            style or style name, a dotted path to one, or ``None`` to replicate every layer.  Not used where ``tp`` has
-            size 1.
+            copy of the model on the ranks of ``tp``), ``"own"``, ``"transformers"`` or ``"inferred"`` (with its
+            doubts) as in ``tp_plans.plan_for``, a plan, a dict of pattern to style or style name, a dotted path to one,
+            or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim; ``False`` by default.
         context_parallel: the method of attention over ``cp``: ``"allgather"`` (keys and values are gathered),
             ``"ulysses"`` (heads are exchanged for sequence by all-to-all) or ``"ring"`` (keys and values go round).

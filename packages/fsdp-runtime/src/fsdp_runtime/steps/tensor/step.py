@@ -62,8 +62,9 @@ class TensorParallel(Step[tuple[str, ...]]):
 
     Args:
         plan: ``"auto"`` (the architecture's plan, else one that is inferred and verified by running a small copy of the
-            model on the ranks of ``tp``), ``"inferred"`` (with its doubts), a plan, a dict of pattern to style or style
-            name, a dotted path to one, or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
+            model on the ranks of ``tp``), ``"own"``, ``"transformers"`` or ``"inferred"`` (with its doubts) as in
+            ``tp_plans.plan_for``, a plan, a dict of pattern to style or style name, a dotted path to one, or ``None``
+            to replicate every layer.  Not used where ``tp`` has size 1.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         towers: under ``plan="auto"``, the layers of vision and audio towers and projectors: ``"sharded"`` over ``tp``
             like the layers of the language model, or ``"replicated"``.
