@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime.keywords import Options
 from fsdp_runtime.parallelism import resolve_parallelism
+from fsdp_runtime.step import Step
+from fsdp_runtime.steps.checkpointing import ActivationCheckpointing, CheckpointMode
+from fsdp_runtime.steps.compile import Compile
+from fsdp_runtime.steps.context.methods import Method
+from fsdp_runtime.steps.context.step import ContextParallel
+from fsdp_runtime.steps.documents.step import PackedSequences
+from fsdp_runtime.steps.fsdp.step import FSDP2
+from fsdp_runtime.steps.tensor.step import Logits, PlanSource, TensorParallel
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Options]) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: PlanSource | TensorParallel = "auto",
+    sequence_parallel: bool = False,
+    context_parallel: Method | ContextParallel | None = None,
+    packed_sequences: bool | PackedSequences = False,
+    logits: Logits = "sharded",
+    activation_checkpointing: CheckpointMode | ActivationCheckpointing = "none",
+    compile: bool | Compile = False,  # noqa: A002  # torch's word
+    fsdp: FSDP2 | None = None,
+    steps: Sequence[Step[Any]] = (),
+) -> nn.Module:
     """Parallelize a model over a mesh, in place.
 
     Every rank checks everything before the first module changes: the call is :func:`resolve_parallelism`, followed by
@@ -26,26 +47,23 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Options]) 
     Args:
         model: the model, on the meta device (call ``load_weights`` afterwards) or with data, the same on every rank.
         mesh: from ``MeshSpec(...).build()`` or ``adopt_mesh(...)``, or any mesh with those axis names.
-
-    Keyword Args:
-        plan: ``"auto"`` (default: the architecture's plan, else one that is inferred and verified by running a small
+        plan: ``"auto"`` (the architecture's plan, else one that is inferred and verified by running a small
             copy of the model on the ranks of ``tp``), ``"own"``, ``"transformers"`` or ``"inferred"`` (with its
             doubts) as in ``tp_plans.plan_for``, a plan, a dict of pattern to style or style name, a dotted path to one,
             or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
-        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim; ``False`` by default.
+        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         context_parallel: the method of attention over ``cp``: ``"allgather"`` (keys and values are gathered),
             ``"ulysses"`` (heads are exchanged for sequence by all-to-all) or ``"ring"`` (keys and values go round).
-            ``None`` (default) is ``"allgather"`` on a mesh with ``cp``.
+            ``None`` is ``"allgather"`` on a mesh with ``cp``.
         packed_sequences: ``True`` for rows of several documents, which do not see one another: ``position_ids``
-            restart, or ``seq_idx`` or ``cu_seq_lens_q`` tells where documents begin.  ``False`` by default.
-        logits: ``"sharded"`` on the vocabulary (default: a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a
+            restart, or ``seq_idx`` or ``cu_seq_lens_q`` tells where documents begin.
+        logits: ``"sharded"`` on the vocabulary (a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a
             plain tensor on every rank.  A forward that gets ``labels`` gathers them for the model's own loss.
             ``F.cross_entropy`` of sharded logits raises "got mixed torch.Tensor and DTensor": use
             ``rl_logprobs.token_logprobs``.
-        activation_checkpointing: ``"none"`` (default); ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those
+        activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those
             parts in backward; or a ``SelectiveCheckpoint``, which names the operators to keep.
         compile: ``True`` compiles every block in place; ``Compile({"mode": ...})`` has keywords of ``torch.compile``.
-            ``False`` by default.
         fsdp: settings of FSDP2: dtypes, CPU offload, resharding, prefetching, frozen parameters.
         steps: steps that have no keyword (``ExpertParallel``, ``SharedPrefixes``, ``CheckInputs``), or your own.
 
@@ -73,5 +91,17 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Options]) 
         >>> type(next(model.parameters())).__name__
         'DTensor'
     """
-    resolve_parallelism(model, mesh, **options).apply(model)
+    resolve_parallelism(
+        model,
+        mesh,
+        plan=plan,
+        sequence_parallel=sequence_parallel,
+        context_parallel=context_parallel,
+        packed_sequences=packed_sequences,
+        logits=logits,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        fsdp=fsdp,
+        steps=steps,
+    ).apply(model)
     return model

@@ -43,7 +43,9 @@ def steps_of(**options: Unpack[Options]) -> tuple[Step[Any], ...]:
         require_one_of("keyword", name, Options.__annotations__, or_else="; other options are fields of the steps")
     context, fsdp, compiled = (options.get(name) for name in ("context_parallel", "fsdp", "compile"))
     layers = _step(TensorParallel, options.get("plan", "auto"))
-    changes = {name: value for name, value in options.items() if name in ("sequence_parallel", "logits")}
+    # Their defaults leave a step's fields as they are.
+    defaults = {"sequence_parallel": False, "logits": "sharded"}
+    changes = {name: options[name] for name in defaults if options.get(name, defaults[name]) != defaults[name]}  # type: ignore[literal-required]
     require_instance("fsdp", fsdp, FSDP2, "FSDP2(...)")
     if not isinstance(compiled, bool | Compile | None):
         raise OptionError(f"compile={compiled!r}: write True or False, or give a Compile with these options")
