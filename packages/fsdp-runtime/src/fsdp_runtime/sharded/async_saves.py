@@ -69,15 +69,15 @@ def save_in_thread(
 ) -> SaveFuture[T]:
     """Complete a save in a thread, which closes its resources.  Collective."""
     # ``finish`` gets the ranks with a separate process group: its collectives do not mix with training's collectives.
-    own = _with_own_group(ranks, everyone)
+    separate = _with_own_group(ranks, everyone)
     moved = resources.pop_all()
 
     def run() -> T:
         with moved:
-            return finish(own)
+            return finish(separate)
 
     future = SaveFuture(run)
-    _running[:] = [each for each in _running if not each.done()]
+    _running[:] = [save for save in _running if not save.done()]
     _running.append(future)  # type: ignore[arg-type]  # read only
     return future
 

@@ -223,10 +223,10 @@ class SafetensorsReader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def read_box(self, file: Path, name: str, wanted: Box | None = None) -> Tensor:
+    def read_box(self, file: Path, name: str, needed: Box | None = None) -> Tensor:
         """Return a box of a tensor, by default the full tensor, on the CPU in the stored dtype."""
         shape, stored, first = self.headers(file).get(name, ((), "", 0))
-        box, dtype = full_box(shape) if wanted is None else wanted, STORED_DTYPES.get(stored)
+        box, dtype = full_box(shape) if needed is None else needed, STORED_DTYPES.get(stored)
         if dtype is None or len(box) != len(shape) or (volume(box) and intersection(box, full_box(shape)) != box):
             found = f"has it as {stored} of shape {shape}" if stored else "lacks it"
             raise CheckpointError(
@@ -267,12 +267,12 @@ class SafetensorsReader:
     def identity(self) -> tuple[tuple[str, int, bytes, tuple[int, int]], ...]:
         """Return names, sizes and hashes of headers, equal on ranks that have opened the same files."""
         # The inode and the time of change come last; copies of a file differ in them.
-        found = []
+        identities = []
         for file, opened in sorted(self._files.items()):
             size, changed = opened.version
             digest = hashlib.blake2b(repr(opened.headers).encode(), digest_size=16).digest()
-            found.append((file.name, size, digest, (os.fstat(opened.descriptor).st_ino, changed)))
-        return tuple(found)
+            identities.append((file.name, size, digest, (os.fstat(opened.descriptor).st_ino, changed)))
+        return tuple(identities)
 
     def require_unchanged(self) -> None:
         """Raise if a file was written to since it was opened."""
@@ -300,8 +300,8 @@ class SafetensorsReader:
                 header = json.loads(os.pread(descriptor, min(size, version[0]), 8))
                 header.pop("__metadata__", None)
                 headers = {
-                    name: (tuple(each["shape"]), each["dtype"], 8 + size + each["data_offsets"][0])
-                    for name, each in header.items()
+                    name: (tuple(entry["shape"]), entry["dtype"], 8 + size + entry["data_offsets"][0])
+                    for name, entry in header.items()
                 }
                 if os.path.samestat(os.fstat(descriptor), os.stat(file)):
                     self._files[file] = _Opened(descriptor, headers, version)

@@ -25,18 +25,18 @@ _ABANDONED_AFTER = 24 * 3600.0
 @contextmanager
 def work_directory(target: Path, ranks: ModelRanks) -> Iterator[Path]:
     """Yield a new directory in ``target``, the same on all ranks; remove it unless it is renamed.  Collective."""
-    own = None
+    work = None
     try:
         with raise_on_all(ranks) as made:
             if ranks.is_first:
                 target.mkdir(parents=True, exist_ok=True)
-                made.value = own = unused_path(target)
-                own.mkdir()
-                _remove_abandoned(own)
+                made.value = work = unused_path(target)
+                work.mkdir()
+                _remove_abandoned(work)
         yield made.values[ranks.global_first]
     finally:
-        if own is not None:
-            remove_work(own)
+        if work is not None:
+            remove_work(work)
 
 
 def require_seen(work: Path, ranks: ModelRanks) -> None:
@@ -48,9 +48,9 @@ def require_seen(work: Path, ranks: ModelRanks) -> None:
         )
 
 
-def remove_work(own: Path) -> None:
+def remove_work(work: Path) -> None:
     """Remove a work directory after its files are in place, before other ranks, which may walk its folder, go on."""
-    shutil.rmtree(own, ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def unused_path(directory: Path) -> Path:
@@ -59,9 +59,9 @@ def unused_path(directory: Path) -> Path:
     return directory / f"{_WORK}{machine()}-{pid}-{_start_and_state(pid)[0]}-{uuid.uuid4().hex[:8]}"
 
 
-def others_at_work(own: Path) -> bool:
-    """Return whether other processes have unfinished work in the directory of ``own``."""
-    return any(path.name != own.name for path in own.parent.glob(f"{_WORK}*"))
+def others_at_work(work: Path) -> bool:
+    """Return whether other processes have unfinished work in the directory of ``work``."""
+    return any(path.name != work.name for path in work.parent.glob(f"{_WORK}*"))
 
 
 def discard(path: Path) -> None:
@@ -79,13 +79,13 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _remove_abandoned(own: Path) -> None:
-    """Remove the work of ended processes beside ``own``; ``own`` was created just now."""
-    for path in own.parent.glob(f"{_DISCARDED}*"):
+def _remove_abandoned(work: Path) -> None:
+    """Remove the work of ended processes beside ``work``; ``work`` was created just now."""
+    for path in work.parent.glob(f"{_DISCARDED}*"):
         _remove(path)
-    now = own.stat().st_mtime  # the file system's clock
-    for path in own.parent.glob(f"{_WORK}*"):
-        if path != own and _is_abandoned(path, now):
+    now = work.stat().st_mtime  # the file system's clock
+    for path in work.parent.glob(f"{_WORK}*"):
+        if path != work and _is_abandoned(path, now):
             discard(path)
 
 
@@ -95,7 +95,7 @@ def _is_abandoned(path: Path, now: float) -> bool:
     if own_machine == machine() != "" and pid.isdigit():
         return _has_ended(int(pid), start)
     try:
-        changes = [each.stat().st_mtime for each in (path, *path.glob("*"))]
+        changes = [file.stat().st_mtime for file in (path, *path.glob("*"))]
     except OSError:  # another process is changing the directory
         return False
     return max(changes) < now - _ABANDONED_AFTER
@@ -108,8 +108,8 @@ def _has_ended(pid: int, start: str) -> bool:
         return True
     except PermissionError:  # another user's process
         pass
-    found, state = _start_and_state(pid)
-    return found not in ("", start) or state in ("Z", "X")
+    started, state = _start_and_state(pid)
+    return started not in ("", start) or state in ("Z", "X")
 
 
 def machine() -> str:

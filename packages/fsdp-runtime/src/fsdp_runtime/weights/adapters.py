@@ -94,8 +94,8 @@ def lora_factors(
         for adapter, scaling in layer.scaling.items():
             a, b = (f"{layer.path}.{part}.{adapter}.weight" for part in ("lora_A", "lora_B"))
             experts = None if layer.parameter is None else layer.number
-            found = LoraFactors(a, b, tensors[a], tensors[b], scaling, layer.transposed, experts)
-            factors.setdefault(weight, []).append(found)
+            adapter_factors = LoraFactors(a, b, tensors[a], tensors[b], scaling, layer.transposed, experts)
+            factors.setdefault(weight, []).append(adapter_factors)
     return factors
 
 
@@ -108,18 +108,18 @@ def merge_lora(
     exact = exact_dtype(weight)
     merged = weight.to(exact, copy=True)
     product, term = torch.empty_like(merged), torch.empty_like(merged)
-    for each in factors:
-        a, b = full[each.a_name].to(exact), full[each.b_name].to(exact)
-        if each.experts is not None:
-            a = a.view(each.experts, -1, a.shape[-1])
-            b = b.view(len(b), -1, each.experts).permute(2, 0, 1)  # peft has the experts innermost
-        left, right = (a.mT, b.mT) if each.transposed else (b, a)  # [..., out, rank] and [..., rank, in] of the weight
+    for factor in factors:
+        a, b = full[factor.a_name].to(exact), full[factor.b_name].to(exact)
+        if factor.experts is not None:
+            a = a.view(factor.experts, -1, a.shape[-1])
+            b = b.view(len(b), -1, factor.experts).permute(2, 0, 1)  # peft has the experts innermost
+        left, right = (a.mT, b.mT) if factor.transposed else (b, a)  # [..., out, rank], [..., rank, in] of the weight
         if box is not None:
             left, right = left[tuple(box[:-1])], right[(*box[:-2], slice(None), box[-1])]
         product.zero_()
         for rank in range(right.shape[-2]):
             product.add_(torch.mul(left[..., rank, None], right[..., rank, None, :], out=term))
-        merged.add_(product.mul_(each.scaling))
+        merged.add_(product.mul_(factor.scaling))
     return merged
 
 
@@ -144,12 +144,12 @@ def saved_tensors(
     """Return the tensors that peft saves for an adapter, by the names in the adapter's file."""
     _require_adapter(model, adapter)
     tensors = {name: entry.tensor for entry in entries for name in entry.names}
-    found = adapter_file(model, adapter, tensors, embeddings=embeddings)
+    saved = adapter_file(model, adapter, tensors, embeddings=embeddings)
     known = {id(tensor) for tensor in tensors.values()}
-    if odd := next((name for name, tensor in found.items() if id(tensor) not in known), None):
+    if odd := next((name for name, tensor in saved.items() if id(tensor) not in known), None):
         kind = type(model.peft_config[adapter]).__name__
         raise OptionError(f"peft computes {odd} of a {kind} when it saves it: save it from a model of plain tensors")
-    return found
+    return saved
 
 
 def adapter_tensors(model: Any, entries: Sequence[StateEntry], adapter: str) -> dict[str, Tensor]:

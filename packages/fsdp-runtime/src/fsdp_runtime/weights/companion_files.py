@@ -141,7 +141,7 @@ def _remote_code(folder: Path, configs: Sequence[Path]) -> Iterator[Path]:
         if config.suffix != ".json" or not fnmatch(config.name, "*config.json"):
             continue
         classes = (_content(config).get("auto_map") or {}).values()
-        names = {name for each in classes for name in ([each] if isinstance(each, str) else each) if name}
+        names = {name for entry in classes for name in ([entry] if isinstance(entry, str) else entry) if name}
         for module in sorted({name.rpartition("--")[2].partition(".")[0] for name in names}):
             if (file := folder / f"{module}.py").is_file():
                 yield from (file, *(imported for imported in relative_imports(file) if imported.parent == folder))

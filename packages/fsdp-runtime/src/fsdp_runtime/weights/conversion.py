@@ -97,13 +97,13 @@ def _permute(tensor: TracedTensor, order: Sequence[int]) -> TracedTensor:
     return _with_dims(tensor, order)
 
 
-def _with_dims(tensor: TracedTensor, kept: Sequence[int]) -> TracedTensor:
+def _with_dims(tensor: TracedTensor, dims: Sequence[int]) -> TracedTensor:
     """Selected dims of a tensor, in order; all other dims have size 1."""
     chunks = [
-        replace(chunk, target=tuple(chunk.target[dim] for dim in kept), dims=tuple(chunk.dims[dim] for dim in kept))
+        replace(chunk, target=tuple(chunk.target[dim] for dim in dims), dims=tuple(chunk.dims[dim] for dim in dims))
         for chunk in tensor.chunks
     ]
-    return TracedTensor([tensor.shape[dim] for dim in kept], tensor.dtype, chunks)
+    return TracedTensor([tensor.shape[dim] for dim in dims], tensor.dtype, chunks)
 
 
 def _transpose(tensor: TracedTensor, one: int, other: int) -> TracedTensor:
@@ -147,15 +147,15 @@ def _squeeze(tensor: TracedTensor, dim: int) -> TracedTensor:
     dim %= tensor.ndim
     if tensor.shape[dim] != 1:
         return _same(tensor)
-    return _with_dims(tensor, [kept for kept in range(tensor.ndim) if kept != dim])
+    return _with_dims(tensor, [other for other in range(tensor.ndim) if other != dim])
 
 
 def _squeeze_all(tensor: TracedTensor) -> TracedTensor:
     """Squeeze all dims of size 1: transformers before 5.11 splits stacked experts with this operation."""
-    found = _same(tensor)
+    squeezed = _same(tensor)
     for dim in reversed(range(tensor.ndim)):
-        found = _squeeze(found, dim)
-    return found
+        squeezed = _squeeze(squeezed, dim)
+    return squeezed
 
 
 def _slice(

@@ -64,17 +64,17 @@ def export_groups(
     base: BaseModel, entries: Sequence[StateEntry], *, dtype: torch.dtype | None, names: Names, is_transformers: bool
 ) -> list[ExportGroup]:
     """Return the export of a model with the given state in model order; equal on every rank, without communication."""
-    given: object = dtype
-    if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+    option: object = dtype
+    if option is not None and not (isinstance(option, torch.dtype) and option.is_floating_point):
         raise OptionError(f"dtype={dtype!r}: weights are exported in a floating-point dtype, such as torch.bfloat16")
     base_entries = base_state_entries(base, entries, exported=True)
     require_unquantized(base_entries)
     factors = lora_factors(base, entries, base_entries)
     tensors, mapping = exported_names(base.module, base_entries, names, is_transformers=is_transformers)
     require_layouts(tensors)
-    kept = {} if dtype is None else kept_dtypes(base.module, tensors, dtype)
+    fixed_dtypes = {} if dtype is None else kept_dtypes(base.module, tensors, dtype)
     specs = {
-        name: TensorSpec(tuple(t.shape), kept.get(name, dtype) if dtype and t.is_floating_point() else t.dtype)
+        name: TensorSpec(tuple(t.shape), fixed_dtypes.get(name, dtype) if dtype and t.is_floating_point() else t.dtype)
         for name, t in tensors.items()
     }
     position = {name: index for index, name in enumerate(tensors)}

@@ -65,22 +65,22 @@ def plan_files(
         for position, group in enumerate(groups)
     ]
     ranks = _by_machine(machines)
-    several = len({*machines.values()}) if any(not each.has_plain for each in sized) else 1
-    limit = min(parse_bytes(max_shard_size), max(-(-sum(each.nbytes for each in sized) // several), 1))
+    hosts = len({*machines.values()}) if any(not member.has_plain for member in sized) else 1
+    limit = min(parse_bytes(max_shard_size), max(-(-sum(member.nbytes for member in sized) // hosts), 1))
     # The first rank's copy of a plain tensor is saved, and replicas may differ in buffers: the first rank writes them.
-    runs = list(split_by_bytes(sorted(sized, key=lambda each: not each.has_plain), limit))
+    runs = list(split_by_bytes(sorted(sized, key=lambda member: not member.has_plain), limit))
     contents = []
     for run in runs:
-        run.sort(key=lambda each: each.position)
+        run.sort(key=lambda member: member.position)
         # A group that is larger than a file is gathered once: its files have one writer.
-        contents.append(list(split_by_bytes([item for each in run for item in each.tensors], limit)))
+        contents.append(list(split_by_bytes([item for member in run for item in member.tensors], limit)))
     count, number = sum(map(len, contents)), 0
     nbytes, plan = dict.fromkeys(ranks, 0), dict[int, RankFiles]()
     for run, files in zip(runs, contents, strict=True):
-        writer = ranks[0] if any(each.has_plain for each in run) else min(nbytes, key=nbytes.__getitem__)
-        nbytes[writer] += sum(each.nbytes for each in run)
+        writer = ranks[0] if any(member.has_plain for member in run) else min(nbytes, key=nbytes.__getitem__)
+        nbytes[writer] += sum(member.nbytes for member in run)
         share = plan.setdefault(writer, RankFiles())
-        share.buckets += split_by_bytes([each.group for each in run], BUCKET_BYTES)
+        share.buckets += split_by_bytes([member.group for member in run], BUCKET_BYTES)
         for items in files:
             number += 1
             share.files.append((shard_name(number, count), items))

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 #: Options of earlier releases.
 _REMOVED = {
     "readers": "each rank reads the slices of its shards",
-    "bucket_bytes": "a rank holds 16 MiB of what it reads",
+    "bucket_bytes": "a rank reads 16 MiB at a time",
 }
 
 

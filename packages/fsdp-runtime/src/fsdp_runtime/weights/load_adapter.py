@@ -160,7 +160,8 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
 
 
 def _require_unmerged_adapters(model: nn.Module) -> None:
-    merged = (each.path for each in places(base_model(model)) if each.wrapper and getattr(each.module, "merged", False))
+    wrappers = (place for place in places(base_model(model)) if place.wrapper)
+    merged = (place.path for place in wrappers if getattr(place.module, "merged", False))
     if path := next(merged, None):
         raise OptionError(f"{path} has adapters that are merged into its weight: unmerge them first")
 
@@ -208,13 +209,13 @@ def _saved_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _scaling_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    is_lora = own["peft_type"] == "LORA"
+def _scaling_problems(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    is_lora = settings["peft_type"] == "LORA"
     names = _SCALING if is_lora else [name for name in saved if name not in _NOT_COMPARED and "init" not in name]
     return [
-        f"{name}={saved[name]!r} was saved, the model has {own.get(name)!r}"
+        f"{name}={saved[name]!r} was saved, the model has {settings.get(name)!r}"
         for name in names
-        if name in saved and _comparable(saved[name]) != _comparable(own.get(name))
+        if name in saved and _comparable(saved[name]) != _comparable(settings.get(name))
     ]
 
 

@@ -141,7 +141,7 @@ def _missing_module(name: str, names: Sequence[str], missing: Sequence[str]) -> 
     """Return the outermost module around a tensor that the checkpoint lacks in full, at least the tensor's module."""
     path = name.rpartition(".")[0]
     lacking = {*missing}
-    while (outer := path.rpartition(".")[0]) and all(each in lacking for each in names if each.startswith(f"{outer}.")):
+    while (outer := path.rpartition(".")[0]) and all(n in lacking for n in names if n.startswith(f"{outer}.")):
         path = outer
     return path
 

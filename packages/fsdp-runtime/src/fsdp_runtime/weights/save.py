@@ -212,7 +212,7 @@ def _write_files(
     contents = plan[ranks.rank].files if ranks.rank in plan else []
     with raise_on_all(ranks):
         require_seen(work, ranks)
-        with naming_total(sum(SafetensorsLayout(items).nbytes for each in plan.values() for _, items in each.files)):
+        with naming_total(sum(SafetensorsLayout(items).nbytes for share in plan.values() for _, items in share.files)):
             written = [SafetensorsWriter(work / name, items) for name, items in contents]  # with their full sizes
     files: Sequence[Writer] = written if staging is None else [StagedWriter(file, staging) for file in written]
     file_of = {item.name: file for file, (_, items) in zip(files, contents, strict=True) for item in items}
@@ -221,7 +221,7 @@ def _write_files(
         resources.callback(file.close)
     on_disk: list[Callable[[], None]] = []
     pool = resources.enter_context(ThreadPoolExecutor(1, "fsync"))
-    for buckets in zip_longest(*(each.buckets for each in plan.values())):
+    for buckets in zip_longest(*(share.buckets for share in plan.values())):
         gathers = [export.gather(groups, to=rank) for rank, groups in zip(plan, buckets, strict=True) if groups]
         with raise_on_all(ranks):
             for item, tensor in chain.from_iterable(gathers):  # the tensors of this rank's files
@@ -250,7 +250,7 @@ def _finish(
             wait()
     with raise_on_all(ranks):
         if ranks.is_first:
-            contents = sorted(file for each in plan.values() for file in each.files)
+            contents = sorted(file for share in plan.values() for file in share.files)
             _commit(work, target, [items for _, items in contents])
             remove_work(work)
     return SaveReport(sum(item.nbytes for _, items in plan.get(ranks.rank, RankFiles()).files for item in items))

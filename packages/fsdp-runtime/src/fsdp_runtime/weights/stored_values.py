@@ -45,9 +45,9 @@ def differing_ties(entries: Sequence[StateEntry], sources: ValueSources) -> Iter
         origins = sources.weights.by_model_name
         first, *others = [name for name in entry.names if name in origins] or [""]
         for other in others:
-            expected, found = (origins[name].shape for name in (first, other))
-            if expected != found:
-                yield first, other, f"shapes {expected} and {found}"
+            shape, other_shape = (origins[name].shape for name in (first, other))
+            if shape != other_shape:
+                yield first, other, f"shapes {shape} and {other_shape}"
                 continue
             for box in split_box(local_part(entry.tensor)[1], _COMPARED):
                 parts = []

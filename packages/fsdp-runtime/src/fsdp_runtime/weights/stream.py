@@ -131,9 +131,9 @@ class WeightExport:
         groups = export_groups(
             base, entries, dtype=self.exported_dtype, names=self.names, is_transformers=is_transformers
         )
-        if quantize is not None:  # not what the class keeps in another dtype while the model is in bfloat16
-            kept = kept_dtypes(base.module, [name for group in groups for name in group.dtypes], torch.bfloat16)
-            items = [item for group in groups if kept.keys() & group.dtypes.keys() for item in group.tensors]
+        if quantize is not None:  # the class keeps some tensors in another dtype while the model is in bfloat16
+            fixed = kept_dtypes(base.module, [name for group in groups for name in group.dtypes], torch.bfloat16)
+            items = [item for group in groups if fixed.keys() & group.dtypes.keys() for item in group.tensors]
             names = [item.name for item in items if quantize.applies(item.name, item.shape)]
             quantize = replace(quantize, keep=(*quantize.keep, *names))
         parts: dict[str, list[ExportedTensor]] = {}
