@@ -52,6 +52,12 @@ def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
     ]
 
 
+def accumulates(root: FSDPModule) -> bool:
+    """Return whether backwards of an initialized root leave gradients unreduced, as in ``no_sync``."""
+    # ``set_requires_gradient_sync`` and ``set_requires_all_reduce`` have no public getter (torch 2.10 to 2.15).
+    return not all(group.reduce_grads and group.all_reduce_grads for _, group in _groups_below(root))
+
+
 def placeholder(shard: Any) -> DTensor:
     """Return zeros of a shard's shape in the memory of one number; torch refuses to scale them in place."""
     local = local_tensor(shard)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime._torch_compat import (
+    accumulates,
     after_backward,
     drop_unreduced_gradients,
     is_written,
@@ -104,7 +105,7 @@ def watch_accumulation(root: Any, outputs: Iterable[Tensor]) -> None:
 
 def _mark(root: Any) -> None:
     state = runtime_state(root)
-    if state.marks:  # by another output of the same backward
+    if state.marks or not accumulates(root):  # another output of the same backward has set the marks
         return
     shards = [shard for unit in state.units for shard in unreduced_gradients(unit)]
     state.marks = [(shard, placeholder(shard) if shard.grad is None else None) for shard in shards]

@@ -56,6 +56,12 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
     refuse_replaced(optimizer, parameters)
+    if on_meta := sum(parameter.is_meta for parameter in shards):
+        raise ModelError(
+            f"{on_meta} of the {len(parameters)} parameters of this {type(optimizer).__name__} are on the meta device, "
+            "so its step would change nothing: call load_weights(model, checkpoint), or materialize(model) and set "
+            "initial values of your own"
+        )
     for parameter in plain:
         if isinstance(parameter.grad, DTensor):
             parameter.grad = parameter.grad.full_tensor()
@@ -83,15 +89,15 @@ def _compare(optimizer: Optimizer, plain: Sequence[Tensor], shards: Sequence[DTe
         return
     device = next(iter(meshes)).device_type
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    for name, tensors, fix in (
-        ("values", trained, "draw it after the same seed on every rank, as torch.manual_seed(0)"),
-        ("gradients", gradients, "average their gradients over the ranks before the step"),
+    for name, tensors, cause, fix in (
+        ("values", trained, "drawn per rank", "draw it after the same seed on every rank, as torch.manual_seed(0)"),
+        ("gradients", gradients, "as nothing reduces them", "average their gradients over the ranks before the step"),
     ):
         if different := [tensor for tensor in tensors if _differs(tensor, groups, device)]:
             raise ModelError(
                 f"{len(different)} of {len(trained)} parameters of this {type(optimizer).__name__} that are no shards "
                 f"(first of shape {tuple(different[0].shape)}) have other {name} on other ranks of "
-                f"{', '.join(groups)}: put their module into the model before parallelize, or {fix}"
+                f"{', '.join(groups)}, {cause}: put their module into the model before parallelize, or {fix}"
             )
     if any(bool(gradient.any()) for gradient in gradients):
         _compared[optimizer] = len(plain)
