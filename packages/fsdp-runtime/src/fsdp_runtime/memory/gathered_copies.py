@@ -54,6 +54,7 @@ _roots: WeakSet[Any] = WeakSet()
 def keep_readers_on_shards(root: Any) -> None:
     """Let every reader of a root's parameters get shards between passes."""
     units = runtime_state(root).units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    states = [runtime_state(unit) for unit in units]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refresh(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -67,10 +68,11 @@ def keep_readers_on_shards(root: Any) -> None:
         reset_after_error(root)  # the forward raised
         if torch.is_grad_enabled():
             watch_accumulation(root, [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)])
+        for state in states:
+            state.versions = ()
         for unit in gathered_units(root):
             if not is_held(unit):
                 show_shards(unit) if torch.is_grad_enabled() else unit.reshard()
-        for unit in units:
             runtime_state(unit).versions = copied_versions(unit)
 
     hook_forward(root, "gathers parameters that changed since the last forward", before=refresh, first=True)
