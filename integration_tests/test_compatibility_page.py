@@ -51,7 +51,7 @@ def test_a_report_without_versions_is_refused(tmp_path: Path) -> None:
 RUN = Run("2.9.1", "3.11.7", "5.0.0", "all", passed=3, failed=0, skipped=0, date="2026-01-02", commit="abc")
 
 
-def test_the_last_run_on_the_same_versions_counts_and_versions_are_ordered_as_numbers() -> None:
+def test_compatibility_page_counts_the_last_run_and_orders_versions_as_numbers() -> None:
     newer, again = replace(RUN, torch="2.10.0"), replace(RUN, failed=1)
     runs = merged([newer, RUN], [again])
     assert runs == [again, newer]

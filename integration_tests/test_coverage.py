@@ -154,7 +154,7 @@ def test_tensor_parallelism_with_fsdp2_equals_single_process(four_ranks: RankPoo
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "llama", "mixtral"])
-def test_a_wide_model_has_a_part_for_each_of_eight_ranks_but_for_keys_and_values_of_heads_that_ranks_share(
+def test_wide_model_has_a_shard_per_rank_but_for_shared_key_value_heads(
     name: str,
 ) -> None:
     model = tiny_model(replace(entries()[name], wide=True))

@@ -35,7 +35,7 @@ def test_the_page_shows_each_width_and_why_it_is_refused() -> None:
     assert "- tp=8: 0 of 1 right, 1 refused" in text
 
 
-def test_fsdp2_without_sequence_parallelism_is_due_where_sequence_parallelism_is_refused() -> None:
+def test_coverage_measures_fsdp2_without_sp_where_sp_is_refused() -> None:
     assert not widths.is_due({"dp_shard=2 tp=2 SP": RIGHT}, "dp_shard=2 tp=2")
     assert widths.is_due({"dp_shard=2 tp=2 SP": REFUSED}, "dp_shard=2 tp=2")
 
@@ -53,7 +53,7 @@ def test_the_page_shows_the_graphs_of_each_length_and_whose_the_breaks_are() -> 
     assert lines(compiled.section, row)[-4:] == told
 
 
-def test_the_page_says_where_one_process_fails_as_well_and_what_a_third_length_compiles() -> None:
+def test_coverage_page_lists_failures_of_one_process_and_third_lengths() -> None:
     right, failed = {"status": "right", "breaks": 0}, {"status": "failed", "note": "view"}
     rows = {
         "llama": {"aot_eager TP": {**right, "graphs": [1, 2, 2]}},
@@ -69,7 +69,7 @@ def test_the_page_says_where_one_process_fails_as_well_and_what_a_third_length_c
     ) in text
 
 
-def test_further_lengths_and_the_breaks_of_one_process_are_measured_where_they_say_more() -> None:
+def test_coverage_measures_further_lengths_and_breaks_where_they_add() -> None:
     row = {"aot_eager TP": {"status": "right", "graphs": [1], "breaks": 0}, "aot_eager SP": REFUSED}
     due = {mode: compile_is_due(row, mode, (7, 9)) for mode in (*row, "aot_eager one process", "inductor TP")}
     assert due == {"aot_eager TP": True, "aot_eager SP": False, "aot_eager one process": False, "inductor TP": True}

@@ -119,7 +119,7 @@ def _all_errors(names: list[str]) -> dict[str, tuple[dict[str, float], bool]]:
     [[name for name in CASES if name != OTHER], pytest.param([OTHER], marks=pytest.mark.slow)],
     ids=["all axes", "other axes"],
 )
-def test_gradients_equal_one_process_under_auxiliary_losses_ties_and_one_expert_for_all(
+def test_expert_gradients_equal_one_process_with_auxiliary_losses_and_ties(
     four_ranks: RankPool, names: list[str]
 ) -> None:
     ranks = four_ranks.run(_all_errors, names)

@@ -173,7 +173,7 @@ def _on_one_rank(names: list[str]) -> list[dict[str, float] | str]:
 @pytest.mark.parametrize(
     "cases", [pytest.param(ON_ONE_RANK, id="two"), pytest.param(MORE_ON_ONE_RANK, id="more", marks=pytest.mark.slow)]
 )
-def test_a_rank_without_media_computes_what_one_process_does_or_is_refused_on_every_rank(
+def test_rank_without_media_equals_one_process_or_every_rank_refuses(
     two_ranks: RankPool, cases: dict[str, str]
 ) -> None:
     for ranks in two_ranks.run(_on_one_rank, [*cases]):

@@ -166,7 +166,7 @@ def test_invalid_commands_are_refused_before_anything_runs(
     assert told in capsys.readouterr().err
 
 
-def test_an_error_of_a_users_function_is_told_in_one_line_and_is_not_a_model_too_large(
+def test_main_prints_an_error_of_a_users_function_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _answer(monkeypatch, ValueError("my bug\nand more"))

@@ -57,7 +57,7 @@ def test_an_attention_that_is_not_replaceable_keeps_its_name_when_another_is_set
     assert model.config._attn_implementation == "eager"
 
 
-def test_the_table_of_conversions_goes_by_the_name_of_the_class_which_fully_shard_changes() -> None:
+def test_conversions_are_listed_by_the_class_name_that_fully_shard_changes() -> None:
     with torch.device("meta"):
         model = MixtralModel(MixtralConfig(hidden_size=32, num_hidden_layers=1, vocab_size=8))
     known = len(get_model_conversion_mapping(model))

@@ -114,7 +114,7 @@ def test_items_that_share_no_row_are_known_to() -> None:
     assert len(assign_rows(_items([40] * 6 + [30] * 3), 2)) == 4
 
 
-def test_micro_batches_that_one_item_dominates_are_filled_up_beyond_the_budget_of_partitions() -> None:
+def test_balance_fills_micro_batches_with_one_dominant_item_beyond_the_budget() -> None:
     # 31 full rows on 3 ranks: two of the short ones' rows come beside the last.
     items = _items([64] * 31 + [1] * 20_000)
     found = assign_rows(items, 3)

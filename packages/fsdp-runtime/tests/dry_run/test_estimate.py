@@ -149,7 +149,7 @@ def test_min_times_follow_the_bandwidth_of_the_axis() -> None:
     assert {item.seconds for item in found.traffic if item.axis == "dp_replicate"} == {None}
 
 
-def test_master_weights_are_resident_in_the_master_dtype_and_gathered_in_the_compute_dtype() -> None:
+def test_estimate_keeps_masters_in_their_dtype_and_gathers_in_the_compute_dtype() -> None:
     resident, master = plain().memory.resident, run(fsdp=parse_fsdp(master_dtype="fp32"))
     assert master.memory.resident.parameters == 2 * resident.parameters
     gathers = [sum(item.nbytes for item in e.traffic if item.kind == "all_gather") for e in (plain(), master)]
@@ -171,7 +171,7 @@ def test_a_module_that_depends_on_values_is_listed_and_the_rest_estimated() -> N
     assert found.flops > 0
 
 
-def test_a_part_that_the_step_does_not_reach_is_listed_with_the_bytes_that_it_would_have() -> None:
+def test_estimate_lists_unreached_parts_with_the_bytes_they_would_have() -> None:
     (item,) = run(WithTower).assumptions
     assert (item.module, item.counted) == ("tower", False)
     assert "4 trainable parameters have no gradient" in item.assumption
@@ -180,7 +180,7 @@ def test_a_part_that_the_step_does_not_reach_is_listed_with_the_bytes_that_it_wo
 
 
 @pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_gradients_and_state_of_a_part_that_the_step_does_not_reach_are_counted_on_request(exact: bool) -> None:
+def test_estimate_counts_gradients_and_state_of_unreached_parts_on_request(exact: bool) -> None:
     without, assumed = run(WithTower, exact=exact).memory, run(WithTower, exact=exact, assume_gradients=True).memory
     steps = 4 * 4  # a step number per parameter
     assert assumed.resident.optimizer_state == without.resident.optimizer_state + 2 * TOWER_BYTES + steps

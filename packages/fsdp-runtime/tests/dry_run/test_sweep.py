@@ -171,7 +171,7 @@ def test_ways_of_attention_are_tried_on_meshes_with_cp_only() -> None:
     assert [each.label for each in found] == ["dp_shard=2", "cp=2, ring", "cp=2, ulysses"]
 
 
-def test_a_mesh_without_tp_is_a_candidate_where_only_sequence_parallelism_is_asked_for() -> None:
+def test_sweep_has_meshes_without_tp_where_only_sequence_parallelism_is_given() -> None:
     found = make_candidates(
         [MeshSpec(dp_shard=2), MeshSpec(tp=2)], sequence_parallel=(True,), activation_checkpointing=("none",)
     )

@@ -81,7 +81,7 @@ def test_more_graphs_than_torch_allows_by_default_are_compiled() -> None:
     assert len(graphs) == (3 if raised else 1)
 
 
-def test_packed_rows_are_recomputed_selectively_where_the_compiler_leaves_them_to_python() -> None:
+def test_compile_recomputes_packed_rows_selectively_where_python_runs_them() -> None:
     plain = tiny_model("LlamaForCausalLM")
     options = {"plan": None, "packed_sequences": True, "activation_checkpointing": "selective"}
     mesh = MeshSpec().build(device_type="cpu")

@@ -189,7 +189,7 @@ class _Processes:
         pytest.param(2, "full", True, 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_killed_in_mid_update_ends_the_others_in_time_and_the_next_update_succeeds(
+def test_update_with_a_killed_rank_ends_in_time_and_the_next_succeeds(
     tmp_path: Path, victim: int, phase: str, shared: bool, then: int
 ) -> None:
     processes = _Processes(tmp_path)

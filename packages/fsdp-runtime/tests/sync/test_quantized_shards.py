@@ -155,7 +155,7 @@ def test_an_engine_gets_quantized_weights_and_differences_bit_for_bit(
     assert four_ranks.run(_sent, architecture, axes, formats) == [[]] * 4
 
 
-def test_values_before_the_first_refresh_are_refused_and_later_ones_are_the_last_refreshed() -> None:
+def test_quantized_shards_refuse_values_before_the_first_refresh() -> None:
     model = nn.Linear(32, 4, bias=False)
     shards = ModelShards(model, export=WeightExport(quantize=Quantization(format="fp8")))
     with pytest.raises(OptionError, match=r"call refresh\(\) on every rank of the model"):

@@ -133,7 +133,7 @@ def _relayed() -> list[tuple[tuple[int, ...], int, int, int]]:
     return found
 
 
-def test_replicas_pass_on_full_weights_and_differences_so_that_each_byte_leaves_the_trainer_once(
+def test_weight_sync_replicas_pass_bytes_on_that_leave_the_trainer_once(
     four_ranks: RankPool,
 ) -> None:
     first, *others = four_ranks.run(_relayed)
@@ -177,7 +177,7 @@ def _stall(*_: Any) -> tuple[int, dict[int, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("stalled", [pytest.param(0, marks=pytest.mark.slow), 2], ids=["trainer", "engine"])
-def test_a_stall_leaves_every_engine_rank_with_its_old_weights_and_the_next_update_is_full(
+def test_weight_sync_keeps_old_weights_after_a_stall_and_then_sends_all(
     four_ranks: RankPool, stalled: int
 ) -> None:
     told = four_ranks.run(_failed_update, stalled)
@@ -234,7 +234,7 @@ def _stalled_receive(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     "kind", ["memory", "late", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stall", "trainer"))]
 )
-def test_a_full_update_that_fails_leaves_the_old_version_served_and_the_next_succeeds(
+def test_weight_sync_serves_the_old_version_after_a_failed_full_update(
     four_ranks: RankPool, kind: str
 ) -> None:
     for rank, found in enumerate(four_ranks.run(_failures, kind)):
@@ -291,7 +291,7 @@ def _disagreements() -> dict[str, str]:
     return told
 
 
-def test_plans_tensors_and_versions_that_do_not_fit_are_refused_before_a_byte_is_written(four_ranks: RankPool) -> None:
+def test_weight_sync_refuses_plans_tensors_and_versions_before_a_byte_is_written(four_ranks: RankPool) -> None:
     results = four_ranks.run(_disagreements)
     for rank, told in enumerate(results):
         assert "ranks 3 were built for another plan than rank 0" in told["plan"]

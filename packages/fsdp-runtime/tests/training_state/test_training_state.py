@@ -323,7 +323,7 @@ MOMENTS = {
         ),
     ],
 )
-def test_a_killed_rank_leaves_the_old_or_the_new_state_complete_and_the_other_rank_raises(
+def test_training_state_is_complete_after_a_killed_rank_and_the_other_raises(
     two_ranks: RankPool, tmp_path: Path, rank: int, moment: str
 ) -> None:
     start = time.monotonic()

@@ -120,7 +120,7 @@ def test_companion_files_that_the_user_has_saved_stay(tmp_path: Path, asynchrono
     assert not any("chat_template" in name for name in _files(target))
 
 
-def test_companion_files_of_an_older_release_leave_a_saved_tokenizer_and_processor_alone(tmp_path: Path) -> None:
+def test_companion_files_leave_a_tokenizer_and_processor_saved_before_alone(tmp_path: Path) -> None:
     source, target = _checkpoint(tmp_path / "in"), tmp_path / "out"
     for name in ("tokenizer_config.json", "processor_config.json"):  # files that older releases did not write
         (source / name).unlink()

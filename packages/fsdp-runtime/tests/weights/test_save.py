@@ -481,7 +481,7 @@ def _without_renames(directory: Path, *, asynchronous: bool) -> str:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_file_system_that_cannot_rename_ends_every_rank_and_leaves_the_old_checkpoint(
+def test_save_weights_keeps_the_old_checkpoint_where_files_cannot_be_renamed(
     two_ranks: RankPool, tmp_path: Path, asynchronous: bool
 ) -> None:
     save_weights(_model(seed=1), tmp_path)

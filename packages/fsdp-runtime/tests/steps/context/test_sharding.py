@@ -54,7 +54,7 @@ def test_a_length_that_does_not_divide_is_refused_with_the_one_to_pad_to() -> No
         SequenceLayout(4, 2, 0, "zigzag")  # type: ignore[arg-type]
 
 
-def test_a_layout_that_was_first_used_under_inference_mode_cuts_tensors_with_gradients() -> None:
+def test_layout_first_used_in_inference_mode_cuts_tensors_with_gradients() -> None:
     layout, full = SequenceLayout(4, 2, 0), torch.zeros(1, 4, 2, requires_grad=True)
     with torch.inference_mode():
         layout.shard(full)

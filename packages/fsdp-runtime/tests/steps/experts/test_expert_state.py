@@ -277,7 +277,7 @@ def test_the_compiler_leaves_the_exchange_to_python(two_ranks: RankPool, backend
 
 
 @pytest.mark.parametrize("meshes", [(ALL,), pytest.param((TWO,), marks=pytest.mark.slow)], ids=["ep=4", "ep=2"])
-def test_gradients_are_the_same_accumulated_gathered_offloaded_and_in_lower_precision(
+def test_expert_gradients_equal_accumulated_gathered_offloaded_and_rounded(
     four_ranks: RankPool, meshes: Meshes
 ) -> None:
     for rank in four_ranks.run(_all_same_gradients, meshes):

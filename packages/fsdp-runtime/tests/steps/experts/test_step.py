@@ -260,7 +260,7 @@ def _lose_a_rank(exchange: type[_Dies]) -> None:
 @pytest.mark.parametrize(
     ("exchange", "phase"), [pytest.param(_Dies, "forward", marks=pytest.mark.slow), (_DiesBackward, "backward")]
 )
-def test_a_rank_that_dies_in_the_exchange_ends_every_other_with_one_error_that_names_it(
+def test_exchange_ends_every_rank_with_an_error_that_names_the_dead_one(
     monkeypatch: pytest.MonkeyPatch, exchange: type[_Dies], phase: str
 ) -> None:
     monkeypatch.setattr("harness.ranks.GRACE_SECONDS", 60.0)

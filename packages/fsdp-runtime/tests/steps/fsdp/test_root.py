@@ -138,7 +138,7 @@ def _called_with_parameters_on_two_meshes() -> list[str]:
     return wrong
 
 
-def test_a_module_with_parameters_on_two_meshes_is_called_in_the_model_and_refused_alone(four_ranks: RankPool) -> None:
+def test_root_refuses_a_call_of_one_module_with_parameters_on_two_meshes(four_ranks: RankPool) -> None:
     assert four_ranks.run(_called_with_parameters_on_two_meshes) == [[]] * 4
 
 
