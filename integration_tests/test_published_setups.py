@@ -11,11 +11,14 @@ import pytest
 
 from fsdp_runtime.dry_run import Estimate, estimate
 from fsdp_runtime.dry_run.build_model import model_builder
+from fsdp_runtime.dry_run.parse_args import parse_fsdp
 from harness.models import tiny_config
 
 GENERATE = Path(__file__).parents[1] / "docs" / "generate"
 published_loss = runpy.run_path(str(GENERATE / "published_losses.py"))["published_loss"]
 with_several = runpy.run_path(str(GENERATE / "several_adapters.py"))["with_several"]
+
+MASTER = parse_fsdp(master_dtype="fp32")
 
 
 @cache
@@ -25,7 +28,7 @@ def run(name: str = "Qwen3ForCausalLM", adapters: int = 0, loss: str = "", **opt
         model = partial(_adapted, model, adapters)
     if loss:
         options["logprobs"] = published_loss(loss)
-    return estimate(model, {"dp_shard": 2}, **{"seq_len": 64, "master_dtype": "fp32", **options})
+    return estimate(model, {"dp_shard": 2}, **{"seq_len": 64, "fsdp": MASTER, **options})
 
 
 def _adapted(config: Any, adapters: int) -> Any:
@@ -34,7 +37,7 @@ def _adapted(config: Any, adapters: int) -> Any:
 
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_with_several_gives_gradients_to_adapters_that_compute(name: str) -> None:
-    plain = run(name, master_dtype=None).memory.resident.parameters
+    plain = run(name, fsdp=None).memory.resident.parameters
     two, four = (run(name, count).memory for count in (2, 4))
     added = two.resident.parameters - plain
     assert added > 0

@@ -17,7 +17,10 @@ def test_pages_are_generated() -> None:
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", pytest.param("Qwen3-4B", marks=pytest.mark.slow), "Llama-3.1-8B"])
 def test_a_dry_run_gives_the_row_of_the_page(name: str) -> None:
     kept = json.loads(recipes.FOUND.read_text())[name]
-    rows = [each for each in kept["rows"] if (each["training"], each["tokens"]) == ("lora", 8192)]
+    rows = [row for row in kept["rows"] if (row["training"], row["tokens"]) == ("lora", 8192)]
+    # An operator on a few numbers more or less moves the time in its seventh digit; pages show two.
+    for row in rows:
+        row["seconds"] = pytest.approx(row["seconds"], rel=1e-6)
     config = recipes.config_of(name)
     again = recipes.fewest(config, "lora", 8192, kept["parameters"])
     assert json.loads(json.dumps(again)) == rows

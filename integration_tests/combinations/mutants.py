@@ -199,7 +199,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "a token sent to no expert": Mutant(_exchanged(LosesAToken), _case("mixture", _EP)),
     "routing weights without gradients": Mutant(_exchanged(DetachedWeights), _case("mixture", _EP)),
     "a norm that is too large": Mutant(
-        _replaced(grad_norm, "_weighted_power", lambda *args, **kwargs: 1.02 * _power(*args, **kwargs)),
+        _replaced(grad_norm, "norm_power", lambda *args: 1.02 * _power(*args)),
         _case("dense", _FSDP),
     ),
     "weights of other values in exports": Mutant(
@@ -221,7 +221,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "a change before a refusal": Mutant(_replaced(scenario, "parallelize", _changed_and_refused), _case("dense", _TP)),
 }
-_power = grad_norm._weighted_power
+_power = grad_norm.norm_power
 
 
 def run_planted(case: Case, name: str = "") -> scenario.Result:

@@ -98,9 +98,7 @@ def _layouts(draw: Any, mesh: tuple[int, ...], tensor: CheckpointTensor) -> tupl
 
 @settings(max_examples=10)
 @given(plans(), st.sampled_from([8, 40, 1000, 10**6]))
-def test_schedule_fills_every_destination_within_a_bucket_per_rank(
-    plan: TransferPlan, bucket: int
-) -> None:
+def test_schedule_fills_every_destination_within_a_bucket_per_rank(plan: TransferPlan, bucket: int) -> None:
     full = {name: torch.randint(0, 100, shape).float() for name, shape in SHAPES.items()}
     sides = {
         rank: Sides(

@@ -177,9 +177,7 @@ def _stall(*_: Any) -> tuple[int, dict[int, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("stalled", [pytest.param(0, marks=pytest.mark.slow), 2], ids=["trainer", "engine"])
-def test_weight_sync_keeps_old_weights_after_a_stall_and_then_sends_all(
-    four_ranks: RankPool, stalled: int
-) -> None:
+def test_weight_sync_keeps_old_weights_after_a_stall_and_then_sends_all(four_ranks: RankPool, stalled: int) -> None:
     told = four_ranks.run(_failed_update, stalled)
     assert told[stalled] == "stalled"
     assert all(told)
@@ -234,9 +232,7 @@ def _stalled_receive(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     "kind", ["memory", "late", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stall", "trainer"))]
 )
-def test_weight_sync_serves_the_old_version_after_a_failed_full_update(
-    four_ranks: RankPool, kind: str
-) -> None:
+def test_weight_sync_serves_the_old_version_after_a_failed_full_update(four_ranks: RankPool, kind: str) -> None:
     for rank, found in enumerate(four_ranks.run(_failures, kind)):
         assert found["kept"], (kind, rank)
         assert found["version"] == 1
