@@ -18,19 +18,19 @@ NAMES = ("tp_plans", "fsdp_runtime", "rl_logprobs")
 #: A longer file has two subjects.
 MOST_LINES = 450
 #: Public names of the three top levels together: a new one takes the place of an old one.
-MOST_NAMES = 130
+MOST_NAMES = 100
 #: Lines of source per package.  A package grows by the lines that it loses elsewhere; a ceiling only goes down.
-MOST_SOURCE_LINES = {"tp-plans": 13_000, "fsdp-runtime": 40_400, "rl-logprobs": 8_850}
+MOST_SOURCE_LINES = {"tp-plans": 13_000, "fsdp-runtime": 37_820, "rl-logprobs": 8_470}
 #: Lines with a wording that hides the noun of a sentence, over the three packages.  A ceiling only goes down.
 MOST_WORDINGS = {
-    "whose": 110,
-    "that of, those of": 80,
-    "what is, are, the, a": 55,
-    "of its own": 30,
-    "alike, anew, apart": 50,
-    "of which": 20,
+    "whose": 20,
+    "that of, those of": 16,
+    "what is, are, the, a": 6,
+    "of its own": 7,
+    "alike, anew, apart": 4,
+    "of which": 2,
     "that there are": 0,
-    "the local found": 860,
+    "the local found": 115,
 }
 Graph = Mapping[str, set[str]]
 

@@ -85,7 +85,7 @@ def _head_of_other_values() -> None:
 
 PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
 CASES: Provocations = {
-    "fsdp_runtime/steps/context/inputs.py": {"LayoutError: some ranks of cp get media": _media_over_cp},
+    "fsdp_runtime/steps/context/inputs.py": {"LayoutError: some ranks of cp are given media": _media_over_cp},
     "fsdp_runtime/steps/context/verify.py": {"ModelError: cannot run on a part of a row": _mixing_embeddings},
     "fsdp_runtime/steps/fsdp/missing_media.py": {
         "ModelError: and others have none": lambda: _media(PIXELS, {}),
