@@ -185,7 +185,7 @@ def test_what_comes_too_late_is_refused_with_the_fix(two_ranks: RankPool, folder
         assert all("before parallelize" in said for said in (adapter, options))
         assert "pass a model or its path" in number
         assert once == "accepted"
-        assert "set gradient_checkpointing=False" in twice
+        assert "set their gradient_checkpointing=False" in twice
 
 
 def test_what_is_no_trainer_is_refused() -> None:

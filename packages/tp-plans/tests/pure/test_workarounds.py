@@ -26,6 +26,12 @@ class Workaround:
 #: Every place in the torch styles that depends on a version of torch.
 WORKAROUNDS = (
     Workaround(
+        "gradients._detach",
+        (2, 11),
+        "no upstream issue found",
+        "a DTensor that requires a gradient cannot be redistributed in inference mode",
+    ),
+    Workaround(
         "gradients._DenseGradient",
         (2, 11),
         "https://github.com/pytorch/pytorch/issues/107661",

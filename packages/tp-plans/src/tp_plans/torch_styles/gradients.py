@@ -24,7 +24,8 @@ def local_view(parameter: DTensor) -> Tensor:
 def full_view(parameter: DTensor, *, partial: bool = False) -> Tensor:
     """Return the full tensor of a sharded parameter as a plain tensor; each rank keeps its part of the gradient."""
     # ``partial``: each rank computes a part of the gradient, and the parts are summed.
-    full = parameter.redistribute(placements=[Replicate()])
+    source = parameter if torch.is_grad_enabled() else _detach(parameter)
+    full = source.redistribute(placements=[Replicate()])
     plain = full.to_local(grad_placements=[Partial() if partial else Replicate()])
     return cast(Tensor, _DenseGradient.apply(plain)) if _is_uneven(parameter) else plain  # type: ignore[no-untyped-call]
 
@@ -35,6 +36,11 @@ def parameter_view(rule: ParameterStyle, parameter: DTensor) -> Tensor:
     if rule.gathered:
         return full_view(parameter, partial=partial)
     return summed_gradient(parameter) if partial else local_view(parameter)
+
+
+def _detach(parameter: DTensor) -> DTensor:
+    """Return the same shard without a gradient: torch 2.11 cannot redistribute the other in inference mode."""
+    return _with_local(parameter, parameter.to_local())
 
 
 def _with_local(like: DTensor, local: Tensor) -> DTensor:

@@ -63,9 +63,9 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     # Causal attention counts as full attention, as in ``torch.utils.flop_counter``.
     packet = function.overloadpacket
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]
+        return int(sdpa_flop_count(*_of_query_heads(*args[:3])))  # type: ignore[no-untyped-call]
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
+        return int(sdpa_backward_flop_count(args[0].shape, *_of_query_heads(*args[1:4])))  # type: ignore[no-untyped-call]
     if "grouped_mm" in _name_of(packet) and getattr(args[0], "ndim", 0) == 2:
         products = 2 if "backward" in _name_of(packet) else 1  # transformers' operator computes both gradients
         return 2 * products * int(args[0].numel() * args[1].shape[-1])
@@ -92,3 +92,8 @@ def bytes_moved(args: Any, result: Any) -> int:
     if all(storage_key(leaf) in known for leaf in written):
         return 0
     return sum(leaf.nbytes for leaf in (*read, *written))
+
+
+def _of_query_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Size]:
+    """Return the shapes with as many key/value heads as query heads: torch 2.11's formulas need equal numbers."""
+    return [torch.Size((tensor.shape[0], query.shape[1], *tensor.shape[2:])) for tensor in (query, key, value)]
