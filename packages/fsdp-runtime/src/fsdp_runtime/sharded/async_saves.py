@@ -17,10 +17,10 @@ from fsdp_runtime._torch_compat import local_group
 from fsdp_runtime.sharded.collectives import ModelRanks
 
 T = TypeVar("T")
-#: The longest wait of a rank for the other ranks' writes; the end of a rank's process is noticed at once.
+#: Longest wait for the other ranks' writes; the exit of another rank's process is noticed at once.
 _TIMEOUT = timedelta(hours=1)
 
-#: The reason for the missing option ``if_saving``, for an error.
+#: Error text for the removed option ``if_saving``.
 SAVES_WAIT = "a save waits until the earlier save of its process has ended; ask done() of its SaveFuture"
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class SaveFuture(Generic[T]):
     """A save that a thread completes; the interpreter's exit waits for it.
 
     The new files take effect once all ranks have written, whether or not :meth:`wait` is called.  An error of one rank
-    is an error on all ranks, and the old files stay in effect; it is logged at once, and raised by :meth:`wait`.
+    is an error on all ranks, and the old files stay in effect; the error is logged at once, and :meth:`wait` raises it.
     """
 
     def __init__(self, finish: Callable[[], T]) -> None:
@@ -61,13 +61,13 @@ class SaveFuture(Generic[T]):
             self._error = error
             logger.exception("a save that was running failed; what was saved before is unchanged")
         finally:
-            self._finish = None  # holds host memory
+            self._finish = None  # frees the host memory that it holds
 
 
 def save_in_thread(
     finish: Callable[[ModelRanks], T], ranks: ModelRanks, everyone: Sequence[int], resources: ExitStack
 ) -> SaveFuture[T]:
-    """Complete a save in a thread, which closes its resources.  Collective."""
+    """Complete a save in a thread, which then closes ``resources``.  Collective."""
     # ``finish`` gets the ranks with a separate process group: its collectives do not mix with training's collectives.
     separate = _with_own_group(ranks, everyone)
     moved = resources.pop_all()

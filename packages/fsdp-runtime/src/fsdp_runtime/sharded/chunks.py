@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime.sharded.shard_offsets import dtensor_box
 from tp_plans.boxes import Box, box_shape, full_box, intersection, split_box
 
-#: Bytes that are read before they are converted, or copied to a device.
+#: Bytes per read; they are converted, or copied to a device, before the next read.
 _READ_AT_ONCE = 2**24
 
 #: Reads a box of a stored tensor by name; the result has all dims of the stored tensor.
@@ -71,7 +71,7 @@ def in_dims(tensor: Tensor, dims: Sequence[int | None], shape: Sequence[int]) ->
 
 
 def identity_chunk(name: str, shape: Sequence[int]) -> Chunk:
-    """Return the chunk that maps a stored tensor to an equal target."""
+    """Return the chunk that maps a stored tensor to a target of the same shape."""
     return whole_chunk(name, full_box(shape))
 
 
@@ -91,7 +91,7 @@ def inside(box: Box, part: Box) -> tuple[slice, ...]:
 
 
 def fill_local(tensor: Tensor, chunks: Sequence[Chunk], read: ReadBox) -> None:
-    """Fill this rank's shard of a tensor and read nothing else; values are converted to the tensor's dtype."""
+    """Fill this rank's shard of a tensor; only its values are read. They are converted to the tensor's dtype."""
     fill_box(*local_part(tensor), chunks, read)
 
 

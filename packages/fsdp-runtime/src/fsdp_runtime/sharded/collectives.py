@@ -1,4 +1,4 @@
-"""The ranks that hold a model, and collectives over them: gather objects, raise an error of one rank on all."""
+"""Find the ranks that hold a model; gather objects over these ranks, and raise one rank's error on all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_runtime.errors import OptionError, OtherRankError
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 
-#: Packages whose loggers :func:`first_rank_speaks` concerns.
+#: Packages with loggers that :func:`first_rank_speaks` silences.
 _PACKAGES = ("fsdp_runtime", "tp_plans")
 
 
@@ -32,11 +32,11 @@ class ModelRanks:
     index: int = 0  # this rank's index among them
     count: int = 1
     global_first: int = 0  # global rank of the rank with index 0
-    rank: int = field(default_factory=lambda: own_rank())  # also known once the world has been left
+    rank: int = field(default_factory=lambda: own_rank())  # still known after destroy_process_group
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has index 0 and does the common work of all ranks."""
+        """Whether this rank has index 0, and so does the work that all ranks share."""
         return self.index == 0
 
 
@@ -82,7 +82,7 @@ def mesh_or_world_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> Mode
 
 @contextmanager
 def first_rank_speaks(groups: Sequence[ProcessGroup] | None = None) -> Iterator[None]:
-    """Let the first rank of all groups, or of the world, log what every rank would log inside the ``with``."""
+    """Log below ERROR only on the first rank of all groups, or of the world, inside the ``with``."""
     groups = world_ranks().groups if groups is None else groups
     loggers = [] if all(dist.get_rank(group) == 0 for group in groups) else [*map(logging.getLogger, _PACKAGES)]
     levels = [logger.level for logger in loggers]
@@ -97,7 +97,7 @@ def first_rank_speaks(groups: Sequence[ProcessGroup] | None = None) -> Iterator[
 
 @dataclass
 class RankStep:
-    """A picklable value of a step of :func:`raise_on_all`, sent to the other ranks; afterwards all ranks' values."""
+    """This rank's picklable value of a :func:`raise_on_all` step; ``values`` has all ranks' values after the step."""
 
     value: Any = None
     values: dict[int, Any] = field(default_factory=dict)
@@ -124,16 +124,16 @@ def raise_on_all(ranks: ModelRanks) -> Iterator[RankStep]:
 def require_equal_on_all(options: Mapping[int, Mapping[str, Any]]) -> None:
     """Check that every rank has the same options, by name; ``options`` are values of a :class:`RankStep`."""
     first, expected = next(iter(options.items()))
-    for rank, given in options.items():
-        for name, value in given.items():
+    for rank, rank_options in options.items():
+        for name, value in rank_options.items():
             if value != expected[name]:
-                found = f"{expected[name]!r} on rank {first} and {value!r} on rank {rank}"
-                raise OptionError(f"{name} is {found}: give the same on every rank")
+                values = f"{expected[name]!r} on rank {first} and {value!r} on rank {rank}"
+                raise OptionError(f"{name} is {values}: give the same on every rank")
 
 
-#: Backends, or parts of their names, that take tensors on the CPU.
+#: Names, or parts of names, of backends for CPU tensors.
 _CPU_BACKENDS = ("gloo", "mpi", "cpu", "fake")
-#: Elements of one reduction.
+#: Elements per all-reduce.
 _REDUCED = 2**24
 
 

@@ -40,7 +40,7 @@ class _GatherStep:
 @dataclass
 class _PendingGather:
     tensor: Tensor
-    steps: list[_GatherStep]  # still to gather, from the last
+    steps: list[_GatherStep]  # remaining steps; the last step runs first
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class _PendingGather:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of that chunk."""
+        """Bytes of the last step's padded chunk."""
         return prod(self.chunk_shape) * self.tensor.itemsize
 
 
@@ -58,7 +58,7 @@ class _PendingGather:
 class _GatheredChunks:
     """The chunks of one tensor in a buffer that a gather fills, one row of bytes per rank."""
 
-    rows: Tensor  # ``[ranks, bytes]``, uint8; on a rank that receives nothing its own row, which is sent
+    rows: Tensor  # ``[ranks, bytes]``, uint8; on a rank that only sends, the sent row
     work: dist.Work
     offset: int  # offset of the tensor's chunk in each row, in bytes
     shape: tuple[int, ...]  # shape of one rank's padded chunk, the sharded dim first
@@ -80,9 +80,9 @@ def full_tensors(
     tensors: Sequence[Tensor], *, dtypes: Sequence[torch.dtype] | None = None, to: int | None = None
 ) -> Iterator[Tensor]:
     """Return an iterator over the full tensors in order; plain tensors are unchanged.  Collective."""
-    # All communication has started when this returns, after a conversion of the tensors to ``dtypes``. With ``to``, a
-    # global rank, each shard is sent toward that rank only, once per axis; the other ranks exhaust the iterator and
-    # ignore its tensors.
+    # Tensors are converted to ``dtypes`` first. On return all communication has started. With ``to``, a global rank,
+    # each shard is sent toward that rank only, once per axis; the other ranks exhaust the iterator and ignore its
+    # tensors.
     sent = tensors if dtypes is None else [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
     pending = [_pending(tensor.detach(), to) for tensor in sent]
     ready: list[Tensor | _GatheredChunks] = [item.tensor for item in pending]
@@ -151,7 +151,7 @@ def _gather(pending: list[_PendingGather]) -> list[_GatheredChunks]:
 
 
 def _start_gather(batch: list[_PendingGather]) -> list[_GatheredChunks]:
-    """Start one gather for the last steps of tensors, all over one group and to one rank."""
+    """Start one gather for the last steps of ``batch``; they share the group and the receiver."""
     shards = [item.tensor.movedim(item.steps[-1].shard.dim, 0) for item in batch]
     shapes, offsets, total = [item.chunk_shape for item in batch], [], 0
     for item in batch:

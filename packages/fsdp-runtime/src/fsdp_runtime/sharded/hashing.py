@@ -1,4 +1,4 @@
-"""Hashes of tensors' bits: equal on ranks that hold equal tensors, and sums over the parts of a full tensor."""
+"""Hash the bits of tensors: equal tensors have equal hashes, and a full tensor's hash sums over its parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tp_plans.boxes import Box, full_box, split_box
 
 #: Elements that are converted to int64 at once, to bound the extra memory.
 _CHUNK = 2**20
-#: Integers by their bytes, to compare and to hash bits.
+#: Integer dtypes by element size, to compare and to hash bits.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Odd multipliers (splitmix64's, as signed numbers): one by position, one after folding high bits.
 _POSITION, _MIX = -7046029254386353131, -4658895280553007687
@@ -27,7 +27,7 @@ def hash_bits(local: Tensor) -> Tensor:
 
 
 def hash_words(tensor: Tensor) -> Tensor:
-    """Return a hash like :func:`hash_bits`, faster: over words of 8 bytes if the bits fill such words."""
+    """Return a hash like :func:`hash_bits`; over 8-byte words, which is faster, if the tensor fills whole words."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.nbytes % 8 or not flat.numel():
         return hash_bits(flat)
@@ -36,7 +36,7 @@ def hash_words(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def hash_box(values: Tensor, shape: Sequence[int], box: Box) -> Tensor:
-    """Return a box's addend to the hash of a full tensor of ``shape``; the addends of a box's parts sum to it."""
+    """Return the hash of a box of a full tensor of ``shape``; the hashes of a box's parts sum to the box's hash."""
     # Sums wrap around in 64 bits, equally on every rank. Odd factors lose no bit of a word.
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     if not values.numel():
@@ -53,7 +53,7 @@ def hash_box(values: Tensor, shape: Sequence[int], box: Box) -> Tensor:
 
 def _positions(box: Box, strides: Sequence[int], device: torch.device) -> Tensor:
     """The positions of a box's elements in the full tensor, in row-major order."""
-    found = torch.zeros((), dtype=torch.int64, device=device)
+    positions = torch.zeros((), dtype=torch.int64, device=device)
     for (start, stop), stride in zip(box, strides, strict=True):
-        found = found.unsqueeze(-1) + torch.arange(start, stop, device=device) * stride
-    return found.reshape(-1)
+        positions = positions.unsqueeze(-1) + torch.arange(start, stop, device=device) * stride
+    return positions.reshape(-1)

@@ -39,7 +39,7 @@ class HostStaging:
         self._room.clear()
 
     def _take(self, nbytes: int, kind: str) -> Tensor:
-        """Host memory of at most ``nbytes``, at least one byte."""
+        """Return unused host memory: at most ``nbytes``, at least one byte."""
         room = self._room.pop(kind, None)
         if room is None:
             room = torch.empty(_SLAB, dtype=torch.uint8, pin_memory=kind != "cpu")
@@ -57,7 +57,7 @@ class StagedWriter:
         self._writes: list[tuple[str, int, list[Tensor]]] = []
 
     def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
-        """Copy a write for :meth:`SafetensorsWriter.write`, and return its bytes."""
+        """Stage a :meth:`SafetensorsWriter.write`, with a copy of the tensor; return the tensor's bytes."""
         self._writes.append((name, start * tensor.itemsize, self._staging.copy(tensor)))
         return tensor.nbytes
 

@@ -30,15 +30,15 @@ _LARGEST = torch.iinfo(torch.int64).max
 
 
 def has_values(model: nn.Module) -> bool:
-    """Return whether a parameter is not on the meta device; in a model on meta, buffers come from the config."""
+    """Return whether any parameter has values; buffers of a model on the meta device come from the config."""
     return any(not parameter.is_meta for parameter in model.parameters())
 
 
 @torch.no_grad()
 def take_first_values(model: nn.Module, groups: Sequence[ProcessGroup]) -> tuple[str, ...]:
     """Give all ranks the first rank's parameters and buffers, in place; return the names that differed.  Collective."""
-    # The groups, one for each axis, connect all ranks. Ranks hold tensors of the same names, dtypes and shapes. A
-    # tensor that is on the meta device of some ranks stays unchanged everywhere: a load fills it.
+    # The groups, one per axis, connect all ranks. Ranks hold tensors of the same names, dtypes and shapes. A tensor on
+    # the meta device of some ranks stays unchanged on all ranks: a load fills it.
     tensors = dict(sorted(_named_tensors(model), key=lambda item: item[0]))
     if not groups or not tensors:
         return ()

@@ -1,4 +1,4 @@
-"""Checks of paths that users give, and of file names that files give."""
+"""Check paths from users, and file names from an index or a manifest."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def is_file_name(name: object) -> bool:
 
 
 def file_version(file: Path) -> tuple[int, ...] | None:
-    """Return an identity that differs between a file and its replacement, ``None`` without a file."""
+    """Return a value that changes when a file is replaced, or ``None`` if the file does not exist."""
     try:
         with file.open("rb") as opened:  # a network file system asks its server when a file is opened
-            found = os.fstat(opened.fileno())
+            status = os.fstat(opened.fileno())
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -19,24 +19,24 @@ from tp_plans.transfer import StoredBlock
 
 
 class BoxOwners:
-    """Finds the ranks that hold parts of a tensor; tensors of one layout are searched once."""
+    """Finds the ranks that hold parts of a tensor; boxes are computed once per layout."""
 
     def __init__(self, everyone: Sequence[int]) -> None:
         self._everyone = everyone  # the ranks that hold a plain tensor
         self._found: dict[Hashable, tuple[Tensor, list[tuple[Box, tuple[int, ...]]]]] = {}
 
     def near(self, tensor: Tensor, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Yield the ranks' boxes of a tensor that overlap ``wanted``, each with its ranks."""
+        """Yield the boxes on ranks that overlap ``wanted``, with the ranks of each box."""
         key = layout_key(tensor)
         if key not in self._found:
             owners: dict[Box, list[int]] = {}
             for rank, box in rank_boxes(tensor, self._everyone):
                 owners.setdefault(box, []).append(rank)
             self._found[key] = _sides(list(owners)), [(box, tuple(ranks)) for box, ranks in owners.items()]
-        sides, found = self._found[key]
+        sides, boxes = self._found[key]
         near = _sides([wanted])
         overlap = torch.minimum(sides[..., 1], near[..., 1]) > torch.maximum(sides[..., 0], near[..., 0])
-        return (found[number] for number in overlap.all(-1).nonzero().flatten().tolist())
+        return (boxes[number] for number in overlap.all(-1).nonzero().flatten().tolist())
 
 
 def _sides(boxes: Sequence[Box]) -> Tensor:
@@ -94,7 +94,7 @@ def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
 
 
 def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, part: Box) -> Tensor:
-    """Return a view of a part of a checkpoint tensor's block, in the tensor's dims, into the rank's local tensors."""
+    """Return a view into a rank's local tensors: a part of a checkpoint tensor's block, in the tensor's dims."""
     view = local.get(block.local)
     reach = tuple(stop for _, stop in block.local_box(block.box))
     if view is None or view.ndim != len(reach) or any(a < b for a, b in zip(view.shape, reach, strict=True)):

@@ -59,7 +59,7 @@ STORED_DTYPES = {
 
 #: Shorter runs are read together with the gaps between them, which is faster than a system call for each run.
 _LONG_RUN = 2**16
-#: Bytes of such runs and gaps that are read at a time.
+#: Bytes of short runs and gaps per read.
 _READ_THROUGH = 2**24
 #: Bytes after which the disk starts to write, before the fsync.
 _STARTED_AFTER = 2**25
@@ -171,7 +171,7 @@ class SafetensorsWriter:
 
 
 def file_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a box in a tensor's order of elements: first element in the tensor, in the box, and length."""
+    """Yield a box's contiguous runs: first element in the full tensor, first element in the box, number of elements."""
     length = run_length(box, shape)
     strides = [1] * len(shape)
     for dim in reversed(range(len(shape) - 1)):
@@ -186,7 +186,7 @@ def file_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
 
 
 def run_length(box: Box, shape: Sequence[int]) -> int:
-    """Return the length of a box's runs in the tensor, in elements."""
+    """Return the length of a box's contiguous runs in the full tensor, in elements."""
     length = 1
     for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
         length *= stop - start
@@ -203,9 +203,9 @@ class _Opened:
 
 
 class SafetensorsReader:
-    """Read slices of tensors from files that stay open; ``advice`` ends the errors about damaged files."""
+    """Read slices of tensors from files that stay open; an error about a damaged file ends with ``advice``."""
 
-    # By system calls: a process that has mapped a file to memory ends when another process truncates the file.
+    # Reads by system calls: if another process truncates a file mapped to memory, the reader's process ends.
 
     def __init__(self, advice: str) -> None:
         self._advice = advice
@@ -228,9 +228,9 @@ class SafetensorsReader:
         shape, stored, first = self.headers(file).get(name, ((), "", 0))
         box, dtype = full_box(shape) if needed is None else needed, STORED_DTYPES.get(stored)
         if dtype is None or len(box) != len(shape) or (volume(box) and intersection(box, full_box(shape)) != box):
-            found = f"has it as {stored} of shape {shape}" if stored else "lacks it"
+            content = f"has it as {stored} of shape {shape}" if stored else "lacks it"
             raise CheckpointError(
-                f"{_describe(file)}: {box} of the tensor {name} is needed, and the file {found}: {self._advice}"
+                f"{_describe(file)}: {box} of the tensor {name} is needed, and the file {content}: {self._advice}"
             )
         values = torch.empty(box_shape(box), dtype=dtype)
         if _in_long_runs(box, shape, dtype):

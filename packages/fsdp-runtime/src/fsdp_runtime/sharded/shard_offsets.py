@@ -31,7 +31,7 @@ def mesh_layout_of(placement: Placement) -> MeshLayout:
 
 
 def require_layouts(tensors: Mapping[str, Tensor]) -> None:
-    """Check that this rank's part of each tensor is known; raise with the name of the first unknown one."""
+    """Raise with the tensor's name if this rank's part of a tensor is unknown."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             try:

@@ -1,7 +1,7 @@
 """Directories of unfinished files beside the finished files, and the removal of abandoned directories.
 
-Several jobs may save into one directory: a job and its replacement, while both live.  No file is locked, for many
-shared file systems have no locks.  Names are unique, and one rename puts files into effect or removes them.
+Several jobs may save into one directory: a job and its replacement, while both live.  No file is locked: many shared
+file systems have no locks.  Names are unique, and one rename puts files into effect or removes them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def require_seen(work: Path, ranks: ModelRanks) -> None:
 
 
 def remove_work(work: Path) -> None:
-    """Remove a work directory after its files are in place, before other ranks, which may walk its folder, go on."""
+    """Remove a work directory after its files are in place; other ranks wait, as they may list its folder."""
     shutil.rmtree(work, ignore_errors=True)
 
 
@@ -113,7 +113,7 @@ def _has_ended(pid: int, start: str) -> bool:
 
 
 def machine() -> str:
-    """Return 8 digits for this boot and this container's process ids, an empty text if they are unknown."""
+    """Return 8 digits that identify this boot and PID namespace, or an empty text if they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         identity = f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -53,14 +53,14 @@ _SHARED: Mapping[str, Any] = {"optimizers": list, "scheduler": dict | None, "ext
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Result of :func:`load_training_state`: the state outside model, optimizer and scheduler.
+    """Result of :func:`load_training_state`: the values outside model, optimizer and scheduler.
 
     Args:
         folder: the directory of the state.
         step: the step given at the save.
         extra: the user's own data.
-        rng_restored: whether the random number generators were restored: only if the mesh has the axes and sizes of the
-            saved mesh; otherwise they are not changed.
+        rng_restored: whether the random number generators were restored.  They are unchanged if the mesh differs from
+            the saved mesh in axes or sizes.
     """
 
     folder: Path
@@ -80,15 +80,15 @@ def load_training_state(
 ) -> TrainingState:
     """Load a state of :func:`save_training_state` in place; each rank reads its own shards.
 
-    On the same mesh, training continues bit for bit as if it had not stopped.  Collective over the ranks of the model's
-    mesh, for a model of plain tensors over the world.
+    On the same mesh, training continues bit for bit as if it had not stopped.  Collective over the model's mesh, or
+    over the world for a model of plain tensors.
 
     Args:
         directory: the directory of all states, to load the newest state, or the directory of one state.
         model: on any mesh or none; a model on the meta device is materialized first.
-        optimizer: one or several, over the model's parameters, of the saved class and with the saved parameter groups.
+        optimizer: one optimizer or several, of the saved class and with the saved groups of the model's parameters.
             ``None`` leaves saved optimizers unread.  States of earlier versions do not name the class: a warning says
-            that it is not compared.
+            that the class is not compared.
         scheduler: the object for the saved scheduler state; ``None`` leaves that state unread.
         device: the device to materialize on, by default the current device of the mesh's type; see
             :func:`materialize`.
@@ -101,10 +101,10 @@ def load_training_state(
         CheckpointError: a file is missing, truncated, corrupt, written to while it was read, or outside the directory.
         OptionError: the directory is empty, or holds another state on one rank.
         MismatchError: the state does not fit the model or an optimizer; every difference is listed.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank raised one of these errors.
 
-    All errors are raised on every rank before a tensor changes, except a read error in the middle of a file, and files
-    that are written to meanwhile.
+    Errors are raised on every rank before a tensor changes.  Exceptions: a read error in the middle of a file, and a
+    file that is written to during the load.
 
     Example:
         >>> import tempfile
@@ -134,9 +134,9 @@ def load_training_state(
             checked.value = settings_at_source(base_model(model))
             shared = read_object(folder, SHARED_FILE, manifest.files, _SHARED)
             same_mesh = (mesh_sizes(entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)
-            own = read_object(folder, rng_file(ranks.index), manifest.files, {"rng": dict}) if same_mesh else None
-            if own is not None:
-                require_rng_states(folder / rng_file(ranks.index), own["rng"])
+            rng = read_object(folder, rng_file(ranks.index), manifest.files, {"rng": dict}) if same_mesh else None
+            if rng is not None:
+                require_rng_states(folder / rng_file(ranks.index), rng["rng"])
             for index, saved in enumerate(shared["optimizers"]):
                 require_saved_optimizer(folder / SHARED_FILE, index, saved, manifest.tensors)
             require_layouts({entry.names[0]: entry.tensor for entry in entries})
@@ -155,13 +155,13 @@ def load_training_state(
         adopt(base_model(model), source_folder(base_model(model)), settings)
     if scheduler is not None:
         scheduler.load_state_dict(shared["scheduler"])
-    if own is not None:
-        set_rng_states(own["rng"])
+    if rng is not None:
+        set_rng_states(rng["rng"])
     elif ranks.is_first:
         logger.warning(
             "%s was saved on %s: the random number generators are not restored", folder, manifest.mesh or "no mesh"
         )
-    return TrainingState(folder, manifest.step, shared["extra"], own is not None)
+    return TrainingState(folder, manifest.step, shared["extra"], rng is not None)
 
 
 def _check(
@@ -224,7 +224,7 @@ class _StateReader(SafetensorsReader):
         self.manifest = manifest
         self._directory = directory
         self._chunks = {
-            name: [whole_chunk(each.file, each.box) for each in stored.chunks]
+            name: [whole_chunk(chunk.file, chunk.box) for chunk in stored.chunks]
             for name, stored in manifest.tensors.items()
         }
         needed = {chunk.file for stored in manifest.tensors.values() for chunk in stored.chunks} | set(manifest.files)
@@ -242,8 +242,8 @@ class _StateReader(SafetensorsReader):
 
     def _read(self, file: Path, name: str, box: Box | None = None) -> Tensor:
         tensor = self.read_box(file, name, box)
-        if (found := str(tensor.dtype).removeprefix("torch.")) != (saved := self.manifest.tensors[name].dtype):
-            raise CheckpointError(f"{file}: {name} is {found}, and {saved} was saved: resume from an older state")
+        if (dtype := str(tensor.dtype).removeprefix("torch.")) != (saved := self.manifest.tensors[name].dtype):
+            raise CheckpointError(f"{file}: {name} is {dtype}, and {saved} was saved: resume from an older state")
         return tensor
 
     def verify(self, indices: Iterable[int]) -> None:
@@ -264,8 +264,8 @@ def _require_room(directory: Path, manifest: Manifest) -> None:
         for chunk in tensor.chunks:
             nbytes[chunk.file] += math.prod(chunk.shape) * getattr(torch, tensor.dtype).itemsize
     for name, needed in nbytes.items():
-        if (found := (directory / name).stat().st_size) < needed:
+        if (size := (directory / name).stat().st_size) < needed:
             raise CheckpointError(
-                f"{directory / name} has {found} bytes, and its tensors {needed}: it is truncated or corrupt; resume "
+                f"{directory / name} has {size} bytes, and its tensors {needed}: it is truncated or corrupt; resume "
                 "from an older state"
             )

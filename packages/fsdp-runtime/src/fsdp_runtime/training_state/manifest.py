@@ -77,9 +77,9 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
         raise CheckpointError(f"{path} ({len(text)} characters) is truncated or corrupt: resume from an older state")
     try:
         fields = _typed(json.loads(content), dict)
-        if (found := fields.pop("format")) != FORMAT:
+        if (version := fields.pop("format")) != FORMAT:
             raise CheckpointError(
-                f"{path} has format {found}, and this version of fsdp-runtime reads format {FORMAT}: resume with the "
+                f"{path} has format {version}, and this version of fsdp-runtime reads format {FORMAT}: resume with the "
                 "version that saved it"
             )
         return _manifest(**fields), checksum

@@ -113,7 +113,7 @@ def require_same_groups(index: int, optimizer: Optimizer, names: Mapping[int, st
 def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping[str, StoredTensor]) -> None:
     """Check that ``saved``, read from ``path``, has the form of :func:`optimizer_metadata`."""
     try:
-        if not all(isinstance(each, dict) for each in (*saved["groups"], *saved["values"].values())):
+        if not all(isinstance(item, dict) for item in (*saved["groups"], *saved["values"].values())):
             raise TypeError("a group or the values of a parameter are no dict")
         held = {name for group in saved["groups"] for name in group["params"]}
         if foreign := (saved["values"].keys() | saved["placements"].keys()) - held:
@@ -134,8 +134,7 @@ def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping
 def restore_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], saved: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Restore an optimizer's settings, and replace its state by empty tensors."""
-    # Yields ``<parameter>/<key>`` and the tensor to fill.
+    """Restore an optimizer's settings, and replace its state by empty tensors; yield them as ``<parameter>/<key>``."""
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in settings.items():
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):

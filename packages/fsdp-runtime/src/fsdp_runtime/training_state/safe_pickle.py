@@ -48,13 +48,13 @@ def read_object(
         raise CheckpointError(f"the manifest in {directory} lacks {name}: resume from an older state")
     size, checksum = files[name]
     try:
-        found = path.stat().st_size
-        content = path.read_bytes() if found == size else b""
+        nbytes = path.stat().st_size
+        content = path.read_bytes() if nbytes == size else b""
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}): resume from an older state") from error
-    if found != size or zlib.crc32(content) != checksum:
+    if nbytes != size or zlib.crc32(content) != checksum:
         raise CheckpointError(
-            f"{path} has {found} bytes, expected {size}, or its content differs from what was saved: resume "
+            f"{path} has {nbytes} bytes, expected {size}, or its content differs from what was saved: resume "
             "from an older state"
         )
     try:

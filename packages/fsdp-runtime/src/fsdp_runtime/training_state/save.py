@@ -97,8 +97,8 @@ def save_training_state(
 ) -> Path | SaveFuture[Path]:
     """Save model, optimizer, scheduler and RNG states, to resume training on the same or another mesh.
 
-    Collective over the ranks of the model's mesh, for a model of plain tensors over the world; all ranks need access
-    to the directory.  Every rank writes its own shards, and replicated tensors are written once.  The new state takes
+    Collective over the model's mesh, or over the world for a model of plain tensors; all ranks need access to the
+    directory.  Every rank writes its own shards, and replicated tensors are written once.  The new state takes
     effect by one rename when all files are on the disk.  A process killed at any time leaves either the old or the new
     state complete, and :func:`load_training_state` finds it.  Other jobs may save to the directory meanwhile, such as a
     replaced job that is still alive: no state is lost or mixed, and the state with the last commit is the newest.
@@ -106,16 +106,16 @@ def save_training_state(
     Args:
         directory: the same on every rank; created if it does not exist; every state is a directory in it.
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-        optimizer: one or several, over the model's parameters.
+        optimizer: one optimizer or several, over the model's parameters.
         step: a number for the directory's name and for ``TrainingState.step``, the same on every rank.
         scheduler: a learning-rate scheduler, or any object with ``state_dict`` and ``load_state_dict``.
         extra: the user's own data, equal on every rank: tensors, numbers, strings, lists, tuples and dicts.
         keep: number of older states to keep beside the new state; ``None`` for all.  States that another job saved
             after this job's first load from or save to the directory are neither counted nor removed.
         asynchronous: return once this rank's part is copied to host memory; a thread writes the copy while training
-            goes on and changes the tensors.  A resume from the state is the same, bit for bit.  A later save of this
+            goes on and changes the tensors.  The saved state is the same, bit for bit.  A later save of this
             process waits until the thread has ended.
-        removed: refused by name.
+        removed: options of earlier releases, refused with the reason.
 
     Returns:
         The directory of the new state; with ``asynchronous`` a
@@ -124,8 +124,8 @@ def save_training_state(
 
     Raises:
         OptionError: a value cannot be saved in a form that is safe to load, a number is negative, the model is on the
-            meta device, an optimizer holds other parameters, the directory is empty or not seen by one rank, it or an
-            option is not the same on every rank; nothing has been written then.
+            meta device, an optimizer holds other parameters, the directory is empty or not seen by one rank, or the
+            directory or an option differs between ranks.  Nothing is written in these cases.
         WeightsError: safetensors lacks the dtype of a tensor.
         OSError: on the rank that cannot write; older states stay in effect.
         OtherRankError: on the other ranks.
@@ -155,12 +155,12 @@ def save_training_state(
         names = parameter_names(entries, optimizers)
         shared = serialize(
             {
-                "optimizers": [optimizer_metadata(each, names) for each in optimizers],
+                "optimizers": [optimizer_metadata(item, names) for item in optimizers],
                 "scheduler": None if scheduler is None else scheduler.state_dict(),
                 "extra": dict(extra or {}),
             }
         )
-        own_rng = serialize({"rng": rng_states()})
+        rng = serialize({"rng": rng_states()})
         options = {"directory": os.path.normpath(folder), "step": step, "keep": keep, "asynchronous": asynchronous}
         agreed.value = options
         wait_for_running()
@@ -170,7 +170,7 @@ def save_training_state(
         with raise_on_all(ranks):
             require_seen(work, ranks)
             chunks = _staged_chunks(tensors, ranks, HostStaging() if asynchronous else None)
-        objects = {rng_file(ranks.index): own_rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
+        objects = {rng_file(ranks.index): rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
         described = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
         save = _Save(work, step, keep, mesh_sizes(entries), chunks, objects, described)
         if not asynchronous:
@@ -180,7 +180,7 @@ def save_training_state(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk that this rank writes, and its bytes on the host, in pieces and in order, to be read once."""
+    """A chunk that this rank writes; ``pieces`` yields its bytes on the host, in order, once."""
 
     header: WeightInfo
     start: tuple[int, ...]
@@ -189,7 +189,7 @@ class _Chunk:
 
 @dataclass
 class _Save:
-    """The rest of a save, after the model's tensors were copied, or while training waits."""
+    """The writes and the commit of a save, while training waits or after the tensors were copied."""
 
     work: Path  # directory of the unfinished state
     step: int
@@ -282,7 +282,7 @@ def _writes(tensor: Tensor, index: int, ranks: ModelRanks) -> bool:
 
 @torch.no_grad()
 def _staged_chunks(tensors: Mapping[str, Tensor], ranks: ModelRanks, staging: HostStaging | None) -> list[_Chunk]:
-    """Return the chunks that this rank writes, copied to host memory now, or each chunk at its write."""
+    """Return this rank's chunks, copied to host memory now; without ``staging``, each is copied at its write."""
     chunks = []
     for name, box, local in chunks_to_write(tensors, ranks):
         header = WeightInfo(name, local.dtype, tuple(local.shape))

@@ -23,12 +23,12 @@ from fsdp_runtime.model.state import StateEntry
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """The factors of one adapter; it adds ``scaling * B @ A`` to a weight, transposed if the weight is."""
+    """Factors of one adapter: ``scaling * B @ A`` is added to a weight, or the transpose to a transposed weight."""
 
     a_name: str
     b_name: str
-    a: Tensor  # ``[rank, in]``, of stacked experts ``[experts * rank, in]``
-    b: Tensor  # ``[out, rank]``, of stacked experts ``[out, rank * experts]``
+    a: Tensor  # ``[rank, in]``; for stacked experts ``[experts * rank, in]``
+    b: Tensor  # ``[out, rank]``; for stacked experts ``[out, rank * experts]``
     scaling: float
     transposed: bool  # the weight is ``[in, out]``
     experts: int | None = None
@@ -36,8 +36,8 @@ class LoraFactors:
 
 def base_state_entries(base: BaseModel, entries: Sequence[StateEntry], *, exported: bool = False) -> list[StateEntry]:
     """Return the state entries of a model without its adapters, under the names of the base model."""
-    # A module that an adapter trains in full has two copies. The base model's copy is returned, and the adapter's copy
-    # without data; with ``exported`` only the active adapter's copy.
+    # A module that an adapter trains in full has two copies. The base model's copy is returned, and also the adapter's
+    # copy if it is on the meta device. With ``exported``, only the active adapter's copy is returned.
     if not base.prefix:
         return list(entries)
     owners = {place.path: place for place in base.places if place.wrapper is None}
@@ -102,9 +102,9 @@ def lora_factors(
 def merge_lora(
     weight: Tensor, factors: Sequence[LoraFactors], full: Mapping[str, Tensor], box: Sequence[slice] | None = None
 ) -> Tensor:
-    """Return a weight, or a part of a weight, plus its adapters, in the weight's dtype or float32 if that is wider."""
-    # The adapter's rank-1 products are added in turn: a matrix product adds in an order that depends on the shape of
-    # the part, and so would the last bit. ``box`` has the rows and columns of a part, the experts first.
+    """Merge adapters into a weight or a part of it; the result has the wider of the weight's dtype and float32."""
+    # The adapter's rank-1 products are added one by one: a matrix product's order of additions, and so its last bit,
+    # depends on the part's shape. ``box`` has the slices of the part: experts (if stacked), rows, columns.
     exact = exact_dtype(weight)
     merged = weight.to(exact, copy=True)
     product, term = torch.empty_like(merged), torch.empty_like(merged)
@@ -124,7 +124,7 @@ def merge_lora(
 
 
 def exact_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype in which adapters are merged into a weight: the weight's dtype, or float32 if that is wider."""
+    """Return the dtype for merging adapters into a weight: the wider of the weight's dtype and float32."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 

@@ -55,7 +55,7 @@ _PROCESSOR = (
     "processor_config.json",
 )
 _GROUPS = (_TOKENIZER, _PROCESSOR)
-#: Files that every later version of transformers reads only if the tokenizer's config lacks the added tokens.
+#: Legacy files: later versions of transformers read them only if the tokenizer's config lacks the added tokens.
 _LEGACY = ("added_tokens.json", "special_tokens_map.json")
 #: Patterns of all files that a load from the hub downloads beside the weights.
 COMPANIONS = ("config.json", "generation_config.json", *_TOKENIZER, *_PROCESSOR, "*.py")
@@ -102,7 +102,7 @@ def _copy_from(folder: Path, work: Path, target: Path, size: int | None, *, remo
 
 
 def leave_out_present(work: Path, target: Path) -> None:
-    """Remove the copied files of a tokenizer or processor if one was saved to the target."""
+    """Remove the copied tokenizer if the target already has a tokenizer; also the copied processor."""
     for group in _GROUPS:
         copied = _members(work, group)
         if copied and any((target / name).exists() for name in (copied[-1].relative_to(work), group[-1])):
@@ -119,11 +119,11 @@ def files_in_order(work: Path) -> list[Path]:
 
 
 def _members(folder: Path, group: Sequence[str]) -> list[Path]:
-    """Return the files of a folder that belong to a group, in its order."""
+    """Return a folder's files that match a group's patterns, in the group's order."""
     files = dict.fromkeys(file for pattern in group for file in sorted(folder.glob(pattern)) if file.is_file())
     config = folder / "tokenizer_config.json"
     if config in files and "added_tokens_decoder" in _content(config):
-        # A tokenizer that is saved here later does not rewrite these files: they would contradict the tokenizer.
+        # A later save of a tokenizer does not rewrite the legacy files: they would contradict the new tokenizer.
         return [file for file in files if file.name not in _LEGACY]
     return list(files)
 
@@ -136,7 +136,7 @@ def _stored_vocabulary(folder: Path) -> int | None:
 
 
 def _remote_code(folder: Path, configs: Sequence[Path]) -> Iterator[Path]:
-    """Yield the modules of the folder that configs name in their ``auto_map``, with the modules that these import."""
+    """Yield the folder's modules in the ``auto_map`` of the configs, and the modules that they import."""
     for config in configs:
         if config.suffix != ".json" or not fnmatch(config.name, "*config.json"):
             continue

@@ -1,8 +1,8 @@
 """Shapes and chunks of tensors that are fused, merged or split between a checkpoint and a model.
 
-The conversion operations of transformers are ordinary tensor code.  Run on tensors without data that record where their
-elements come from, stacking, concatenating, splitting and transposing become arithmetic on chunks.  A rank then reads
-only its own slices of a merged tensor, and no conversion is known by name.
+The conversion operations of transformers are ordinary tensor code.  Here they run on tensors without data that record
+the source of their elements: stacking, concatenating, splitting and transposing become arithmetic on chunks.  A rank
+then reads only its own slices of a merged tensor, and no conversion needs a special case.
 """
 
 from __future__ import annotations

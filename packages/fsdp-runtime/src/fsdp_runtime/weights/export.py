@@ -27,7 +27,7 @@ from fsdp_runtime.weights.naming import Names, exported_names
 class ExportedTensor(WeightInfo):
     """Name, dtype, shape and chunks of an exported tensor."""
 
-    chunks: Sequence[Chunk] | None  # of the model's tensors; ``None`` if only the conversion makes it
+    chunks: Sequence[Chunk] | None  # of the model's tensors; ``None``: run the conversion
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class ExportGroup:
     sources: Mapping[str, Tensor]  # by the model's names
     tensors: Sequence[ExportedTensor]
     conversion: Conversion | None  # makes the tensors without chunks
-    adapters: Mapping[str, Sequence[LoraFactors]]  # to merge, by their source's name; the factors are sources too
-    dtypes: Mapping[str, torch.dtype]  # export dtypes of sources that enter no computation
+    adapters: Mapping[str, Sequence[LoraFactors]]  # to merge, by the weight's name; ``sources`` has the factors too
+    dtypes: Mapping[str, torch.dtype]  # export dtypes of the sources, factors excluded
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +46,7 @@ class ExportGroup:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.sources.values())
 
     def produce(self, full: Mapping[str, Tensor]) -> Iterator[tuple[ExportedTensor, Tensor]]:
-        """Yield the exported tensors before they are rounded to their dtypes; views of the full sources if possible."""
+        """Yield the exported tensors, not yet rounded to their dtypes; views of the full sources if possible."""
         merged = {name: merge_lora(full[name], factors, full) for name, factors in self.adapters.items()}
         full = {**full, **merged}
         converted: Mapping[str, Tensor] = {}
@@ -63,7 +63,7 @@ class ExportGroup:
 def export_groups(
     base: BaseModel, entries: Sequence[StateEntry], *, dtype: torch.dtype | None, names: Names, is_transformers: bool
 ) -> list[ExportGroup]:
-    """Return the export of a model with the given state in model order; equal on every rank, without communication."""
+    """Plan the export of a model's state, in model order; no communication, equal on every rank."""
     option: object = dtype
     if option is not None and not (isinstance(option, torch.dtype) and option.is_floating_point):
         raise OptionError(f"dtype={dtype!r}: weights are exported in a floating-point dtype, such as torch.bfloat16")
@@ -113,10 +113,10 @@ def _assemble(item: ExportedTensor, full: Mapping[str, Tensor]) -> Tensor:
 
 
 class MergedShards:
-    """Merged shards of the weights with active adapters; factors are gathered for one weight at a time."""
+    """Shards of the adapted weights, with the adapters merged; factors are gathered for one weight at a time."""
 
-    # The bits equal ``stream_weights``, as the products of the factors are added in turn. With ``exact`` the merged
-    # shards are not rounded, for further computations.
+    # Bit-identical to ``stream_weights``: both add rank-1 products of the factors one by one. ``exact`` leaves the
+    # merged shards unrounded, for further computations.
 
     def __init__(self, groups: Sequence[ExportGroup], *, exact: bool = False) -> None:
         self._adapted = [

@@ -1,4 +1,4 @@
-"""Files of a save: each file has one writing rank, and files are dealt to ranks by their bytes."""
+"""Plan the files of a save: one rank writes each file, and ranks write about equal bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RankFiles:
     """The files that one rank writes, and the groups that are gathered to the rank, in the order of the files."""
 
     files: list[tuple[str, list[ExportedTensor]]] = field(default_factory=list)  # names and tensors
-    buckets: list[list[ExportGroup]] = field(default_factory=list)  # each is gathered at once
+    buckets: list[list[ExportGroup]] = field(default_factory=list)  # one gather per bucket
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def plan_files(
 ) -> dict[int, RankFiles]:
     """Return the files of each rank that writes, equal on every rank.
 
-    ``parts`` has the tensors in the files for each tensor of the groups, and ``machines`` the host of each rank.
+    ``parts`` maps each exported tensor to the tensors in the files, and ``machines`` each rank to its host.
     """
     sized = [
         _SizedGroup(group, position, [part for item in group.tensors for part in parts[item.name]])
@@ -67,7 +67,7 @@ def plan_files(
     ranks = _by_machine(machines)
     hosts = len({*machines.values()}) if any(not member.has_plain for member in sized) else 1
     limit = min(parse_bytes(max_shard_size), max(-(-sum(member.nbytes for member in sized) // hosts), 1))
-    # The first rank's copy of a plain tensor is saved, and replicas may differ in buffers: the first rank writes them.
+    # Copies of a plain tensor may differ between ranks, such as buffers: the first rank writes its copy.
     runs = list(split_by_bytes(sorted(sized, key=lambda member: not member.has_plain), limit))
     contents = []
     for run in runs:
@@ -88,7 +88,7 @@ def plan_files(
 
 
 def split_by_bytes(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:
-    """Yield runs of items of up to ``limit`` bytes; a larger item is a run alone."""
+    """Yield runs of items of up to ``limit`` bytes; a larger item has a separate run."""
     batch: list[_T] = []
     size = 0
     for item in items:
@@ -102,7 +102,7 @@ def split_by_bytes(items: Sequence[_T], limit: int) -> Iterator[list[_T]]:
 
 
 def _by_machine(machines: Mapping[int, str]) -> list[int]:
-    """Return ranks in an order with neighbours on different hosts; the first rank stays first."""
+    """Return the ranks round-robin over the hosts; the first rank stays first."""
     seen: dict[str, int] = {}
     order = []
     for rank, machine in machines.items():

@@ -15,8 +15,8 @@ from fsdp_runtime.model.state import StateEntry, state_entries
 class HeldTensors:
     """A model's tensors and adapters at one moment; the object keeps the tensors' memory alive."""
 
-    # Tensors are compared by their memory: ``.to()`` keeps parameters and gives them other memory, and offloading
-    # keeps the storage, emptied.
+    # Tensors are compared by their memory: ``.to()`` moves a parameter's data and keeps the parameter; offloading
+    # empties the storage and keeps it.
 
     def __init__(self, model: nn.Module, entries: Sequence[StateEntry] | None = None) -> None:
         entries = state_entries(model) if entries is None else entries
@@ -24,7 +24,7 @@ class HeldTensors:
         self._tensors = [local_tensor(entry.tensor).detach() for entry in entries]
 
     def difference(self) -> str | None:
-        """Return a message if tensors or adapters were replaced since then, else ``None``."""
+        """Return a message if tensors or adapters were replaced since construction, else ``None``."""
         pairs = itertools.zip_longest(state_entries(self._model), self._tensors)
         replaced = [entry for entry, held in pairs if entry is None or held is None or not _is_same(entry, held)]
         if replaced:

@@ -42,7 +42,7 @@ class HubCheckpoint(SafetensorsReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__("download or save it again")
         self.bytes_read = 0
-        self.folder: Path | None = None  # the checkpoint's folder; ``None`` for a file of another name
+        self.folder: Path | None = None  # the checkpoint's folder; ``None`` if ``path`` is a file of another name
         try:
             self.tensors: Mapping[str, HubTensor] = self._read_headers(path)
         except BaseException:
@@ -56,7 +56,7 @@ class HubCheckpoint(SafetensorsReader):
         return tensor
 
     def _read_headers(self, path: str | os.PathLike[str]) -> dict[str, HubTensor]:
-        """Return every header of one checkpoint: from here on its files are open, and may be replaced."""
+        """Return all headers of one checkpoint; its files stay open and may be replaced on disk."""
         while True:
             location = _resolve(path)
             version = file_version(location)
@@ -88,7 +88,7 @@ class HubCheckpoint(SafetensorsReader):
         return {name: HubTensor(file, shape, dtype) for name, (shape, dtype, _) in self.headers(file).items()}
 
 
-#: Attempts of ranks to open a checkpoint that another process replaces meanwhile.
+#: Attempts to open the same checkpoint on all ranks while another process replaces it.
 _ATTEMPTS = 5
 
 
@@ -116,13 +116,13 @@ def _are_one(identities: Collection[tuple[str, Any]]) -> bool:
 
 
 def _resolve(path: str | os.PathLike[str]) -> Path:
-    """Return the safetensors file or index to read; if a directory has both, the file, as ``transformers`` does."""
+    """Return the safetensors file or index to read; in a directory with both, the file, as in ``transformers``."""
     location = require_path("path", path)
     if location.is_file():
         return location
     if not location.is_dir():
         location = _from_hub(os.fspath(path))
-    for name in (SINGLE_FILE, INDEX_FILE) * 5:  # a save may replace the one by the other meanwhile
+    for name in (SINGLE_FILE, INDEX_FILE) * 5:  # a save may replace the file by an index meanwhile
         if (location / name).is_file():
             return location / name
     raise CheckpointError(f"{location} holds neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors are read")
@@ -138,8 +138,8 @@ def _from_hub(repository: str) -> Path:
     except ImportError as error:
         raise CheckpointError(f"{problem}, and a hub id needs huggingface_hub: pip install huggingface_hub") from error
     weights = ["*.safetensors", INDEX_FILE]
-    # The cache may hold only a config or a tokenizer, and the hub returns a folder of the cache even if files are
-    # missing. Without a network the weights of the cache suffice.
+    # The cache may hold only a config or a tokenizer, and ``snapshot_download`` returns a cached folder even if files
+    # are missing. Without a network the cached weights suffice.
     failure: Exception | None = None
     for patterns, local in (([*weights, *COMPANIONS], True), ([*weights, *COMPANIONS], False), (weights, True)):
         try:

@@ -46,8 +46,8 @@ class LoadReport:
 
     Args:
         tensors: number of the model's tensors that were loaded, tied tensors counted once.
-        bytes_read: bytes of tensors that this rank took from the files; the page cache of a host serves bytes that
-            several ranks read.
+        bytes_read: bytes of tensors that this rank read from the files; if several ranks of a host read a byte, it
+            comes from the page cache.
         unexpected: names in the checkpoint that the model lacks.
     """
 
@@ -69,32 +69,32 @@ def load_weights(
 ) -> LoadReport:
     """Load a Hugging Face safetensors checkpoint into a model, in place.
 
-    Every rank opens the files and reads the slices of its shards, also of tensors that the model fuses or merges (such
-    as experts).  On one host the page cache reads each byte from the disk once.  For a conversion that does more than
-    rearrange slices every rank reads full tensors.  A model on the meta device is materialized first.  Values
-    are converted to the parameter's dtype.  Collective over the model's mesh: a rank that cannot read, or has opened
-    another checkpoint than the first rank, makes all ranks raise.
+    Each rank opens the files and reads only the slices of its shards, also for tensors that the model fuses or merges
+    (such as experts).  The page cache of a host reads each byte from the disk once.  If a conversion does more than
+    rearrange slices, every rank reads its full tensors.  A model on the meta device is materialized first.  Values are
+    converted to the parameter's dtype.  Collective over the model's mesh: all ranks raise if one rank cannot read, or
+    opens another checkpoint than the first rank.
 
-    A model that generates takes the checkpoint's generation config; settings of the user stay.  :func:`save_weights`
-    copies the tokenizer's files of the folder.
+    A generative model takes the checkpoint's generation config; the user's settings stay.  :func:`save_weights` copies
+    the tokenizer's files from the checkpoint's folder.
 
-    A model of ``from_config`` is in training mode, with dropout active, and a load does not change that;
-    ``from_pretrained`` returns its model in evaluation mode.  Pass ``training=False`` for the latter.
+    A model of ``from_config`` is in training mode, with dropout active, and a load does not change the mode.
+    ``from_pretrained`` returns a model in evaluation mode: pass ``training=False`` for the same.
 
     Args:
-        model: plain, sharded over ``tp``, sharded by FSDP2, or both; parameters that FSDP2 holds gathered are freed.
+        model: plain, sharded over ``tp``, sharded by FSDP2, or both; gathered FSDP2 parameters are resharded.
         path: a directory with ``model.safetensors`` or ``model.safetensors.index.json``, one safetensors file, or a
             hub id (resolved by ``huggingface_hub`` if that is installed, from its local cache first).
         device: the device to materialize on, by default the current device of the mesh's type; see
             :func:`materialize`.
         strict: raise if the checkpoint has tensors that the model lacks; otherwise a warning lists the tensors.
         training: call ``model.train(training)`` after the load; ``None`` leaves the mode.
-        new_modules: modules that the checkpoint may lack, such as the head of a critic that starts from a language
-            model: by path the standard deviation of their random weights; weights of norms are one, and other vectors
-            zero.  The values depend on the names only, so they are the same on any mesh.
-        prefix: path of the module that the checkpoint belongs to, such as ``"policy"`` for your module that holds a
-            language model under this name; list the modules beside it in ``new_modules``.
-        removed: refused by name.
+        new_modules: maps the path of a module that the checkpoint may lack, such as the head of a critic built on a
+            language model, to the standard deviation of its random weights.  Norm weights are one, other vectors zero.
+            The values depend on the names only, so they are the same on any mesh.
+        prefix: path of the submodule to load, such as ``"policy"`` if the language model is ``model.policy``; list
+            the modules beside it in ``new_modules``.
+        removed: options of earlier releases, refused with the reason.
 
     Returns:
         The number of tensors loaded, the bytes that this rank read, and the names that the model lacks.
@@ -102,18 +102,18 @@ def load_weights(
     Raises:
         CheckpointError: a file is missing, truncated, corrupt, or outside the directory of the index that names it, or
             another process replaced the checkpoint while ranks opened it, or wrote to its files while they were read.
-        OptionError: the path is empty, ``prefix`` or a path of ``new_modules`` not of a module, or one of these options
-            or ``training`` not the same on every rank.
-        MismatchError: tensors are missing or of another shape, all listed, with the ``new_modules`` or ``prefix`` that
-            would load the other tensors; or the checkpoint has several tensors for one tied tensor of the model, and
-            their values differ.
+        OptionError: ``path`` is empty, ``prefix`` or a path in ``new_modules`` names no module, or ``prefix``,
+            ``new_modules`` or ``training`` differs between ranks.
+        MismatchError: tensors are missing or of another shape; the error lists them, and suggests ``new_modules`` or
+            ``prefix`` if that would load the other tensors.  Or the checkpoint has several tensors with different
+            values for one tied tensor of the model.
         ConversionError: tensors to be fused, merged or split for the model do not fit together, or the model's weights
             are quantized.
         MetaBufferError: a buffer is on the meta device and no module computes it.
-        OtherRankError: another rank raised one of these.
+        OtherRankError: another rank raised one of these errors.
 
-    All errors are raised on every rank before any parameter changes, except a read error in the middle of a
-    file, and files that are written to meanwhile.
+    Errors are raised on every rank before any parameter changes.  Exceptions: a read error in the middle of a file,
+    and a file that is written to during the load.
 
     Example:
         >>> import tempfile
@@ -185,7 +185,7 @@ def _compare(
 ) -> None:
     """Refuse a checkpoint that does not fit the model, from headers only; warn of missing and unexpected tensors.
 
-    ``names`` has the matching name of each entry, by the entry's first name.
+    ``names`` maps an entry's first name to its name in ``weights``, or to ``None``.
     """
     lacking = [name for name, stored in names.items() if stored is None]
     problems = {

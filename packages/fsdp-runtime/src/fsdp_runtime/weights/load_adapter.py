@@ -1,4 +1,4 @@
-"""Initialise adapters, or read them from peft's folder, shard by shard, for models that fit on no host."""
+"""Initialise LoRA adapters or load peft's files, shard by shard: the full model need not fit on a host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdp_runtime.weights.adapters import adapter_tensors, saved_tensors
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-#: Settings of LoRA that change an adapter's output and that its tensors do not show.
+#: LoRA settings that change an adapter's output and are invisible in its tensors.
 _SCALING = (
     "peft_type",
     "lora_alpha",
@@ -36,7 +36,7 @@ _SCALING = (
     "fan_in_fan_out",
     "trainable_token_indices",
 )
-#: All other settings: they leave the adapter's output unchanged, or the names of the tensors show them.
+#: All other settings: they do not change the output, or they show in the tensor names.
 _NOT_COMPARED = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -55,18 +55,18 @@ _NOT_COMPARED = {
 def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) -> None:
     """Fill a low-rank adapter with peft's random initial values, on this rank's shards.
 
-    For a ``PeftModel`` built under ``meta_device``: call it after ``parallelize`` and before ``load_weights``.  The
-    checkpoint there has the base model only.  Each tensor has a separate random generator, seeded by ``seed`` and the
-    tensor's name, so the values do not depend on the mesh.
+    For a ``PeftModel`` built under ``meta_device``: call it after ``parallelize`` and before ``load_weights``, which
+    reads the base model only.  Each tensor has a separate random generator, seeded by ``seed`` and the tensor's name,
+    so the values do not depend on the mesh.
 
     Args:
         model: the ``PeftModel``, plain, split over ``tp``, sharded by FSDP2, or both; on the meta device or not.
         adapter: the adapter's name.
-        seed: chooses the values.
+        seed: seed of the random values.
 
     Raises:
-        OptionError: the model has no such adapter, or its config asks for an initialisation that is computed from
-            the base model's weights.
+        OptionError: the model has no adapter of this name, or its ``init_lora_weights`` needs the base model's
+            weights.
 
     Example:
         >>> import peft, torch
@@ -105,23 +105,22 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter: str = "default") -> None:
     """Load an adapter that ``save_adapter`` or peft's ``save_pretrained`` wrote into a sharded model, in place.
 
-    Every rank reads its slices.  Collective over the ranks of the model's mesh; for a model of plain tensors over
-    the world.  An adapter on the meta device is materialised first; its base model may still be on meta.
+    Each rank reads only its slices.  Collective over the model's mesh, or over the world for a model of plain tensors.
+    An adapter on the meta device is materialised first; its base model may still be on meta.
 
     Args:
         model: the ``PeftModel``, plain, split over ``tp``, sharded by FSDP2, or both.
         directory: holds ``adapter_model.safetensors`` and ``adapter_config.json``.
-        adapter: the name of the model's adapter for the weights.
+        adapter: name of the model's adapter to fill.
 
     Raises:
-        OptionError: the model has no such adapter, it is merged, or the adapter is not the same on every rank.
-        CheckpointError: a file is missing, truncated or corrupt, written to while it was read, or not the same on every
-            rank.
-        MismatchError: tensors are missing, unexpected or of another shape, or the config scales the adapter otherwise;
-            the error lists all of them.
-        OtherRankError: another rank raised one of these.
+        OptionError: the model lacks the adapter, the adapter is merged, or ``adapter`` differs between ranks.
+        CheckpointError: a file is missing, truncated or corrupt, changes during the read, or differs between ranks.
+        MismatchError: tensors are missing, unexpected or of another shape, or settings that scale the adapter differ;
+            the error lists every difference.
+        OtherRankError: another rank raised one of these errors.
 
-    All errors are raised on every rank before a tensor changes, except for a file that fails or changes during reading.
+    Errors are raised on every rank before a tensor changes.  Exception: a file that fails or changes during the read.
 
     Example:
         >>> import tempfile, peft

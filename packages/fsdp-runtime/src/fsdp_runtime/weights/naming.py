@@ -31,8 +31,8 @@ class TensorOrigin:
 
     shape: tuple[int, ...]  # as in the checkpoint
     stored: tuple[str, ...]
-    chunks: Sequence[Chunk] | None  # of the stored tensors; ``None`` if only the conversion makes the tensor
-    conversion: Conversion | None = None  # ``None`` for a tensor that is stored as is
+    chunks: Sequence[Chunk] | None  # of the stored tensors; ``None``: run the conversion
+    conversion: Conversion | None = None  # ``None`` if the tensor is stored without a conversion
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class WeightMap:
 
     by_model_name: Mapping[str, TensorOrigin]
     unexpected: Sequence[str]  # names in the checkpoint that the model lacks
-    rules: list[Any]  # renamings and conversions that applied, in transformers' form
+    rules: list[Any]  # the applied renamings and conversions, as transformers' objects
 
     def name_of(self, entry: StateEntry) -> str | None:
-        """Return the model's name of a tensor in the checkpoint, or ``None`` if the checkpoint lacks the tensor."""
+        """Return the entry's name that the checkpoint fills, or ``None`` if the checkpoint lacks the tensor."""
         return next((name for name in entry.names if name in self.by_model_name), None)
 
 
@@ -81,8 +81,8 @@ def exported_names(
     model: nn.Module, entries: Sequence[StateEntry], names: Names, *, is_transformers: bool
 ) -> tuple[dict[str, Tensor], Translation]:
     """Return the tensors of an export by the model's names, and the renamings and conversions of the export."""
-    # A tied tensor is saved once. transformers ties again only the tensors that a model's class declares: a tensor that
-    # is shared without a declaration is saved under each of its names.
+    # A tied tensor is saved once if the model's class declares the tie: transformers then ties it again on load. A
+    # tensor shared without a declaration is saved under all its names.
     if names not in get_args(Names):
         raise OptionError(f"names={names!r}: write 'checkpoint' or 'model'")
     aliases, ignored = left_out_on_save(model) if is_transformers else (set(), set())

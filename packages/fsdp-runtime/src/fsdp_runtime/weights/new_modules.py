@@ -1,4 +1,4 @@
-"""Modules that a checkpoint lacks: a module around the checkpoint's model, and heads with initial values."""
+"""Load a checkpoint into a larger model: into a submodule, with initial values for new heads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.weights.hub_checkpoint import HubTensor
 from fsdp_runtime.weights.naming import WeightMap, map_weights
 
-#: The standard deviation that is suggested for a model without a config; transformers' default.
+#: Suggested standard deviation for a model without a config: transformers' default.
 _DEVIATION = 0.02
 
 
 def submodule(model: nn.Module, option: str, path: str) -> nn.Module:
-    """Return the module at a path that an option names."""
+    """Return the submodule at ``path``, a value of the user's argument ``option``."""
     try:
         return model.get_submodule(path)
     except AttributeError as error:
@@ -54,7 +54,7 @@ def map_into(
         def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {f"{start}{name}": tensor for name, tensor in conversion.run(tensors).items()}
 
-        return conversions.setdefault(id(conversion), replace(conversion, run=run))  # shared by all of its outputs
+        return conversions.setdefault(id(conversion), replace(conversion, run=run))  # one object for all outputs
 
     origins = {
         f"{start}{name}": replace(origin, conversion=origin.conversion and renamed(origin.conversion))
@@ -70,7 +70,7 @@ def deviation(entry: StateEntry, new: Mapping[str, float]) -> float | None:
 
 
 def initial_value(model: nn.Module, entry: StateEntry, new: Mapping[str, float]) -> Tensor:
-    """Return the full initial values of a tensor; they depend on its name only."""
+    """Return a tensor's full initial values, drawn from a generator seeded by the tensor's name."""
     name = entry.names[0]
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
@@ -90,7 +90,7 @@ def how_to_load(
     stored: Mapping[str, HubTensor],
     new: Mapping[str, float],
 ) -> str:
-    """Return the end of an error: a call that would load a checkpoint with missing tensors, or an empty text."""
+    """Return an error's advice: a call that loads the checkpoint despite the missing tensors, or an empty text."""
     names = [entry.names[0] for entry in entries]
     inner = _inner_models(model)
     prefix = next((path for path in inner if _fills(model, path, entries, missing, stored)), "")
@@ -114,7 +114,7 @@ def how_to_load(
 
 
 def _inner_models(model: nn.Module) -> list[str]:
-    """Return the paths of transformers models inside a module, without models inside these."""
+    """Return the paths of a module's outermost transformers submodules."""
     paths: list[str] = []
     for path, module in model.named_modules():
         if path and is_transformers_model(module) and not any(path.startswith(f"{outer}.") for outer in paths):
@@ -129,7 +129,7 @@ def _fills(
     missing: Sequence[str],
     stored: Mapping[str, HubTensor],
 ) -> bool:
-    """Return whether the checkpoint fills the full module at ``prefix``, and none of its tensors without the prefix."""
+    """Return whether all tensors of the module at ``prefix`` are missing without the prefix and stored with it."""
     inside = [entry for entry in entries if any(name.startswith(f"{prefix}.") for name in entry.names)]
     if not inside or not {entry.names[0] for entry in inside} <= {*missing}:
         return False
@@ -138,7 +138,7 @@ def _fills(
 
 
 def _missing_module(name: str, names: Sequence[str], missing: Sequence[str]) -> str:
-    """Return the outermost module around a tensor that the checkpoint lacks in full, at least the tensor's module."""
+    """Return the outermost module around a tensor with all tensors missing, or else the tensor's module."""
     path = name.rpartition(".")[0]
     lacking = {*missing}
     while (outer := path.rpartition(".")[0]) and all(n in lacking for n in names if n.startswith(f"{outer}.")):
@@ -147,7 +147,7 @@ def _missing_module(name: str, names: Sequence[str], missing: Sequence[str]) -> 
 
 
 def _around_checkpoint(missing: Sequence[str], stored: Mapping[str, HubTensor]) -> str:
-    """Return the end of an error: the prefix of the model's tensors in a checkpoint, or an empty text."""
+    """Return an error's advice if the checkpoint stores all missing tensors under a prefix, or an empty text."""
     ends = (name.removesuffix(missing[0]) for name in stored if name.endswith(f".{missing[0]}"))
     prefix = next((start for start in ends if all(f"{start}{name}" in stored for name in missing)), "")
     if not prefix:

@@ -45,7 +45,7 @@ from fsdp_runtime.weights.stream import ExportedModel, WeightExport
 
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
-#: A writer of tensors: at once, or from host memory later.
+#: Writes tensors immediately, or later from host memory.
 Writer = SafetensorsWriter | StagedWriter
 #: Options of earlier releases.
 _REMOVED = {
@@ -114,44 +114,44 @@ def save_weights(
     :func:`load_weights` or ``from_pretrained`` read.  A tokenizer is not copied if the vocabulary was resized; a
     warning says so.
 
-    Collective: over the ranks of the model's mesh; for a model of plain tensors over the world.  Each file has one
-    writing rank.  Files are dealt to ranks by their bytes, and every host writes one file at least.  Tensors are
-    gathered to the rank that writes them, 64 MiB at a time or one larger tensor.  The first rank writes plain tensors.
+    Collective over the model's mesh, or over the world for a model of plain tensors.  One rank writes each file.
+    Files are assigned to balance bytes per rank, and every host writes at least one file.  Tensors are gathered to the
+    writing rank, 64 MiB at a time or one larger tensor.  The first rank writes plain tensors.
     Files are written to a temporary directory, which all ranks have to see, and then renamed.
     One last rename makes the new weights take effect, so a process killed at any time leaves either the old or the new
     weights complete; the config is renamed just before.  If jobs save to one directory at the same time, the last
-    rename takes effect.  Old files are removed after the rename, as the disk may have no room for both:
-    :func:`load_weights` then opens the new files; a reader of another library finds a file missing and has to retry.
+    rename takes effect.  Old files are removed after the rename, as the disk may have no room for both.
+    A concurrent :func:`load_weights` then opens the new files; a reader of another library misses a file and retries.
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-        directory: the same on every rank; created if it does not exist; other files in it are kept, and so is a
-            tokenizer or a processor that was saved there.
-        max_shard_size: the most bytes of a file, a number or a text such as ``"5GB"`` or ``"500MiB"``; a larger tensor
-            has a separate file.  Smaller files let more ranks write at the same time.
+        directory: the same on every rank; created if it does not exist; other files in it stay, also a tokenizer or
+            a processor that was saved there.
+        max_shard_size: maximum bytes per file, a number or a text such as ``"5GB"`` or ``"500MiB"``; a larger tensor
+            gets a separate file.  Smaller files let more ranks write at the same time.
         dtype: round floating-point tensors to this dtype, after adapters were merged, and write it to the config.
             Tensors that ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32,
             get that dtype; ``None`` keeps the dtype of each tensor.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's names.
         quantize: store linear layers in low precision, with their scales, and record this in the config, except layers
             that the model's class keeps in float32; other weights then default to bfloat16.
         asynchronous: return once this rank's files are gathered and copied to host memory; a thread writes them while
             training goes on and changes the weights.  A later save of this process waits until the thread has ended.
-        removed: refused by name.
+        removed: options of earlier releases, refused with the reason.
 
     Returns:
         The bytes that this rank wrote; with ``asynchronous`` a :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`:
         its ``wait()`` returns the bytes and raises the thread's errors.
 
     Raises:
-        ConversionError: the model's tensors differ from its class's (``names="model"`` works), or are quantized.
+        ConversionError: the model's tensors differ from the class's tensors (``names="model"`` works) or are quantized.
         OptionError: ``max_shard_size`` is no positive size, ``dtype`` not a floating-point dtype, ``quantize`` no
             ``Quantization``, ``names`` unknown, the directory empty or not seen by one rank, or an option not the same
             on every rank.
         ModelError: tensors are on the meta device.
         WeightsError: safetensors lacks the dtype of a tensor.
-        OSError: on a rank that cannot write; the directory's old contents stay in effect, unless only the wait for the
-            last rename to reach the disk failed.
+        OSError: on a rank that cannot write.  The directory's old contents stay in effect, except if only the fsync
+            after the last rename failed.
         OtherRankError: on the other ranks.
 
     Example:
@@ -259,7 +259,7 @@ def _finish(
 def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> None:
     """Move the files of a complete checkpoint into the directory; the file that readers open first is moved last."""
     # If several jobs save to the directory, the last job to move that file wins. An existing index stays: if one job
-    # could replace it by one file, and another job that file by an index, the two could leave neither.
+    # replaced the index by a single file while another job did the reverse, both files could be removed.
     indexed = len(shards) > 1 or (target / INDEX_FILE).exists()
     decisive = INDEX_FILE if indexed else SINGLE_FILE
     if indexed:
@@ -282,7 +282,7 @@ def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]
         (work / decisive).replace(target / decisive)
         fsync_path(target)
         if indexed:
-            (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer it to an index
+            (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer the single file to an index
             fsync_path(target)
     _remove_old_shards(work, target)
 
@@ -303,8 +303,8 @@ def _remove_old_shards(work: Path, target: Path) -> None:
 
 
 def _name_shards(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> dict[str, str]:
-    """Give shards names that no file of the target has had; return the weight map."""
-    # The usual names are for the first checkpoint of a directory: another job could remove files with reused names.
+    """Rename the shards to names never used before in the target; return the weight map."""
+    # Only the first checkpoint of a directory gets the usual names: another job could remove files with reused names.
     usual = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
     stem = "model" if _claims_usual_names(target, usual[0]) else f"model-{uuid.uuid4().hex[:8]}"
     weight_map = {}

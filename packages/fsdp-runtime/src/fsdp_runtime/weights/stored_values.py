@@ -1,4 +1,4 @@
-"""Values of the model's tensors in a checkpoint, and the comparison of two values of one tied tensor."""
+"""Find the model's tensors in a checkpoint, and compare the stored values of tied tensors."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _COMPARED = 2**24
 
 
 class ValueSources:
-    """Sources of the values of the model's tensors; conversions run on full tensors."""
+    """Stored chunks of the model's tensors; conversions run on full tensors."""
 
     def __init__(self, weights: WeightMap, checkpoint: HubCheckpoint) -> None:
         self.weights, self.checkpoint = weights, checkpoint
         self._last: Conversion | None = None
-        self._outputs: dict[str, Tensor] = {}  # of the last conversion, because neighbouring tensors share them
+        self._outputs: dict[str, Tensor] = {}  # of the last conversion: neighbouring tensors share a conversion
 
     def __call__(self, name: str) -> tuple[Sequence[Chunk], ReadBox]:
-        """Return the source chunks of a tensor of the model, and the function that reads the chunks."""
+        """Return a model tensor's source chunks, and the function that reads the chunks."""
         origin = self.weights.by_model_name[name]
         if origin.chunks is not None:
             return origin.chunks, self.checkpoint.read
@@ -40,7 +40,7 @@ class ValueSources:
 
 
 def differing_ties(entries: Sequence[StateEntry], sources: ValueSources) -> Iterator[tuple[str, str, str]]:
-    """Yield two names of a tied tensor if their stored values differ in this rank's slices, and the difference."""
+    """Yield two names and their difference for each tied tensor with unequal stored values in this rank's slices."""
     for entry in entries:
         origins = sources.weights.by_model_name
         first, *others = [name for name in entry.names if name in origins] or [""]

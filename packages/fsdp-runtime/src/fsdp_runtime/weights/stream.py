@@ -40,13 +40,13 @@ class WeightExport:
         dtype: round floating-point tensors to this dtype, after adapters were merged.  Tensors that
             ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, get that dtype;
             ``None`` keeps the dtype of each tensor.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's names.
         quantize: export linear layers in low precision, with their scales, except layers that the model's class keeps
             in float32; other weights then default to bfloat16.
-        bucket_bytes: gather up to this many bytes of full tensors at once, at least one parameter.  The peak is about
-            this, once more for each bucket ahead, plus the largest parameter, plus the buffers of one more axis under
-            TP and FSDP2.
-        buckets_ahead: gather up to this many further buckets while one is consumed; 0 for the least memory.
+        bucket_bytes: gather up to this many bytes of full tensors at once, at least one parameter.  Peak memory is
+            about ``bucket_bytes * (1 + buckets_ahead)`` plus the largest parameter; under TP with FSDP2, plus the
+            buffers of one more axis.
+        buckets_ahead: gather up to this many further buckets while the caller uses one; 0 for the least memory.
 
     Raises:
         OptionError: ``bucket_bytes`` is not positive, ``buckets_ahead`` negative, or ``quantize`` is no
@@ -113,7 +113,7 @@ class WeightExport:
 
         Args:
             model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-            entries: the model's state, if it is known.
+            entries: the model's state entries, if the caller has them.
 
         Raises:
             ConversionError: the model's tensors differ from its class's tensors (``names="model"`` works), or are
@@ -125,7 +125,7 @@ class WeightExport:
             return self.resolve(model, entries)
 
     def resolve(self, model: nn.Module, entries: Sequence[StateEntry]) -> ExportedModel:
-        """Return what :meth:`prepare` returns; every rank logs."""
+        """Do the work of :meth:`prepare`; every rank logs."""
         base, quantize = base_of(model), self.quantize
         is_transformers = is_transformers_model(base.module)
         groups = export_groups(
@@ -149,7 +149,7 @@ class WeightExport:
 class ExportedModel:
     """A model's weights with names and conversions resolved; metadata, stream and buckets may be used repeatedly."""
 
-    # It refers to the model's tensors: prepare a new export after tensors are replaced (values may change in training).
+    # It refers to the model's tensors: values may change in training. After tensors are replaced, prepare a new export.
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class ExportedModel:
         return all(item.chunks is not None and self.parts[item.name] == [item] for item in group.tensors)
 
     def gathered_dtypes(self, group: ExportGroup) -> list[torch.dtype]:
-        """The dtypes of a group's sources in a gather: rounded only if the sources enter no computation."""
+        """Dtypes of a group's sources in a gather: the narrower export dtype if no computation follows the gather."""
         rounds = not group.adapters and self.is_rearranged(group)
         exported = {item.dtype for item in group.tensors}
         dtypes = []
@@ -215,7 +215,7 @@ class ExportedModel:
                 del tensor
 
     def _ahead(self, to: int | None) -> Iterator[Iterator[tuple[ExportedTensor, Tensor]]]:
-        """Yield the weights of one run of groups after another, while the next runs are being gathered."""
+        """Yield one iterator over weights per run of groups; the next runs are gathered meanwhile."""
         started: deque[Iterator[tuple[ExportedTensor, Tensor]]] = deque()
         for groups in split_by_bytes(self.groups, self._options.bucket_bytes):
             started.append(self.gather(groups, to))
@@ -241,7 +241,7 @@ class ExportedModel:
                 yield open_buckets.pop(next(iter(open_buckets)))
 
     def gather(self, groups: Sequence[ExportGroup], to: int | None = None) -> Iterator[tuple[ExportedTensor, Tensor]]:
-        """Start the gathers of groups; return an iterator over their weights, to be exhausted.  Collective."""
+        """Start the gathers of groups; the caller must exhaust the returned iterator over weights.  Collective."""
         sources = [tensor for group in groups for tensor in group.sources.values()]
         dtypes = [dtype for group in groups for dtype in self.gathered_dtypes(group)]
         full = full_tensors(sources, dtypes=dtypes, to=to)
@@ -277,29 +277,29 @@ def stream_weights(
 
     Collective: every rank has to exhaust the iterator.  A tied weight is yielded once, under its name in
     ``save_pretrained``.  A weight that modules of a transformers model share without a declaration in the model's
-    class is yielded under each of its names.  The values are the optimizer's parameters, also while ``unsharded`` holds
-    copies in another dtype.
+    class is yielded under each of its names.  Values come from the optimizer's parameters, even while ``unsharded``
+    holds copies in another dtype.
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-        bucket_bytes: gather parameters together up to this many bytes of full tensors, at least one parameter.  The
-            peak is about this, once more for each bucket ahead, plus the largest parameter, plus the buffers of one
-            more axis under TP and FSDP2.
+        bucket_bytes: gather up to this many bytes of full tensors at once, at least one parameter.  Peak memory is
+            about ``bucket_bytes * (1 + buckets_ahead)`` plus the largest parameter; under TP with FSDP2, plus the
+            buffers of one more axis.
         dtype: round floating-point tensors to this dtype, after adapters were merged.  Tensors that
             ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, get that dtype;
             ``None`` keeps the dtype of each tensor.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's own.
+        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's names.
         quantize: export linear layers in low precision, with their scales, except layers that the model's class keeps
             in float32; other weights then default to bfloat16.
-        buckets_ahead: gather up to this many further buckets while one is consumed; 0 for the least memory.
+        buckets_ahead: gather up to this many further buckets while the caller uses one; 0 for the least memory.
 
     Yields:
-        Name and tensor, on the model's compute device.  A tensor that is not sharded is the model's own
-        storage, and weights that the checkpoint stores separately may share storage, so do not write to them.  To
-        bound memory, drop each tensor before requesting the next.
+        Name and tensor, on the model's compute device.  Do not write to the tensor: a plain parameter is yielded
+        without a copy, and weights that the checkpoint stores separately may share storage.  To bound memory, drop
+        each tensor before requesting the next.
 
     Raises:
-        ConversionError: the model's tensors differ from its class's (``names="model"`` works), or are quantized.
+        ConversionError: the model's tensors differ from the class's tensors (``names="model"`` works) or are quantized.
         OptionError: ``bucket_bytes`` is not positive, ``buckets_ahead`` negative, ``dtype`` not a floating-point
             dtype, ``names`` unknown, or ``quantize`` is no ``Quantization``.
 

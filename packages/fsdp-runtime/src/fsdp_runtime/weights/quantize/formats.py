@@ -33,7 +33,7 @@ KEPT = ("*embed*", "*lm_head*", "*.gate.weight", "*.router.*", "*shared_expert_g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Export the weights of linear layers in low precision, from their values in the parameters' precision.
+    """Export the weights of linear layers in low precision, quantized from the parameters' dtype.
 
     ==============  ======================================================  =========================================
     format          parts                                                   as in
@@ -44,15 +44,15 @@ class Quantization:
     ``nvfp4``       ``weight`` uint8, ``weight_scale``, ``weight_scale_2``  16 elements of a row; ModelOpt
     ==============  ======================================================  =========================================
 
-    A value is its element times its scale, in ``nvfp4`` times both scales.  Weights of two dims named ``*.weight`` are
-    quantized, except embeddings, LM head, routers, norms and vision towers.
+    A stored element times its scale is its value; in ``nvfp4``, times both scales.  Two-dimensional weights named
+    ``*.weight`` are quantized, except embeddings, LM head, routers, norms and vision towers.
 
     Args:
         format: one of the four formats.
-        keep: more patterns of names to leave in bfloat16.
+        keep: name patterns of further weights that stay in bfloat16.
 
     Raises:
-        OptionError: the format is unknown, or ``keep`` is no tuple of patterns.
+        OptionError: the format is unknown, or ``keep`` is not a tuple of patterns.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ class Quantization:
         """Return the stored parts of a quantized weight, in the order of :meth:`quantize`.
 
         Raises:
-            OptionError: the rows of the weight cannot be cut into groups.
+            OptionError: the length of the weight's rows is not a multiple of the group size.
         """
         rows, columns = shape
         group = {"mxfp8": MX_GROUP, "nvfp4": NV_GROUP}.get(self.format, 1)
@@ -109,7 +109,7 @@ class Quantization:
 
     @property
     def needs_amax(self) -> bool:
-        """Whether a part of a weight needs the largest magnitude of the full weight."""
+        """Whether the scales depend on the largest magnitude of the full weight."""
         return self.format in ("fp8", "nvfp4")
 
     @property
@@ -125,8 +125,8 @@ class Quantization:
         return cell_amax(weight, start, self.cell)
 
     def quantize_box(self, weight: Tensor, start: tuple[int, int], cells: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of a box of a weight, equal to the box of the full weight's parts."""
-        # Arguments as in ``kernels``; ``amax`` counts only if :attr:`needs_amax`.
+        """Quantize a box of a weight; the parts equal the same box of the full weight's parts."""
+        # Arguments as in ``kernels``; ``amax`` is used only if :attr:`needs_amax`.
         match self.format:
             case "fp8":
                 return fp8(weight, amax)

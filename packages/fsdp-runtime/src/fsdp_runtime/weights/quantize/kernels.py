@@ -4,9 +4,9 @@ The formulas: per tensor and per block, ``amax / 448`` (DeepSeek-V3, arXiv:2412.
 Microscaling Formats (MX) Specification 1.0, section 6.3; NVFP4, "Pretraining Large Language Models with NVFP4"
 (arXiv:2509.25149), section 2.  A block of zeros has scale 1, where torchao's division by zero gives NaN.
 
-Each function takes a box of a matrix: ``weight`` its values ``[rows, columns]``, ``start`` its first row and column.
-A cell is a region with one scale.  ``cells`` are the largest magnitudes of the full cells that the box touches, and
-``amax`` is the largest magnitude of the full matrix, 0-d; both float32.
+Each function takes a box of a matrix: ``weight`` has the box's values ``[rows, columns]``, ``start`` its first row and
+column.  A cell is a region with one scale.  ``cells`` has the largest magnitude of each full cell that the box touches.
+``amax`` is the largest magnitude of the full matrix, 0-d.  Both are float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FP4_MAX = 6.0
 BLOCK = 128
 MX_GROUP = 32
 NV_GROUP = 16
-#: The least scale of a group in NVFP4: the smallest normal number of e4m3.
+#: The smallest group scale in NVFP4: the smallest normal number of e4m3.
 _LEAST_GROUP_SCALE = 2.0**-6
 
 
@@ -31,7 +31,7 @@ def cell_amax(weight: Tensor, start: tuple[int, int], cell: tuple[int, int]) -> 
 
 
 def _amax_of_runs(values: Tensor, start: int, length: int) -> Tensor:
-    """The largest of each run of ``length`` columns; the first column has the number ``start``."""
+    """Maximum over each run of ``length`` columns of the full matrix; the first column here has index ``start``."""
     if length == 1:
         return values
     before = start % length
@@ -52,7 +52,7 @@ def fp8_blocks(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[T
 
 
 def mxfp8(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values, and per group of 32 elements of a row the exponent of its scale plus 127 in uint8."""
+    """Return e4m3 values, and one scale exponent (plus 127, uint8) per group of 32 elements of a row."""
     exponents = ((cells.contiguous().view(torch.int32) >> 23) & 255) - 127 - 8  # 448 = 1.75 * 2**8
     biased = exponents.clamp(-127, 128) + 127
     biased = torch.where(cells.isnan(), biased.new_tensor(255), biased)
@@ -61,8 +61,8 @@ def mxfp8(weight: Tensor, cells: Tensor, start: tuple[int, int]) -> tuple[Tensor
 
 
 def nvfp4(weight: Tensor, cells: Tensor, start: tuple[int, int], amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a box of even columns with an e4m3 scale per group of 16 elements of a row, and one scale over all."""
-    # Returns two values in a byte ``[rows, columns / 2]``, the first in the low half; both scales, the last float32.
+    """Quantize with an e4m3 scale per 16 elements of a row, and one scale per matrix; the column count is even."""
+    # Returns codes, two per byte, the first in the low half: ``[rows, columns / 2]``; group scales; the float32 scale.
     total = _nonzero(amax / (FP8_MAX * FP4_MAX))
     scales = (cells / FP4_MAX / total).clamp(_LEAST_GROUP_SCALE, FP8_MAX).to(FP8)
     scaled = weight.float() * _per_element((1.0 / total) / scales.float(), start, (1, NV_GROUP), weight)
@@ -71,7 +71,7 @@ def nvfp4(weight: Tensor, cells: Tensor, start: tuple[int, int], amax: Tensor) -
 
 
 def _per_element(cells: Tensor, start: tuple[int, int], cell: tuple[int, int], box: Tensor) -> Tensor:
-    """Expand ``cells`` to the shape of a box: each element gets its cell's number."""
+    """Expand ``cells`` to the shape of a box: each element gets its cell's value."""
     for dim in range(2):
         if cell[dim] > 1:
             cells = cells.repeat_interleave(cell[dim], dim).narrow(dim, start[dim] % cell[dim], box.shape[dim])
@@ -83,7 +83,7 @@ def _to_fp8(values: Tensor) -> Tensor:
 
 
 def _to_fp4(values: Tensor) -> Tensor:
-    """The 4-bit codes of e2m1, rounded to nearest and ties to even, one in a byte."""
+    """The 4-bit e2m1 codes, one per byte, rounded to nearest with ties to even."""
     magnitude = values.abs()
     code = torch.zeros_like(values, dtype=torch.uint8)
     for limit, tie_up in ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True)):
