@@ -279,8 +279,8 @@ class SafetensorsReader:
         for file, opened in self._files.items():
             if _version(opened.descriptor) != opened.version:
                 raise CheckpointError(
-                    f"{file} was written to while it was loaded, and the model may have values of both: load it again "
-                    "once it is complete; saves of fsdp_runtime replace files and never write to old ones"
+                    f"{file} was written to while it was loaded, and the model may mix old and new values: load it "
+                    "again once it is complete; saves of fsdp_runtime replace files and never write to old ones"
                 )
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from fsdp_runtime.weights import saved_tensors
 
 _log = logging.getLogger(__name__)
 
-#: Settings of a ``LoraConfig`` that add more than two factors per layer to a model.
+#: ``LoraConfig`` settings that train more than two factors per layer.
 _BEYOND_FACTORS = ("modules_to_save", "use_dora", "lora_bias", "trainable_token_indices", "layer_replication")
 
 
@@ -36,7 +36,7 @@ class AdapterReport:
     Args:
         version: the version that the server now serves.
         names: the server's name of each adapter; requests give it as ``model``.
-        nbytes: bytes of the adapters' tensors; the server reads no others.
+        nbytes: bytes of the adapters' tensors, which are all that the server reads.
     """
 
     version: int
@@ -47,8 +47,8 @@ class AdapterReport:
 class AdapterTransfer:
     """Adapters on a vLLM server that was started with ``--enable-lora``; only their tensors are sent.
 
-    Every version of an adapter has a separate name on the server, ``NAME-vVERSION``: vLLM keeps cached keys and
-    values by that name, and running requests finish with the version of their start.  A version is a directory
+    Every version of an adapter has a separate name on the server, ``NAME-vVERSION``: vLLM caches keys and
+    values under this name, and a running request finishes with the version it started with.  A version is a directory
     in peft's format, which the server reads, so trainer and server share a file system.
 
     Args:
@@ -56,7 +56,7 @@ class AdapterTransfer:
             of :class:`~fsdp_runtime.sync.engine_client.EngineClient`.
         directory: the folder of the versions; the same on every rank, and visible to the server.
         adapters: the names of the adapters in the ``PeftModel``.
-        name: the first part of the names on the server; with several adapters the adapter's name follows.
+        name: prefix of the names on the server; with several adapters the adapter's name follows.
         keep: versions per adapter that the server holds at once; ``--max-loras`` is at least ``keep + 1`` per adapter.
         timeout_s: seconds after which a call to the server fails.
 
@@ -105,9 +105,9 @@ class AdapterTransfer:
             group: a group of all ranks, for messages between hosts; ``None`` for the default group.
 
         Raises:
-            OptionError: vLLM would compute an adapter otherwise than peft, the model has no such adapter, or the
-                version is not larger than the last.
-            WeightSyncError: the server did not take an adapter, on every rank; it serves the earlier versions.
+            OptionError: vLLM and peft would compute different outputs, the model lacks the adapter, or the version is
+                not larger than the last.
+            WeightSyncError: the server refused an adapter; raised on every rank.  Earlier versions are still served.
         """
         last = self._versions[-1] if self._versions else 0
         version = last + 1 if version is None else version
@@ -130,7 +130,7 @@ class AdapterTransfer:
         return AdapterReport(version, names, nbytes)
 
     def _publish(self, names: Mapping[str, str], stacked: Mapping[str, bool]) -> None:
-        """Load all adapters of a version on the server; after a failure none of them stays."""
+        """Load all adapters of a version on the server, or none if one fails."""
         loaded: list[str] = []
         try:
             for adapter, name in names.items():
@@ -153,7 +153,7 @@ class AdapterTransfer:
 
     def _withdraw(self) -> None:
         """Unload the versions beyond ``keep``, and remove the files of earlier versions."""
-        # vLLM reads the files of an adapter late: they outlive its unloading by one version.
+        # vLLM may read an adapter's files late: they are removed one version after the adapter is unloaded.
         for version in self._versions[: -self._keep]:
             for adapter in self._adapters:
                 self._unload(self.served(adapter, version))

@@ -29,8 +29,8 @@ def send_weights(
 ) -> None:
     """Broadcast every weight to receivers in other processes, a bucket at a time.
 
-    Collective over the model's ranks: one rank sends, and the other ranks take part in the gathers of their shards (not
-    replicas, for example).  The next bucket is gathered while the current bucket is sent.
+    Collective over the model's ranks: one rank sends, and the other ranks take part in the gathers of their shards
+    (replicas need not).  The next bucket is gathered while the current bucket is sent.
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
@@ -38,10 +38,10 @@ def send_weights(
         on_bucket: called on the sending rank before each bucket is broadcast, so that the receivers can allocate and
             join; must not wait for the end of the broadcast.
         export: options of the export; ``flat`` adds about one ``bucket_bytes`` to the peak.
-        flat: broadcast a bucket as one flat byte tensor, which :func:`unflatten_bucket` splits; else each tensor.
+        flat: broadcast a bucket as one flat byte tensor, which :func:`unflatten_bucket` splits; else tensor by tensor.
 
     Raises:
-        ConversionError: the model's tensors differ from its class's (``names="model"`` works), or are quantized.
+        ConversionError: the model's tensors differ from the class's (``names="model"`` works), or are quantized.
         OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
 
     Example:

@@ -1,7 +1,7 @@
 """Encode a block's changed elements, bit for bit: all values, or the changed values and the gaps between them.
 
-A record begins with two 8-byte integers: the bytes of a gap plus 8 times the bytes of all gaps, and the number of
-values.  Gaps of 0 bytes mean that all values follow.  The largest gap moves on by its size without a change.
+A record begins with two 8-byte integers: bytes per gap plus 8 times the bytes of all gaps, and the number of values.
+With 0 bytes per gap, all values follow.  The largest gap skips as many elements, without a changed value after them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def encode_changes(old: Tensor | None, new: Tensor) -> Tensor:
 
 
 def apply_changes(records: Tensor, offset: int, target: Tensor) -> int:
-    """Apply the record at an offset to the old values, contiguous, in place; return the offset after the record."""
+    """Apply the record at ``offset`` to contiguous old values in place; return the offset after the record."""
     flat = _bits(target)
     width, start, gap_bytes, count, end = _parsed(records, offset, flat.itemsize)
     if not 0 <= count <= len(flat) or (width == 0 and count != len(flat)):
@@ -55,7 +55,7 @@ def end_of_record(records: Tensor, offset: int, itemsize: int) -> int:
 
 
 def _parsed(records: Tensor, offset: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """The bytes of a gap, the offset of the gaps, their bytes, the number of values, and the end of the record."""
+    """Return bytes per gap, offset of the gaps, bytes of all gaps, number of values, and end of the record."""
     header = records[offset : offset + HEADER_BYTES].clone()
     if len(header) != HEADER_BYTES:
         raise WeightSyncError(f"an update ends at byte {len(records)}, in the middle of a record: ask for a full one")
@@ -96,6 +96,6 @@ def _unpack_gaps(packed: Tensor, width: int) -> Tensor:
     longest = _longest(width)
     steps = packed.long() if width == 1 else packed.view(torch.int16).long() & longest
     is_change = steps != longest
-    # A change moves one element further than its gap.
+    # A change advances by its gap and one element more.
     where: Tensor = ((steps + is_change).cumsum(0) - 1)[is_change]
     return where

@@ -1,4 +1,4 @@
-"""Changes since the last version: encoded once by the rank that stores a box, sent, relayed and applied."""
+"""Differences to the last version: the rank that stores a box encodes them once; ranks send, relay and apply."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ArrivedChanges(NamedTuple):
 
 
 class Changes:
-    """This rank's side of updates by differences."""
+    """Sends and receives differences for this rank."""
 
     def __init__(self, plan: TransferPlan, sides: Sides, peers: PointToPoint) -> None:
         self._plan, self._sides, self._peers = plan, sides, peers
@@ -42,7 +42,7 @@ class Changes:
         return [each for each in self._sides.transfers if each.source == rank and not (each.is_local or each.is_relay)]
 
     def encode(self) -> Records:
-        """The record of each box that this rank sends, once for all destinations."""
+        """Return one record per box that this rank sends, shared by all destinations."""
         records: dict[tuple[str, Box], Tensor] = {}
         for each in self.own():
             key = (each.tensor, each.box)
@@ -63,7 +63,7 @@ class Changes:
                 self._sides.read(each, self._sent[key])
 
     def exchange(self, records: Records, transfers: Sequence[BlockTransfer]) -> ArrivedChanges:
-        """Send this rank's records and relay received records, one step of all chains at a time."""
+        """Send this rank's records and relay received records, one relay step at a time."""
         rank, sent, received = self._sides.rank, 0, 0
         known, arrived = dict(records), dict[tuple[str, Box], Tensor]()
         hops = attrgetter("hop")  # the number of earlier relays of a box

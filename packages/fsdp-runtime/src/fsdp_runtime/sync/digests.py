@@ -23,8 +23,8 @@ from tp_plans.transfer import TransferLayout, TransferPlan, plan_cover
 def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[str, int]:
     """Return one number per exported weight, independent of the model's sharding.
 
-    A 64-bit hash of every element's bits and position in the full tensor; each element is hashed by one rank that
-    stores it, and the partial sums are added.  Not cryptographic.  Collective over the model's ranks: one all-reduce
+    A 64-bit hash of every element's bits and position in the full tensor; one rank hashes each element,
+    and the ranks' sums are added.  Not cryptographic.  Collective over the model's ranks: one all-reduce
     per mesh axis, of eight bytes per tensor.
 
     Args:
@@ -52,13 +52,13 @@ def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[s
 def digest_layout(
     layout: TransferLayout, local: Mapping[str, Tensor], *, group: ProcessGroup | None = None
 ) -> dict[str, int]:
-    """Return the digests of the tensors that a layout's ranks store, as :func:`digest` does for a model.
+    """Return the digests of a layout's tensors, equal to :func:`digest` of a model with the same values.
 
-    For an engine's side of a transfer.  One rank's values count for all replicas; :func:`verify_transfer` compares all.
+    For an engine's side of a transfer.  Of replicas only one rank is hashed; :func:`verify_transfer` compares all.
     Collective over the group.
 
     Args:
-        layout: on ranks of ``group``.
+        layout: a layout on the ranks of ``group``.
         local: this rank's local tensors.
         group: the process group; ``None`` for the world, or for this process alone.
 
@@ -97,7 +97,7 @@ def verify_transfer(
         group: the process group; ``None`` for the world.
 
     Raises:
-        WeightSyncError: tensors differ; every rank lists the tensors, with the ranks that hold other values.
+        WeightSyncError: tensors differ; the error, on every rank, lists tensors and ranks with wrong values.
 
     Example:
         >>> import torch, tp_plans
@@ -116,7 +116,7 @@ def verify_transfer(
     for each in plan.for_rank(rank, direct=True):
         if each.source != rank:
             continue
-        # A copy that the destination stores in several places counts once for each element in each place.
+        # If the destination stores an element in several tensors, the element counts once per tensor.
         for part, _ in plan.destination.within(each.destination, each.tensor, each.box):
             value = _hash(plan.source, rank, values, each.tensor, part)
             key = (each.destination, each.tensor)
@@ -160,7 +160,7 @@ def _describe(
         lines.append(f"  {name}: on ranks {', '.join(map(str, sorted(ranks)))}")
     return (
         f"{len(differing)} tensors differ between the trainer and the engine:\n" + "\n".join(lines) + "\nthe trainer "
-        "changed them since, the transfer was not complete, or the engine wrote over them: transfer in full again"
+        "changed them later, the transfer is incomplete, or the engine overwrote them: transfer in full again"
     )
 
 
@@ -194,5 +194,5 @@ def _groups(group: ProcessGroup | None) -> Sequence[ProcessGroup]:
 
 
 def _wrap(value: int) -> int:
-    """A number wrapped around in 64 bits, as torch's sums are."""
+    """Wrap a number to signed 64 bits, as torch's sums do."""
     return (value + 2**63) % 2**64 - 2**63

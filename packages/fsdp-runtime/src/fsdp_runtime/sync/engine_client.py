@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 
 from fsdp_runtime.errors import OptionError, WeightSyncError
 
-#: The longest part of a server's answer that an error repeats.
+#: Maximum length of a server's answer in an error, in characters.
 _LONGEST_ANSWER = 600
 
 
@@ -19,8 +19,8 @@ class EngineClient:
     """Client of a vLLM server started with ``VLLM_SERVER_DEV_MODE=1``, which adds the routes for weights.
 
     The client has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines accept it.  It
-    also reads the version and the paused state.  ``version`` names the next update if the caller gives no version, as
-    vLLM's trainer engines do.
+    also reads the version and the paused state.  ``version`` names the next update if the caller gives no version.
+    vLLM's trainer engines give none.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
@@ -82,7 +82,7 @@ class EngineClient:
         self.request("/update_weight_version", {"new_version": version})
 
     def load_adapter(self, name: str, path: str, *, stacked: bool = False) -> None:
-        """Load an adapter from a directory that the server reads; requests then give ``name`` as their model.
+        """Load an adapter from a directory on the server's file system; requests select it with ``model=name``.
 
         ``stacked``: the adapter adapts stacked experts; the server needs ``--enable-mixed-moe-lora-format`` for them.
         """
@@ -98,7 +98,7 @@ class EngineClient:
         return int(self.request("/get_world_size")["world_size"])
 
     def pause(self, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
-        """Stop scheduling, and clear the caches of keys and values; ``mode`` decides over running requests."""
+        """Stop scheduling, and clear the caches of keys and values; ``mode`` is vLLM's mode for running requests."""
         self.request(f"/pause?mode={mode}", {})
 
     def resume(self) -> None:

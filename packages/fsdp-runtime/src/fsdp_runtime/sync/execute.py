@@ -43,7 +43,7 @@ def execute_transfer(
 ) -> None:
     """Send blocks of weights from source to destination ranks by a plan, shard to shard.
 
-    Collective over the ranks of the plan; other ranks need not call.  Each round sends and receives point to point
+    Collective over the plan's ranks; other ranks need not call it.  Each round sends and receives point to point
     (``batch_isend_irecv``, with gloo and NCCL), from and into one buffer of at most ``bucket_bytes``.  Values are
     converted to the plan's dtypes at packing, and to the destination's dtypes at unpacking.
 
@@ -52,12 +52,12 @@ def execute_transfer(
         source: this rank's local tensors, if it sends, or their :class:`ModelShards`.
         destination: this rank's local tensors to fill, if it receives.
         group: the process group; ``None`` for the world.
-        bucket_bytes: the most bytes that this rank holds besides its tensors.
-        timeout: the longest time of a round.  With NCCL the group's own timeout applies.
+        bucket_bytes: maximum bytes that this rank holds besides its tensors.
+        timeout: maximum time of a round.  With NCCL the group's own timeout applies.
         device: device of the buffer; ``None`` for the device of the first local tensor.  Shards that are offloaded to
             the host need the group's device here.
         shared_memory: ranks of one host exchange messages in shared memory, in one bucket per rank; the group then
-            carries eight bytes per message and eight after it was read.  Set it on every rank, or on none.
+            carries eight bytes per message and eight per receipt.  Set it on every rank, or on none.
         on_round: called after each of this rank's rounds with the numbers of completed rounds and of all rounds.
 
     Raises:
@@ -85,7 +85,7 @@ def execute_transfer(
     for each in own:
         if each.is_local:
             sides.copy(each)
-    windows = 1  # if all ranks know without communication that one window suffices; else the ranks agree on a number
+    windows = 1  # enough if all messages fit in one round, which needs no communication; else the ranks agree
     if not fits_in_one_round(plan, bucket_bytes):
         handshake = Handshake(plan.ranks or (rank,), peers, where, WINDOWS)
         windows = max(number for (number,) in handshake.gather([windows_of(plan, own, bucket_bytes)]).values())

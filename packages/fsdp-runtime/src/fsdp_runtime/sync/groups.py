@@ -13,7 +13,7 @@ from fsdp_runtime._torch_compat import separate_group
 from fsdp_runtime.errors import OptionError, WeightSyncError
 from fsdp_runtime.sharded import own_rank
 
-#: The longest time of an exchange in a transfer.
+#: Maximum time of an exchange in a transfer.
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
@@ -37,9 +37,9 @@ def transfer_group(
             opens.
         rank: this process's rank in the group, as in the plan.
         world_size: processes of the group.
-        name: the same on every rank, and different for each group of a store.
+        name: the same on every rank, and unique among the groups of a store.
         backend: ``"gloo"``, ``"nccl"`` or another backend of torch.
-        timeout: the longest wait for the other ranks, and torch's timeout of the group's operations.
+        timeout: maximum wait for the other ranks, and torch's timeout of the group's operations.
 
     Returns:
         The group; pass it to :func:`execute_transfer`, :class:`WeightSync` or :func:`verify_transfer`.
@@ -75,6 +75,6 @@ def transfer_group(
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """Return this process's rank in a group; for ``None`` the rank in the world, or 0 without a world."""
+    """Return this process's rank in a group; for ``None``, the rank in the world, or 0 without a world."""
     # ``torch.distributed.get_rank`` maps a group's ranks to ranks of the world, and a separate group has no such ranks.
     return own_rank() if group is None else group.rank()

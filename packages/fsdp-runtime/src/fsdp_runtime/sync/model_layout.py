@@ -31,13 +31,13 @@ class ModelShards:
 
     Args:
         model: plain, sharded over ``tp`` or ``ep``, sharded by FSDP2, or several of these.
-        export: names, dtype and precision of the weights; with ``quantize``, the bits of the full weights, cut.
+        export: names, dtype and precision of the weights; with ``quantize``, shards of the quantized full weights.
             ``bucket_bytes`` has no effect, as nothing is gathered.
         adapter: send only this adapter of a ``PeftModel``: the tensors that peft saves, under the names in
             ``adapter_model.safetensors``; ``names`` then has no effect.  Without it, active adapters are merged.
 
     Raises:
-        ConversionError: an exported tensor is no rearrangement of blocks of the model's tensors.
+        ConversionError: an exported tensor is computed from the model's tensors, not rearranged from their blocks.
         OptionError: active adapters cannot be merged, or the model has no such adapter; ``dtype`` is not a
             floating-point dtype, ``names`` is unknown, or shards cannot be quantized.
 
@@ -118,11 +118,11 @@ class ModelShards:
 
     @property
     def storage(self) -> dict[str, Tensor]:
-        """The tensors of :attr:`local`, without a check of their values."""
+        """The tensors of :attr:`local`; merged and quantized copies may lack values."""
         return self._local
 
     def refresh(self) -> None:
-        """Merge and quantize the model's current weights, as the options ask.  Collective over the model's ranks.
+        """Update the merged and quantized copies from the current weights.  Collective over the model's ranks.
 
         Raises:
             OptionError: the model's tensors or adapters were replaced.
@@ -150,7 +150,7 @@ def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[
 
 
 def _adapter_groups(base: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[ExportGroup]:
-    """One export group for each tensor of an adapter, under the tensor's name."""
+    """Return one export group per adapter tensor, under the tensor's name."""
     groups, copies = [], {name: name.removeprefix(f"{BASE}.") for name in tensors if ".lora_" not in name}
     kept = {} if dtype is None else kept_dtypes(base, copies.values(), dtype)
     for name, tensor in tensors.items():

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime.errors import WeightSyncError
 
 #: Tags separate messages of different kinds: after a failure some ranks are still in a round while others report it,
-#: and gloo ends a process that receives more bytes than it waits for.  NCCL has no tags.
+#: and gloo ends a process that receives more bytes than expected.  NCCL has no tags.
 ROUND, TAKEN, SIZES, CHANGES, HANDSHAKE, SHARED_BUCKETS, WINDOWS = 1, 2, 3, 4, 1000, 2000, 2500
 
 
@@ -41,9 +41,9 @@ class PointToPoint:
     def unfinished(
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int
     ) -> dict[int, RuntimeError]:
-        """As :meth:`exchange`, but return the ranks that did not send or receive their tensor in time."""
-        ways = [(dist.isend, *each) for each in outgoing.items()] + [(dist.irecv, *each) for each in incoming.items()]
-        parts = [dist.P2POp(way, run, group=self.group, group_peer=peer, tag=tag) for way, peer, run in ways]
+        """Run :meth:`exchange`, but return the ranks that did not send or receive in time instead of raising."""
+        runs = [(dist.isend, *item) for item in outgoing.items()] + [(dist.irecv, *item) for item in incoming.items()]
+        parts = [dist.P2POp(method, run, group=self.group, group_peer=peer, tag=tag) for method, peer, run in runs]
         peers = [*outgoing, *incoming]
         if not peers:
             return {}
@@ -72,7 +72,7 @@ class Handshake:
         self._peers, self._device, self._tag = peers, device, tag
 
     def gather(self, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """Return the numbers of every rank, the same count from each, on every rank."""
+        """All-gather numbers: return every rank's numbers on every rank.  All ranks give equally many."""
         # The first rank's error names a rank that took no part in time. The errors of other ranks refer to the first
         # rank's error, as gloo closes all connections at a timeout.
         own, tag = torch.tensor(numbers, device=self._device), self._tag + len(numbers)
@@ -109,7 +109,7 @@ class Handshake:
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """Run a step on every rank, and raise on all ranks if it raised on one."""
+        """Run a step on every rank; an exception on one rank raises on all ranks."""
         try:
             yield
         except Exception:

@@ -32,12 +32,12 @@ class _OwnBlock:
 
 @dataclass(frozen=True)
 class _Shared:
-    """Places of a weight's shared magnitudes among the exchanged numbers."""
+    """Positions of a weight's shared magnitudes in the exchanged tensor."""
 
-    amax: int | None  # place of the largest magnitude, if the format needs it
-    first: int  # place of the first cell
-    rows: tuple[int, ...]  # rows of cells that the borders of blocks cut; all are exchanged
-    columns: tuple[int, ...]  # columns of cells that borders cut
+    amax: int | None  # position of the largest magnitude, if the format needs it
+    first: int  # position of the first cell
+    rows: tuple[int, ...]  # rows of cells cut by a block's border; all are exchanged
+    columns: tuple[int, ...]  # columns of cells cut by a block's border
     grid: tuple[int, int]  # rows and columns of cells
 
     @property
@@ -54,9 +54,9 @@ class _Shared:
 class QuantizedShards:
     """The quantized parts of a model's shards: their layout on all ranks, and this rank's local tensors."""
 
-    # A cell is a region with one scale. A block is quantized without communication if its borders cut no cell. The
-    # largest magnitudes of cut cells, and of full weights if the format needs them, are combined over the model's
-    # ranks. The bits equal :meth:`Quantization.quantize` on the full weight.
+    # A cell is a region with one scale. A block with no cut cell at its borders needs no communication. The largest
+    # magnitudes of cut cells are combined over the model's ranks, and also of full weights if the format needs them.
+    # The bits equal :meth:`Quantization.quantize` on the full weight.
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class QuantizedShards:
         if self._quantization.needs_amax or cut[0] or cut[1]:
             amax = self._count if self._quantization.needs_amax else None
             first = self._count + (amax is not None)
-            grid = [-(-size // each) for size, each in zip(shape, self._quantization.cell, strict=True)]
+            grid = [-(-size // cell) for size, cell in zip(shape, self._quantization.cell, strict=True)]
             self._shared[name] = shared = _Shared(amax, first, cut[0], cut[1], (grid[0], grid[1]))
             self._count = shared.end
 
@@ -147,8 +147,8 @@ class QuantizedShards:
 
     def _magnitudes(self) -> tuple[dict[int, Tensor], Tensor]:
         """The shared magnitudes of this rank's blocks, and the combined magnitudes of all ranks."""
-        # Magnitudes are exchanged as the bits of float32 numbers: from zero on, integers of these bits have the same
-        # order, with NaN the largest. A maximum of floats may lose a NaN.
+        # Magnitudes are exchanged as float32 bits, read as integers: the order of non-negative floats is the same, with
+        # NaN the largest. A maximum of floats may lose a NaN.
         device = next((self._view(own).device for own in self._own), torch.device("cpu"))
         numbers = torch.zeros(self._count, dtype=torch.int32, device=device)
         kept = {}
@@ -168,7 +168,7 @@ class QuantizedShards:
         return kept, all_reduce_over(self._groups, numbers, dist.ReduceOp.MAX)
 
     def _strips(self, own: _OwnBlock, shared: _Shared, numbers: Tensor, cells: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of views of the same cells: in the exchanged numbers, and in the cells of a block."""
+        """Pairs of views of the same cells: one in the exchanged tensor, one in the cells of a block."""
         (top, bottom), (left, right) = _cell_box(self._quantization, own.block.box)
         rows, columns = shared.strips(numbers)
         strips = [(rows[i, left:right], cells[row - top]) for i, row in enumerate(shared.rows) if top <= row < bottom]
@@ -180,20 +180,20 @@ class QuantizedShards:
 
 
 def _cell_box(quantization: Quantization, box: Box) -> Box:
-    """The cells that a box of a weight touches; a format without cells has one number in their place."""
+    """Range of cells that a box of a weight touches; a format without cells counts as one cell."""
     if quantization.cell == (1, 1):
         return ((0, 1), (0, 1))
-    return tuple((start // each, -(-stop // each)) for (start, stop), each in zip(box, quantization.cell, strict=True))
+    return tuple((start // cell, -(-stop // cell)) for (start, stop), cell in zip(box, quantization.cell, strict=True))
 
 
 def _cut_cells(stored: Sequence[StoredBlock], dim: int, size: int, cell: int) -> tuple[int, ...]:
-    """The cells of a dim that borders of blocks cut."""
+    """Indices of the cells of a dim that a block's border cuts."""
     borders = {border for block in stored for border in block.box[dim]}
     return tuple(sorted({border // cell for border in borders if border % cell and border != size}))
 
 
 def _part_box(quantization: Quantization, name: str, place: int, block: StoredBlock) -> Box:
-    """The box of a weight's part (values, scales, scale over all) for a block of the weight."""
+    """The box of a weight's part (0 values, 1 scales, 2 scale of the weight) for a block of the weight."""
     kind: QuantizationFormat = quantization.format
     if place == 2 or (place == 1 and kind == "fp8"):
         return ()

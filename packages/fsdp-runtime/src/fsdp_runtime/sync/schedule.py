@@ -13,7 +13,7 @@ from tp_plans.transfer import BlockTransfer, TransferPlan
 
 @dataclass(frozen=True)
 class Message:
-    """A run of bytes from one rank to another in one round; wider elements come first, which aligns all elements."""
+    """Bytes from one rank to another in one round; wider dtypes come first, so all elements are aligned."""
 
     source: int
     destination: int
@@ -33,7 +33,7 @@ ALIGNMENT = 8
 
 
 def windows_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], bucket_bytes: int) -> int:
-    """Return the number of equal windows that a rank needs: at most a bucket of its messages falls into each."""
+    """Return the number of equal windows that a rank needs: its messages in a window fit in one bucket."""
     # A power of two: a rank that needs fewer windows can use more, so the ranks agree on the largest number.
     limit, windows = bucket_bytes // ALIGNMENT * ALIGNMENT, 1
     while any(sum(aligned(e.nbytes) for e in each) > limit for each in _by_round(plan, transfers, windows).values()):
@@ -42,7 +42,7 @@ def windows_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], bucket_by
 
 
 def fits_in_one_round(plan: TransferPlan, bucket_bytes: int) -> bool:
-    """Return whether each rank sends and receives at most a bucket in all; equal on every rank, no communication."""
+    """Return whether every rank's messages fit in one bucket; equal on every rank, no communication."""
     spare = bucket_bytes - 2 * ALIGNMENT * len(plan.ranks) - ALIGNMENT
     return all(plan.bytes_sent(rank) + plan.bytes_received(rank) <= spare for rank in plan.ranks)
 
@@ -50,8 +50,8 @@ def fits_in_one_round(plan: TransferPlan, bucket_bytes: int) -> bool:
 def rounds_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], windows: int) -> list[Round]:
     """Return a rank's rounds, in order; a round has at most one message from one rank to another."""
     # The plan's transfers have positions on a line that is cut into equal windows. A round holds the transfers of one
-    # window with the same number of relays before them. All ranks have the same windows, so the two ranks of a message
-    # build the same message, and they order their messages equally.
+    # window with the same number of earlier relays. All ranks have the same windows, so sender and receiver build the
+    # same messages in the same order.
     tensors = plan.destination.tensors
     return [
         _messages(sorted(blocks, key=lambda each: (-tensors[each.tensor].itemsize, each.position)))

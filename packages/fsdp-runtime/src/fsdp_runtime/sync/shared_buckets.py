@@ -1,7 +1,7 @@
 """Buckets in shared memory of a host's ranks: messages on the host do not cross the process group.
 
-Each rank owns one bucket, a file of a memory file system without a name: the name is removed once the ranks of the host
-have opened the file, so that the memory is free as soon as the last rank closes it or dies.
+Each rank owns one bucket, a file in ``/dev/shm``.  Its name is removed once the ranks of the host have opened the file,
+so the memory is freed as soon as the last rank closes the file or dies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class SharedBuckets:
     """The buckets of this rank and of the other ranks of its host; a context manager."""
 
-    # The group carries only the place of a message's bytes in the sender's bucket.
+    # The group carries only the offset of a message in the sender's bucket.
 
     def __init__(self, rounds: Sequence[Round], rank: int, handshake: Handshake) -> None:
         self._rank, self._maps = rank, dict[int, mmap.mmap]()
@@ -60,7 +60,7 @@ class SharedBuckets:
         return message.source in self._tokens and message.destination in self._tokens
 
     def places(self, messages: Round) -> dict[int, int]:
-        """Places of this rank's messages of a round in its bucket, by receiving rank."""
+        """Offsets of this rank's messages of a round in its bucket, by receiving rank."""
         offsets, offset = dict[int, int](), 0
         for each in messages:
             if each.source == self._rank and self.shares(each):
@@ -69,14 +69,14 @@ class SharedBuckets:
         return offsets
 
     def run(self, message: Message, place: int) -> Tensor:
-        """The bytes of a shared message (see :meth:`shares`) at their place in the sender's bucket."""
+        """The bytes of a shared message (see :meth:`shares`) at offset ``place`` in the sender's bucket."""
         return self._buckets[message.source][place : place + message.nbytes]
 
     def close(self) -> None:
         """Close the buckets of this host; the memory is free once all ranks of the host have closed them."""
         self._buckets = {}
         for each in self._maps.values():
-            with suppress(BufferError):  # a view still exists: the memory is closed with the view
+            with suppress(BufferError):  # a view still exists: the view's end closes the memory
                 each.close()
 
     def __enter__(self) -> SharedBuckets:
@@ -87,7 +87,7 @@ class SharedBuckets:
 
 
 def _host() -> int:
-    """A number that is equal for processes with the same file system in memory."""
+    """A number that is equal for processes with the same ``/dev/shm``."""
     if not _FOLDER.is_dir():
         raise OptionError(f"shared_memory=True: this machine has no {_FOLDER}; leave it out")
     boot = _BOOT.read_text() if _BOOT.exists() else os.uname().nodename

@@ -23,7 +23,7 @@ def box_views(
 
 
 def torch_dtype(layout: TransferLayout, tensor: str) -> torch.dtype:
-    """Return the dtype of a tensor in messages."""
+    """Return the dtype in which messages carry a tensor."""
     dtype: torch.dtype = getattr(torch, layout.tensors[tensor].dtype)
     return dtype
 
@@ -56,12 +56,12 @@ class Sides:
                         _require_exact(each.tensor, view.dtype, sent, self.rank)
 
     def empty(self, each: BlockTransfer) -> Tensor:
-        """A tensor of a box's shape, in its dtype in messages."""
+        """An empty tensor of the box's shape, in the dtype of messages."""
         dtype = torch_dtype(self.plan.destination, each.tensor)
         return torch.empty(box_shape(each.box), dtype=dtype, device=self.device)
 
     def copy(self, each: BlockTransfer) -> None:
-        """Copy a box that stays on this rank, through its dtype in messages."""
+        """Copy a box within this rank, rounded to the dtype of messages."""
         values = self.empty(each)
         self.read(each, values)
         self.write(each, values)
@@ -80,18 +80,18 @@ class Sides:
             values[inside(each.box, part)].copy_(view)
 
     def write(self, each: BlockTransfer, values: Tensor) -> None:
-        """Store a tensor of a box's shape in each of the rank's destination tensors that holds a part of the box."""
+        """Write a box's values to all of this rank's destination tensors that hold a part of the box."""
         for part, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
             view.copy_(values[inside(each.box, part)])
 
 
 def _require_dtype(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: int) -> None:
-    """Refuse a destination dtype that would change the meaning of sent values, such as elements without a scale."""
+    """Refuse a destination dtype that changes the meaning of values, such as FP8 elements without their scales."""
     wide = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (stored, sent))
     if stored != sent and not wide:
         raise WeightSyncError(
             f"rank {rank} stores {tensor} in {stored} and is sent {sent}, which cannot be converted: give a tensor of "
-            "the dtype that is sent, or send another (dtype=, quantize=)"
+            "the sent dtype, or send another dtype (dtype=, quantize=)"
         )
 
 
@@ -99,13 +99,13 @@ def _require_exact(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: in
     """Refuse a rank that would relay fewer bits than it receives."""
     if torch.promote_types(stored, sent) != stored:
         raise WeightSyncError(
-            f"rank {rank} stores {tensor} in {stored} and passes it on in {sent}, with fewer bits than it was sent: "
+            f"rank {rank} stores {tensor} in {stored} and passes it on in {sent}, with fewer bits than it received: "
             "send the dtype that the engines store (dtype=), or plan without relay"
         )
 
 
 def message_values(plan: TransferPlan, message: Message, run: Tensor) -> Iterator[tuple[BlockTransfer, Tensor]]:
-    """Yield the transfers of a message, each with its values in the message's bytes, in the shape of its box."""
+    """Yield a message's transfers, and views of the message's bytes in the dtype and shape of each box."""
     offset = 0
     for each in message.transfers:
         part = run[offset : offset + each.nbytes]

@@ -1,8 +1,8 @@
 """A sharded model's weights for vLLM's trainer engines: full tensors, or local shards with placements.
 
 vLLM 0.32 calls ``metadata()`` and iterates over the source; 0.33 reads ``metadata`` and calls ``iter_full()`` or
-``iter_local()``.  One class serves both.  Without vLLM, or with an older vLLM, the class has no base class, which only
-vLLM needs.
+``iter_local()``.  One class serves both.  Without vLLM, or with an older vLLM, the class has no base
+class: only vLLM needs the base class.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class WeightSource(_Base):
     and gathers a bucket at a time.  Every rank of the model creates a source and iterates in the same order; rank
     numbers refer to the default process group.  Each pass reads the model's current tensors and adapters.
 
-    A tensor is declared as shards (``iter_local``) if its parts on the ranks, in their order, match one or two mesh
+    A tensor is declared as shards (``iter_local``) if its blocks, in the order of the ranks, match one or two mesh
     axes; any other tensor is gathered and declared replicated.
 
     Args:
         model: plain, or sharded by ``parallelize``.
-        export: options of the export; vLLM expects the names of the checkpoint.  Full tensors only with
-            ``quantize``.
+        export: options of the export; vLLM expects the names of the checkpoint.  With
+            ``quantize``, only full tensors are available.
 
     Raises:
         ConversionError: the model's tensors differ from its class's tensors, or are quantized.
@@ -87,7 +87,7 @@ class WeightSource(_Base):
         ['weight', 'bias']
     """
 
-    #: Whether all ranks of the model iterate together; else this rank alone holds all weights.
+    #: Whether all ranks of the model iterate together; ``False`` if this rank alone holds all weights.
     is_collective = True
 
     def __init__(self, model: nn.Module, *, export: WeightExport = WeightExport()) -> None:
@@ -159,7 +159,7 @@ class WeightSource(_Base):
 
     @cached_property
     def _placed(self) -> dict[str, MeshPlacement]:
-        """The placements of weights by name, without weights that placements cannot express."""
+        """Placements by weight name; weights that placements cannot express are absent."""
         if self._shards is None:
             return {}
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -220,19 +220,19 @@ def mesh_placement(layout: TransferLayout, tensor: str, world_size: int) -> Mesh
     if world_size < 2 or len(layout.blocks(tensor)) != world_size or sorted(blocks) != list(range(world_size)):
         return None
     shape = layout.tensors[tensor].shape
-    wanted = [blocks[rank] for rank in range(world_size)]
-    if len({box_shape(box) for box in wanted}) > 1 or not volume(wanted[0]):  # vLLM's placements cut equal parts
+    boxes = [blocks[rank] for rank in range(world_size)]
+    if len({box_shape(box) for box in boxes}) > 1 or not volume(boxes[0]):  # vLLM's placements cut equal parts
         return None
     for candidate in _candidates(len(shape), world_size):
         layouts = [Replicate() if dim is None else Shard(dim) for dim in candidate.dims]
         is_sharded = any(dim is not None for dim in candidate.dims)
-        if is_sharded and mesh_boxes(shape, candidate.mesh_shape, layouts) == wanted:
+        if is_sharded and mesh_boxes(shape, candidate.mesh_shape, layouts) == boxes:
             return candidate
     return None
 
 
 def _candidates(rank: int, world_size: int) -> Iterator[MeshPlacement]:
-    """Every placement over one or two axes; vLLM's transports of shards read no others."""
+    """Every placement over one or two axes; vLLM's shard transports read only these."""
     for outer in range(1, world_size + 1):
         if world_size % outer:
             continue

@@ -1,4 +1,4 @@
-"""Repeated transfers along a chain of versions: all weights at first, then changed elements."""
+"""Repeated transfers, one per version: all weights first, then only changed elements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsdp_runtime.weights import DEFAULT_BUCKET_BYTES
 from tp_plans.boxes import Box
 from tp_plans.transfer import TransferPlan
 
-#: The version of a rank without one: the rank takes a full update only.
+#: Version of a rank without weights of this source: only a full update fits.
 NO_VERSION = -1
 
 
@@ -160,8 +160,8 @@ class WeightSync:
             The versions, and the bytes that this rank sent and received.
 
         Raises:
-            OptionError: ranks give different versions, or a version that is not larger than the last, so that an update
-                would be repeated or out of order; the same error on every rank, and no weight has changed.
+            OptionError: ``version`` differs between ranks or is not larger than the last version.  The error is the
+                same on every rank, and no weight has changed.
             WeightSyncError: ranks have different plans, such as for engines of different sizes; another rank did not
                 take part in time; or an update does not fit.
         """
@@ -174,9 +174,9 @@ class WeightSync:
         full_ranks = self._full_ranks(states)
         first = min(states)
         chain = max((s.chain for s in states.values() if s.is_source), default=0) or states[first].proposal
-        self._is_broken = True  # unless it completes: the next update is full
+        self._is_broken = True  # until the update completes; after a failure the next update is full
         full, changes = self._parts(full_ranks)
-        with self._handshake.agreement():  # a rank that cannot stage raises before a message is sent
+        with self._handshake.agreement():  # if a rank cannot stage, all ranks raise before a message is sent
             target = self._stage(full) if self._staged else self._sides.destination
         if not self._staged and self._rank in full_ranks:
             self._version = NO_VERSION  # until the update is complete
@@ -198,8 +198,8 @@ class WeightSync:
 
     def _parts(self, full_ranks: Sequence[int]) -> tuple[TransferPlan, TransferPlan]:
         """This rank's transfers with other ranks: transfers of full weights, and transfers of differences."""
-        # Ranks relay their received data: if some ranks receive full weights and others differences, all ranks receive
-        # directly from the ranks of the source.
+        # Ranks relay received data. If some ranks receive full weights and other ranks differences, no rank relays: all
+        # ranks receive from the source ranks.
         are_mixed = 0 < len(full_ranks) < len(self._remote_receivers())
         own = self._plan.for_rank(self._rank, direct=True) if are_mixed else self._sides.transfers
         chosen = {*full_ranks}
@@ -217,7 +217,7 @@ class WeightSync:
         return {name: torch.empty_like(self._sides.destination[name], device="cpu") for name in names}
 
     def _windows_needed(self) -> int:
-        """The windows of this rank's transfers, for any set of ranks that receive full weights."""
+        """Number of windows of this rank's transfers, enough for any set of full ranks."""
         direct = [self._plan.for_rank(self._rank, direct=True)] if self._plan.relay else []
         return max(
             windows_of(self._plan, split_transfers(self._plan, own, self._bucket_bytes), self._bucket_bytes)
@@ -264,7 +264,7 @@ class WeightSync:
         return [rank for rank in self._plan.receivers if self._plan.bytes_received(rank)]
 
     def _full_ranks(self, states: Mapping[int, _State]) -> tuple[int, ...]:
-        """The destination ranks that need full weights, as they do not hold the sources' last version."""
+        """The destination ranks without the sources' last version: they need full weights."""
         destinations = self._remote_receivers()
         sources = [state for state in states.values() if state.is_source]
         known = {(state.chain, state.version) for state in sources}
@@ -282,5 +282,5 @@ def _require_versions(states: Mapping[int, _State], version: int) -> None:
     last = max((state.version for state in states.values() if state.is_source), default=NO_VERSION)
     if version <= last or version < 0:
         raise OptionError(
-            f"version {version} was asked for after version {last}: updates are sent once, in order; give a larger one"
+            f"version {version} was requested after version {last}: updates go once, in order; give a larger version"
         )

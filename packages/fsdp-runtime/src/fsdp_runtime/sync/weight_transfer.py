@@ -19,29 +19,29 @@ from fsdp_runtime.sync.engine_client import EngineClient
 from fsdp_runtime.sync.vllm_source import WeightSource
 from fsdp_runtime.weights import WeightExport
 
-#: The longest wait of a rank for the other ranks' outcomes of an update, beyond the update's timeout.
+#: Longest wait for the other ranks' results of an update, beyond the update's timeout.
 GRACE_S = 10.0
 
 
 class WeightTransfer:
     """Updates of a vLLM server, for ``AsyncGRPOTrainer(weight_transfer=...)`` of TRL.
 
-    The class has that protocol's five methods.  Pass an object on every rank to ``on_mesh(AsyncGRPOTrainer)``: all
-    ranks then send each update (:meth:`send`), and an error is raised on all ranks.  TRL's own trainer calls
+    It has the five methods of TRL's protocol.  Pass an object on every rank to ``on_mesh(AsyncGRPOTrainer)``: all ranks
+    then send each update (:meth:`send`), and an error is raised on all ranks.  TRL's own trainer calls
     :meth:`send_weights` on rank 0; it first copies all weights to host memory, so that no gather waits for a transfer.
 
-    An update is over when the server names its version.  Every wait is bounded by ``timeout_s``.  A server stays paused
-    unless it is known to have all weights of one version, so that it does not generate from mixed weights.
+    An update is over when the server reports the update's version.  Every wait is bounded by ``timeout_s``.  A server
+    stays paused until it is known to have all weights of one version: it never generates from mixed weights.
 
     Args:
         server: the URL of a server started with ``VLLM_SERVER_DEV_MODE=1``, or a client with the methods of
             :class:`~fsdp_runtime.sync.engine_client.EngineClient`.
         connect: called with a source and the client, on every rank that sends, before the first update and after a
             failed update.  Returns a vLLM trainer engine (``send_weights()``, ``shutdown()``) or an object such as
-            ``WeightSync``: its ``update(version)`` returns when the engine's ranks have that version, and it may have
-            ``close()``; the server then receives the version.
+            ``WeightSync``: its ``update(version)`` returns when the engine's ranks have the version, and the server
+            is then told the version.  ``close()`` is optional.
         timeout_s: seconds after which a call to the server, and an update, fail.
-        pause: the server's treatment of running requests meanwhile.
+        pause: vLLM's mode for running requests during an update.
         export: options of the export.
 
     Raises:
@@ -102,7 +102,7 @@ class WeightTransfer:
         """
         self.client.pause(self._mode)
         if not self.client.is_paused():
-            raise WeightSyncError("the server answered to a pause, and is not paused: its weights were left alone")
+            raise WeightSyncError("the server accepted a pause and is not paused: no weights were sent")
 
     def resume(self) -> None:
         """Resume the server.
@@ -115,7 +115,7 @@ class WeightTransfer:
         if self.client.is_paused():
             raise WeightSyncError(
                 f"the server has version {self._version!r} and is still paused after a resume: another client paused "
-                "it, or its engine is gone; requests would wait for ever"
+                "it, or its engine has exited; requests would hang"
             )
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
@@ -194,16 +194,16 @@ class WeightTransfer:
         return self._version is not None and self.client.weight_version() != self._version
 
     def _require_version(self) -> None:
-        """Raise unless the server names the last sent version."""
+        """Raise unless the server reports the last sent version."""
         if self._version is not None and (named := self.client.weight_version()) != self._version:
             raise WeightSyncError(
                 f"the server names version {named!r} where {self._version!r} was sent: it restarted, or another "
-                "trainer updates it; it was left paused, so that it generates nothing from other weights"
+                "trainer updates it. It stays paused, so it generates nothing from other weights"
             )
 
     def _bounded(self, part: Callable[[], Any], what: str) -> None:
-        """Run a part of an update in a thread, and wait at most ``timeout_s``."""
-        # A collective with a lost peer cannot be interrupted: its waiting thread stays behind.
+        """Run one step of an update in a thread, and wait at most ``timeout_s``."""
+        # A collective with a lost peer cannot be interrupted: the waiting thread remains.
         if self._thread is not None and self._thread.is_alive():
             raise WeightSyncError("an earlier update still waits for the server or another rank: restart the trainer")
         outcome: list[BaseException] = []
@@ -233,12 +233,12 @@ class WeightTransfer:
 
 
 def on_every_rank(part: Callable[[], Any], group: ProcessGroup | None) -> list[Any]:
-    """Run a part without collectives on every rank of a group; return all results, or raise on all ranks."""
+    """Run a step without collectives on every rank of a group; return all results, or raise on all ranks."""
     outcome, error = None, None
     try:
         outcome = part()
-    except Exception as own:  # noqa: BLE001 - raised below
-        error = own
+    except Exception as raised:  # noqa: BLE001 - raised below
+        error = raised
     said: list[Any] = [(None if error is None else str(error) or type(error).__name__, outcome)]
     if dist.is_initialized():
         said = said * dist.get_world_size(group)
@@ -246,7 +246,7 @@ def on_every_rank(part: Callable[[], Any], group: ProcessGroup | None) -> list[A
             dist.all_gather_object(said, said[0], group=group)
         except RuntimeError as lost:
             if error is None:
-                raise WeightSyncError("a rank of the trainer did not say what became of an update: it died") from lost
+                raise WeightSyncError("a trainer rank exited during the weight update") from lost
     problems = dict.fromkeys(text for text, _ in said if text is not None)
     if error is not None and not isinstance(error, WeightSyncError):
         raise error
@@ -256,7 +256,7 @@ def on_every_rank(part: Callable[[], Any], group: ProcessGroup | None) -> list[A
 
 
 class _Source(WeightSource):
-    """A source that every rank exhausts once per update, also after a failure, so that no rank waits for another."""
+    """A source that every rank exhausts once per update, also after a failure: no rank is left in a gather."""
 
     under_way: Iterator[tuple[str, Tensor]] | None = None
 
@@ -269,7 +269,7 @@ class _Source(WeightSource):
         return self.under_way
 
     def drain(self) -> None:
-        """Exhaust the weights that a failed update left."""
+        """Exhaust the weights that a failed update did not read."""
         for _ in self.under_way or self.iter_full():
             pass
 

@@ -49,7 +49,7 @@ def commit(work: Path, step: int, keep: int | None) -> Path:
     try:
         _update_index(directory)
     except OSError as error:
-        logger.warning("%s is saved; %s could not be written (%s) and is by the next save", final, INDEX, error)
+        logger.warning("%s is saved; %s could not be written (%s); the next save writes it", final, INDEX, error)
     if keep is not None:
         older = [name for name in _saved_states(directory) if name in removable and name != final.name]
         for name in older[: max(len(older) - keep, 0)]:
