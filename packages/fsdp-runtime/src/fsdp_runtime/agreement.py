@@ -1,6 +1,6 @@
 """A check that all ranks were given the same model and the same options, before anything changes.
 
-Ranks that differ would wait for collectives that others never call, or compute with blocks of different sizes.
+Ranks with different setups would wait for collectives that other ranks never call, or compute blocks of other sizes.
 """
 
 from __future__ import annotations
@@ -33,53 +33,53 @@ from fsdp_runtime.step import Step
 _PACKAGES = ("torch", "transformers", "peft", "tp-plans", "fsdp-runtime")
 #: Objects of these packages are described by their attributes, others by their classes.
 _KNOWN = ("fsdp_runtime.", "tp_plans.")
-#: Entries of configs that no forward reads: places of files, names for people, and what ``save_pretrained`` of
-#: transformers and peft leaves on the rank that wrote the files.
+#: Config entries that no forward reads: paths, display names, and entries that ``save_pretrained`` of transformers
+#: and peft sets on the rank that wrote the files.
 _UNREAD = (
     *("_name_or_path", "name_or_path", "base_model_name_or_path", "tokenizer_name_or_path", "_commit_hash", "revision"),
     *("architectures", "dtype", "torch_dtype", "transformers_version", "peft_version", "inference_mode"),
     *("auto_map", "auto_mapping", "_auto_class", "custom_pipelines", "transformers_weights"),
     *("id2label", "label2id", "finetuning_task", "task_specific_params", "tokenizer_class"),
 )
-#: An entry that a forward with labels fills in where it is ``None``.
+#: A config entry that a forward with labels sets where it is ``None``.
 _FILLED_IN = "problem_type"
 #: The entry that says whether a rank's model has data.
 _VALUES = "values"
 #: Differences in a message, characters of a value, and characters before its first difference.
 _SHOWN, _LENGTH, _LEAD = 4, 80, 40
 
-#: What is compared, by part and name.
+#: The compared texts, by part and name.
 Description = dict[str, dict[str, str]]
 
 
 def require_same_setup(
     model: nn.Module, meshes: Meshes, steps: Iterable[Step[Any]]
 ) -> tuple[tuple[ProcessGroup, ...], bool]:
-    """Raise on every rank of the meshes unless all were given the same model and options.
+    """Raise on every rank of the meshes unless all ranks have the same model and options.
 
-    Return a group for each axis, which together connect all ranks, and whether a parameter of a rank has values.
+    Return the groups of the axes, which together connect all ranks, and whether a rank has a parameter with values.
     """
     # One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
     groups = list(_groups(meshes.fsdp, meshes.cp, meshes.tp, meshes.ep, meshes.expert_fsdp))
     if not groups:
         return (), False
     ranks = ModelRanks(groups)
-    own = _describe(model, meshes, steps)
-    digests = {part: blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest() for part, lines in own.items()}
+    texts = _describe(model, meshes, steps)
+    digests = {part: blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest() for part, lines in texts.items()}
     by_rank = all_gather_objects(ranks, {**digests, _VALUES: has_values(model)})
     # Ranks of ``cp`` are part of FSDP2's, and ``ep`` divides the same ranks.
     disjoint = _groups(meshes.cp if meshes.fsdp is None else meshes.fsdp, meshes.tp)
-    connected = tuple(disjoint), any(each[_VALUES] for each in by_rank.values())
-    differing = [part for part in own if len({each[part] for each in by_rank.values()}) > 1]
+    connected = tuple(disjoint), any(digest[_VALUES] for digest in by_rank.values())
+    differing = [part for part in texts if len({digest[part] for digest in by_rank.values()}) > 1]
     if not differing:
         return connected
-    found = _differences(all_gather_objects(ranks, {part: own[part] for part in differing}), differing)
-    if not found:
+    lines = _differences(all_gather_objects(ranks, {part: texts[part] for part in differing}), differing)
+    if not lines:
         return connected
-    of_model = any(each.startswith(("model", "module", "parameter", "buffer", "config")) for each in found)
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    of_model = any(line.startswith(("model", "module", "parameter", "buffer", "config")) for line in lines)
+    more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     raise (ModelError if of_model else OptionError)(
-        f"ranks were given different {'models' if of_model else 'options'}: {'; '.join(found[:_SHOWN])}{more}; give "
+        f"ranks were given different {'models' if of_model else 'options'}: {'; '.join(lines[:_SHOWN])}{more}; give "
         "every rank the same model, options and versions"
     )
 
@@ -93,27 +93,27 @@ def _groups(*meshes: DeviceMesh | None) -> Iterator[ProcessGroup]:
 
 def _differences(by_rank: Mapping[int, Description], parts: Iterable[str]) -> list[str]:
     """Return the differences of some parts, each with the ranks of every value."""
-    found = []
+    lines = []
     for part in parts:
-        texts = {rank: each[part] for rank, each in sorted(by_rank.items())}
-        names = dict.fromkeys(name for each in texts.values() for name in each)
+        texts = {rank: description[part] for rank, description in sorted(by_rank.items())}
+        names = dict.fromkeys(name for entries in texts.values() for name in entries)
         differing = [f"{part} {name}: {_ranks_by_value(name, texts)}" for name in names if _differs(name, texts)]
         if not differing and (order := _order(texts)):
             differing = [f"{part}s in another order: {order}"]
-        found += differing
-    return found
+        lines += differing
+    return lines
 
 
 def _differs(name: str, texts: Mapping[int, Mapping[str, str]]) -> bool:
-    values = {each.get(name) for each in texts.values()}
+    values = {entries.get(name) for entries in texts.values()}
     return len(values - {None} if name.endswith(_FILLED_IN) else values) > 1
 
 
 def _order(texts: Mapping[int, Mapping[str, str]]) -> str:
-    """Return the first place at which ranks have different names, empty where all names are in one order."""
+    """Return the first difference in the order of names, empty where all ranks have the same order."""
     # Shards of parameters are gathered in this order. Buffers and entries of a config are described in sorted order.
     on_all = set.intersection(*map(set, texts.values()))
-    orders = ([name for name in each if name in on_all] for each in texts.values())
+    orders = ([name for name in entries if name in on_all] for entries in texts.values())
     for place, names in enumerate(zip(*orders, strict=True)):
         if len(set(names)) > 1:
             by_place = {rank: {"": name} for rank, name in zip(texts, names, strict=True)}
@@ -122,10 +122,10 @@ def _order(texts: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _ranks_by_value(name: str, texts: Mapping[int, Mapping[str, str]]) -> str:
-    """Return the values of a name, from shortly before their first difference, with the ranks of each."""
+    """Return the values of a name with their ranks; long values start shortly before their first difference."""
     ranks: dict[str, list[str]] = {}
-    for rank, each in texts.items():
-        ranks.setdefault(each.get(name, "missing"), []).append(str(rank))
+    for rank, entries in texts.items():
+        ranks.setdefault(entries.get(name, "missing"), []).append(str(rank))
     same = next((place for place, letters in enumerate(zip(*ranks, strict=False)) if len(set(letters)) > 1), _LEAD)
     start = max(0, same - _LEAD) if max(map(len, ranks)) > _LENGTH else 0
     return ", ".join(
@@ -144,12 +144,12 @@ def _describe(model: nn.Module, meshes: Meshes, steps: Iterable[Step[Any]]) -> D
         "config": dict(_config(model)),
         "module": {path or "model": _class_of(module) for path, module in model.named_modules()},
         "parameter": dict(_tensors(model.named_parameters(remove_duplicate=False))),
-        # Rotary code may register one for each type of layer, out of a set.
+        # Rotary code may register a buffer per type of layer, in the order of a set.
         "buffer": dict(_tensors(sorted(model.named_buffers(remove_duplicate=False)))),
     }
 
 
-@cache  # a file is read and parsed for each
+@cache  # each lookup reads and parses a file
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -158,7 +158,7 @@ def _version(package: str) -> str:
 
 
 def _options(steps: Iterable[Step[Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the fields of this package's steps, and the classes of a user's, whose fields may be those of a rank."""
+    """Yield the fields of this package's steps, and the classes of user steps: their fields may differ by rank."""
     for step in steps:
         name = type(step).__name__
         yield name, _class_name(type(step))
@@ -172,7 +172,7 @@ def _config(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the entries of the config and of adapters' configs that a forward may read, in the order of their names."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
-        # Under context parallelism its name ends with an address.
+        # Context parallelism ends the name with an address.
         yield "attn_implementation", re.sub("_[0-9a-f]{9,}$", "", str(attention_in_force(config)))
         yield from sorted(_flat("", config.to_dict()))
     adapters = getattr(model, "peft_config", None)
@@ -182,7 +182,7 @@ def _config(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _flat(path: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
-    # A config says ``None`` or has no entry: both mean the same.
+    # An entry that is ``None`` and a missing entry mean the same.
     for key, value in values.items():
         name = f"{path}.{key}" if path else str(key)
         if str(key) in _UNREAD or value is None:
@@ -200,7 +200,7 @@ def _class_of(module: nn.Module) -> str:
 
 
 def _tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
-    """Yield dtype, shape, whether a tensor is trained and has a gradient; for a tied one, the name that was first."""
+    """Yield each tensor's dtype, shape, whether it is trained and has a gradient, and its first name if it is tied."""
     first: dict[int, str] = {}
     for name, tensor in named:
         tied = first.setdefault(id(tensor), name)

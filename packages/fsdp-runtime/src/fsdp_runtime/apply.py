@@ -40,9 +40,9 @@ def parallelize(
     below, or the step of ``fsdp_runtime.steps`` with all its options:
     ``context_parallel=ContextParallel("ring", load_balancer=None)``.
 
-    Ranks that hold different values take them from the first rank of the mesh, as ``DistributedDataParallel`` does.
-    One warning names these tensors.  A refusal would stop the usual case, a new head that each rank drew from its own
-    seed, although any of these draws is as good.  One digest per tensor is compared, and nothing on the meta device.
+    If ranks hold different values, all ranks take the first rank's values, as ``DistributedDataParallel`` does, and one
+    warning names these tensors.  The usual cause is a new head that each rank drew from its own seed.  Any of these
+    draws is good, so the call does not fail.  Ranks compare a digest per tensor, except for tensors on the meta device.
 
     Args:
         model: the model, on the meta device (call ``load_weights`` afterwards) or with data, the same on every rank.
@@ -53,17 +53,17 @@ def parallelize(
             or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         context_parallel: the method of attention over ``cp``: ``"allgather"`` (keys and values are gathered),
-            ``"ulysses"`` (heads are exchanged for sequence by all-to-all) or ``"ring"`` (keys and values go round).
+            ``"ulysses"`` (heads are exchanged for sequence by all-to-all) or ``"ring"`` (keys and values are passed on).
             ``None`` is ``"allgather"`` on a mesh with ``cp``.
-        packed_sequences: ``True`` for rows of several documents, which do not see one another: ``position_ids``
-            restart, or ``seq_idx`` or ``cu_seq_lens_q`` tells where documents begin.
+        packed_sequences: ``True`` for rows of several documents, which then do not see one another.  A document
+            begins where ``position_ids`` restart, or where ``seq_idx`` or ``cu_seq_lens_q`` says.
         logits: ``"sharded"`` on the vocabulary (a DTensor, which ``rl_logprobs`` takes), or ``"full"``: a
             plain tensor on every rank.  A forward that gets ``labels`` gathers them for the model's own loss.
             ``F.cross_entropy`` of sharded logits raises "got mixed torch.Tensor and DTensor": use
             ``rl_logprobs.token_logprobs``.
         activation_checkpointing: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those
             parts in backward; or a ``SelectiveCheckpoint``, which names the operators to keep.
-        compile: ``True`` compiles every block in place; ``Compile({"mode": ...})`` has keywords of ``torch.compile``.
+        compile: ``True`` compiles every block in place; ``Compile({"mode": ...})`` sets keywords of ``torch.compile``.
         fsdp: settings of FSDP2: dtypes, CPU offload, resharding, prefetching, frozen parameters.
         steps: steps that have no keyword (``ExpertParallel``, ``SharedPrefixes``, ``CheckInputs``), or your own.
 

@@ -1,4 +1,4 @@
-"""The keywords of ``parallelize``: each takes a step, or the short form of one."""
+"""The keywords of ``parallelize``: each takes a step or its short form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
     steps: Sequence[Step[Any]]
 
 
-#: The steps that are given by a keyword, and not in ``steps``.
+#: The steps with a keyword; ``steps`` does not take them.
 _BY_KEYWORD = (PackedSequences, TensorParallel, ContextParallel, ActivationCheckpointing, Compile, FSDP2)
 
 
@@ -43,7 +43,7 @@ def steps_of(**options: Unpack[Options]) -> tuple[Step[Any], ...]:
         require_one_of("keyword", name, Options.__annotations__, or_else="; other options are fields of the steps")
     context, fsdp, compiled = (options.get(name) for name in ("context_parallel", "fsdp", "compile"))
     layers = _step(TensorParallel, options.get("plan", "auto"))
-    # Their defaults leave a step's fields as they are.
+    # A keyword with its default does not change the step's field.
     defaults = {"sequence_parallel": False, "logits": "sharded"}
     changes = {name: options[name] for name in defaults if options.get(name, defaults[name]) != defaults[name]}  # type: ignore[literal-required]
     require_instance("fsdp", fsdp, FSDP2, "FSDP2(...)")

@@ -44,7 +44,7 @@ from fsdp_runtime.steps.refused_adapters import refuse_later_adapters
 from fsdp_runtime.steps.tensor.step import TensorParallel
 from tp_plans import Plan
 
-#: The order of steps; one of no other class, such as a user's own, comes where ``Step`` stands.
+#: The order of steps.  A step of no other class, such as a user's step, takes the place of ``Step``.
 ORDER: tuple[type[Step[Any]], ...] = (
     PackedSequences,
     TensorParallel,
@@ -68,7 +68,7 @@ class Parallelism:
         setup: the model's structure, the meshes and the checked plan.
         steps: the steps in order, each with the result of its check.
         groups: this rank's group on each axis.
-        has_values: whether a parameter of a rank is not on the meta device, so that ranks compare the values.
+        has_values: whether any rank has a parameter off the meta device; the ranks then compare values.
     """
 
     setup: Setup
@@ -98,14 +98,14 @@ class Parallelism:
     def on(self, model: nn.Module, structure: ModelStructure) -> Parallelism:
         """Return the same steps with the same plan for a variant of the model, such as one with fewer blocks."""
         setup = replace(self.setup, facts=ModelFacts(model, structure))
-        kept = (TensorParallel, ExpertParallel, FSDP2)
+        reused = (TensorParallel, ExpertParallel, FSDP2)
         return Parallelism(
             setup,
-            tuple((step, checked if isinstance(step, kept) else step.check(setup)) for step, checked in self.steps),
+            tuple((step, checked if isinstance(step, reused) else step.check(setup)) for step, checked in self.steps),
         )
 
     def apply(self, model: nn.Module) -> None:
-        """Apply the steps in order and in place, to the values that the mesh's first rank holds.
+        """Apply the steps in order, in place, to the values of the mesh's first rank.
 
         Args:
             model: the model that was resolved.
@@ -169,22 +169,22 @@ def resolve_steps(
 ) -> Parallelism:
     """Resolve and check steps, in any order, against a model on one mesh per axis; change nothing."""
     # ``allow_dtensors`` accepts parameters that are DTensors already, unless a plan is to be applied.
-    given = list(steps)
-    groups, has_values = require_same_setup(model, meshes, given)
+    all_steps = list(steps)
+    groups, has_values = require_same_setup(model, meshes, all_steps)
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_fresh(model, plain=not allow_dtensors or meshes.tp is not None)
     if any(mesh is not None for mesh in (meshes.tp, meshes.ep, meshes.fsdp)):
         _require_no_gradients(model)
-    if not any(isinstance(step, PackedSequences) for step in given):
-        given.append(PackedSequences(isolate=False))  # warns
-    if not any(isinstance(step, ExpertParallel) for step in given):
-        given.append(ExpertParallel())  # adapters of experts on any mesh
-    given += [RandomStates(meshes.tp), Outputs()]
+    if not any(isinstance(step, PackedSequences) for step in all_steps):
+        all_steps.append(PackedSequences(isolate=False))  # warns about packed rows
+    if not any(isinstance(step, ExpertParallel) for step in all_steps):
+        all_steps.append(ExpertParallel())  # adapters of experts on any mesh
+    all_steps += [RandomStates(meshes.tp), Outputs()]
     shares_batches = meshes.tp is not None or meshes.cp is not None
-    if shares_batches and not any(isinstance(step, CheckInputs) for step in given):
-        given.append(CheckInputs("first"))
-    in_order = tuple(sorted(given, key=_place))
+    if shares_batches and not any(isinstance(step, CheckInputs) for step in all_steps):
+        all_steps.append(CheckInputs("first"))
+    in_order = tuple(sorted(all_steps, key=_place))
     setup = Setup(facts=ModelFacts.of(model), meshes=meshes, steps=in_order, given_tp=meshes.tp)
     with first_rank_speaks(groups):
         for step in in_order:
@@ -255,8 +255,8 @@ def _fsdp_mesh(mesh: DeviceMesh, fsdp: FSDP2) -> DeviceMesh | None:
     if shards is not None and (shards.size() > 1 or fsdp.requires_fsdp or divides_experts):
         return shards
     if divides_experts or fsdp.requires_fsdp:
-        what = "experts over efsdp need" if divides_experts else "mp_policy and offload_policy need"
+        settings = "experts over efsdp need" if divides_experts else "mp_policy and offload_policy need"
         raise OptionError(
-            f"{what} FSDP2, and the mesh has no dp_shard axis: add one (size 1 is enough), or pass adopt_mesh(mesh)"
+            f"{settings} FSDP2, and the mesh has no dp_shard axis: add one (size 1 is enough), or pass adopt_mesh(mesh)"
         )
     return None

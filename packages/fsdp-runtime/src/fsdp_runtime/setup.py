@@ -44,7 +44,7 @@ class ModelFacts:
 
     @cached_property
     def base_model(self) -> Any:
-        """The model without peft's wrapper: the one inside a ``PeftModel``, any other model itself."""
+        """The model without peft's wrapper: the base model of a ``PeftModel``, or the model itself."""
         return base_model(self.model)
 
     @cached_property
@@ -84,7 +84,7 @@ class ModelFacts:
 
     @cached_property
     def attends_both_ways(self) -> bool:
-        """Whether tokens attend to later ones: in an encoder, or in a decoder by its config."""
+        """Whether tokens attend to later tokens: in an encoder, or in a decoder by its config."""
         config = self.text_config
         by_config = (
             getattr(config, "is_causal", True) is False
@@ -106,12 +106,12 @@ class ModelFacts:
 
     @cached_property
     def cuts_padding_mask(self) -> bool:
-        """Whether the padding mask is cut to as many of its last tokens as there are embeddings."""
+        """Whether the model cuts the padding mask to its last tokens, one per input embedding."""
         return cuts_padding_mask(self.structure)
 
     @cached_property
     def makes_own_masks(self) -> str | None:
-        """The path of a module in the decoder's blocks that makes its own masks, which cannot be restricted."""
+        """The path of a module in the decoder's blocks that makes its own masks; they cannot be restricted."""
         return makes_own_masks(self.structure)
 
     @cached_property
@@ -126,30 +126,30 @@ class ModelFacts:
 
     @cached_property
     def needs_full_row(self) -> str | None:
-        """The reason for which the model needs full rows, ``None`` if there is none."""
+        """The reason why the model needs full rows, else ``None``."""
         return needs_full_row(self.structure)
 
     def require_not_compiled(self) -> None:
-        """Check that the model is no result of ``torch.compile``: torch would trace hooks of copies in it."""
+        """Refuse a result of ``torch.compile``: torch would trace hooks of copies in it."""
         if type(self.model).__name__ == "OptimizedModule":
             raise ModelError(
                 "torch.compile(model) was given: give the model itself, with compile=True, which compiles each block"
             )
 
     def require_transformers(self, fix: str) -> None:
-        """Check that the model is one of transformers; ``fix`` names the call for another model."""
+        """Check that the model is a transformers model; ``fix`` names the call for other models."""
         self.require_not_compiled()
         if not self.of_transformers:
             raise ModelError(f"{self.name} is not a transformers model, whose attention is known: {fix}")
 
     def require_known_positions(self, fix: str) -> None:
-        """Check that the token mixers are known and use positions; ``fix`` names the call for another model."""
+        """Check that the token mixers are known and use positions; ``fix`` names the call for other models."""
         if (path := self.makes_own_masks) is not None:
             raise ModelError(f"{path} of {self.name} computes its mask and positions from the length of a row: {fix}")
         if not self.token_mixers:
             raise ModelError(
-                f"no module in the blocks of {self.name} takes an attention mask, a cache or a state, so that it is "
-                f"not known which ones mix tokens: {fix}"
+                f"no module in the blocks of {self.name} takes an attention mask, a cache or a state: its token "
+                f"mixers are unknown; {fix}"
             )
         if (path := self.ignores_position_ids) is not None:
             raise ModelError(f"{self.name} looks up {path} by a token's place in a row, not by position_ids: {fix}")
@@ -157,12 +157,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Meshes:
-    """The axes that a call uses; ``None`` for one that it does not use, or that has one rank."""
+    """The axes of a call; ``None`` for an axis that the call does not use, or with one rank."""
 
     tp: DeviceMesh | None = None  # layers are sharded over it
     cp: DeviceMesh | None = None  # sequences are sharded over it
     ep: DeviceMesh | None = None  # experts are divided over it
-    shared: DeviceMesh | None = None  # its ranks have the same tokens, and divide them to send them to experts
+    shared: DeviceMesh | None = None  # its ranks have the same tokens, and each sends a part of them to experts
     fsdp: DeviceMesh | None = None  # the axis, or the two axes (replicas, shards), of FSDP2
     expert_fsdp: DeviceMesh | None = None
     batches: int | None = None  # ranks with different batches; ``None`` where FSDP2's mean is right
@@ -179,10 +179,10 @@ class Setup:
     packed_sequences: bool = False  # the documents of packed rows are isolated
     shared_prefixes: bool = False  # the samples of a row may share prefixes
     sequence_parallel: bool = False  # activations between blocks are sharded over ``tp`` on the sequence
-    given_tp: DeviceMesh | None = None  # also where a step leaves the axis out of ``meshes``
+    given_tp: DeviceMesh | None = None  # stays if a step removes ``tp`` from ``meshes``
     plan: Plan | Mapping[str, ParallelStyle] | None = None  # of ``tp``; torch's styles through ``nemo`` only
     expert_plan: Plan | None = None  # rules of ``ep``, ``None`` where experts are not dispatched
-    tp_plan: Plan | None = None  # before the rules of the axis ``ep`` were added
+    tp_plan: Plan | None = None  # without the rules of the axis ``ep``
 
     @property
     def structure(self) -> ModelStructure:
@@ -196,11 +196,11 @@ class Setup:
 
     @property
     def tp(self) -> int:
-        """The ranks that layers are sharded over, 1 without a plan."""
+        """The number of ranks that a layer is sharded over, 1 without a plan."""
         return 1 if self.meshes.tp is None else self.meshes.tp.size()
 
     def expert_modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules of a model with tokens that are dispatched over ``ep``, by path."""
+        """Return the modules by path that get their tokens dispatched over ``ep``."""
         plan = self.expert_plan
         return {} if plan is None else {path: module for path, module in model.named_modules() if plan.match(path)}
 
@@ -209,5 +209,5 @@ class Setup:
         return next((step for step in self.steps if isinstance(step, kind)), None)
 
     def required(self, kind: type[T]) -> T:
-        """Return the step of a class that every call of ``parallelize`` has."""
+        """Return the call's step of a class; every call of ``parallelize`` has this step."""
         return next(step for step in self.steps if isinstance(step, kind))

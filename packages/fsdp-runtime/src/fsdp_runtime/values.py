@@ -10,19 +10,19 @@ from fsdp_runtime.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-#: The words for dtypes; torch's own names are taken too.
+#: Short names of dtypes; torch's names are accepted too.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def require_one_of(name: str, value: object, allowed: Collection[object], *, or_else: str = "") -> None:
-    """Check that an option has one of its values."""
+    """Check that the value of an option is one of the allowed values."""
     if value not in allowed:
         values = ", ".join(map(repr, allowed))
         raise OptionError(f"{name}={value!r}: write one of {values}{or_else}")
 
 
 def require_no_removed(call: str, options: Mapping[str, object], removed: Mapping[str, str]) -> None:
-    """Refuse unknown options of a call; ``removed`` has the options of earlier releases, each with its replacement."""
+    """Refuse unknown options of a call; ``removed`` maps options of earlier releases to replacements."""
     for name in options:
         if name in removed:
             raise OptionError(f"{call} has no option {name} any more: {removed[name]}")
@@ -42,8 +42,8 @@ def require_instance(name: str, value: object, kind: type, example: str) -> None
 
 
 def floating_dtype(name: str, value: object) -> torch.dtype | None:
-    """Return the dtype of an option that is a floating dtype, a word for one, or ``None``."""
-    import torch  # the command line reads its arguments before
+    """Return the floating dtype of an option: the option is a dtype, a dtype's name or ``None``."""
+    import torch  # the command line parses its arguments before this import
 
     dtype = getattr(torch, DTYPES.get(value, value), None) if isinstance(value, str) else value
     if value is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -1,12 +1,12 @@
 """The one place that puts code around the forward of a user's module; ``describe_parallelism`` lists it.
 
-In front of a part of a model, a wrapper is a class that is mixed in before the module's own.  A class rather than
-hooks: ``torch.compile`` guards on the ids of hooks, which differ from block to block; an interrupt skips hooks;
-``deepcopy`` keeps a class and copies no state with it.  Tensor parallelism and FSDP2 add classes of their own in the
-same way, so the order of the steps is the order of the wrappers.
+A submodule's wrapper is a class that is mixed in before the module's class.  Hooks do not serve here: ``torch.compile``
+guards on their ids, which differ from block to block, and an interrupt skips them.  ``deepcopy`` keeps a class and
+copies no state with it.  Tensor parallelism and FSDP2 add classes in the same way, so the order of the steps is the
+order of the wrappers.
 
-Inputs and outputs of a whole model, which is not compiled, pass through torch's hooks, so that those of the user run in
-the order of their registration.
+The whole model is not compiled.  Its inputs and outputs pass through torch's hooks, so that the user's hooks run in the
+order of their registration.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Wrapper:
 
 def wrap(modules: Iterable[nn.Module], wrapper: type[Wrapper], **attributes: Any) -> None:
     """Mix a wrapper in before the classes of modules that do not have it yet, in place."""
-    # Modules of one class get one new class, so that equal blocks are compiled once. It keeps the old name, by which
-    # transformers finds what to record.
+    # Modules of one class get one new class, so that equal blocks are compiled once. It keeps the old name: by it
+    # transformers finds the modules to record.
     made: dict[type, type[nn.Module]] = {}
     for module in modules:
         cls: Any = type(module)
@@ -42,7 +42,7 @@ def wrap(modules: Iterable[nn.Module], wrapper: type[Wrapper], **attributes: Any
 
 
 def effects_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the effects of what is around a module's forward: of hooks, then of wrappers, the outermost first."""
+    """Return the effects of the code around a module's forward, outermost first: of hooks, then of wrappers."""
     state = module.__dict__.get(RUNTIME_STATE)
     hooks = [] if state is None else state.hook_effects
     wrappers = (vars(cls).get("effect") for cls in type(module).__mro__ if issubclass(cls, Wrapper))
@@ -72,8 +72,8 @@ def hook_forward(
     always: bool = False,
 ) -> Hooks:
     """Register hooks around a module's forward; ``effect`` is for ``describe_parallelism``."""
-    # ``before`` is called with the module, its arguments and its keywords, with ``first`` ahead of the other hooks;
-    # ``after`` with the module, its arguments and its output, with ``always`` when the forward has raised, too.
+    # ``before`` gets the module, its arguments and keywords; ``after`` gets the module, its arguments and its output.
+    # ``first`` puts both ahead of the other hooks.  ``always`` calls ``after`` also if the forward has raised.
     handles = []
     if before is not None:
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=first))
@@ -91,9 +91,9 @@ def hook_model(
     *,
     first: bool = False,
 ) -> None:
-    """Register hooks of every call that runs a model, one call of each per forward; ``after`` also after an error."""
-    # ``generate`` of a ``PeftModel`` calls the model inside; its forward does so in some classes, and runs the forward
-    # of that model without its hooks in others.
+    """Register hooks that run once per forward of a model, by any caller; ``after`` also runs after an error."""
+    # ``PeftModel.generate`` calls the base model.  ``PeftModel.forward`` calls it in some classes, and in other classes
+    # runs the base model's forward without its hooks.
     base = base_model(model)
     if base is not model:
         inside = _Inside(before, after)
@@ -104,7 +104,7 @@ def hook_model(
 
 
 class _Inside:
-    """The hooks of the model inside a ``PeftModel``, which do nothing while the outer ones are in force."""
+    """The hooks of a ``PeftModel``'s base model; they do nothing during a forward of the ``PeftModel``."""
 
     def __init__(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
         self.hooks = before, after
@@ -124,7 +124,7 @@ class _Inside:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Put a forward on one instance, whose class stays; return the one that other code had put there, if any."""
+    """Set the forward of one instance, not of its class; return the instance's earlier forward, if it had one."""
     replaced: Callable[..., Any] | None = module.__dict__.get("forward")
     module.forward = forward
     return replaced

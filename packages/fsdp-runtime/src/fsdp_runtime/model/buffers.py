@@ -56,12 +56,12 @@ def meta_device() -> Iterator[None]:
 
 #: Functions that make a tensor of a given size.
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
-#: Elements of a tensor that no module keeps as a buffer: filling it may take seconds, or more memory than there is.
+#: Elements of a tensor too large for a buffer: filling it may take seconds, or more memory than the host has.
 _LARGE = 2**28
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Make large tensors on the meta device, those for which the caller names no device."""
+    """Make large tensors on the meta device if the caller names no device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,23 +84,23 @@ class _BufferOwner:
 
 def compute_meta_buffers(model: nn.Module) -> None:
     """Compute every non-persistent buffer that is on the meta device, on the CPU."""
-    # Each is computed twice, over two different fill values: equal results show that its module writes the buffer.
-    found = list(_buffer_owners(model))
-    if not found:
+    # A buffer is computed twice, over two different fill values: equal results show that its module writes it.
+    owners = list(_buffer_owners(model))
+    if not owners:
         return
     with torch.random.fork_rng(devices=[]):
-        first = _compute_buffers(found, 0)
-        second = _compute_buffers(found, 1)
+        first = _compute_buffers(owners, 0)
+        second = _compute_buffers(owners, 1)
     lost = [name for name, buffer in first.items() if not _equal(buffer, second[name])]
     if lost:
-        for each in found:
-            _set_buffers(each, each.buffers)
+        for owner in owners:
+            _set_buffers(owner, owner.buffers)
         raise MetaBufferError(
             f"{', '.join(lost)}: on the meta device, not stored in checkpoints, and not computed when the module is "
             "initialized. Build the model under fsdp_runtime.meta_device(), which allocates buffers, or compute them "
             "in the module's reset_parameters()"
         )
-    logger.debug("computed %d buffers of %d modules", len(first), len(found))
+    logger.debug("computed %d buffers of %d modules", len(first), len(owners))
 
 
 def _buffer_owners(model: nn.Module) -> Iterator[_BufferOwner]:
@@ -117,18 +117,18 @@ def _buffer_owners(model: nn.Module) -> Iterator[_BufferOwner]:
             yield _BufferOwner(path, module, buffers, pretrained[max(parents, key=len)] if parents else None)
 
 
-def _compute_buffers(found: list[_BufferOwner], before: int) -> dict[str, Tensor]:
+def _compute_buffers(owners: list[_BufferOwner], before: int) -> dict[str, Tensor]:
     """Compute the buffers over tensors filled with ``before``, leave them on their modules, return them by name."""
     torch.manual_seed(0)  # a random buffer must be equal on every rank and in both passes
     results: dict[str, Tensor] = {}
-    for each in found:
-        _set_buffers(each, {name: torch.full_like(b, before, device="cpu") for name, b in each.buffers.items()})
-        if each.pretrained is not None:
-            initialize_module(each.pretrained, each.module)
-        elif callable(reset := getattr(each.module, "reset_parameters", None)):
+    for owner in owners:
+        _set_buffers(owner, {name: torch.full_like(b, before, device="cpu") for name, b in owner.buffers.items()})
+        if owner.pretrained is not None:
+            initialize_module(owner.pretrained, owner.module)
+        elif callable(reset := getattr(owner.module, "reset_parameters", None)):
             reset()
-        prefix = f"{each.path}." if each.path else ""
-        results.update({prefix + name: getattr(each.module, name) for name in each.buffers})
+        prefix = f"{owner.path}." if owner.path else ""
+        results.update({prefix + name: getattr(owner.module, name) for name in owner.buffers})
     return results
 
 

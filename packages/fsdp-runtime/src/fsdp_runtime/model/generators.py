@@ -1,4 +1,4 @@
-"""The random states of this rank: what torch's default generators of the CPU and of a mesh's device draw next."""
+"""The random states of this rank: torch's default generators of the CPU and of a mesh's device."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Generators:
     device_type: str
 
     def get(self) -> list[Tensor]:
-        """Return their states, on the CPU."""
+        """Return the generators' states, on the CPU."""
         return [torch.get_rng_state(), *([] if self._device is None else [self._device.get_rng_state()])]
 
     def set(self, states: list[Tensor]) -> None:
-        """Go on from states that :meth:`get` returned."""
+        """Restore states that :meth:`get` returned."""
         torch.set_rng_state(states[0])
         if self._device is not None:
             self._device.set_rng_state(states[1])
 
     def seed(self, seed: int) -> None:
-        """Begin from a seed."""
+        """Seed the generators."""
         torch.default_generator.manual_seed(seed)
         if self._device is not None:
             self._device.manual_seed(seed)
@@ -44,7 +44,7 @@ class Generators:
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Begin from a seed, and go on as before afterwards."""
+        """Seed the generators, and restore their states at the end."""
         states = self.get()
         self.seed(seed)
         try:

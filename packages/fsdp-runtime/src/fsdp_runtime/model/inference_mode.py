@@ -25,7 +25,7 @@ def leave_inference_mode() -> Iterator[None]:
 
 def without_inference_mode(items: Iterator[_T]) -> Iterator[_T]:
     """Yield the items of a generator that runs outside ``torch.inference_mode`` and without gradients."""
-    # A decorator would keep each item alive until the next one is there.
+    # A decorator would keep each item alive until the generator yields the next.
     while True:
         with leave_inference_mode():
             try:
@@ -37,8 +37,8 @@ def without_inference_mode(items: Iterator[_T]) -> Iterator[_T]:
 
 
 def gather_outside_inference_mode(model: nn.Module) -> None:
-    """Let the first forward of a root FSDP module be one in ``torch.inference_mode``."""
-    # FSDP2 keeps the tensors of its first gather; made in inference mode they could not be written in training (torch
+    """Allow ``torch.inference_mode`` in the first forward of a root FSDP module."""
+    # FSDP2 keeps the tensors of its first gather.  Training could not write to tensors made in inference mode (torch
     # 2.11 to 2.15).
 
     def gather_once(_module: nn.Module, _args: Any, _kwargs: Any) -> None:

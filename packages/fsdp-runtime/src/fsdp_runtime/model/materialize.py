@@ -52,7 +52,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
 def materialize_entries(
     model: nn.Module, entries: Sequence[StateEntry], device: torch.device | str | None = None
 ) -> None:
-    """Do the work of :func:`materialize` on entries that are known already; buffers among them may be replaced."""
+    """Materialize a model, given its state entries; the buffers of entries may be replaced."""
     tensors = (*(entry.tensor for entry in entries), *model.buffers())
     if device is None and not any(tensor.is_meta for tensor in tensors):
         return
@@ -77,17 +77,17 @@ def materialize_entries(
 def require_device(device: torch.device | str) -> torch.device:
     """Return a device that a user named, such as ``"cuda:1"``."""
     try:
-        found = torch.device(device)
+        target = torch.device(device)
     except RuntimeError as error:
         raise OptionError(f"device={device!r} is not the name of a device, such as 'cpu' or 'cuda:1'") from error
     usable = {"cpu", default_device_type()}
-    if found.type not in usable:
+    if target.type not in usable:
         raise OptionError(f"device={str(device)!r}: this machine has {' and '.join(sorted(usable))}")
-    return found
+    return target
 
 
 def compute_device(entries: Sequence[StateEntry]) -> torch.device:
-    """Return the device a model computes on: the mesh's current device, without a mesh that of the parameters."""
+    """Return the device a model computes on: the mesh's current device, or the parameters' without a mesh."""
     plain = torch.device("cpu")
     for entry in entries:
         if isinstance(entry.tensor, DTensor):

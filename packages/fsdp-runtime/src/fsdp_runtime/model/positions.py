@@ -1,4 +1,4 @@
-"""What the embeddings of a model read of a row: ``position_ids``, positions derived from other inputs, its padding."""
+"""Inputs of a model's embeddings: ``position_ids``, positions derived from other inputs, and padding."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tp_plans.runtime import referenced_names, takes_argument
 
 _POSITIONS = "position_ids"
 
-#: Modules outside of token mixers that read other tokens than their own, or the length of the row: reasons that are
-#: known without running a model.  Others are found by the run of ``steps.context.verify``.
+#: Modules outside of token mixers that read several tokens or the length of the row, each with its reason.  The run of
+#: ``steps.context.verify`` finds further modules.
 _NEEDS_FULL_ROW = {
     "BigBirdModel": "chooses its sparse attention by the length of the row",
     "LongformerModel": "pads the row to a multiple of its window",
@@ -32,13 +32,13 @@ _NEEDS_FULL_ROW = {
 
 @dataclass(frozen=True)
 class DerivedPositions:
-    """Missing positions that a module derives from the row, as RoBERTa's and OPT's do."""
+    """The positions that a module of RoBERTa or OPT, for example, derives from the row where they are missing."""
 
     path: str
-    from_ids: bool  # from the padding id on; else from the padding mask, from 0
+    from_ids: bool  # counted from the padding id; else from the padding mask, counted from 0
 
     def differ(self, positions: Tensor | None, places: Tensor, mask: Tensor) -> bool:
-        """Return True if places in the row stand where the model would derive others.  Waits for the device."""
+        """Return True if positions are places in the row and the model derives other ones.  Waits for the device."""
         if positions is not None and not bool((positions == places).all()):
             return False
         if self.from_ids:
@@ -75,13 +75,13 @@ def masks_embeddings(structure: ModelStructure) -> str | None:
 
 
 def cuts_padding_mask(structure: ModelStructure) -> bool:
-    """Return whether a model cuts the padding mask to as many of its last tokens as it is given embeddings."""
+    """Return whether a model cuts the padding mask to its last tokens, one per input embedding."""
     classes = set(map(type, structure.tree.modules.values()))
     return any("create_recurrent_attention_mask" in referenced_names(cls) for cls in classes)
 
 
 def needs_full_row(structure: ModelStructure) -> str | None:
-    """Return why a part of a row is not enough for a module of a model, if it is known to be so."""
+    """Return the known reason why a module needs the full row, else ``None``."""
     kinds = (type(module).__name__ for module in structure.tree.modules.values())
     return next((f"{kind} {_NEEDS_FULL_ROW[kind]}" for kind in kinds if kind in _NEEDS_FULL_ROW), None)
 

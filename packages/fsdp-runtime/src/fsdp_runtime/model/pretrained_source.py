@@ -21,7 +21,7 @@ GenerationSettings = dict[str, Any]
 
 @dataclass(frozen=True)
 class PretrainedSource:
-    """Record of a load on the model."""
+    """The source of a model's weights, recorded by a load."""
 
     folder: Path | None  # of the checkpoint
     generation: tuple[Any, Any] = (None, None)  # the generation config that the load has set, and the checkpoint's own
@@ -39,7 +39,7 @@ def saved_source(model: Any) -> tuple[Path | None, Any]:
 
 
 def settings_at_source(model: Any) -> GenerationSettings | None:
-    """Return the generation settings of the folder that a model came from other than by a recorded load."""
+    """Return the generation settings of a model's source folder, ``None`` after a recorded load."""
     folder = None if runtime_state(model).source else source_folder(model)
     return None if folder is None else _read_settings(folder)
 
@@ -53,7 +53,7 @@ def _read_settings(folder: Path) -> GenerationSettings | None:
 
 
 def adopt(model: Any, folder: Path | None, settings: GenerationSettings | None) -> None:
-    """Record a checkpoint's folder on the model, and give the model its generation settings; settings of a user stay.
+    """Record a checkpoint's folder on the model, and give the model its generation settings; a user's settings stay.
 
     ``settings`` is ``None`` for a model that is not of transformers.
     """

@@ -1,4 +1,4 @@
-"""The tensors of a model's state dict: parameters and persistent buffers, tied ones once, with all their names."""
+"""The tensors of a model's state dict: parameters and persistent buffers; a tied tensor once, with all its names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StateEntry:
 
 
 def state_entries(model: nn.Module, *, allow_offloaded: bool = False) -> list[StateEntry]:
-    """Return the tensors of a model's state dict in model order; tied ones once, under all their names."""
+    """Return the tensors of a model's state dict in model order; a tied tensor once, with all its names."""
     entries: dict[int, StateEntry] = {}
     for name, tensor, module, attribute in _named_tensors(model):
         known = entries.get(id(tensor))
@@ -42,12 +42,12 @@ def state_entries(model: nn.Module, *, allow_offloaded: bool = False) -> list[St
 def is_freed(tensor: Tensor) -> bool:
     """Return True if a tensor has elements and its memory was freed, as :func:`fsdp_runtime.offload` does."""
     local = local_tensor(tensor)
-    is_plain = type(local) in (Tensor, nn.Parameter, nn.Buffer)  # wrapper subclasses have no storage of their own
+    is_plain = type(local) in (Tensor, nn.Parameter, nn.Buffer)  # wrapper subclasses have no storage
     return is_plain and not local.is_meta and bool(local.numel()) and not local.untyped_storage().nbytes()
 
 
 def require_memory(tensors: Mapping[str, Tensor], kind: str) -> None:
-    """Check that tensors, of a ``kind`` in words, may be read: reading freed memory ends the process."""
+    """Check that no tensor is freed, since a read ends the process; ``kind`` names the tensors in words."""
     freed = [name for name, tensor in tensors.items() if is_freed(tensor)]
     if freed:
         raise ModelError(
@@ -66,7 +66,7 @@ def refresh_buffers(entries: Sequence[StateEntry]) -> list[StateEntry]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free every parameter that FSDP2 holds gathered."""
+    """Free every parameter that FSDP2 has gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -40,12 +40,12 @@ class ModelStructure:
 
     @cached_property
     def blocks(self) -> Mapping[str, nn.Module]:
-        """Every block by path, in the order of the model, those of a vision tower too."""
+        """Every block by path, in model order; the blocks of a vision tower are included."""
         return {path: self.tree.modules[path] for path in self.tree.blocks}
 
     @property
     def decoder(self) -> tuple[str, ...]:
-        """The paths of the blocks of the stack that the token embedding feeds; of several stacks, the largest."""
+        """The block paths of the stack that the token embedding feeds; the largest stack, if it feeds several."""
         return self.tree.decoder_blocks
 
     @property
@@ -61,8 +61,8 @@ class ModelStructure:
     @cached_property
     def heads(self) -> Mapping[str, AttentionHeads]:
         """The attention heads by block, for blocks with attention."""
-        found = {path: self.heads_below(path) for path in self.tree.blocks}
-        return {path: heads for path, heads in found.items() if heads is not None}
+        heads_by_path = {path: self.heads_below(path) for path in self.tree.blocks}
+        return {path: heads for path, heads in heads_by_path.items() if heads is not None}
 
     def heads_below(self, module: str) -> AttentionHeads | None:
         """Return the heads of the first attention in a module, from its widths."""
@@ -85,8 +85,8 @@ class ModelStructure:
 def inspect_model(model: nn.Module) -> ModelStructure:
     """Find a model's blocks, token embedding and head by structure; class names do not matter.
 
-    Blocks are the members of the outermost containers whose members themselves contain modules: of a ``ModuleList``,
-    nested lists included, and of a ``ModuleDict`` or ``Sequential`` whose members are all of one class.
+    Blocks are the members of the outermost containers of modules with submodules.  A container is a ``ModuleList``,
+    nested lists included, or a ``ModuleDict`` or ``Sequential`` with members of one class.
 
     Args:
         model: the model, on any device.

@@ -14,19 +14,19 @@ from fsdp_runtime._transformers_compat.models import CACHES
 from fsdp_runtime.model.structure import ModelStructure
 from tp_plans.runtime import referenced_names
 
-#: How packed documents are isolated in a module: by its mask, by a run on documents as rows of padded batches, or by a
-#: run on each document.
+#: How packed documents are isolated in a module: by its mask, by runs on padded batches with a document per row, or by
+#: a run per document.
 Isolation = Literal["mask", "documents", "singles"]
 
-#: The argument of an attention that decides which tokens meet.
+#: The attention argument that decides which tokens interact.
 MASK = "attention_mask"
-#: Arguments of a forward that only a module takes that mixes tokens: what came before, or what may be attended to.
+#: Forward arguments that only token mixers take: caches, states, masks and document boundaries.
 _MARKS = {*CACHES, "past_key_value", "layer_past", "state", "use_cache", MASK, "seq_idx", "cu_seq_lens_q"}
 #: Names used by attention code in which tokens interact only through the mask.
 _ATTENTION = {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention", "softmax", "baddbmm"}
-#: Modules without such an argument whose results depend on all tokens, those of other rows included.
-_BATCH_DEPENDENT = {"DogeCDMoE"}  # router_logits.view(2, tokens, -1) cuts tokens apart instead of features
-#: Modules that make masks of their own, from the number of a row's tokens and not from position ids.
+#: Modules without these arguments that mix all tokens of a batch, also across rows.
+_BATCH_DEPENDENT = {"DogeCDMoE"}  # router_logits.view(2, tokens, -1) splits the tokens instead of the features
+#: Modules that make their own masks, from the number of a row's tokens and not from position ids.
 _OWN_MASKS = {"CpmAntAttention"}
 
 
@@ -46,14 +46,14 @@ class TokenMixer:
 
 
 def token_mixers(structure: ModelStructure) -> tuple[TokenMixer, ...]:
-    """Find the modules in the decoder's blocks that mix tokens, by what their forward takes, not by class names."""
-    # A module whose forward takes a cache, a state or an attention mask mixes tokens, and so does one that has a
-    # convolution over the sequence. The outermost one inside a block counts.
+    """Find the modules in the decoder's blocks that mix tokens, by their forward's arguments, not by class names."""
+    # A token mixer's forward takes a cache, a state or an attention mask, or the module has a convolution over the
+    # sequence. The outermost mixer inside a block counts.
     return tuple(mixer for path in structure.decoder for mixer in _below(structure.blocks[path], path))
 
 
 def makes_own_masks(structure: ModelStructure) -> str | None:
-    """Return the path of a module in the decoder's blocks whose masks cannot be restricted."""
+    """Return the path of a module in the decoder's blocks that makes its own masks; they cannot be restricted."""
     return next(
         (
             f"{path}.{inner}"
@@ -66,7 +66,7 @@ def makes_own_masks(structure: ModelStructure) -> str | None:
 
 
 def is_bidirectional(module: nn.Module) -> bool:
-    """Return True for attention that says so itself: without a mask, all tokens meet."""
+    """Return True if ``is_causal`` is False: without a mask, all tokens interact."""
     return getattr(module, "is_causal", True) is False
 
 
@@ -89,29 +89,29 @@ def _has_convolution(module: nn.Module) -> bool:
 
 
 def _is_masked_attention(module: nn.Module) -> bool:
-    """Return True for attention whose mask decides which tokens meet; an indexer inside must take the mask, too."""
+    """Return True if the mask alone decides which tokens interact; an indexer inside must take the mask, too."""
     if not referenced_names(type(module)) & _ATTENTION or any(map(_has_convolution, module.modules())):
         return False
-    mixing = [each for each in module.modules() if each is module or _takes(each) & _MARKS]
-    return all(MASK in _takes(each) for each in mixing)
+    mixing = [child for child in module.modules() if child is module or _takes(child) & _MARKS]
+    return all(MASK in _takes(child) for child in mixing)
 
 
 def has_inner_mixer(module: nn.Module) -> bool:
-    """Return True for a mixer with another one inside, such as an indexer."""
+    """Return True for a mixer with another mixer inside, such as an indexer."""
     return any(_takes(child) & _MARKS for child in module.modules() if child is not module)
 
 
 def attend_between_layers(model: nn.Module, mixers: Iterable[TokenMixer]) -> list[nn.Module]:
-    """Return the modules that attend from a token to its own states in several layers, by the function of attention."""
+    """Return the modules that attend from a token to its states in several layers, by an attention function."""
     inside = {module for mixer in mixers for module in mixer.module.modules()}
     others = (module for module in model.modules() if module not in inside)
-    return [each for each in others if _attends_without_mask(type(each))]  # type: ignore[arg-type]  # mypy: a class is hashable
+    return [module for module in others if _attends_without_mask(type(module))]  # type: ignore[arg-type]  # mypy: a class is hashable
 
 
 @cache
 def _attends_without_mask(cls: type[nn.Module]) -> bool:
     takes = signature(cls.forward).parameters.values()
-    known = not any(each.name in _MARKS or each.kind is Parameter.VAR_KEYWORD for each in takes)
+    known = not any(one.name in _MARKS or one.kind is Parameter.VAR_KEYWORD for one in takes)
     return known and "ALL_ATTENTION_FUNCTIONS" in referenced_names(cls)
 
 

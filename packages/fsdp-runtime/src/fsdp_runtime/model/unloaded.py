@@ -28,7 +28,7 @@ _LISTED = 4
 
 
 def refuse_until_loaded(model: nn.Module, blocks: Iterable[str]) -> None:
-    """Register the hooks on a model with parameters on meta, and on the modules inside that hold its blocks."""
+    """Register the hooks on a model with parameters on meta, and on its submodules that contain blocks."""
     inside = tuple(blocks)
     for path, module in model.named_modules():
         owns_blocks = any(block.startswith(f"{path}.") for block in inside)
@@ -59,11 +59,11 @@ def _on_meta(module: nn.Module) -> list[str]:
 
 
 def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise for parameters on meta; without FSDP2 a pass on inputs on meta, which computes shapes, is allowed."""
+    """Raise for parameters on meta.  Without FSDP2 a forward on meta inputs is allowed: it computes shapes."""
     names = _on_meta(module)
     if not names:
         allow_loaded(module)
-    elif not _computes_shapes((args, {**kwargs})) or any(isinstance(each, FSDPModule) for each in module.modules()):
+    elif not _computes_shapes((args, {**kwargs})) or any(isinstance(child, FSDPModule) for child in module.modules()):
         require_loaded(names, f"a forward of a {original_class(module).__name__}")
 
 
