@@ -53,7 +53,7 @@ def parallelize(
             or ``None`` to replicate every layer.  Not used where ``tp`` has size 1.
         sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
         context_parallel: the method of attention over ``cp``: ``"allgather"`` (keys and values are gathered),
-            ``"ulysses"`` (heads are exchanged for sequence by all-to-all) or ``"ring"`` (keys and values are passed on).
+            ``"ulysses"`` (heads are exchanged for sequence by all-to-all) or ``"ring"`` (keys and values circulate).
             ``None`` is ``"allgather"`` on a mesh with ``cp``.
         packed_sequences: ``True`` for rows of several documents, which then do not see one another.  A document
             begins where ``position_ids`` restart, or where ``seq_idx`` or ``cu_seq_lens_q`` says.

@@ -44,16 +44,16 @@ class ContextAttention:
         group: the ranks of the axis.
         load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
         context_parallel: how queries meet the keys of other ranks: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
-        masked: the current batch has an attention mask; set once a forward, without reading values.
+        masked: the current batch has an attention mask; set once per forward, without reading values.
         padding: ``[batch, seq]``, that mask.
         documents: the documents of the current rows.
         positions: ``[batch, seq]``, each token's position in its document or on its path where ``documents`` or
             ``subtree_end`` is given, else ``None``.
         subtree_end: ``[batch, seq]`` of a row with shared prefixes (see ``TreeRow``), else ``None``.
-        eager: returns the model's own attention function for a class of modules, where that is to compute the scores
-            instead of torch's function: with sinks, soft caps or biases.
-        packed_sequences: rows may hold several documents, so that a mask of padding is refused beside position ids.
-        unmasked: a module that attends to later tokens and takes no mask of documents; ``""`` where there is none.
+        eager: returns the model's attention function for a class of modules.  It computes the scores instead of torch's
+            function: with sinks, soft caps or biases.
+        packed_sequences: rows may hold several documents, so a padding mask is refused beside position ids.
+        unmasked: a module that attends to later tokens and takes no mask of documents, else ``""``.
         whole_rows: every rank computes full rows alone, with caches; see ``whole_rows`` of ``step``.
 
     Example:
@@ -90,11 +90,11 @@ class ContextAttention:
         require_one_of("context_parallel", self.context_parallel, get_args(Method))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
-        """Return itself: a copied model's attention is registered by this one's functions."""
+        """Return itself: a copied model's attention is registered with the functions of this object."""
         return self
 
     def full_mask(self, rows: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the mask ``[batch, heads, seq, seq]``; each rank has the rows of its tokens.  Once per mask.
+        """Return the mask ``[batch, heads, seq, seq]``; each rank has the rows of its tokens.  One all-gather per mask.
 
         Raises:
             LayoutError: :meth:`mask` has made no mask in this forward, so that the rows may belong to the tokens of
@@ -111,7 +111,7 @@ class ContextAttention:
         return self._masks[id(rows)][1]
 
     def begin(self, *, padding: Tensor | None, documents: Documents | None) -> None:
-        """Set what all layers of a forward share."""
+        """Set the state that all layers of a forward share."""
         self.masked, self.padding, self.documents.current = padding is not None, padding, documents
         self.positions = None if documents is None else documents.positions
         self._masks.clear()
@@ -119,13 +119,13 @@ class ContextAttention:
 
     def layout(self, local_length: int) -> SequenceLayout:
         """Return the layout of sequences with ``local_length`` tokens on each rank."""
-        kept = None if torch.compiler.is_compiling() else self._layouts
-        if kept is not None and local_length in kept:
-            return kept[local_length]
+        cache = None if torch.compiler.is_compiling() else self._layouts
+        if cache is not None and local_length in cache:
+            return cache[local_length]
         ranks = dist.get_world_size(self.group)
         layout = SequenceLayout(local_length * ranks, ranks, dist.get_rank(self.group), self.load_balancer)
-        if kept is not None:
-            kept[local_length] = layout
+        if cache is not None:
+            cache[local_length] = layout
         return layout
 
     def attend(
@@ -147,10 +147,10 @@ class ContextAttention:
             query: ``[batch, heads, seq / cp, dim]``, this rank's tokens.
             key: ``[batch, kv_heads, seq / cp, dim]``.
             value: ``[batch, kv_heads, seq / cp, value_dim]``.
-            attention_mask: from :meth:`mask`, or ``None`` for a causal one.
+            attention_mask: from :meth:`mask`, or ``None`` for a causal mask.
             dropout: the probability of dropping a weight.
             scaling: factor of the scores.
-            is_causal: ``None`` for a mask means a causal one; by default the module's ``is_causal``.
+            is_causal: ``None`` for a mask means a causal mask; by default the module's ``is_causal``.
             options: further keywords, such as a sliding window, which the mask already contains.
 
         Returns:
@@ -158,7 +158,7 @@ class ContextAttention:
 
         Raises:
             ModelError: queries and keys differ in length, the module needs scores that torch's function cannot
-                compute, or this way cannot compute it.
+                compute, or this method cannot compute the attention.
         """
         if self.whole_rows:
             implementation = "sdpa" if self.eager is None else self.eager(type(module))
@@ -254,12 +254,12 @@ class ContextAttention:
         Args:
             q_length: number of local tokens.
             mask_function: of batch, head, query and key index, the last two in the full sequence.
-            attention_mask: ``None`` if the layers of this kind see padding, else ``padding`` as the model was given it.
+            attention_mask: ``None`` if the layers of this kind see padding, else the model's padding mask.
             options: the remaining keywords of the interface.
 
         Returns:
-            ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask; for another method than
-            ``"allgather"`` a mask that builds any of its blocks.
+            ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask; for the other methods
+            a mask that builds any of its blocks.
         """
         if self.whole_rows:
             own = {"q_length": q_length, "mask_function": mask_function, "attention_mask": attention_mask, **options}

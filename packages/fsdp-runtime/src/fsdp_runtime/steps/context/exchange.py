@@ -20,14 +20,14 @@ _Exchanging = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
-    """All-gather ``[batch, heads, seq / cp, *]`` that differ in the last dim over ``cp`` in sequence order, at once."""
-    # Backward sums the gradients of all ranks and returns each rank's own tokens, by one reduce-scatter.
+    """All-gather tensors ``[batch, heads, seq / cp, *]`` over ``cp`` in sequence order, in one call."""
+    # They may differ in the last dim. Backward is one reduce-scatter: it sums the gradients of a rank's tokens.
     apply: Callable[..., Sequence[Tensor]] = _Gather.apply if torch.compiler.is_compiling() else _gather
     return list(apply(layout, group, *parts))
 
 
 def gather_features(parts: Sequence[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
-    """All-gather ``[batch, seq / cp, *]`` over ``cp`` in sequence order, at once, with gradients as above."""
+    """All-gather ``[batch, seq / cp, *]`` over ``cp`` in sequence order in one call, with gradients as above."""
     flat = [part.reshape(*part.shape[:2], -1).unsqueeze(1) for part in parts]
     gathered = gather_keys_and_values(flat, layout, group)
     return [full.reshape(len(part), -1, *part.shape[2:]) for full, part in zip(gathered, parts, strict=True)]
@@ -70,16 +70,16 @@ def preceding_tokens(local: Tensor, count: int, layout: SequenceLayout, group: P
     """Return the ``count`` tokens before each chunk of this rank, zeros before the first; by one all-gather of ends."""
     # From ``[batch, seq / cp, features]`` to ``[batch, chunks, count, features]``.
     chunks = torch.unflatten(local, 1, (layout.chunks_per_rank, -1))
-    kept = min(count, chunks.shape[2])  # of shorter chunks the ends are the full sequence
-    ends = chunks[:, :, chunks.shape[2] - kept :].flatten(1, 2)
+    width = min(count, chunks.shape[2])  # the ends of shorter chunks are the full sequence
+    ends = chunks[:, :, chunks.shape[2] - width :].flatten(1, 2)
     of_ends = SequenceLayout(ends.shape[1] * layout.ranks, layout.ranks, layout.rank, layout.load_balancer)
     (gathered,) = gather_features([ends], of_ends, group)
     padded = pad(gathered, (0, 0, count, 0))
-    return torch.stack([padded.narrow(1, chunk * kept, count) for chunk in layout.chunks], dim=1)
+    return torch.stack([padded.narrow(1, chunk * width, count) for chunk in layout.chunks], dim=1)
 
 
 def sum_over_ranks(own: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the sum over the ranks, with the gradient of a rank's own part."""
+    """Return the sum over the ranks; a rank gets the gradient of its part."""
     total: Tensor = _Sum.apply(own, group)  # type: ignore[no-untyped-call]
     return total
 
@@ -114,7 +114,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Return ``[batch, heads, tokens, *]`` as contiguous ``[tokens, batch, heads, *]``, one beside the other."""
+    """Return ``[batch, heads, tokens, *]`` as contiguous ``[tokens, batch, heads, *]``, joined on the last dim."""
     rows = [part.movedim(2, 0) for part in parts]
     return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)).contiguous()
 

@@ -2,7 +2,7 @@
 
 Known convolutions and recurrences run on local tokens (``OwnTokens``).  Any other mixer runs on the full sequence on
 every rank: its input is gathered over ``cp``, the mixer runs on all tokens, and each rank keeps the outputs of its
-tokens.  That is exact for any mixer.  A rank then computes and stores as much as without ``cp``.
+tokens.  This is exact for any mixer, at the compute and memory of a run without ``cp``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gathered:
     """The state of context parallelism between ``prepare`` and ``apply``."""
 
     attention: ContextAttention
-    modules: tuple[nn.Module, ...]  # keep their attention: those on the full sequence, and all inside
+    modules: tuple[nn.Module, ...]  # keep their attention: mixers on the full sequence and their submodules
 
 
 def gather_for(mixers: Collection[TokenMixer], attention: ContextAttention) -> Gathered:
@@ -122,12 +122,12 @@ class _Full:
         self.local = layout.length // layout.ranks
 
     def of(self, name: str, value: Any) -> Any:
-        """Return an argument with all tokens in the place of this rank's tokens, in every tensor."""
-        # The padding mask of full rows replaces a padding mask: a model may have cut the latter to this rank's tokens.
+        """Return an argument with all tokens instead of this rank's tokens in every tensor."""
+        # The padding mask of full rows replaces a padding mask: a model may have cut its mask to this rank's tokens.
         if isinstance(value, SequenceMask):
             return value.full
         return map_tensors(
-            value, lambda each: self.attention.padding if is_padding_mask(name, each) else self._of_tensor(each)
+            value, lambda tensor: self.attention.padding if is_padding_mask(name, tensor) else self._of_tensor(tensor)
         )
 
     def _of_tensor(self, value: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _masked(
 
 
 def _own(output: Any, layout: SequenceLayout) -> Any:
-    """Return the outputs of this rank's tokens; ``None`` in place of attention weights, parameters as they are."""
+    """Return the outputs of this rank's tokens; ``None`` for attention weights, and parameters unchanged."""
     if isinstance(output, nn.Parameter):  # a bias that the block adds
         return output
     if isinstance(output, DTensor):

@@ -1,4 +1,4 @@
-"""Inputs of a forward under context parallelism: a rank's part is completed; inputs without parts are refused."""
+"""Inputs of a forward under context parallelism: complete a rank's part, or refuse unshardable inputs."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from fsdp_runtime.steps.documents.documents import Documents, find_documents
 
 #: Inputs with the tokens of one rank.
 _OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-#: Inputs with the tokens of one rank in models with this embedding table; other models make masks of full rows of them.
+#: Inputs with one rank's tokens in models with this embedding table; other models make masks of full rows from them.
 _EMBEDDED = {"token_type_ids": "token_type_embeddings", "task_type_ids": "task_type_embeddings"}
 
 _CACHES = (*CACHES, "use_cache", "state", "mems", "use_mems")
-#: Targets of the model's own loss, one for each token.
+#: Targets of the model's loss, one per token.
 _LABELS = ("labels", "shift_labels")
 _KEPT = "logits_to_keep"
 
@@ -102,8 +102,8 @@ class Inputs:
         packable = given is None and subtree_end is None
         documents = None
         if packable and in_text is not None:
-            found = find_documents(in_text, None, None, (self.rows.batch, layout.length))
-            documents = found if found is not None and found.packed else None
+            rows = find_documents(in_text, None, None, (self.rows.batch, layout.length))
+            documents = rows if rows is not None and rows.packed else None
         self._begin(mask if given is not None else None, documents, full, subtree_end)
         places = layout.positions.to(tokens.device)
         if self.derived is not None and subtree_end is None and self.derived.differ(positions, places, mask):
@@ -143,7 +143,7 @@ class Inputs:
         return names
 
     def _full_mask(self, given: Tensor | None, tokens: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the mask of the full length, from which transformers takes the number of keys."""
+        """Return the mask of the full length; transformers takes the number of keys from it."""
         if given is None:
             return tokens.new_ones((tokens.shape[0], layout.length), dtype=torch.bool)
         return given if given.shape[1] == layout.length else gather_tokens(given, layout, self.attention.group, dim=-1)
@@ -165,7 +165,7 @@ class Inputs:
 
     def gather_router_logits(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Put the router logits of full rows into a model's output; a rank gets the gradients of its tokens."""
-        # An auxiliary loss is a product of two means over all tokens and no sum over ranks. Every rank has the loss of
+        # An auxiliary loss is a product of two means over all tokens, not a sum over ranks. Every rank has the loss of
         # the full rows, and the sum of gradients over ``cp`` counts it once.
         logits = output.get("router_logits") if isinstance(output, MutableMapping) else None
         if type(logits) is tuple and self.rows is not None:
@@ -288,7 +288,7 @@ def _refuse_unshardable(kwargs: dict[str, Any]) -> None:
 
 
 def _positions_in_text(full: Tensor | None, *, has_media: bool) -> Tensor | None:
-    """Return the positions that count a row's tokens one by one: the first of four axes, or none beside media."""
+    """Return the positions that count a row's tokens: the first of four axes; ``None`` for other rows with media."""
     if full is not None and full.dim() == 3 and len(full) == 4:
         return full[0]
     return None if has_media else full
@@ -309,7 +309,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool | None = None) -> None:
     """Check that the last dim of a tensor has this rank's tokens or, where allowed, the tokens of the full rows."""
-    # ``fits``: the other dims are right. By default there is one other dim.
+    # ``fits``: the other dims are right. By default the tensor has one other dim.
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if not shape or shape[-1] not in (share, full) or not (len(shape) == 2 if fits is None else fits):
         given = shape if isinstance(value, Tensor) else type(value).__name__

@@ -40,19 +40,19 @@ def forward_on_own_tokens(cls: type, attention: ContextAttention) -> Callable[..
 
 
 class OwnTokens(ByFunctions):
-    """Stands before the wrapper that runs a token mixer on the full sequence."""
+    """Runs a token mixer on this rank's tokens, before the wrapper that runs it on the full sequence."""
 
     effect = "own tokens of cp"
     cp_attention: ClassVar[ContextAttention]
     of_own_tokens: ClassVar[Callable[..., Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute this rank's tokens, or on the full sequence where that is not known to be right."""
+        """Compute this rank's tokens, or the full sequence where the module is not verified."""
         if self.cp_attention.whole_rows or not self.takes(args, kwargs):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         tokens = args[0] if args else kwargs["hidden_states"]
         padding = self.cp_attention.padding
-        if padding is not None:  # a model gets the mask of full rows, and may have cut it as if from the left
+        if padding is not None:  # a model gets the mask of full rows, and may have cut it at the left
             padding = self.cp_attention.layout(tokens.shape[1]).shard(padding.to(tokens.device))
         given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         args, given = map_arguments(

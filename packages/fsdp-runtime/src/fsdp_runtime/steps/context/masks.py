@@ -13,9 +13,9 @@ from torch import Tensor
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 
-#: Queries, and keys, of a tile of attention: the unit in which masks are built and skipped.
+#: Queries per tile of attention, and keys per tile.  Masks are built and skipped by tile.
 TILE = 1024
-#: Number of tiles of keys with masks built at once, to find the tiles that no query sees.
+#: Tiles of keys per mask that is built to find the tiles that no query sees.
 _TILES_AT_ONCE = 32
 
 #: The content of a mask's tile; a dry run, which reads 0 from every tensor, computes and masks all tiles.
@@ -24,7 +24,7 @@ SOME, NOTHING, EVERYTHING = 0, 1, 2
 
 @dataclass(eq=False)
 class SequenceMask:
-    """Who attends to whom in one kind of layer, for one forward."""
+    """The attention mask of one kind of layer in one forward."""
 
     # ``between`` returns ``[batch, 1, queries, keys]`` bool for two vectors of places in the full sequence.
     # ``additive`` is the dtype of a mask that is added to scores, as in eager attention, or ``None`` for bool.
@@ -46,7 +46,7 @@ class SequenceMask:
         return as_additive(self.between(self.layout.positions.to(self.device), places), self.additive)
 
     def __getitem__(self, index: Any) -> SequenceMask:
-        """Return itself for an index of everything, with which Gemma 4 cuts masks to the last ``logits_to_keep``."""
+        """Return itself for an index of all tokens.  Gemma 4 cuts masks to the last ``logits_to_keep`` by an index."""
         if any(slice(part.start or None, part.stop, part.step) != slice(None) for part in index):
             raise LayoutError("attention over cp computes all tokens of a rank: leave logits_to_keep out, or pass 0")
         return self
@@ -56,7 +56,7 @@ class SequenceMask:
         return self.between(torch.arange(*queries, device=self.device), torch.arange(*keys, device=self.device))
 
     def shows(self, queries: tuple[int, int], keys: tuple[int, int]) -> int:
-        """Return whether some, all or none of a tile's keys are seen; waits for the device, once a mask."""
+        """Return whether some, all or none of a tile's keys are seen; waits for the device, once per mask."""
         return self._shown[queries][keys]
 
     @cached_property
@@ -87,5 +87,5 @@ def tiles(layout: SequenceLayout, chunk: int) -> list[tuple[int, int]]:
 
 
 def as_additive(mask: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a bool mask as one that is added to scores of a dtype; unchanged for ``None``."""
+    """Return a bool mask as a mask to add to scores of a dtype; unchanged for ``None``."""
     return mask if dtype is None else torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

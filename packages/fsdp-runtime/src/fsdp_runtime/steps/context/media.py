@@ -1,4 +1,4 @@
-"""Images, videos and sound under context parallelism: every rank embeds full rows, and goes on with its own tokens.
+"""Images, videos and sound under context parallelism: every rank embeds full rows, then continues with its tokens.
 
 The towers run on all media of a row, and their features take the places of placeholder tokens.  The input of
 the language model inside is then cut.  A rank computes the gradient of its tokens: the sum over ``cp`` counts it once.
@@ -18,7 +18,7 @@ from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.steps.context.outputs import GlobalRows
 from tp_plans.model_tree import is_at_or_below
 
-#: Read for positions alone, which are given.
+#: Read only to compute positions, and the caller gives the positions.
 _FOR_POSITIONS = ("second_per_grid_ts",)
 _EMBEDDINGS, _MASK, _FEATURES = "inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds"
 
@@ -26,14 +26,14 @@ _EMBEDDINGS, _MASK, _FEATURES = "inputs_embeds", "visual_pos_masks", "deepstack_
 class Media:
     """The inputs of a multimodal model's towers, and a forward pre-hook of the language model inside."""
 
-    # ``names`` are the arguments that its towers read; with ``axes`` positions count several axes, set by the media.
+    # ``names`` are the arguments of the towers; with ``axes``, positions have several axes, set by the media.
 
     def __init__(self, names: frozenset[str], *, axes: bool) -> None:
         self.names, self.axes = names, axes
         self.rows: GlobalRows | None = None
 
     def require_positions(self, given: Mapping[str, Any]) -> None:
-        """Check that inputs beside media are no embeddings, and that positions follow from the media."""
+        """Check that inputs beside media are token ids, with positions of the media's axes."""
         positions = given.get("position_ids")
         if given.get("input_ids") is None:
             raise LayoutError("media beside inputs_embeds: give input_ids: the media replace its placeholder tokens")

@@ -13,12 +13,12 @@ from fsdp_runtime.model.token_mixers import TokenMixer
 from tp_plans import ColwiseParallel, Plan
 from tp_plans.naming import FUSED_QKV, HEAD_COUNTS, MLA_HEADS, MLA_QUERIES, MLA_ROPE_DIM, QUERY
 
-#: How queries meet the keys of other ranks: the words of torch, of DeepSpeed, and of Liu et al.
+#: How queries reach the keys of other ranks, in the words of torch, DeepSpeed, and Liu et al.
 Method = Literal["allgather", "ulysses", "ring"]
 
 
 def require_plain_attention(path: str, *, eager: bool, dropout: float) -> None:
-    """Check that a ring can compute an attention: it changes no scores, and drops no weights, which no rank has."""
+    """Check that a ring can compute an attention: no changed scores, and no dropout, since no rank has the weights."""
     if eager or dropout > 0:
         own = "a function of its own (attention implementation 'eager', as for sinks and soft caps)"
         raise ModelError(
@@ -38,7 +38,7 @@ def require_heads(path: str, heads: int, cp: int, *, over_tp: str = "") -> None:
 
 
 def query_heads(structure: ModelStructure, mixer: TokenMixer) -> int | None:
-    """Return the number of query heads of an attention module, ``None`` where it cannot be told."""
+    """Return the number of query heads of an attention module, ``None`` if it is unknown."""
     if hasattr(mixer.module, MLA_ROPE_DIM) and isinstance(heads := getattr(mixer.module, MLA_HEADS, None), int):
         return heads
     if (heads := structure.heads_below(mixer.path)) is not None:

@@ -1,7 +1,7 @@
 """Outputs of full rows from a rank's tokens: router logits, kept logits, scores and the model's loss.
 
-Each is that of the full rows on every rank, with the gradient of a rank's own tokens: the sum over ``cp`` counts it
-once.
+Every rank has the output of the full rows, with the gradient of the rank's tokens: the sum over ``cp`` counts a
+gradient once.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class GlobalRows:
         return gathered.index_copy(1, self.layout.positions.to(own.device), own)
 
     def router_logits(self, local: Tensor) -> Tensor:
-        """Return ``[batch * seq, experts]`` from ``[batch * seq / cp, experts]``; full ones as they are."""
+        """Return ``[batch * seq, experts]`` from ``[batch * seq / cp, experts]``; full logits unchanged."""
         share = self.layout.length // self.layout.ranks
-        if local.shape[0] == self.batch * self.layout.length:  # of a model inside, which has gathered them
+        if local.shape[0] == self.batch * self.layout.length:  # a model inside has gathered them
             return local
         if local.dim() != 2 or local.shape[0] != self.batch * share:
             raise LayoutError(
@@ -52,7 +52,7 @@ class GlobalRows:
 
 
 class KeptLogits:
-    """``logits_to_keep`` of full rows, a number at the end or places ``[kept]``: a rank computes its own."""
+    """``logits_to_keep`` of full rows, a number at the end or places ``[kept]``: a rank computes its tokens' logits."""
 
     def __init__(self, kept: int | Tensor, rows: GlobalRows) -> None:
         every = torch.arange(rows.layout.length)
@@ -76,10 +76,10 @@ class KeptLogits:
 
 
 class LossOfRows:
-    """A model's loss function, given a rank's tokens."""
+    """A model's loss function for a rank's tokens."""
 
-    # That of causal language models is computed of a rank's tokens, for each of which ``labels`` hold the next token of
-    # the full row. Any other gets the full rows.
+    # The loss of a causal language model gets a rank's tokens; their ``labels`` are the next tokens in the full row.
+    # Any other loss gets the full rows.
 
     def __init__(self, function: Callable[..., Tensor], rows: GlobalRows) -> None:
         self.function, self.rows = function, rows

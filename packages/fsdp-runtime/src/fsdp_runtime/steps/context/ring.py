@@ -1,8 +1,8 @@
-"""Ring attention: keys and values go from rank to rank over ``cp``, and queries stay.
+"""Ring attention: keys and values pass from rank to rank over ``cp``, and queries stay.
 
-Each rank holds the keys of one other rank at a time, adds that part of attention to its own (see ``tiles``), and
-passes them on while it computes (Liu et al., arXiv:2310.01889).  In backward the keys go round again, and the gradients
-of keys and values follow them home.  Parts that no query sees (later tokens, tokens beyond a sliding window, other
+Each rank holds the keys of one other rank at a time, adds this part of attention to its sum (see ``tiles``), and
+passes them on while it computes (Liu et al., arXiv:2310.01889).  In backward the keys circulate again, and the
+gradients of keys and values return to their rank.  Parts that no query sees (later tokens, tokens beyond a sliding window, other
 documents) are not computed.
 """
 
@@ -38,7 +38,7 @@ def attend_around(
     scale: float | None,
 ) -> Tensor:
     """Compute attention of this rank's queries ``[batch, heads, seq / cp, dim]`` to the keys of all ranks."""
-    # Without a mask and with ``causal``, a query sees the tokens up to its own.
+    # Without a mask and with ``causal``, a query sees the tokens up to its position.
     parts = Parts(layout, mask, causal, has_flash_attention(query, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _ring(query, key, value, parts, group, factor)
@@ -48,7 +48,7 @@ def attend_around(
 def attend_to_prefixes(
     query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, *, scale: float | None
 ) -> Tensor:
-    """Compute causal attention to gathered keys without a mask, where no kernel takes fewer queries than keys."""
+    """Compute causal attention to gathered keys without a mask, if no kernel takes fewer queries than keys."""
     # Queries are ``[batch, heads, seq / cp, dim]``, keys and values ``[batch, kv_heads, seq, dim]`` in sequence order.
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _ring(query, key, value, _Prefixes(layout), None, factor)
@@ -79,7 +79,7 @@ def _prefixes(size: int, chunks: tuple[int, ...]) -> Sequence[Block]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of attention that a rank computes with the keys of another."""
+    """The parts of attention that a rank computes with another rank's keys."""
 
     layout: SequenceLayout
     mask: SequenceMask | None
@@ -87,7 +87,7 @@ class Parts:
     fused: bool
 
     def of(self, owner: int) -> Iterator[Block]:
-        """Yield the parts with the keys of a rank, without those that no query sees."""
+        """Yield the parts with the keys of a rank, except for parts that no query sees."""
         size = self.layout.length // self.layout.num_chunks
         for at, chunk in enumerate(self.layout.chunks):
             for other_at, other in enumerate(self.layout.chunks_of(owner)):
@@ -175,7 +175,7 @@ _ring = direct(_Ring)
 
 
 def _around(key: Tensor, value: Tensor, group: ProcessGroup | None) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Yield each rank of a group with its keys and values, beginning with this one; the next are on their way."""
+    """Yield each rank of a group with its keys and values, beginning with this rank; the next rank's are in transit."""
     if group is None:
         yield 0, (key, value)
         return
@@ -189,7 +189,7 @@ def _around(key: Tensor, value: Tensor, group: ProcessGroup | None) -> Iterator[
 
 
 class _Passed:
-    """A tensor on its way to the next rank, in exchange for the tensor of the previous rank."""
+    """A tensor sent to the next rank, while the previous rank's tensor is received."""
 
     def __init__(self, sent: Tensor, group: ProcessGroup) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)

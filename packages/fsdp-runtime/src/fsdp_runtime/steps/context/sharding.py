@@ -1,4 +1,4 @@
-"""The tokens of a sequence that each rank of ``cp`` holds; model inputs, targets and losses are sharded by it."""
+"""The layout of a sequence's tokens over ``cp``; model inputs, targets and losses are sharded by it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_runtime.values import require_one_of
 #: ``"headtail"``, torchtitan's default, or ``None``.
 LoadBalancer = Literal["headtail"] | None
 LOAD_BALANCERS: tuple[LoadBalancer, ...] = ("headtail", None)
-#: Attribute of the tensors that ``SequenceLayout.shard`` returns, not of those computed from them.
+#: Attribute of the tensors that ``SequenceLayout.shard`` returns; tensors computed from them lack it.
 _CUT_BY = "_cut_by_load_balancer"
 
 
@@ -68,7 +68,7 @@ class SequenceLayout:
 
     @property
     def multiple(self) -> int:
-        """The number that a sequence's length must be a multiple of."""
+        """The divisor of every valid sequence length."""
         return self.ranks * self.chunks_per_rank
 
     @property
@@ -102,7 +102,7 @@ class SequenceLayout:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the ranks' tokens one after another are the sequence."""
+        """Whether the ranks' tokens in rank order are the sequence."""
         return self.chunks_per_rank == 1
 
     def order_on(self, device: torch.device) -> Tensor:
@@ -116,11 +116,11 @@ class SequenceLayout:
     def _kept(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
         if torch.compiler.is_compiling():
             return make()
-        kept: dict[tuple[str, torch.device], Tensor] = self.__dict__.setdefault("_on_devices", {})
-        if (name, device) not in kept:
+        cache: dict[tuple[str, torch.device], Tensor] = self.__dict__.setdefault("_on_devices", {})
+        if (name, device) not in cache:
             with torch.inference_mode(False):
-                kept[name, device] = make()
-        return kept[name, device]
+                cache[name, device] = make()
+        return cache[name, device]
 
     @property
     def positions(self) -> Tensor:
@@ -201,14 +201,14 @@ def sequence_layout(mesh: DeviceMesh, length: int, *, load_balancer: LoadBalance
 
 
 def padded(values: Tensor, length: int, fill: int = 0, *, dim: int = 1) -> Tensor:
-    """Return a tensor with ``length`` entries on a dim, filled up at the end."""
+    """Return a tensor padded at the end to ``length`` entries on a dim."""
     if (missing := length - values.shape[dim]) == 0:
         return values
     return functional.pad(values, (*(0, 0) * (values.dim() - 1 - dim), 0, missing), value=fill)
 
 
 def load_balancer_of(part: Tensor) -> str | None:
-    """Return the name of the load balancer that cut a tensor, ``None`` where that is not known."""
+    """Return the name of the load balancer that cut a tensor, ``None`` if it is unknown."""
     return getattr(part, _CUT_BY, None)
 
 

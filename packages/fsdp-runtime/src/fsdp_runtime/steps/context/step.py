@@ -125,12 +125,12 @@ class ContextParallel(Step[None]):
     """Make a model take its tokens sharded over ``cp``.
 
     Its forward then takes this rank's part of every input (see ``SequenceLayout.shard_batch``) and returns the outputs
-    of this rank's tokens, but router logits of full rows, so that an auxiliary loss is theirs.  Missing position ids
-    are filled in.  ``attention_mask`` may also be the mask of the full sequence, which saves an all-gather.
+    of this rank's tokens.  Router logits are returned for full rows, for an auxiliary loss.  Missing position ids are
+    filled in.  ``attention_mask`` may also be the mask of the full sequence, which saves an all-gather.
 
     Args:
         method: how attention spans the ranks: ``"allgather"`` (keys and values are gathered), ``"ulysses"`` (heads are
-            exchanged for sequence by all-to-all) or ``"ring"`` (keys and values go round).
+            exchanged for sequence by all-to-all) or ``"ring"`` (keys and values circulate).
         load_balancer: the tokens that each rank holds: ``"headtail"`` (one chunk from either end) or ``None`` (one
             contiguous chunk); shard inputs with ``sequence_layout(mesh, length, load_balancer=...)``.
         attention: replace the model's attention; ``False`` for a model that calls ``ContextAttention`` itself.
@@ -149,7 +149,7 @@ class ContextParallel(Step[None]):
         require_bool("attention", self.attention)
 
     def resolve(self, setup: Setup) -> Setup:
-        """Leave the axis out for a model that calls ``ContextAttention`` itself."""
+        """Remove the axis for a model that calls ``ContextAttention`` itself."""
         return setup if self.attention else replace(setup, meshes=replace(setup.meshes, cp=None))
 
     def check(self, setup: Setup) -> None:
@@ -162,11 +162,11 @@ class ContextParallel(Step[None]):
         verify_context_parallelism(self.load_balancer, setup, self._apply_to_copy)
 
     def prepare(self, model: nn.Module, setup: Setup, checked: None) -> None:
-        """Make the token mixers that are no plain attention run on full sequences; before layers are sharded."""
+        """Run all token mixers but plain attention on full sequences; before layers are sharded."""
         facts, mesh = setup.facts, setup.meshes.cp
         if mesh is None:
             return
-        # Without attention to replace, another method would only build masks that no model code can change.
+        # If no attention is replaced, another method would only build masks that model code cannot change.
         method = self.method if replaced_attention(facts.token_mixers, facts.attention) else "allgather"
         attention = ContextAttention(mesh.get_group(), self.load_balancer, method)
         attention.eager = eager_function if facts.attention == "eager" else None
@@ -256,7 +256,7 @@ def inputs_of(model: nn.Module) -> Inputs:
 
 @contextmanager
 def whole_rows(model: nn.Module) -> Iterator[None]:
-    """Let every rank of ``cp`` run a model on full rows inside the ``with``, with caches, as without the axis.
+    """Let every rank of ``cp`` run a model on full rows, with caches, inside the ``with``.
 
     For ``generate``: ranks of ``cp`` compute the same.  A backward inside would count its gradients on every rank.
     """

@@ -1,8 +1,8 @@
-"""Attention of some queries to some keys, and the sum of several such parts by their log-sum-exp.
+"""Attention of some queries to some keys, and the sum of these parts by their log-sum-exp.
 
 ``lse`` is the logarithm of the denominator of the softmax over the keys of a part.  Parts add up exactly (online
-softmax, Milakov and Gimelshein, arXiv:1805.02867); in backward each part's weights follow from the total ``lse``, so
-that no part is kept (FlashAttention, Dao et al., arXiv:2205.14135).
+softmax, Milakov and Gimelshein, arXiv:1805.02867); in backward a part's weights follow from the total ``lse``, so no
+part is kept (FlashAttention, Dao et al., arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Block:
 
     queries: slice  # places among this rank's queries
     keys: slice  # places among the keys at hand
-    causal: bool = False  # of the same tokens, each query sees those up to its own
+    causal: bool = False  # queries and keys are of the same tokens, and a query sees the keys up to its token
     mask: Tensor | None = None  # ``[batch, 1, queries, keys]`` bool
     fused: bool = False  # a kernel computes it
 

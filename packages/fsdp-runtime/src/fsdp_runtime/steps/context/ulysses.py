@@ -1,8 +1,8 @@
 """Heads for sequence by all-to-all: each rank attends with some of the heads over the full sequence.
 
-Before attention each rank gets all tokens of its heads, and after it the tokens go home (DeepSpeed-Ulysses, Jacobs et
+Before attention each rank gets all tokens of its heads, and after it the tokens return (DeepSpeed-Ulysses, Jacobs et
 al., arXiv:2309.14509).  So a rank computes attention as without ``cp``, for fewer heads, by any function
-and with any mask.  Key and value heads that ``cp`` does not divide are copied, as often as needed.
+and with any mask.  If ``cp`` does not divide the key and value heads, they are copied.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ def attend_over_heads(
 
 
 def kv_copies(heads: int, ranks: int) -> int:
-    """Return how often each key and value head is sent, so that the ranks divide them: 1 where they do already."""
+    """Return the copies per key and value head that let the ranks divide them: 1 if ``ranks`` divides ``heads``."""
     return lcm(heads, ranks) // heads
 
 
 class OwnHeads:
-    """An attention module as its attention function sees it on a rank with some of the heads."""
+    """An attention module with one rank's heads, for its attention function."""
 
     def __init__(self, module: nn.Module, heads: int, own: slice, kv_heads: int) -> None:
         self._module, self._heads, self._own = module, heads, own
         self._groups = (own.stop - own.start) // kv_heads
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute; of a parameter with one entry a head, such as sinks, this rank's entries."""
+        """Return the module's attribute; this rank's entries of a parameter with one per head, such as sinks."""
         return self._groups if name == KV_GROUPS else self.of(getattr(self._module, name))
 
     def of(self, value: Any) -> Any:
-        """Return a value; of a tensor with one entry a head and no other dim, this rank's entries."""
+        """Return a value; this rank's entries of a tensor with one entry per head and no other dim."""
         if not isinstance(value, Tensor) or value.numel() != self._heads or self._heads not in value.shape:
             return value
         return value.narrow(list(value.shape).index(self._heads), self._own.start, self._own.stop - self._own.start)

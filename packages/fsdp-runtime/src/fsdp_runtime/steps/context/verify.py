@@ -1,7 +1,7 @@
-"""Decide by running whether a model can take parts of rows: a small copy of it on the ranks of ``cp``.
+"""Decide whether a model can run on parts of rows: run a small copy on the ranks of ``cp``.
 
 A model may mix tokens in any module, or take positions from the length of its row.  The copy runs on full rows, then
-on the ranks' parts as ``ContextParallel`` would have it, and the results are compared.
+under ``ContextParallel`` on the ranks' parts, and the results are compared.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tp_plans.runtime import computes, on_ranks_of, tiny_model
 
 logger = logging.getLogger(__name__)
 
-#: Outputs agree up to rounding of what model code computes in float32.
+#: Outputs agree up to the rounding of float32 in model code.
 _BOUND = 1e-5
 _ROWS, _TOKENS, _PADDING = 2, 16, 3
 
-#: The first output of every module by path and index, in the order of the calls; the model's own come last.
+#: The first output of every module by path and index, in the order of the calls; the model's outputs come last.
 Outputs = dict[tuple[str, int], Tensor]
 
 
@@ -38,8 +38,8 @@ def verify_context_parallelism(
     load_balancer: LoadBalancer, setup: Setup, apply: Callable[[nn.Module, Setup], None]
 ) -> None:
     """Check that a model computes the same on parts of rows; collective over ``cp``.  The model is not changed."""
-    # Decoders of transformers are not run: their modules outside of token mixers are known to be token-wise. What
-    # cannot be run small is accepted, with a warning; nothing is run on a simulated mesh.
+    # Decoders of transformers are not run: their modules outside of token mixers are known to be token-wise. A model
+    # without a running small copy is accepted, with a warning. A simulated mesh runs nothing.
     mesh, facts = setup.meshes.cp, setup.facts
     model = facts.row_model
     name = original_class(model).__name__
@@ -116,16 +116,16 @@ def _padding_mask(length: int) -> Tensor:
 
 
 def _difference(actual: Outputs, expected: Outputs, layout: SequenceLayout) -> str:
-    """Return what differs in the outputs of a rank's tokens, empty where nothing does."""
+    """Return a difference in the outputs of a rank's tokens, else an empty text."""
     real = _padding_mask(layout.length).bool()
     errors: dict[tuple[str, int], float] = {}
     for key, own in actual.items():
         full = expected.get(key)
         if full is None or full.shape[:2] != real.shape or own.shape[:2] != (_ROWS, layout.length // layout.ranks):
             continue
-        kept = layout.shard(real).to(own.device)
-        wanted = layout.shard(full)[kept].double()
-        errors[key] = float((own[kept].double() - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30)
+        tokens = layout.shard(real).to(own.device)
+        target = layout.shard(full)[tokens].double()
+        errors[key] = float((own[tokens].double() - target).abs().max()) / max(float(target.abs().max()), 1e-30)
     own_errors = [error for (path, _), error in errors.items() if not path]
     if not own_errors or all(error <= _BOUND for error in own_errors):
         return ""

@@ -1,4 +1,4 @@
-"""The documents of packed rows: found once a forward, and moved between rows and batches with one document a row."""
+"""The documents of packed rows: found once per forward, and moved between rows and batches of a document per row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHORT = 8
 
 @dataclass(eq=False)
 class Documents:
-    """The documents of one batch of rows; ``begins`` is ``[batch, seq]`` bool, true at the first token of each."""
+    """The documents of one batch of rows; ``begins`` is ``[batch, seq]`` bool, true at first tokens."""
 
     begins: Tensor
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -35,19 +35,19 @@ class Documents:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of every document, row by row; waits for the device, once a forward."""
+        """Tokens of every document, row by row; waits for the device, once per forward."""
         starts = self.begins.flatten().nonzero().flatten().tolist()
         return [end - start for start, end in zip(starts, [*starts[1:], self.begins.numel()], strict=True)]
 
     @cached_property
     def cumulative_lengths(self) -> Tensor:
-        """``[documents + 1]`` int32, the tokens before each document, counted over all rows; as kernels take them."""
+        """``[documents + 1]`` int32, the tokens before each document, counted over all rows, for kernels."""
         starts = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return starts.to(self.begins.device, non_blocking=True)
 
     @property
     def packed(self) -> bool:
-        """True if some row has several documents; waits for the device, once a forward."""
+        """True if some row has several documents; waits for the device, once per forward."""
         return len(self.lengths) > self.begins.shape[0]
 
     @cached_property
@@ -67,7 +67,7 @@ class Documents:
         lengths = torch.tensor(self.lengths)
         starts = lengths.cumsum(0) - lengths
         device, row = self.begins.device, self.begins.shape[1]
-        return [DocumentBatch.of(starts[list(each)], lengths[list(each)], row, device) for each in members]
+        return [DocumentBatch.of(starts[list(batch)], lengths[list(batch)], row, device) for batch in members]
 
     def together(self, outputs: Sequence[Tensor], batches: Sequence[DocumentBatch]) -> Tensor:
         """Put the outputs ``[documents, length, ...]`` of batches back into rows ``[batch, seq, ...]``."""
@@ -80,7 +80,7 @@ class Documents:
         return tokens.index_select(0, order).view(*self.begins.shape, *tokens.shape[1:])
 
     def restrict(self, mask: Tensor, *, true_allows: bool = True) -> Tensor:
-        """Return an attention mask under which no token attends to another document; computed once a mask."""
+        """Return an attention mask under which no token attends to another document; computed once per mask."""
         # It is ``[batch or 1, heads or 1, seq or 1, seq]``, bool or added to the scores.
         if id(mask) not in self._masks:
             same = self.same
@@ -144,9 +144,9 @@ def find_documents(
     position_ids: Tensor | None, seq_idx: Tensor | None, cu_seq_lens: Tensor | None, shape: tuple[int, int]
 ) -> Documents | None:
     """Find the documents of a batch from the inputs of a model, without waiting for the device."""
-    # A document begins where a position ``[batch, seq]`` is not its predecessor's plus one, as transformers reads them;
-    # of ``[axes, batch, seq]`` for multimodal rotary embeddings, the first axis counts tokens of text. ``seq_idx``
-    # ``[batch, seq]`` numbers documents, and ``cu_seq_lens`` counts the tokens before each over all rows.
+    # A document begins where a position ``[batch, seq]`` is not its predecessor's plus one, as in transformers. In
+    # ``[axes, batch, seq]``, for multimodal rotary embeddings, the first axis counts tokens of text. ``seq_idx``
+    # ``[batch, seq]`` numbers documents. ``cu_seq_lens`` counts the tokens before each document over all rows.
     if cu_seq_lens is not None:
         if cu_seq_lens.dim() != 1:
             raise LayoutError(f"cu_seq_lens_q {list(cu_seq_lens.shape)}: give [documents + 1] tokens before each")

@@ -1,4 +1,4 @@
-"""Token mixers on packed rows: attention under a restricted mask, any other on documents as rows of a batch."""
+"""Token mixers on packed rows: attention under a restricted mask, other mixers on a batch of a document per row."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fsdp_runtime.steps.documents.documents import DocumentBatch, Documents
 from fsdp_runtime.wrap import Wrapper
 from tp_plans.runtime import referenced_names
 
-#: Inputs that tell kernels of boundaries, which rows of one document do not have.
+#: Inputs with boundaries of documents, for kernels; rows of one document have no boundaries.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(eq=False)
 class CurrentDocuments:
-    """The documents of the current forward, which a model's token mixers share; ``None`` where each row is one."""
+    """The documents of the current forward, shared by a model's token mixers; ``None`` for rows of one document."""
 
     current: Documents | None = None
 
     def bind(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that runs with the documents of now, also in a later recomputation."""
+        """Return a forward that runs with the current documents, also in a later recomputation."""
         documents = self.current
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def run_per_document(
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a value with every tensor in it, in nested dicts, tuples and lists, replaced by ``change`` of it."""
+    """Return a value with ``change`` applied to every tensor in its nested dicts, tuples and lists."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -100,14 +100,14 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 def map_arguments(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[str, Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a module's forward, each replaced by ``change`` of its name and its value."""
+    """Return the arguments of a module's forward after ``change(name, value)`` of every argument."""
     names = _argument_names(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
     changed = tuple(change(name, each) for name, each in zip_longest(names[: len(args)], args, fillvalue=""))
     return changed, {name: change(name, value) for name, value in kwargs.items()}
 
 
 def map_full(function: Callable[..., Tensor], *tensors: DTensor) -> DTensor:
-    """Return a function of full tensors, which every rank computes, with the placements of the first one."""
+    """Compute a function of full tensors on every rank; the result has the placements of the first tensor."""
     first = tensors[0]
     full = [each.redistribute(placements=[Replicate()] * each.device_mesh.ndim) for each in tensors]
     local = function(*(each.to_local(grad_placements=each.placements) for each in full))
@@ -121,7 +121,7 @@ def is_padding_mask(name: str, value: Any) -> bool:
 
 
 def _taken(batch: DocumentBatch, documents: Documents, value: Tensor) -> Tensor:
-    """Return a batch's part of a tensor of tokens; any other tensor as it is."""
+    """Return a batch's part of a tensor of tokens; any other tensor unchanged."""
     rows, tokens = documents.begins.shape
     shape = tuple(value.shape)
     if len(shape) == 4 and shape[2:] == (tokens, tokens) and shape[1] != tokens and shape[0] in (1, rows):
@@ -136,7 +136,7 @@ def _taken(batch: DocumentBatch, documents: Documents, value: Tensor) -> Tensor:
 
 
 def _of_pairs(batch: DocumentBatch, value: Tensor) -> Tensor:
-    """Return the part of a value for each pair of tokens that documents of a batch share, as it is by distance."""
+    """Return the part of a value per pair of tokens that documents share: the value depends on their distance."""
     if not torch.equal(value[1:, 1:], value[:-1, :-1]):
         raise LayoutError(
             f"an input {list(value.shape)} has a value for each pair of tokens that does not follow from their "
@@ -196,7 +196,7 @@ def restricted(
 
 
 def _of_keys(mask: Tensor, tokens: int) -> bool:
-    """Return True for a mask of all pairs of tokens, and for one of all keys that is added to scores."""
+    """Return True for a mask of all pairs of tokens, and for an additive mask of all keys."""
     return mask.shape[2:] == (tokens, tokens) or (mask.shape[2:] == (1, tokens) and mask.is_floating_point())
 
 
@@ -215,7 +215,7 @@ def uses_interface(cls: type) -> bool:
 @cache
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
 def _mask_place(cls: type) -> int:
-    """Return the place of the mask among the arguments of a class's own forward, not of one mixed in."""
+    """Return the place of the mask among the arguments of a class's own forward, not of a wrapper's."""
     return _argument_names(cls).index(MASK)  # type: ignore[no-any-return]
 
 

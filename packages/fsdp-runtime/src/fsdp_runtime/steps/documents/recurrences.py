@@ -35,14 +35,14 @@ _TOLERANCE = 0.02
 
 
 class ByFunctions(Wrapper):
-    """Lets a token mixer mix tokens by other functions than its own."""
+    """Replaces the functions by which a token mixer mixes tokens."""
 
     of_single_tokens: ClassVar[Callable[..., Any]]
     verified: ClassVar[bool | None] = None
 
     def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return True for several plain tokens, if the module is known to mix them by these functions only."""
-        # One token has another shape than several.  A DTensor holds the tokens of all ranks of tp, not this rank's.
+        # A single token has another shape.  A DTensor holds the tokens of all ranks of tp, not this rank's.
         tokens = args[0] if args else kwargs.get("hidden_states")
         plain = isinstance(tokens, Tensor) and not isinstance(tokens, DTensor) and tokens.shape[1] > 1
         return plain and self.is_verified(tokens)
@@ -64,7 +64,7 @@ class ByFunctions(Wrapper):
 
 
 class PackedRows(ByFunctions):
-    """Stands before the wrapper that runs a token mixer on documents as rows."""
+    """Runs a token mixer on packed rows, before the wrapper that runs it per document."""
 
     effect = "packed rows by functions"
     documents: ClassVar[CurrentDocuments]
@@ -125,7 +125,7 @@ def _forward_without_mixing(cls: type) -> Callable[..., Any]:
 
 
 def _token_by_token(_: Any, recurrence: Recurrence, call: Call) -> Tensor:
-    """Return a function of each token alone that depends on all inputs of a recurrence."""
+    """Return a token-wise function of all inputs of a recurrence."""
     output = call.tokens[recurrence.heads[0]]
     for value in call.tokens.values():
         mean = value.flatten(2).mean(2)
@@ -135,19 +135,19 @@ def _token_by_token(_: Any, recurrence: Recurrence, call: Call) -> Tensor:
 
 @torch.no_grad()
 def _is_token_wise(forward: Callable[[Tensor], Any], like: Tensor) -> bool | None:
-    """Return True if the output of a token depends neither on its place nor on the others; ``None`` without data."""
+    """Return True if the output of a token depends neither on its place nor on other tokens; ``None`` without data."""
     # Half of the tokens are moved to other places among others, then the other half. Waits for the device.
     values = torch.arange(2 * len(_MOVED) * like.shape[2], device=like.device).view(2, 1, len(_MOVED), -1)
     if not has_values(values):  # also where ``like`` is a DTensor of fake ones
         return None
     tokens, others = torch.sin(values * 1.7).to(like.dtype)
     moved = torch.tensor(_MOVED, device=like.device)
-    wanted = _full(forward(tokens))[:, moved]
-    bound = _TOLERANCE * wanted.abs().max()
+    expected = _full(forward(tokens))[:, moved]
+    bound = _TOLERANCE * expected.abs().max()
     for half in (0, 1):
-        kept = moved % 2 == half
-        outputs = _full(forward(torch.where(kept[:, None], tokens[:, moved], others)))
-        if not bool((outputs - wanted)[:, kept].abs().max() <= bound):
+        tested = moved % 2 == half
+        outputs = _full(forward(torch.where(tested[:, None], tokens[:, moved], others)))
+        if not bool((outputs - expected)[:, tested].abs().max() <= bound):
             return False
     return True
 

@@ -1,8 +1,8 @@
 """The functions by which transformers' token mixers mix tokens: short convolutions and recurrences.
 
 Since transformers 5.23 the modules of linear attention, Mamba and short convolutions compute everything else token by
-token, and call these functions by a name of their Python module.  So a copy of a forward that looks up other functions
-under these names mixes tokens in another way, and the class and its Python module stay as they are.
+token, and call these functions by a name of their Python module.  So a copy of a forward can find other functions
+under these names and mix tokens by them; the class and its Python module do not change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TAKEN = {"self", "hidden_states", "attention_mask", *CACHES}
 class Recurrence:
     """The arguments of a recurrence that has no connection between heads, by name."""
 
-    heads: tuple[str, ...]  # ``[batch, seq, heads, *]``, that with the output's shape first
+    heads: tuple[str, ...]  # ``[batch, seq, heads, *]``; the first has the output's shape
     groups: tuple[str, ...] = ()  # ``[batch, seq, groups, *]``: neighbouring heads share each
     common: tuple[str, ...] = ()  # ``[batch, seq, *]`` for all heads
     parameters: tuple[str, ...] = ()  # ``[heads, *]``
@@ -77,7 +77,7 @@ RECURRENCES: Mapping[str, Recurrence] = {
 
 @cache
 def functions_called(cls: type) -> tuple[str, ...]:
-    """Return the names of the functions by which a class mixes tokens; none where its forward may do it otherwise."""
+    """Return the names of the functions by which a class mixes tokens; none if its forward may mix them otherwise."""
     forward = unwrap(cls.forward)  # type: ignore[attr-defined]
     if not isfunction(forward) or not cls.__module__.startswith("transformers."):
         return ()
@@ -98,7 +98,7 @@ def with_functions(
     recurrence: Callable[[Callable[..., Any], Recurrence, Call], Tensor],
     fused: Callable[..., Any] = lambda *_, **__: None,  # the module then calls the steps of a fused kernel one by one
 ) -> Callable[..., Any]:
-    """Return a copy of a class's forward that calls other functions by the same names; each gets the one there now."""
+    """Return a copy of a class's forward that calls other functions by the same names, given the replaced one."""
     others = {CONVOLUTION: convolution, FUSED: fused}
     functions = {name: _in_place_of(cls, name, others.get(name, recurrence)) for name in functions_called(cls)}
     forward = unwrap(cls.forward)  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def _in_place_of(cls: type, name: str, other: Callable[..., Any]) -> Callable[..
 def takes_boundaries(function: Callable[..., Any], name: str) -> bool:
     """Return True where a kernel is installed that takes the boundaries of documents."""
     # transformers wraps the kernel or its own function, which ignores or refuses boundaries, in a function that has the
-    # one in use as a variable.
+    # used one as a variable.
     kernel = getclosurevars(function).nonlocals.get("implementation", function) if isfunction(function) else function
     return name in signature(kernel).parameters
 
@@ -145,7 +145,7 @@ class Call:
     def of(
         cls, function: Callable[..., Any], recurrence: Recurrence, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Call:
-        """Read the arguments of a call, which has no state to begin with or to return."""
+        """Read the arguments of a call without an initial or a returned state."""
         places = tuple(signature(function).parameters)[: len(args)]
         named = {**dict(zip(places, args, strict=True)), **kwargs}
         for name in _STATES:

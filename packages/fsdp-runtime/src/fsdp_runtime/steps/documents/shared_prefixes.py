@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 #: Implementations of attention that take any mask.
 _ANY_MASK = ("sdpa", "eager", "flex_attention")
-#: Kinds of layers in which a token sees others by a mask over positions only, or not at all.
+#: Kinds of layers in which tokens interact through a mask over positions only, or not at all.
 _MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "mlp", "moe")
 #: Modules with results that depend on a token's index in the row, against the rule of their kind.
 _INDEX_DEPENDENT = {"DogeCDMoE": "its router mixes the scores of all tokens of a batch"}
@@ -86,11 +86,11 @@ class SharedPrefixes(Step[None]):
         return replace(setup, shared_prefixes=True)
 
     def check(self, setup: Setup) -> None:
-        """Check that a token of the model sees others by masked attention only."""
+        """Check that tokens of the model interact through masked attention only."""
         _check(setup)
 
     def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
-        """Hand the model's masks its trees; attention over ``cp`` reads ``subtree_end`` itself."""
+        """Pass the trees of rows to the model's masks; attention over ``cp`` reads ``subtree_end`` itself."""
         if setup.meshes.cp is None:
             build_masks_along_paths(_current, _ANY_MASK)
             hooks = _Hooks()

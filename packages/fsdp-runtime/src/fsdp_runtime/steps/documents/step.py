@@ -42,7 +42,7 @@ def check_packing(facts: ModelFacts) -> None:
 class PackedSequences(Step[None]):
     """Isolate the documents of packed rows: the outputs of a document do not depend on its neighbours.
 
-    ``position_ids`` that restart, ``seq_idx`` or ``cu_seq_lens_q`` tell where documents begin.
+    A document begins where ``position_ids`` restart, or where ``seq_idx`` or ``cu_seq_lens_q`` says.
 
     Args:
         isolate: isolate documents; ``False`` only warns where documents of the first packed rows read one another.
@@ -112,10 +112,10 @@ class _PackedInputs:
         if named.get("position_ids") is None:
             named["position_ids"] = documents.positions
         takes = signature(type(model_of_rows(module)).forward).parameters
-        anything = any(each.kind is Parameter.VAR_KEYWORD for each in takes.values())
+        anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values())
         hidden = () if self.varlen else BOUNDARIES
-        kept = {n: v for n, v in named.items() if n not in hidden and (n in takes or anything)}
-        return args, {**kept, "use_cache": False}
+        inputs = {n: v for n, v in named.items() if n not in hidden and (n in takes or anything)}
+        return args, {**inputs, "use_cache": False}
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Free the masks; the graph keeps the masks that it needs."""

@@ -1,4 +1,4 @@
-"""One warning for packed rows without ``packed_sequences=True``: tokens of different documents meet."""
+"""One warning for packed rows without ``packed_sequences=True``: tokens of different documents interact."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 #: Number of forwards with inspected position ids; each one waits for the device.
 _WATCHED = 4
-#: Inputs beside rows of documents with shared prefixes: of this package, and of TRL's trees.
+#: Inputs that mark rows with shared prefixes: of this package, and of TRL's trees.
 _SHARED_PREFIXES = frozenset({"subtree_end", "tree_kv_index"})
 
 
 def warn_of_packed_rows(model: nn.Module, facts: ModelFacts) -> None:
-    """Watch the first forwards of a model with position ids, and warn where documents meet in some layer."""
+    """Watch the first forwards of a model with position ids, and warn where documents interact in some layer."""
     if facts.of_transformers and facts.token_mixers:
         hook_forward(model, "warns where documents meet", before=PackedRowsWatch(facts.token_mixers))
 
 
 class PackedRowsWatch:
-    """A forward pre-hook that warns once where documents of packed rows meet."""
+    """A forward pre-hook that warns once where documents of packed rows interact."""
 
     def __init__(self, mixers: tuple[TokenMixer, ...]) -> None:
         self.mixers = mixers
@@ -51,7 +51,7 @@ class PackedRowsWatch:
 
 
 def _only_padding_restarts(documents: Documents, mask: Any) -> bool:
-    """Return True where no token of a row begins a document right after another one that a mask lets through."""
+    """Return True where no unmasked token begins a document right after another unmasked token."""
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != documents.begins.shape[1]:
         return False
     real = mask.bool()
@@ -85,11 +85,11 @@ def _report(model: nn.Module, mixers: tuple[TokenMixer, ...], documents: Documen
 
 
 def _leaks(mask: Any, implementation: str, documents: Documents) -> bool:
-    """Return True for a mask that lets documents meet; a mask of another shape is not judged."""
+    """Return True for a mask that lets documents interact; masks of other shapes are not judged."""
     if mask is None:
         return not implementation.startswith(("flash", "flex"))
     length = documents.begins.shape[1]
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2:] != (length, length):
         return False
-    kept = documents.restrict(mask)
-    return not torch.equal(mask.expand_as(kept), kept)
+    isolated = documents.restrict(mask)
+    return not torch.equal(mask.expand_as(isolated), isolated)
