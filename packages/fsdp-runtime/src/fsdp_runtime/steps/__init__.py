@@ -1,4 +1,4 @@
-"""The steps of ``parallelize``: each class owns its options, their checks and how they are applied.
+"""The steps of ``parallelize``: each class owns its options, their checks and their application.
 
 Shard:    ``TensorParallel``, ``ExpertParallel``, ``ContextParallel``, ``FSDP2``
 Rows:     ``PackedSequences``, ``SharedPrefixes``

@@ -1,4 +1,4 @@
-"""The public names of ``fsdp_runtime.steps``, imported at the first use of one."""
+"""The public names of ``fsdp_runtime.steps``, imported at the first use of a name."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ Mode = Literal["none", "mlp", "block", "selective"]
 
 @dataclass(frozen=True)
 class SelectiveCheckpoint:
-    """Recompute every operator of a block except some.  The results of these are kept.
+    """Recompute every operator of a block except for the operators in ``save``: their results are kept.
 
     Args:
         save: names of the ATen or collective operators with kept results, such as ``"aten.mm"`` or
-            ``"_c10d_functional.all_reduce"``; a name stands for all its overloads.  By default the most expensive ones:
-            matrix products, attention and collectives.
+            ``"_c10d_functional.all_reduce"``; a name stands for all its overloads.  By default the most expensive
+            operators: matrix products, attention and collectives.
 
     Example:
         >>> from fsdp_runtime.steps import SelectiveCheckpoint
@@ -61,7 +61,7 @@ class SelectiveCheckpoint:
     )
 
     def overloads(self) -> list[Any]:
-        """Return the operators as torch's objects, without those that this torch lacks.
+        """Return the operators as torch's objects, except for operators that this torch lacks.
 
         Raises:
             OptionError: a name has no namespace, or none of the names exists.
@@ -92,7 +92,7 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
 
     Args:
         mode: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in backward; or a
-            :class:`SelectiveCheckpoint` with the operators to keep results of.
+            :class:`SelectiveCheckpoint` with the operators to keep.
 
     Raises:
         OptionError: an unknown mode.
@@ -122,7 +122,7 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
         return tuple(path for path, block in setup.structure.blocks.items() if has_forward(block))
 
     def apply(self, model: nn.Module, setup: Setup, checked: tuple[str, ...]) -> None:
-        """Put recomputation in front of the modules."""
+        """Make the modules recompute."""
         if self.mode == "none":
             return
         selective = SelectiveCheckpoint() if self.mode == "selective" else self.mode

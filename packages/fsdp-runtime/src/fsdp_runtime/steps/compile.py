@@ -1,7 +1,7 @@
 """``torch.compile`` of each block, in place, and async tensor parallelism.
 
-For the latter, Inductor splits an all-gather before a product and a reduce-scatter after one, the collectives of
-sequence parallelism, into pipelines over symmetric memory (torchtitan's "async TP"; CUDA with peer access).
+For async tensor parallelism, Inductor splits the collectives of sequence parallelism (an all-gather before a product, a
+reduce-scatter after it) into pipelines over symmetric memory (torchtitan's "async TP"; CUDA with peer access).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)
 
-#: Graphs that a piece of code can have before torch leaves the rest to Python; torch's own limit is 8.  All decoder
-#: layers of transformers share the code that is counted (``GradientCheckpointingLayer``), and one kind of block has a
-#: graph for the first length and one for any, each with and without gradients, and again where ``tp`` divides it.
+#: Graphs per piece of code before torch leaves the rest to Python; torch's limit is 8.  All decoder layers of
+#: transformers share the counted code (``GradientCheckpointingLayer``).  A kind of block has a graph for the first
+#: length and a graph for any length, both with and without gradients, and again where ``tp`` divides the length.
 RECOMPILE_LIMIT = 64
 
 
@@ -46,7 +46,7 @@ def check_compile_options(options: Mapping[str, Any]) -> None:
 def async_compile_options(
     tp_mesh: DeviceMesh | None, compile_options: Mapping[str, Any], *, sequence_parallel: bool
 ) -> dict[str, Any]:
-    """Return the keywords of ``torch.compile`` for async tensor parallelism; raise where nothing would overlap."""
+    """Return the keywords of ``torch.compile`` for async tensor parallelism; raise if nothing would overlap."""
     if tp_mesh is None or not sequence_parallel:
         raise OptionError(
             "async_tensor_parallel overlaps the collectives of sequence parallelism: it needs a mesh with tp larger "
@@ -77,7 +77,7 @@ class Compile(Step[Mapping[str, Any]]):
 
     ``use_cache`` of the model's configs is set to ``False``: a key/value cache has an entry for each layer, so the
     compiler would make one graph per block until it gives up.  ``model(..., use_cache=True)`` and ``generate``
-    have a cache nevertheless.  From torch 2.13 on, ``recompile_limit`` is 64 unless the options have one.
+    still have a cache.  From torch 2.13 on, ``recompile_limit`` is 64 unless the options have one.
 
     A forward that is asked for router logits, hidden states or attention maps runs its blocks without the compiler.
     Compiled code would leave out the outputs that transformers records.
@@ -133,7 +133,7 @@ class Compile(Step[Mapping[str, Any]]):
 
 def _separate_caches(rank: int) -> None:
     """Separate the compiled code that torch stores on disk by the rank of ``tp``."""
-    # The key of stored code has the full shape of a DTensor, not the local one (torch 2.10 to 2.13): where ``tp`` does
+    # The key of stored code has the full shape of a DTensor, not the local shape (torch 2.10 to 2.13): if ``tp`` does
     # not divide a sequence, a later run would get the code of a rank with another local length.
     tag, config = f"[tp rank {rank}]", torch.compiler.config
     if tag not in config.cache_key_tag:
@@ -141,9 +141,9 @@ def _separate_caches(rank: int) -> None:
 
 
 def _leave_to_python(model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Run the blocks as they are in a forward that is asked for outputs of modules inside."""
+    """Run the blocks uncompiled in a forward that is asked for outputs of submodules."""
     # transformers registers hooks on them at the first such forward. Compiled code does not look for new hooks
-    # (``torch._dynamo.config.skip_nnmodule_hook_guards``), so that what they record would be missing.
+    # (``torch._dynamo.config.skip_nnmodule_hook_guards``), so their records would be missing.
     if any(asks_for(model, kwargs, output) for output in recorded_outputs(model)):
         for block in filter(is_compiled, model.modules()):
             runtime_state(block).compiled = set_compiled_call(block, None)
@@ -159,6 +159,6 @@ def _compile_again(model: nn.Module, _args: Any, _output: Any) -> None:
 
 def _recomputes_in_graph(backend: Any) -> bool:
     """Return True for a backend with graphs that draw the same random numbers when they recompute."""
-    # A recomputation inside of a graph keeps no random state, since Inductor and AOTAutograd are to do it (torch 2.10
+    # A recomputation inside of a graph keeps no random state: Inductor and AOTAutograd have to keep it (torch 2.10
     # to 2.13, ``TagActivationCheckpoint``). Other backends, such as ``"eager"``, would recompute with other dropout.
     return isinstance(backend, str) and (backend == "inductor" or backend.startswith("aot_"))

@@ -1,9 +1,9 @@
-"""Random numbers of training forwards over ``tp``: equal where ranks have equal activations, different where not.
+"""Random numbers of training forwards over ``tp``: equal for equal activations, different for different activations.
 
 Dropout after a row-wise layer, a layer drop or the noise of a router must draw the same numbers on all ranks of ``tp``;
 otherwise each rank trains another model, and replicated parameters diverge.  Users may seed ranks differently.  So a
 forward begins from a seed that the ranks exchange, and restores each rank's random state afterwards.  Ranks have
-different heads, and under sequence parallelism different tokens: dropout of these draws from a seed of the rank.
+different heads, and under sequence parallelism different tokens: their dropout draws from a seed of the rank.
 Recomputed modules draw the numbers of their forward, because checkpoints keep the random state.
 """
 
@@ -42,7 +42,7 @@ from tp_plans.runtime import computes, referenced_names
 _RANDOM = re.compile("drop|jitter|noise")
 _ATTENTION = "attention_dropout"
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-#: Functions that drop weights of heads where their first argument is ``[batch, heads, ..., ...]``.
+#: Functions that drop weights of heads if their first argument is ``[batch, heads, ..., ...]``.
 _OF_HEADS = (nn.functional.dropout, nn.functional.scaled_dot_product_attention)
 _DIMS_OF_HEADS = 4
 #: Odd factors that make the seeds of ranks differ.
@@ -55,7 +55,7 @@ _SEEDS = 2**40
 class RandomStates(Step[None]):
     """Let the ranks of ``tp`` draw equal random numbers in training forwards of a model with dropout or other noise."""
 
-    # Such a forward costs two all-gathers of 8 bytes over ``tp`` and the waits for them; a model in evaluation or with
+    # Such a forward costs two all-gathers of 8 bytes over ``tp`` and two waits; a model in evaluation or with
     # probabilities of 0 costs none. Attention draws for the heads of its rank, except in compiled blocks. Ranks of
     # ``cp`` have different tokens and draw different numbers.
     tp: DeviceMesh | None = field(repr=False)
@@ -120,7 +120,7 @@ def _names(module: nn.Module) -> Iterator[str]:
 
 
 def _functional_amounts(module: nn.Module) -> Iterator[str]:
-    """Yield the names of the probabilities with which a module's own code may call ``F.dropout``."""
+    """Yield the names of the probabilities with which a module's code may call ``F.dropout``."""
     read = {name for name in referenced_names(type(module)) if "dropout" in name}
     if not isinstance(module, _DROPOUT) and any(not isinstance(getattr(module, n, None), nn.Module) for n in read):
         yield from (f"config.{name}" for name in _amounts(getattr(module, "config", None)))
@@ -153,7 +153,7 @@ class _SharedSeed:
         return _SharedSeed(self.tp, self.cp_rank, deepcopy(self.sources, memo), self.states)
 
     def before(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Begin from the seed of the first rank of ``tp``."""
+        """Set the seed of the first rank of ``tp``."""
         if not any(module.training and (getattr(owner, name, 0) or 0) > 0 for module, owner, name in self.sources):
             self.rank_states.append(None)
             return
@@ -198,12 +198,12 @@ class _RankSeeds:
 
 
 class _RankDraws(Wrapper):
-    """Lets a module with a rank's heads or tokens draw from the rank's seed; ranks may have unequal parts."""
+    """Lets a module with a rank's heads or tokens draw from the rank's seed; ranks' parts may be unequal."""
 
     effect = "draws for a rank's heads or tokens"
     seeds: ClassVar[_RankSeeds]
     draws: ClassVar[Callable[[Any, Any], bool]]  # of the module and its arguments
-    functions: ClassVar[tuple[Callable[..., bool], ...]]  # tests of the calls to seed; without any, the whole forward
+    functions: ClassVar[tuple[Callable[..., bool], ...]]  # tests of the calls to seed; if empty, the whole forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward, cls = super().forward, type(self)  # type: ignore[misc]

@@ -50,9 +50,9 @@ class Recomputing(Wrapper):
 
 @partial(torch.compiler.disable, recursive=False)  # the functions that the module calls are compiled
 def _recompute_in_python(forward: Any, state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    # By the time of backward another batch may have gone forward, and scores of a router may tie differently: the
-    # forward is bound to the documents and routes of now.
-    for carried in state.carried:  # a graph keeps what it has read
+    # Before backward another batch may run forward, and ties in a router's scores may resolve differently: the forward
+    # is bound to the current documents and routes.
+    for carried in state.carried:  # a graph keeps its own values
         forward = carried.bind(module, forward)
     contexts: SelectiveContexts | None = state.checkpoint_contexts
     if contexts is None:

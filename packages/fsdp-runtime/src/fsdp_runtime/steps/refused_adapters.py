@@ -1,4 +1,4 @@
-"""Adapters that shards cannot compute, and those that are added to a model after it was sharded."""
+"""Refuse adapters that shards cannot compute, and adapters that are added after the sharding."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def refuse_adapters(path: str, reason: str) -> NoReturn:
 
 def refuse_later_adapters(model: Any) -> None:
     """Let a model's forward refuse adapters that it does not have yet."""
-    # peft would draw other values for them on every rank, and nothing would shard them or sum their gradients. A
-    # ``PeftModel`` that is made later skips the hooks of the model's forward, but runs the hooks of the models inside.
+    # peft would draw different values on every rank, and nothing would shard them or sum their gradients. A later
+    # ``PeftModel`` skips the hooks of the model's forward, but runs the hooks of the models inside.
     require = _RequireKnown(model, frozenset(_adapters(model)))
     if is_peft_model(model):
         hook_model(model, "refuses new adapters", require)

@@ -1,10 +1,10 @@
-"""Selective checkpointing that never keeps a result which is changed in place later.
+"""Selective checkpointing that never keeps a result if it is later changed in place.
 
 ``torch.utils.checkpoint`` keeps the results of chosen operators by reference, and detects a later in-place change by
 version counters.  ``torch.matmul`` returns ``aten._unsafe_view`` of a product, which shares its memory and not its
 counter: ``y = torch.matmul(a, b); y += c`` changes the kept product unnoticed, and the recomputation reads wrong values
-(torch 2.11 to 2.15, no upstream issue found).  Here storages are compared: where an operator writes into the memory of
-a kept result, the module's forward runs once more without keeping results of that operator, and remembers it.
+(torch 2.11 to 2.15, no upstream issue found).  Here storages are compared.  If an operator writes into the memory of
+a kept result, the module's forward runs again without keeping that operator's results, and remembers the operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Keep no results inside the ``with``, for operators of one of the two forwards, such as a check that runs once."""
+    """Keep no results inside the ``with``, for operators that only one of the two forwards runs, such as a check."""
     token = _unrecorded.set(True)
     try:
         yield
@@ -65,7 +65,7 @@ class SelectiveContexts:
 
 
 def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return torch's contexts for a module that is compiled in one graph, and eager ones for any other."""
+    """Return torch's contexts for a module that is compiled in one graph, else eager contexts."""
     # A module with code that the compiler leaves to Python, such as the code of packed rows, runs its checkpoint there.
     kept, reused = create_selective_checkpoint_contexts(list(saved))  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling():
@@ -76,8 +76,8 @@ def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[A
 class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes the operators with kept results on to torch's mode, which refuses a recomputation with other operators."""
 
-    # FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are there
-    # already in the other.
+    # FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are already
+    # gathered in the other forward.
 
     def __init__(self, saved: Iterable[Any], mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -93,8 +93,8 @@ class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Reused(_Only):  # type: ignore[no-untyped-call]
     """Gives kept results to the first recomputation; another backward (``retain_graph``) recomputes all results."""
 
-    # Each result is freed when it is given. The first recomputation ends with the last tensor that backward reads, and
-    # what it has left over is not what another one begins with.
+    # Each result is freed when it is given. The first recomputation ends with the last tensor that backward reads.
+    # Its unused results do not match the start of another recomputation.
 
     is_first = True
 

@@ -2,8 +2,8 @@
 
 Each rank holds the keys of one other rank at a time, adds this part of attention to its sum (see ``tiles``), and
 passes them on while it computes (Liu et al., arXiv:2310.01889).  In backward the keys circulate again, and the
-gradients of keys and values return to their rank.  Parts that no query sees (later tokens, tokens beyond a sliding window, other
-documents) are not computed.
+gradients of keys and values return to their rank.  Parts that no query sees (later tokens, tokens beyond a sliding
+window, other documents) are not computed.
 """
 
 from __future__ import annotations

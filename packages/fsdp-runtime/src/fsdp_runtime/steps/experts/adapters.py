@@ -1,8 +1,8 @@
 """Low-rank adapters (peft) on stacked experts: a rank adds to its experts' weights the products of their factors.
 
 peft stores the factors of all experts in two matrices, ``[experts * rank, in]`` and ``[out, rank * experts]``, the
-experts of the second one innermost, and puts another parameter in the place of the experts' weight while they run.  A
-weight that is sharded over ``ep`` or ``tp``, or gathered by FSDP2, cannot be replaced so.  Here the factors stay
+experts of the second matrix innermost, and replaces the experts' weight by another parameter while they run.  This is
+impossible for a weight that is sharded over ``ep`` or ``tp`` or gathered by FSDP2.  Here the factors stay
 parameters of the block, sharded by FSDP2, and the experts' forward adds the products for the experts of its rank.  A
 rank computes the factors' gradient of its experts: the sum over all ranks is complete.
 """
@@ -35,7 +35,7 @@ def adapt_experts(adapters: Iterable[LoraLayer]) -> None:
 
 
 class _Wrapper(Wrapper):
-    """In front of peft's wrapper of a parameter: its experts get it for the time of their forward."""
+    """Around peft's wrapper of a parameter: passes the wrapper to its experts for their forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         wrapper = cast(Any, self)
@@ -48,7 +48,7 @@ class _Wrapper(Wrapper):
 
 
 class _Experts(Wrapper):
-    """In front of stacked experts, below the style that swaps in the weights of a rank's experts."""
+    """Around stacked experts, below the style that swaps in the weights of a rank's experts."""
 
     effect = "adapters of experts"
 
@@ -66,7 +66,7 @@ class _Experts(Wrapper):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             parameters.update(before)
-        # Where no token came, the output depends on nothing, and backward would leave the other ranks waiting.
+        # Without tokens the output depends on no input, and in backward the other ranks would wait.
         return output if output.requires_grad else attach_zero_grads(output, [*adapted, *args, *kwargs.values()])
 
 

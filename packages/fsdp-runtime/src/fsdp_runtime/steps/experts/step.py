@@ -20,7 +20,7 @@ from tp_plans.runtime import TokenExchange, dispatch_styles, exchange_class
 
 logger = logging.getLogger(__name__)
 
-#: How tokens travel: the name of an exchange, or a subclass of ``tp_plans.runtime.TokenExchange``.
+#: The exchange of tokens: its name, or a subclass of ``tp_plans.runtime.TokenExchange``.
 ExpertExchange = str | type[TokenExchange]
 
 
@@ -31,7 +31,7 @@ class ExpertParallel(Step[None]):
     Parameters that hold values on every rank are taken from the first rank of the axis, as in torch.
 
     Args:
-        exchange: how tokens travel to their experts: ``"all_to_all"``, or a subclass of
+        exchange: the exchange of tokens between ranks: ``"all_to_all"``, or a subclass of
             ``tp_plans.runtime.TokenExchange``.
     """
 
@@ -71,7 +71,7 @@ class ExpertParallel(Step[None]):
         adapt_experts(setup.facts.adapters)
 
     def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
-        """Divide the experts; nothing changes where none are dispatched."""
+        """Divide the experts; without dispatched experts nothing changes."""
         ep_mesh = setup.meshes.ep
         if setup.expert_plan is None or ep_mesh is None:
             return

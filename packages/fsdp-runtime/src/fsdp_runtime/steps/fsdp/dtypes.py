@@ -2,8 +2,8 @@
 
 FSDP2 needs one dtype for the trainable parameters of each module that it wraps, and casts all of them to
 ``MixedPrecisionPolicy.param_dtype``.  Models keep some parameters in float32 because their code computes with them in
-float32.  Here those parameters keep their dtype, as in one process: a large module of them becomes an FSDP module of
-its own, and all others stay replicated, as scalars do, with gradients that are reduced as FSDP2 reduces them.
+float32.  Here these parameters keep their dtype, as in one process.  A large module of them becomes a separate FSDP
+module.  All others stay replicated, as scalars do, and their gradients are reduced as FSDP2 reduces gradients.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.structure import ModelStructure
 from tp_plans.model_tree import ancestors
 
-#: A module of parameters in another dtype is sharded from this number of elements on; below it, memory is less than
-#: the cost of an all-gather.
+#: A module of parameters in another dtype is sharded from this number of elements on.  For a smaller module an
+#: all-gather costs more than the memory.
 SHARDED_FROM = 2**20
 
 
 @dataclass(frozen=True)
 class FSDPDtypes:
-    """How FSDP2 keeps the dtypes that the model computes in."""
+    """The treatment of parameters under FSDP2 that keeps the model's compute dtypes."""
 
-    # A model that is in the dtype of the policy already passes float32 to its blocks where its code wants float32
-    # (rotary angles, residual streams): such inputs are not cast.
+    # A model already in the policy's dtype passes float32 to its blocks where its code needs float32 (rotary
+    # angles, residual streams): these inputs are not cast.
     modules: tuple[str, ...] = ()  # paths of modules that become separate FSDP modules
     replicated: tuple[str, ...] = ()  # parameters that no data-parallel rank shards
     own_dtype: frozenset[str] = frozenset()  # FSDP modules in their parameters' dtype, whatever ``mp_policy``
     casts_block_inputs: bool = True
 
 
-#: The dtype that a parameter is stored in and the one that it computes in.
+#: The storage dtype and the compute dtype of a parameter.
 _Dtypes = tuple[torch.dtype, torch.dtype]
 
 
@@ -58,10 +58,10 @@ def resolve_fsdp_dtypes(
     stored_dtype: torch.dtype | None,
     shards_frozen: bool,
 ) -> FSDPDtypes:
-    """Decide which parameters FSDP2 cannot hold together with their neighbours; the model is not changed."""
+    """Find the parameters that FSDP2 cannot hold with their neighbours; the model is not changed."""
     # ``wrapped`` and ``experts`` are paths of blocks, and of modules of experts, that become FSDP modules. ``over_tp``:
-    # layers are sharded, and a parameter of one element may meet a DTensor: FSDP2 does not reduce the gradient that it
-    # has then. FSDP2 takes no parameter without a dim in any case.
+    # layers are sharded, and a parameter of one element may meet a DTensor: FSDP2 does not reduce its gradient
+    # then. FSDP2 takes no parameter without a dim in any case.
     compute = policy.param_dtype if policy is not None else None
     dtypes = _dtypes(model, compute, stored_dtype, shards_frozen=shards_frozen)
     replicated = [name for name, each in model.named_parameters() if each.ndim == 0 or (over_tp and each.numel() == 1)]
@@ -114,12 +114,12 @@ def _dtypes(
 
 
 def _dtype_of_most(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
-    """Return the dtype of most elements, or ``None`` without parameters."""
+    """Return the most common dtype by elements, or ``None`` without parameters."""
     return _most((each.dtype, each.numel()) for each in parameters)  # type: ignore[no-any-return]
 
 
 def _most(sizes: Iterable[tuple[Any, int]]) -> Any:
-    """Return the key with the largest sum, ``None`` without any."""
+    """Return the key with the largest sum, ``None`` without keys."""
     sums: dict[Any, int] = defaultdict(int)
     for key, size in sizes:
         sums[key] += size
@@ -129,7 +129,7 @@ def _most(sizes: Iterable[tuple[Any, int]]) -> Any:
 def _main(
     path: str, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, _Dtypes], structure: ModelStructure
 ) -> _Dtypes:
-    """Return the dtypes of most elements of an FSDP module; the root has the dtypes of the head, which it gathers."""
+    """Return the most common dtypes of an FSDP module; the root has the dtypes of its head."""
     head = f"{structure.lm_head}.weight"
     if path == "" and head in parameters and parameters[head].requires_grad:
         return dtypes[head]
@@ -139,7 +139,7 @@ def _main(
 
 
 def _fits(dtypes: _Dtypes, main: _Dtypes, *, trains: bool) -> bool:
-    """Return True for a parameter that an FSDP module can hold; frozen ones may be stored in any dtype."""
+    """Return True for a parameter that an FSDP module can hold; a frozen parameter may have any storage dtype."""
     return dtypes == main if trains else dtypes[1] == main[1]
 
 

@@ -35,7 +35,7 @@ class MegatronFSDP:
     keywords: Mapping[str, Any]
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> tuple[nn.Module, Optimizer | None]:
-        """Wrap the model, already sharded over ``tp`` if that is asked for, and let the optimizer step its shards."""
+        """Wrap the model, sharded over ``tp`` before if there is ``tp``, and let the optimizer step its shards."""
         wrapped: nn.Module = self.package.fully_shard_model(model, device_mesh=self.mesh, **self.keywords)
         if optimizer is not None:
             optimizer = self.package.fully_shard_optimizer(optimizer)
@@ -55,7 +55,7 @@ def resolve_megatron_fsdp(
     main_grads_dtype: torch.dtype | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> MegatronFSDP:
-    """Check that Megatron-FSDP can shard a model, and return the call that does; the model is not changed.
+    """Check that Megatron-FSDP can shard a model, and return the call; the model is not changed.
 
     Args:
         model: the model.
@@ -64,8 +64,8 @@ def resolve_megatron_fsdp(
         dp_shard_dim: name of the axis to shard over.
         tp_dim: name of the axis of tensor parallelism, if there is one.
         unit_modules: classes, or their names, to shard as units; by default the classes of the blocks.
-        main_params_dtype: dtype of the optimizer's copy of the parameters, ``None`` for their own.
-        main_grads_dtype: dtype that gradients are kept and reduced in, ``None`` for their own.
+        main_params_dtype: dtype of the optimizer's copy of the parameters, ``None`` for their dtype.
+        main_grads_dtype: dtype that gradients are kept and reduced in, ``None`` for their dtype.
         options: further keywords of ``fully_shard_model``.
 
     Raises:
@@ -103,7 +103,7 @@ def _megatron() -> Any:
 def _unit_classes(
     model: nn.Module, structure: ModelStructure, wanted: Sequence[type[nn.Module] | str] | None
 ) -> list[type[nn.Module]]:
-    """Return the classes of the units that occur: Megatron-FSDP divides by their number."""
+    """Return the unit classes that the model has: Megatron-FSDP divides by their number."""
     present = {type(module): None for module in model.modules()}
     if wanted is None:
         return list({type(block): None for block in structure.blocks.values()})

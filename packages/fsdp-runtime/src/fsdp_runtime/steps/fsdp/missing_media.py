@@ -1,8 +1,8 @@
-"""Ranks with rows without image, video or audio take part in the collectives of the towers, too.
+"""Ranks without image, video or audio take part in the collectives of the towers, too.
 
 FSDP2 gathers a tower's blocks when they are called and reduces their gradients after backward, and every rank of the
-mesh has to.  Before a forward the ranks tell each other which media their rows have.  A rank that lacks some runs the
-tower on media of another rank's shapes, and adds none of the result: its parameters get gradients of zero.
+mesh must take part.  Before a forward the ranks exchange the media of their rows.  A rank without a medium runs its
+tower on media of another rank's shapes, and adds none of the result: the parameters get gradients of zero.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tp_plans.model_tree import is_at_or_below
 
 #: The media of a method that does not declare its arguments.
 _FIRST = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
-#: The value of all pixels and samples of media that stand for absent ones: some models drop images of zeros.
+#: The value of all pixels and samples in place of absent media: some models drop images of zeros.
 _FILL = 0.5
 #: Parts of the names of other media, such as proteins, and of inputs that no tower reads.
 _OTHER, _NO_MEDIA = ("pixel", "patches", "values", "features", "_ids"), ("position", "type_ids", "past_")
-#: Results of a tower that models add to their tokens where its features are projected.  Parameters that only others
-#: depend on (logits of speakers, a loss of codes) have no gradient.
+#: Results of a tower that models add to their tokens where its features are projected.  Parameters that only other
+#: results read (logits of speakers, a loss of codes) have no gradient.
 _ADDED = {"pooler_output", "deepstack_features", "visual_indicator_features"}
 #: Results that no model adds.
 _INTERMEDIATE = {"hidden_states", "attentions"}
@@ -45,9 +45,9 @@ _INTERMEDIATE = {"hidden_states", "attentions"}
 class AbsentMedia:
     """Hooks of a model that run its towers where a rank has no media and another rank has."""
 
-    # One all-reduce of a few bytes, and one wait for its result, a forward and mesh axis. ``owners`` has by medium the
-    # modules with its method, as ``get_image_features``, outermost first; ``projectors`` the parameters that some
-    # models call after the method.
+    # One all-reduce of a few bytes, and one wait for it, per forward and mesh axis. ``owners`` are by medium the
+    # modules with its method, such as ``get_image_features``, outermost first. ``projectors`` are parameters that some
+    # models use after the method.
     model: nn.Module
     owners: Mapping[str, Sequence[nn.Module]]
     groups: Sequence[ProcessGroup]
@@ -56,7 +56,7 @@ class AbsentMedia:
     absent: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def agree(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Find out which media other ranks have; a forward pre-hook of the model."""
+        """Find the media that other ranks have and this rank lacks; a forward pre-hook of the model."""
         self.absent = {}
         if not torch.is_grad_enabled() and all(map(_is_held, self.model.modules())):
             return  # no collective of a tower follows, and ranks that generate may call the model at other times
@@ -93,7 +93,7 @@ class AbsentMedia:
         self.absent = {medium: templates[medium] for medium in mixed if not own[medium]}
 
     def run(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
-        """Run the towers of absent media, and add nothing of them to the token embeddings; a forward hook of these."""
+        """Run the towers of absent media, and add zero to the token embeddings; a forward hook of the embedding."""
         if not self.absent:
             return None
         absent, self.absent = self.absent, {}
@@ -161,7 +161,7 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _media(medium: str, owners: Sequence[nn.Module], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a medium's method, empty where its first one, the media themselves, is absent."""
+    """Return the arguments of a medium's method, empty if the first argument, the media, is absent."""
     methods = (getattr(owner, MEDIA_METHODS[medium]) for owner in owners)
     declared = [*dict.fromkeys(name for method in methods for name in signature(method).parameters)]
     declared = [name for name in declared if name not in ("args", "kwargs")]
@@ -171,7 +171,7 @@ def _media(medium: str, owners: Sequence[nn.Module], given: Mapping[str, Any]) -
 
 
 def _template(media: Mapping[str, Any]) -> dict[str, Any]:
-    """Return media without their values: the shapes of floats, and all else as it is."""
+    """Return media without values: floating tensors as shapes, other arguments unchanged."""
     tensors = {name: value for name, value in media.items() if isinstance(value, Tensor)}
     return {**media, **{n: each.to("meta" if each.is_floating_point() else "cpu") for n, each in tensors.items()}}
 

@@ -17,7 +17,7 @@ from fsdp_runtime.wrap import hook_forward
 
 def gather_root_modules(model: nn.Module, structure: ModelStructure, replicated: set[nn.Parameter]) -> None:
     """Gather the root for a call of one of its modules alone (embedding, norm, head); refuse a call with gradients."""
-    # Modules inside blocks are left alone, so that compiled blocks do not trace the check.
+    # Modules inside blocks get no hooks, so compiled blocks do not trace the check.
     blocks = {module for path in structure.blocks for module in model.get_submodule(path).modules()}
     for path, module in model.named_modules():
         sharded = {
@@ -36,13 +36,13 @@ class _RootHooks:
 
     def __init__(self, root: Any, path: str, sharded: dict[str, int]) -> None:
         self.root, self.path = root, path
-        self.sharded = sharded  # the number of axes of each parameter's mesh: the one over ``tp`` keeps one gathered
+        self.sharded = sharded  # mesh axes per parameter: a gathered parameter keeps only the axis ``tp``
         self.gathered_here = False
 
     def gather(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         parameters = own_parameters(module)
         if not any(_mesh_ndim(parameters.get(name)) == ndim for name, ndim in self.sharded.items()):
-            return  # gathered ones lack FSDP2's axes
+            return  # gathered parameters lack FSDP2's axes
         if torch.is_grad_enabled():
             raise ModelError(
                 f"{self.path} is called outside of the model's own forward, where FSDP2 keeps its parameters sharded: "

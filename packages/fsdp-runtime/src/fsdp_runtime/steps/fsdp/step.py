@@ -45,10 +45,10 @@ class FSDP2(Step[FSDPDtypes]):
     """Wrap every block and then the model with ``fully_shard``.
 
     Args:
-        mp_policy: dtypes of gathered parameters, reduced gradients and the model's outputs; ``None`` leaves every dtype
-            as it is.
+        mp_policy: dtypes of gathered parameters, reduced gradients and the model's outputs; ``None`` changes no
+            dtype.
         master_dtype: dtype that trainable parameters are converted to before they are sharded, and so the dtype of
-            gradients and optimizer state: ``torch.float32``, or a word as ``"fp32"``, under an ``mp_policy`` that
+            gradients and optimizer state: ``torch.float32``, or a name such as ``"fp32"``, under an ``mp_policy`` that
             computes in a lower precision.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU between uses, in
             pinned memory if the mesh is on an accelerator; ``None`` leaves them on the device.
@@ -106,7 +106,7 @@ class FSDP2(Step[FSDPDtypes]):
 
     @property
     def stored_dtype(self) -> torch.dtype | None:
-        """``master_dtype`` as torch's."""
+        """``master_dtype`` as a torch dtype."""
         return floating_dtype("master_dtype", self.master_dtype)
 
     @property
@@ -115,7 +115,7 @@ class FSDP2(Step[FSDPDtypes]):
         return self.mp_policy is not None or isinstance(self.offload_policy, CPUOffloadPolicy)
 
     def check(self, setup: Setup) -> FSDPDtypes:
-        """Check the options, and return how the dtypes that the model computes in are kept."""
+        """Check the options, and return the treatment that keeps the model's compute dtypes."""
         model, policy = setup.facts.model, self.mp_policy
         if self.master_dtype is not None and (policy is None or policy.param_dtype is None):
             raise OptionError(
@@ -190,7 +190,7 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes
         return fsdp.reshard_after_forward and (fsdp.reshard_last_block or not is_last)
 
     blocks, outer = _blocks_to_wrap(model, structure, fsdp), _outer_parameters(model, structure)
-    unshared: set[nn.Parameter] = set()  # of experts that no other rank has
+    unshared: set[nn.Parameter] = set()  # parameters of experts that no other rank has
     for path, module in experts.items():
         if expert_mesh is None or replicated.issuperset(module.parameters()):
             continue
@@ -223,14 +223,14 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes
 def _needs_fsdp2(
     module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy
 ) -> bool:
-    """Return whether experts are on several ranks, cast or offloaded."""
+    """Return whether experts are sharded over several ranks, cast or offloaded."""
     # On one rank FSDP2 would copy the parameters in every forward and backward, and the gradients.
     parameters = list(module.parameters())
-    kept = all(
+    keeps_dtypes = all(
         dtype in (None, each.dtype) for each in parameters for dtype in (policy.param_dtype, policy.reduce_dtype)
     )
     dispatched = all(isinstance(each, DTensor) for each in parameters)
-    return mesh.size() > 1 or not (kept and dispatched) or isinstance(offload_policy, CPUOffloadPolicy)
+    return mesh.size() > 1 or not (keeps_dtypes and dispatched) or isinstance(offload_policy, CPUOffloadPolicy)
 
 
 def _divide_gradients(module: nn.Module, scale: float) -> None:
@@ -248,8 +248,8 @@ def _divide_gradients(module: nn.Module, scale: float) -> None:
 
 def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     """Return the dim to shard a parameter on if it has fewer rows than ranks; ``None`` for rows, FSDP2's default."""
-    # A rank of ``tp`` may hold one or two merged experts: sharded by rows they would be on as many ranks, and the other
-    # ranks would hold nothing. FSDP2 shards dims other than the first into equal parts only.
+    # A rank of ``tp`` may hold one or two merged experts: sharded by rows, they would be on one or two ranks, and
+    # the other ranks would hold nothing. FSDP2 shards dims other than the first into equal parts only.
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if isinstance(placement, Shard)]
     if local.ndim < 2 or local.shape[0] >= shards:
@@ -291,7 +291,7 @@ def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, fsdp: FSDP2) ->
 
 
 def _shared_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Parameter]:
-    """Return the parameters that several modules hold, or a module that is in several blocks and nowhere else."""
+    """Return the parameters of several modules, or of a module that is in several blocks and nowhere else."""
     owners: dict[nn.Parameter, int] = defaultdict(int)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -303,7 +303,7 @@ def _shared_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Pa
 
 
 def _outer_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Parameter]:
-    """Return the parameters of modules outside of blocks, which may be in blocks too, as the vectors of VB-LoRA are."""
+    """Return the parameters of modules outside of blocks; a block may hold them too, as with VB-LoRA's vectors."""
     blocks = {model.get_submodule(path) for path in structure.blocks}
     parameters: set[nn.Parameter] = set()
     waiting = [model]
@@ -315,7 +315,7 @@ def _outer_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Par
 
 
 def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], fsdp: FSDP2) -> None:
-    """Tell FSDP2 what to gather early; a block's experts are gathered while its attention runs."""
+    """Set the modules that FSDP2 gathers early; a block's experts are gathered while its attention runs."""
     own = set(experts)
     wrapped: list[FSDPModule] = []
     inside: list[list[FSDPModule]] = []

@@ -31,7 +31,7 @@ def gather_logits(model: nn.Module) -> Any:
 
 @contextmanager
 def full_logits(model: nn.Module) -> Iterator[nn.Module]:
-    """Let a model return plain logits inside the ``with``, for ``generate``, which asks for the last position only."""
+    """Let a model return plain logits inside the ``with``.  ``generate`` asks for the last position only."""
     handle = gather_logits(model)
     try:
         yield model
@@ -62,8 +62,8 @@ class _Generate:
 
 @contextmanager
 def _same_draws(tp: DeviceMesh) -> Iterator[None]:
-    """Draw the first rank's random numbers on all ranks; give a rank with other random states its states back."""
-    # Ranks that sample different tokens would go on with rows that differ.
+    """Draw the first rank's random numbers on all ranks, then restore states that differed."""
+    # Ranks that sample different tokens would continue different rows.
     if not computes(tp):
         yield
         return

@@ -1,7 +1,7 @@
 """Hidden states of all depths and of chosen positions, under sequence parallelism.
 
-Between blocks they are DTensors that are sharded on the sequence, which a plain layer cannot read, and which torch
-indexes by a slice only, not by the indices that ``logits_to_keep`` may be.
+Between blocks they are DTensors sharded on the sequence.  A plain layer cannot read them, and torch indexes them by a
+slice only, while ``logits_to_keep`` may be indices.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def _begin(over_cp: bool, module: nn.Module, args: Any, kwargs: Mapping[str, Any
 
 
 def _with_full_states(module: nn.Module, args: Any, output: Any) -> Any:
-    """Gather the members of an output's tuples, hidden states; logits and the last state are in none."""
+    """Gather the members of an output's tuples: hidden states, without logits and the last state."""
     if _indexes.get() is module:
         _indexes.set(None)
-    if isinstance(output, Mapping):  # a ModelOutput, which keeps attributes and entries in step
+    if isinstance(output, Mapping):  # a ModelOutput keeps attributes and entries equal
         for name, value in output.items():
             is_indexed = name == "last_hidden_state" and _indexes.get() is not None
             output[name] = _plain(value) if is_indexed else _full(value)  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""The loss that a model computes itself from ``labels``, where its logits are sharded on the vocabulary."""
+"""A model's loss from ``labels``, with logits sharded on the vocabulary."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 FSDP2 gathers the parameters outside the blocks (embedding, final norm, head) in the pre-forward hook of the root
 module and frees and reduces them by hooks on the root's outputs.  A loss that is computed from hidden states after
-``model.model(...)`` bypasses these hooks, so that these parameters get no gradients.  Here the root's own forward runs
+``model.model(...)`` bypasses these hooks, so these parameters get no gradients.  Here the root's own forward runs
 and returns the loss function's result.
 """
 
@@ -47,8 +47,8 @@ class LMHeadParameters:
 
     Args:
         weight: ``[vocab, features]``; over ``tp`` a DTensor sharded on the vocabulary, otherwise a plain tensor.  FSDP2
-            shards are gathered.  Low-rank adapters of the head are added to it, in its dtype; a copy that an adapter
-            trains in full stands in its place.
+            shards are gathered.  Low-rank adapters of the head are added in the weight's dtype.  A copy that an
+            adapter trains in full replaces the weight.
         bias: ``[vocab]``, placed as the rows of ``weight``, or ``None``.
         logit_scale: factor that the model applies to the head's output.
         softcap: bound that the model applies to its logits, or ``None``.
@@ -64,7 +64,7 @@ HeadFunction = Callable[[Tensor, LMHeadParameters], Any]
 
 
 def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a model's forward with a function in the place of its language-model head, and return the function's result.
+    """Run a model's forward with a function instead of its language-model head, and return the function's result.
 
     Use it for losses that never hold the logits, such as ``rl_logprobs.linear_token_logprobs``: gradients of all
     parameters are complete under FSDP2, whether or not the model ran before, and backward may follow at any time.  The
@@ -72,7 +72,7 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
     ``MixedPrecisionPolicy(output_dtype=...)`` applies to its floating-point tensors.
 
     The first call on a model measures the map that its code applies to the logits (a factor, a soft cap) by passing
-    eleven numbers a token through it, which reads a few values back from the device.
+    eleven numbers per token through it.  This reads a few values back from the device.
 
     Args:
         model: a causal or conditional-generation language model, parallelized or not.
@@ -87,8 +87,8 @@ def forward_with_lm_head(model: nn.Module, function: HeadFunction, /, *args: Any
 
     Raises:
         ModelError: the model has no linear language-model head, its forward calls the head more than once or not at
-            all, it does more with the logits than to scale and soft-cap them, or an adapter of the head is more than
-            a product that adds to its weight, as one with dropout in training.
+            all, it does more with the logits than to scale and soft-cap them, or an adapter of the head does more than
+            add a product to its weight, such as dropout in training.
         OptionError: ``labels`` are given, which need logits, ``adapter_names``, or ``logits_to_keep`` under ``cp``.
 
     Example:
@@ -223,7 +223,7 @@ def logits_of(output: Any) -> Tensor | None:
 
 
 def _measured(logits: Tensor | None, probes: Tensor) -> LogitsMap | None:
-    """Return the scale and soft cap that map the probes to the logits, or ``None`` if no such map does."""
+    """Return the scale and soft cap that map the probes to the logits, or ``None`` if there is none."""
     if logits is None or logits.shape != probes.shape:
         return None
     every = logits.detach().double().flatten(0, -2)
@@ -275,8 +275,8 @@ def _own_forward(layer: nn.Module) -> str:
 
 def _head_weight(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return the weight ``[vocab, features]`` and the bias ``[vocab]`` of a head or its wrapper."""
-    # Active adapters are added in the weight's dtype, and get their gradients through the sum. Of a weight sharded over
-    # ``tp`` a rank adds its rows only.
+    # Active adapters are added in the weight's dtype, and get their gradients through the sum. A rank adds only its
+    # rows of a weight sharded over ``tp``.
     linear = linear_in_force(head)
     weight: Tensor = linear.layer.weight
     bias: Tensor | None = getattr(linear.layer, "bias", None)
@@ -300,7 +300,7 @@ def _adapted(weight: Tensor, of_base: Tensor, factors: HeadFactors) -> Tensor:
 
 
 def _with_full_gradient(factor: Tensor) -> Tensor:
-    """Return a replicated factor; its gradient is summed over the ranks, and each rank has some rows of the weight."""
+    """Return a replicated factor; its gradient is summed over the ranks, since a rank has some rows of the weight."""
     if not isinstance(factor, DTensor):
         return factor
     return DTensor.from_local(factor.to_local(), factor.device_mesh, factor.placements, run_check=False)

@@ -1,4 +1,4 @@
-"""Outputs of a model that is sharded over ``tp``: full where the caller or the model's own code reads full tensors."""
+"""Outputs of a model that is sharded over ``tp``: full if the caller or the model's code reads full tensors."""
 
 from __future__ import annotations
 

@@ -76,9 +76,9 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
 
 @contextmanager
 def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tensor) -> Iterator[None]:
-    """Route the tokens of every forward by the routes of another forward or of a generator.
+    """Route the tokens of every forward by recorded routes of a forward or by a generator's routes.
 
-    Each router computes its scores as usual and weights the replayed experts by the scores, with the architecture's own
+    Each router computes its scores as usual and weights the replayed experts by the scores, with the architecture's
     normalisation and scaling: gradients reach the router.  A part that is recomputed in backward, inside the context or
     after it, selects its forward's experts again.  Compiled modules run in Python inside the context.
 
@@ -223,8 +223,8 @@ class _Tokens:
         widths = [ids.shape[-1] for ids in local.values()]
         ids = torch.cat([ids.to(torch.int32) for ids in local.values()], dim=-1)
         full = gather_tokens(ids.view(self.batch, -1, sum(widths)), layout, self.attention.group, dim=1).flatten(0, 1)
-        each = torch.split_with_sizes(full, widths, dim=-1)
-        return {path: rows.to(ids.dtype) for (path, ids), rows in zip(local.items(), each, strict=True)}
+        parts = torch.split_with_sizes(full, widths, dim=-1)
+        return {path: rows.to(ids.dtype) for (path, ids), rows in zip(local.items(), parts, strict=True)}
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)

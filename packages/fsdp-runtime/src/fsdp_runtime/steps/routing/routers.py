@@ -20,7 +20,7 @@ from fsdp_runtime.model.structure import ModelStructure, inspect_model
 from tp_plans.model_tree import ModelTree
 from tp_plans.naming import EXPERT_COUNTS
 
-#: Kinds of selection: ``torch.topk`` over the scores of all experts; one maximum after another (SparseMixer,
+#: Kinds of selection: ``torch.topk`` over the scores of all experts, or successive maxima (SparseMixer,
 #: arXiv:2409.12136).
 SelectionKind = Literal["topk", "sparsemixer"]
 #: Names in the code of routers that select by product keys (PEER, arXiv:2407.04153).
@@ -46,7 +46,7 @@ class Router:
     module: nn.Module
     kind: SelectionKind
     experts: int
-    top_k: int | None  # experts of a token, ``None`` if no attribute has the number
+    top_k: int | None  # experts per token, ``None`` if no attribute has the number
     layer: int | None  # index in the stack of blocks, ``None`` outside of the stack
     counts: tuple[_Count, ...]  # the attributes of both numbers
 
@@ -66,7 +66,7 @@ class Routers:
 
     def inside(self, path: str) -> Routers:
         """Return the routers at a path and below it."""
-        below = {each: router for each, router in self.by_path.items() if f"{each}.".startswith(f"{path}.")}
+        below = {inner: router for inner, router in self.by_path.items() if f"{inner}.".startswith(f"{path}.")}
         return Routers(below, (), self.layers)
 
 
@@ -137,7 +137,7 @@ def _are_experts(tree: ModelTree, path: str) -> bool:
 
 
 def _count_below(tree: ModelTree, path: str) -> int:
-    """Return the number of experts in a module, 0 for a module that is no stack or list of experts."""
+    """Return the number of experts in a module, 0 for a module that is neither a stack nor a list of experts."""
     if tree.is_numbered(path):
         return len(tree.children[path])
     owners = (path, *tree.below(path))

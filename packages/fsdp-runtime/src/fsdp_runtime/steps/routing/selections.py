@@ -82,7 +82,7 @@ class TopKSelection(Selection):
         return func(*args, **kwargs)
 
     def _groups(self, scores: Tensor, own: Tensor) -> Tensor:
-        """Return groups that contain the wanted experts, filled up with the groups with the highest scores."""
+        """Return groups that contain the wanted experts, then the groups with the highest scores."""
         size = self.router.experts // scores.shape[-1]
         wanted = self.wanted.to(scores.device, torch.int64)  # type: ignore[union-attr]  # given, see call
         if wanted.shape[0] != scores.shape[0]:
@@ -111,7 +111,7 @@ class TopKSelection(Selection):
 
 
 class SparseMixerSelection(Selection):
-    """Selection by one maximum after another; training mode samples each expert near the maximum."""
+    """Selection by successive maxima; training mode samples each expert near the maximum."""
 
     # For each expert of a token, SparseMixer takes the largest score as a threshold, then (in training mode) samples
     # the expert and takes a maximum for the gradient's estimate. Scores far below the threshold get no weight, so the
@@ -159,7 +159,7 @@ SELECTIONS: dict[str, type[Selection]] = {
 def _scores(
     func: Any, selecting: tuple[Any, ...], router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Return the input of a function that may select, ``None`` for any other function."""
+    """Return the scores given to a selecting function, ``None`` for any other function."""
     if func not in selecting:
         return None
     scores: Tensor = args[0] if args else kwargs["input"]

@@ -1,8 +1,8 @@
 """A session of recording or replaying: its watched routers, and the selections of recomputations.
 
 While a session is active, a router's forward runs under a function mode.  Activation checkpointing runs the forward of
-a part of the model again in backward, perhaps after the session: the part's forward is bound to the session, keeps the
-experts of its first run, and selects them in every later run, even if the scores then have other noise.
+a part of the model again in backward, perhaps after the session: the part's forward is bound to the session.  It
+keeps the experts of its first run, and selects them in every later run, even if the noise of the scores differs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Session:
 
     def select(self, router: Router, kept: dict[str, Tensor] | None, forward: Callable[[], Any]) -> Any:
         """Run a router's forward; record or replay its selection."""
-        # ``kept`` are the experts of a recomputed part's first run, which fills them in.
+        # ``kept`` are the experts of a recomputed part's first run; the first run writes them.
         again = None if kept is None else kept.get(router.path)
         wanted = again if again is not None or self.wanted is None else self.wanted(router)
         selection = SELECTIONS[router.kind](
@@ -69,7 +69,7 @@ class Session:
 
 @dataclass(frozen=True, eq=False)
 class _Activation:
-    """An active session, and the kept experts of the running recomputed part, if any."""
+    """An active session, and the kept experts of a recomputed part that runs now, else ``None``."""
 
     session: Session
     kept: dict[str, Tensor] | None = None
@@ -89,8 +89,8 @@ def activated(session: Session) -> Iterator[None]:
 class CarriedRoutes:
     """Repeat the selections of a forward in its recomputation."""
 
-    # ``routers`` are inside a module that sends tokens to other ranks: other selections would exchange other numbers of
-    # tokens than were saved. ``None`` if only sessions of users are carried.
+    # ``routers`` are inside a module that sends tokens to other ranks: with other selections, the numbers of exchanged
+    # tokens would differ from the saved numbers. ``None`` if only user sessions are carried.
     routers: Routers | None = None
 
     def bind(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ class _Bound:
         self, module: nn.Module, forward: Callable[..., Any], active: tuple[_Activation, ...], *, watches: bool = False
     ) -> None:
         self.module, self.forward, self.watches = module, forward, watches
-        self.active = tuple(replace(each, kept={}) for each in active)
+        self.active = tuple(replace(activation, kept={}) for activation in active)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = partial(self.forward, *args, **kwargs)
@@ -118,7 +118,7 @@ class _Bound:
             if not self.watches:
                 self.watches = True
                 return run()
-            with _watching(*(each.session for each in self.active)):
+            with _watching(*(activation.session for activation in self.active)):
                 return _select(self.module, run)  # the module may be a router
 
 
@@ -133,7 +133,7 @@ def _set(active: tuple[_Activation, ...]) -> Iterator[None]:
 
 @contextmanager
 def _watching(*sessions: Session) -> Iterator[None]:
-    """Wrap the routers' forwards to ask the active sessions; counted, as sessions and recomputations overlap."""
+    """Wrap the routers' forwards to ask the active sessions; counted, since sessions and recomputations overlap."""
     modules = [router.module for session in sessions for router in session.routers.by_path.values()]
     for module in modules:
         state = runtime_state(module)
@@ -154,7 +154,7 @@ def _watching(*sessions: Session) -> Iterator[None]:
 class _Watched:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.patched: Callable[..., Any] | None = None  # the forward that other code had put on the instance
+        self.patched: Callable[..., Any] | None = None  # the instance's earlier forward, set by other code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.patched or partial(type(self.module).forward, self.module)
@@ -163,7 +163,7 @@ class _Watched:
 
 def _select(module: nn.Module, forward: Callable[[], Any]) -> Any:
     """Run a forward, under the innermost session that has the module among its routers."""
-    for each in reversed(_active.get()):
-        if (router := each.session.by_module.get(module)) is not None:
-            return each.session.select(router, each.kept, forward)
+    for active in reversed(_active.get()):
+        if (router := active.session.by_module.get(module)) is not None:
+            return active.session.select(router, active.kept, forward)
     return forward()

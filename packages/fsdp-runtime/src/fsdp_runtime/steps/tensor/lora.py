@@ -63,7 +63,7 @@ def resolve_adapted_plan(
     towers_tp: int | None = None,
 ) -> Plan:
     """Resolve a plan as ``tp_plans.plan_for`` does; for a ``PeftModel``, add styles for its adapters."""
-    # The paths of a plan for a ``PeftModel`` are its own, or those in the model inside.
+    # A plan for a ``PeftModel`` has its paths, or paths of the base model.
     base = base_model(model)
     if base is not model and isinstance(plan, Mapping):
         plan = _inside_wrapper(plan)
@@ -71,7 +71,7 @@ def resolve_adapted_plan(
     resolved = plan_for(bare, plan, sequence_parallel=sequence_parallel, mesh=mesh, towers_tp=towers_tp)
     if base is not model:
         _require_prompts_fit(model, resolved)
-        # The path of the model inside differs between prompt learning and other kinds.
+        # The path of the base model differs between prompt learning and other kinds.
         return adapted_plan(resolved, base).with_prefix(
             next(path for path, module in model.named_modules() if module is base)
         )
@@ -111,9 +111,8 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     The file has all that peft's ``save_pretrained`` writes: trained biases, modules of ``modules_to_save``, trainable
     tokens, and embedding and head where they are adapted or resized.
 
-    Collective: call it on every rank of the model.  One rename replaces older weights of the same config.  Those of
-    another config are removed first, so that a process killed at any time leaves no weights beside a config that is not
-    theirs.
+    Collective: call it on every rank of the model.  One rename replaces older weights of the same config.  Weights of
+    another config are removed first, so a process killed at any time leaves no weights with the wrong config.
 
     Args:
         model: the ``PeftModel``, plain, sharded over ``tp``, by FSDP2, or both.
@@ -165,7 +164,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
 
 
 def _settings(config: Path) -> dict[str, Any] | None:
-    """Return an adapter's config, with its lists as sets: peft writes these in any order; ``None`` without one."""
+    """Return an adapter's config, ``None`` without a file; lists are sorted, since peft writes them in any order."""
     try:
         settings = json.loads(config.read_text(encoding="utf-8"))
         return {name: sorted(map(str, each)) if isinstance(each, list) else each for name, each in settings.items()}
@@ -189,7 +188,7 @@ def _require_prompts_fit(model: nn.Module, plan: Plan) -> None:
 
 
 def _inside_wrapper(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a plan that was made for a ``PeftModel`` by the paths in the model inside; any other plan itself."""
+    """Return a plan that was made for a ``PeftModel`` by paths in the base model; any other plan unchanged."""
     if not all(pattern == BASE or pattern.startswith(f"{BASE}.") for pattern in plan):
         return plan
     rules = {pattern.removeprefix(BASE).removeprefix("."): rule for pattern, rule in plan.items()}
@@ -198,7 +197,7 @@ def _inside_wrapper(plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class _AdaptedModel:
-    """A model with adapters, for which a plan of its base model is rewritten."""
+    """A model with adapters; it rewrites a plan of its base model."""
 
     plan: Plan
     places: Mapping[str, Sequence[Place]]  # of each module, by its path in the base model
@@ -215,7 +214,7 @@ class _AdaptedModel:
         return cls(plan, by_base, {layer.path: layer for layer in lora_layers(model)})
 
     def rules_of(self, path: str, pattern: str, style: Style) -> dict[str, Style]:
-        """Return the rules, written with a pattern, that stand for one rule of the base model."""
+        """Return the rules of the adapted model for one rule of the base model, written with a pattern."""
         if path not in self.places:
             return self._rules_of_parameter(path, pattern, style)
         rules: dict[str, Style] = {}
@@ -250,7 +249,7 @@ class _AdaptedModel:
         return rules
 
     def _style_at(self, place: Place, style: Style) -> Style:
-        """Return a rule with the names that its parameters have in the adapted model."""
+        """Return a rule with the adapted model's names of its parameters."""
         if isinstance(style, GatherSequence) and isinstance(style.inner, GatheredParameters):
             return replace(style, inner=self._style_at(place, style.inner))  # type: ignore[arg-type]
         if isinstance(style, GatheredParameters):
@@ -284,7 +283,7 @@ class _AdaptedModel:
         return {"lora_A.*": factors.a, "lora_B.*": factors.b}
 
     def check_stacked(self) -> None:
-        """Refuse adapters on stacked experts that a plan shards otherwise than by expert, and others around them."""
+        """Refuse adapters on stacked experts that are not sharded by expert, and odd adapters around them."""
         for experts, copies in self.places.items():
             around = [self.layers[place.path] for place in copies if place.path in self.layers]
             for layer in around:
@@ -303,7 +302,7 @@ class _AdaptedModel:
 
 
 def _refuse_other(place: Place) -> None:
-    """Refuse a wrapper of peft that computes with the weight or the activations of a module that has a rule."""
+    """Refuse a wrapper of peft that reads the weight or the activations of a module with a rule."""
     if place.wrapper == "other":
         raise OptionError(
             f"{place.path} is adapted by peft's {kind_of(place.module)}, which reads full weights and "

@@ -88,7 +88,7 @@ class TensorParallel(Step[tuple[str, ...]]):
             raise OptionError("sequence_parallel=True needs a plan, and plan=None was given")
 
     def resolve(self, setup: Setup) -> Setup:
-        """Find the plan, where layers are sharded."""
+        """Find the plan if layers are sharded."""
         tp_mesh, setup = setup.meshes.tp, replace(setup, sequence_parallel=self.sequence_parallel)
         if self.plan is None:
             if tp_mesh is not None:
@@ -124,7 +124,7 @@ class TensorParallel(Step[tuple[str, ...]]):
         return check_plan(setup.facts.model, plan, tp=setup.tp, ep=1 if ep_mesh is None else ep_mesh.size())
 
     def apply(self, model: nn.Module, setup: Setup, checked: tuple[str, ...]) -> None:
-        """Shard the layers; without a plan none is sharded."""
+        """Shard the layers; without a plan, shard nothing."""
         tp_mesh = setup.meshes.tp
         if setup.plan is None or tp_mesh is None:
             return
