@@ -38,7 +38,7 @@ class DerivedPositions:
     from_ids: bool  # counted from the padding id; else from the padding mask, counted from 0
 
     def differ(self, positions: Tensor | None, places: Tensor, mask: Tensor) -> bool:
-        """Return True if positions are places in the row and the model derives other ones.  Waits for the device."""
+        """Return True if positions are missing or places, and the model derives others.  Waits for the device."""
         if positions is not None and not bool((positions == places).all()):
             return False
         if self.from_ids:

@@ -223,11 +223,11 @@ class ContextAttention:
     ) -> Tensor:
         mask = None if sequence_mask is None else sequence_mask.full
         heads, share = query.shape[1], query.shape[1] // layout.ranks
-        own = slice(layout.rank * share, (layout.rank + 1) * share)
+        local_heads = slice(layout.rank * share, (layout.rank + 1) * share)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if eager is not None:
-                seen = OwnHeads(module, heads, own, key.shape[1])
+                seen = OwnHeads(module, heads, local_heads, key.shape[1])
                 output, _ = eager(seen, query, key, value, mask, **seen.options(options))
                 transposed: Tensor = output.transpose(1, 2)
                 return transposed
@@ -262,8 +262,8 @@ class ContextAttention:
             a mask that builds any of its blocks.
         """
         if self.whole_rows:
-            own = {"q_length": q_length, "mask_function": mask_function, "attention_mask": attention_mask, **options}
-            return mask_alone("sdpa" if self.eager is None else "eager", own)
+            call = {"q_length": q_length, "mask_function": mask_function, "attention_mask": attention_mask, **options}
+            return mask_alone("sdpa" if self.eager is None else "eager", call)
         self._made_masks = True
         skip = options.pop("allow_is_causal_skip", True) and self.eager is None
         documents = self.documents.current

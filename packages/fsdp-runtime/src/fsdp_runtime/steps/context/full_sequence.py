@@ -98,20 +98,20 @@ class _GatheredMixer(Wrapper):
         attention, forward = self.cp_attention, super().forward  # type: ignore[misc]
         if attention.whole_rows:
             return forward(*args, **kwargs)
-        tokens = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() > 1), None)
+        tokens = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg.dim() > 1), None)
         if tokens is None:
             raise LayoutError(f"{type(self).__name__} takes no tensor [batch, seq / cp, ...]")
         layout = attention.layout(tokens.shape[1])
         full = _Full(attention, layout, type(self).__name__, rows=tokens.shape[0])
-        given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
-        args, given = map_arguments(self, args, given, full.of)  # type: ignore[arg-type]  # a mixin of modules
+        inputs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+        args, inputs = map_arguments(self, args, inputs, full.of)  # type: ignore[arg-type]  # a mixin of modules
         documents = attention.documents.current
         if self.isolation == "mask":
-            args, given = _masked(self, args, given, documents, layout.length)
+            args, inputs = _masked(self, args, inputs, documents, layout.length)
         elif documents is not None:
-            output = run_per_document(forward, args, given, documents, singly=self.isolation == "singles")
+            output = run_per_document(forward, args, inputs, documents, singly=self.isolation == "singles")
             return _own(output, layout)
-        return _own(forward(*args, **given), layout)
+        return _own(forward(*args, **inputs), layout)
 
 
 class _Full:

@@ -87,10 +87,10 @@ class Inputs:
         if tokens is None:
             raise LayoutError("neither input_ids nor inputs_embeds: context parallelism needs one for the length")
         self._require_asked(model, asked, tokens)
-        given, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if self.cuts_padding and given is not None and asks_for(module, kwargs, "router_logits"):
+        padding, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if self.cuts_padding and padding is not None and asks_for(module, kwargs, "router_logits"):
             raise LayoutError("output_router_logits beside an attention_mask: leave the mask out, or use cp=1")
-        self._require_parts(tokens, given, positions, subtree_end)
+        self._require_parts(tokens, padding, positions, subtree_end)
         layout = self.attention.layout(tokens.shape[1])
         self.rows = GlobalRows(tokens.shape[0], layout, self.attention.group)
         full = None if positions is None else gather_tokens(positions, layout, self.attention.group, dim=-1)
@@ -98,13 +98,13 @@ class Inputs:
         if in_text is not None:
             _require_order(in_text, layout)
         self.longest = layout.length - 1 if full is None else full.max()
-        mask = self._full_mask(given, tokens, layout)
-        packable = given is None and subtree_end is None
+        mask = self._full_mask(padding, tokens, layout)
+        packable = padding is None and subtree_end is None
         documents = None
         if packable and in_text is not None:
             rows = find_documents(in_text, None, None, (self.rows.batch, layout.length))
             documents = rows if rows is not None and rows.packed else None
-        self._begin(mask if given is not None else None, documents, full, subtree_end)
+        self._begin(mask if padding is not None else None, documents, full, subtree_end)
         places = layout.positions.to(tokens.device)
         if self.derived is not None and subtree_end is None and self.derived.differ(positions, places, mask):
             raise LayoutError(
@@ -114,7 +114,7 @@ class Inputs:
             )
         if positions is None:
             positions = places.expand(tokens.shape[0], -1)
-        if self.cuts_padding and given is not None:  # the model reads its last tokens, here this rank's
+        if self.cuts_padding and padding is not None:  # the model reads its last tokens, here this rank's
             own_last = layout.permutation.roll(-(layout.rank + 1) * tokens.shape[1])
             mask = mask.index_select(1, own_last.to(mask.device))
         more = self._begin_outputs(model, asked, tokens, self.rows)
@@ -128,8 +128,8 @@ class Inputs:
         if self.media is None:
             return set()
         known = self.media.names - {*_OF_TOKENS, *_CACHES}
-        given = {name: _leaves(value) for name, value in kwargs.items() if name in known}
-        names = {name for name, leaves in given.items() if any(isinstance(leaf, Tensor) for leaf in leaves)}
+        by_name = {name: _leaves(value) for name, value in kwargs.items() if name in known}
+        names = {name for name, leaves in by_name.items() if any(isinstance(leaf, Tensor) for leaf in leaves)}
         tokens = next((value for value in kwargs.values() if isinstance(value, Tensor)), torch.empty(0))
         flags = torch.tensor([bool(names), not names], dtype=torch.int32, device=tokens.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.attention.group)
@@ -142,11 +142,11 @@ class Inputs:
             self.media.require_positions(kwargs)
         return names
 
-    def _full_mask(self, given: Tensor | None, tokens: Tensor, layout: SequenceLayout) -> Tensor:
+    def _full_mask(self, mask: Tensor | None, tokens: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the mask of the full length; transformers takes the number of keys from it."""
-        if given is None:
+        if mask is None:
             return tokens.new_ones((tokens.shape[0], layout.length), dtype=torch.bool)
-        return given if given.shape[1] == layout.length else gather_tokens(given, layout, self.attention.group, dim=-1)
+        return mask if mask.shape[1] == layout.length else gather_tokens(mask, layout, self.attention.group, dim=-1)
 
     def _begin(
         self, padding: Tensor | None, documents: Documents | None, positions: Tensor | None, subtree_end: Tensor | None
@@ -312,9 +312,9 @@ def _require_tokens(name: str, value: Any, share: int, full: int, *, fits: bool 
     # ``fits``: the other dims are right. By default the tensor has one other dim.
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if not shape or shape[-1] not in (share, full) or not (len(shape) == 2 if fits is None else fits):
-        given = shape if isinstance(value, Tensor) else type(value).__name__
+        actual = shape if isinstance(value, Tensor) else type(value).__name__
         lengths = f"{share}, this rank's tokens" + f", or {full}, the full rows" * (full != share)
-        raise LayoutError(f"{name} {given}: give [batch, length], where the length is {lengths}")
+        raise LayoutError(f"{name} {actual}: give [batch, length], where the length is {lengths}")
 
 
 def _require_order(positions: Tensor, layout: SequenceLayout) -> None:
@@ -326,8 +326,8 @@ def _require_order(positions: Tensor, layout: SequenceLayout) -> None:
         return
     own = replace(layout, length=chunks)
     other = replace(own, load_balancer=others)
-    given = torch.unflatten(positions, -1, (chunks, -1))
-    ends = torch.stack([given[..., 0], given[..., -1] + 1])
+    chunked = torch.unflatten(positions, -1, (chunks, -1))
+    ends = torch.stack([chunked[..., 0], chunked[..., -1] + 1])
     in_other = ends.index_select(-1, own.permutation[other.permutation.argsort()].to(ends.device))
     continued = [(first[..., 1:] == after[..., :-1]).sum() for first, after in (ends, in_other)]
     if bool(continued[1] > continued[0]):

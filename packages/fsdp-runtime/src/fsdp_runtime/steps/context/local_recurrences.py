@@ -54,14 +54,14 @@ class OwnTokens(ByFunctions):
         padding = self.cp_attention.padding
         if padding is not None:  # a model gets the mask of full rows, and may have cut it at the left
             padding = self.cp_attention.layout(tokens.shape[1]).shard(padding.to(tokens.device))
-        given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
-        args, given = map_arguments(
+        inputs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+        args, inputs = map_arguments(
             self,  # type: ignore[arg-type]  # a mixin of modules
             args,
-            given,
+            inputs,
             lambda name, value: padding if is_padding_mask(name, value) else value,
         )
-        return type(self).of_own_tokens(self, *args, **given)
+        return type(self).of_own_tokens(self, *args, **inputs)
 
 
 def _convolve(
@@ -85,8 +85,8 @@ def _convolve(
         output = function(rows, weight, bias, activation=activation)
     else:
         numbers, length = pad(documents.numbers, (before, 0)), chunks.shape[2] - before
-        own = [numbers.narrow(1, chunk * length, before + length) for chunk in layout.chunks]
-        numbers = torch.stack(own, dim=1).flatten(0, 1)
+        parts = [numbers.narrow(1, chunk * length, before + length) for chunk in layout.chunks]
+        numbers = torch.stack(parts, dim=1).flatten(0, 1)
         output = convolve_documents(function, rows, weight, bias, activation, numbers)
     return torch.unflatten(output[:, :, before:], 0, (batch, -1)).transpose(1, 2).flatten(2)
 
@@ -99,18 +99,18 @@ def _recur_by_heads(
     main = tokens[recurrence.heads[0]]
     layout, heads = attention.layout(main.shape[1]), main.shape[2]
     share = -(-heads // layout.ranks)
-    given = {name: padded(tokens[name], share * layout.ranks, dim=2) for name in recurrence.heads if name in tokens}
+    sent = {name: padded(tokens[name], share * layout.ranks, dim=2) for name in recurrence.heads if name in tokens}
     groups = [name for name in recurrence.groups if tokens[name].shape[2] % layout.ranks == 0]
-    given |= {name: tokens[name] for name in groups}  # a group goes to the rank that gets its heads
-    received = tokens_to_heads([*given.values()], layout, attention.group, heads_dim=2, tokens_dim=1)
-    exchanged = dict(zip(given, received, strict=True))
+    sent |= {name: tokens[name] for name in groups}  # a group goes to the rank that gets its heads
+    received = tokens_to_heads([*sent.values()], layout, attention.group, heads_dim=2, tokens_dim=1)
+    exchanged = dict(zip(sent, received, strict=True))
     others = [name for name in (*recurrence.groups, *recurrence.common) if name not in groups]
     gathered = gather_features([tokens[name] for name in others], layout, attention.group) if others else []
     exchanged |= zip(others, gathered, strict=True)
     first = layout.rank * share
     for name in (name for name in recurrence.groups if name in others):
-        own = torch.arange(first, first + share, device=main.device).clamp(max=heads - 1)
-        exchanged[name] = exchanged[name].index_select(2, own // (heads // tokens[name].shape[2]))
+        indices = torch.arange(first, first + share, device=main.device).clamp(max=heads - 1)
+        exchanged[name] = exchanged[name].index_select(2, indices // (heads // tokens[name].shape[2]))
     for name in recurrence.parameters:
         if further.get(name) is not None:
             further[name] = padded(further[name], share * layout.ranks, dim=0).narrow(0, first, share)

@@ -61,8 +61,8 @@ class Media:
             )
         inputs = {**kwargs, _EMBEDDINGS: rows.layout.shard(kwargs[_EMBEDDINGS])}
         if (places := kwargs.get(_MASK)) is not None:
-            own = inputs[_MASK] = rows.layout.shard(places)
-            numbers = rows.layout.shard((places.flatten().cumsum(0) - 1).view_as(places))[own]
+            local_places = inputs[_MASK] = rows.layout.shard(places)
+            numbers = rows.layout.shard((places.flatten().cumsum(0) - 1).view_as(places))[local_places]
             inputs[_FEATURES] = [features.index_select(0, numbers) for features in kwargs[_FEATURES]]
         return args, inputs
 

@@ -65,5 +65,5 @@ def is_sharded(mixer: TokenMixer, plan: object) -> bool:
 
 def attention_dropout(module: nn.Module) -> float:
     """Return the probability by which an attention drops weights."""
-    given = getattr(module, "attention_dropout", getattr(getattr(module, "config", None), "attention_dropout", 0.0))
-    return float(given) if isinstance(given, int | float) else 0.0
+    dropout = getattr(module, "attention_dropout", getattr(getattr(module, "config", None), "attention_dropout", 0.0))
+    return float(dropout) if isinstance(dropout, int | float) else 0.0

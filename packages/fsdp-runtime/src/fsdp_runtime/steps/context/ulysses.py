@@ -33,7 +33,7 @@ def attend_over_heads(
     require_heads("the attention", query.shape[1], layout.ranks)
     copies = kv_copies(key.shape[1], layout.ranks)
     if copies > 1:
-        key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))
+        key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
     full = tokens_to_heads([query, key, value], layout, group, heads_dim=1, tokens_dim=2)
     return heads_to_tokens(attend(*full), layout, group, heads_dim=1, tokens_dim=2)
 

@@ -84,8 +84,8 @@ def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
     outputs: Outputs = {}
 
     def keep(path: str, output: Any) -> None:
-        each = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
-        for index, tensor in enumerate(each):
+        tensors = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
+        for index, tensor in enumerate(tensors):
             if isinstance(tensor, Tensor):
                 outputs.setdefault((path, index), tensor)
 
@@ -93,7 +93,7 @@ def _outputs(model: Any, layout: SequenceLayout) -> Outputs:
         hook_forward(module, "keeps outputs", after=lambda _module, _args, output, path=path: keep(path, output))
         for path, module in model.named_modules()
     ]
-    ids, mask = (each.to(model.device) for each in _rows(model, layout))
+    ids, mask = (rows.to(model.device) for rows in _rows(model, layout))
     with torch.no_grad():
         model(input_ids=ids, attention_mask=mask)
     for handle in handles:

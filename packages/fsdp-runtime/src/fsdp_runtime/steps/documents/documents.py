@@ -154,11 +154,11 @@ def find_documents(
         begins = tokens.index_fill(0, cu_seq_lens.long(), True)[:-1].view(shape).clone()
         begins[:, 0] = True
         return Documents(begins)
-    given = seq_idx if seq_idx is not None else position_ids
-    if given is None:
+    marks = seq_idx if seq_idx is not None else position_ids
+    if marks is None:
         return None
-    name, given = ("seq_idx" if seq_idx is not None else "position_ids"), given[0] if given.dim() == 3 else given
-    if given.dim() != 2 or given.shape[0] not in (1, shape[0]) or given.shape[1] != shape[1]:
-        raise LayoutError(f"{name} {list(given.shape)} for rows {list(shape)}: give one entry a token")
-    step = given.expand(shape).diff(dim=-1) != (1 if seq_idx is None else 0)
+    name, marks = ("seq_idx" if seq_idx is not None else "position_ids"), marks[0] if marks.dim() == 3 else marks
+    if marks.dim() != 2 or marks.shape[0] not in (1, shape[0]) or marks.shape[1] != shape[1]:
+        raise LayoutError(f"{name} {list(marks.shape)} for rows {list(shape)}: give one entry a token")
+    step = marks.expand(shape).diff(dim=-1) != (1 if seq_idx is None else 0)
     return Documents(torch.cat([step.new_ones(shape[0], 1), step], dim=-1))

@@ -78,11 +78,11 @@ def run_per_document(
     # to earlier tokens. So a module runs once per power of two between the shortest and the longest document. With
     # ``singly`` each document is a batch, for a module with results that depend on padding.
     batches = documents.singles if singly else documents.batches
-    given = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    inputs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     outputs = []
     for batch in batches:
         take = partial(_taken, batch, documents)
-        outputs.append(forward(*map_tensors(tuple(args), take), **map_tensors(given, take)))
+        outputs.append(forward(*map_tensors(tuple(args), take), **map_tensors(inputs, take)))
     return _put_together(outputs, documents, batches)
 
 
@@ -109,8 +109,8 @@ def map_arguments(
 def map_full(function: Callable[..., Tensor], *tensors: DTensor) -> DTensor:
     """Compute a function of full tensors on every rank; the result has the placements of the first tensor."""
     first = tensors[0]
-    full = [each.redistribute(placements=[Replicate()] * each.device_mesh.ndim) for each in tensors]
-    local = function(*(each.to_local(grad_placements=each.placements) for each in full))
+    full = [tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim) for tensor in tensors]
+    local = function(*(tensor.to_local(grad_placements=tensor.placements) for tensor in full))
     mapped = DTensor.from_local(local, first.device_mesh, full[0].placements, run_check=False)
     return mapped.redistribute(placements=first.placements)
 
@@ -226,7 +226,7 @@ def _argument_names(cls: type) -> tuple[str, ...]:
     variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     for base in cls.__mro__:
         if (forward := vars(base).get("forward")) is not None:
-            names = tuple(each.name for each in signature(forward).parameters.values() if each.kind not in variadic)
+            names = tuple(arg.name for arg in signature(forward).parameters.values() if arg.kind not in variadic)
             if names[1:]:
                 return names[1:]
     return ()

@@ -82,7 +82,7 @@ def functions_called(cls: type) -> tuple[str, ...]:
     if not isfunction(forward) or not cls.__module__.startswith("transformers."):
         return ()
     takes = signature(forward).parameters.values()
-    if {each.name for each in takes if each.kind is not Parameter.VAR_KEYWORD} - _TAKEN:
+    if {parameter.name for parameter in takes if parameter.kind is not Parameter.VAR_KEYWORD} - _TAKEN:
         return ()
     known = {CONVOLUTION, FUSED, *RECURRENCES}
     others = {name for value in vars(cls).values() if isfunction(value) for name in unwrap(value).__code__.co_names}

@@ -73,14 +73,14 @@ class _Experts(Wrapper):
 def _products(module: nn.Module, wrapper: Any, weight: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], float]]:
     """Yield the factors of each active adapter for this rank's experts; their product has the weight's shape."""
     experts: int = wrapper.num_experts
-    own = range(experts)
+    local = range(experts)
     if weight.shape[0] != experts:
         mesh = cast(Any, module).tp_mesh
-        own = shard_ranges(experts, mesh.size())[mesh.get_local_rank()]
+        local = shard_ranges(experts, mesh.size())[mesh.get_local_rank()]
     for stored_a, stored_b, scaling in active_factors(wrapper):
         full_a, full_b = _full(stored_a), _full(stored_b)
-        a = full_a.view(experts, -1, full_a.shape[-1])[own.start : own.stop].to(weight.dtype)
-        b = full_b.view(full_b.shape[0], -1, experts)[..., own.start : own.stop].permute(2, 0, 1).to(weight.dtype)
+        a = full_a.view(experts, -1, full_a.shape[-1])[local.start : local.stop].to(weight.dtype)
+        b = full_b.view(full_b.shape[0], -1, experts)[..., local.start : local.stop].permute(2, 0, 1).to(weight.dtype)
         yield ((b, a) if is_out_first(wrapper) else (a.transpose(1, 2), b.transpose(1, 2))), scaling
 
 

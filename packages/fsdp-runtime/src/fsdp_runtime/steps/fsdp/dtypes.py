@@ -115,7 +115,7 @@ def _dtypes(
 
 def _dtype_of_most(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
     """Return the most common dtype by elements, or ``None`` without parameters."""
-    return _most((each.dtype, each.numel()) for each in parameters)  # type: ignore[no-any-return]
+    return _most((parameter.dtype, parameter.numel()) for parameter in parameters)  # type: ignore[no-any-return]
 
 
 def _most(sizes: Iterable[tuple[Any, int]]) -> Any:
@@ -133,8 +133,8 @@ def _main(
     head = f"{structure.lm_head}.weight"
     if path == "" and head in parameters and parameters[head].requires_grad:
         return dtypes[head]
-    trains = any(each.requires_grad for each in parameters.values())
-    counted = ((dtypes[name], each.numel() * (each.requires_grad or not trains)) for name, each in parameters.items())
+    trains = any(p.requires_grad for p in parameters.values())
+    counted = ((dtypes[name], p.numel() * (p.requires_grad or not trains)) for name, p in parameters.items())
     return _most(counted)  # type: ignore[no-any-return]
 
 

@@ -101,25 +101,25 @@ def _megatron() -> Any:
 
 
 def _unit_classes(
-    model: nn.Module, structure: ModelStructure, wanted: Sequence[type[nn.Module] | str] | None
+    model: nn.Module, structure: ModelStructure, units: Sequence[type[nn.Module] | str] | None
 ) -> list[type[nn.Module]]:
     """Return the unit classes that the model has: Megatron-FSDP divides by their number."""
     present = {type(module): None for module in model.modules()}
-    if wanted is None:
+    if units is None:
         return list({type(block): None for block in structure.blocks.values()})
-    chosen = [cls for cls in present if any(_is_meant(cls, name) for name in wanted)]
+    chosen = [cls for cls in present if any(_is_meant(cls, name) for name in units)]
     if not chosen:
         blocks = ", ".join(sorted({type(block).__name__ for block in structure.blocks.values()}))
         raise ModelError(
-            f"no module is of class {', '.join(map(str, wanted))}: the model's blocks are of class {blocks}"
+            f"no module is of class {', '.join(map(str, units))}: the model's blocks are of class {blocks}"
         )
     return chosen
 
 
-def _is_meant(cls: type[nn.Module], wanted: type[nn.Module] | str) -> bool:
-    if isinstance(wanted, str):
-        return wanted in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
-    return issubclass(cls, wanted)
+def _is_meant(cls: type[nn.Module], unit: type[nn.Module] | str) -> bool:
+    if isinstance(unit, str):
+        return unit in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+    return issubclass(cls, unit)
 
 
 def _require_known(megatron: Any, keywords: Mapping[str, Any]) -> None:

@@ -60,20 +60,20 @@ class AbsentMedia:
         self.absent = {}
         if not torch.is_grad_enabled() and all(map(_is_held, self.model.modules())):
             return  # no collective of a tower follows, and ranks that generate may call the model at other times
-        given = _arguments(module, args, kwargs)
-        own = {medium: _media(medium, owners, given) for medium, owners in self.owners.items()}
-        flags = [given.get("input_ids") is None, *(bool(media) for media in own.values())]
-        device = next((value.device for value in given.values() if isinstance(value, Tensor)), torch.device("cpu"))
+        inputs = _arguments(module, args, kwargs)
+        local = {medium: _media(medium, owners, inputs) for medium, owners in self.owners.items()}
+        flags = [inputs.get("input_ids") is None, *(bool(media) for media in local.values())]
+        device = next((value.device for value in inputs.values() if isinstance(value, Tensor)), torch.device("cpu"))
         counts = torch.tensor([*flags, *(not flag for flag in flags)], dtype=torch.int32, device=device)
         for group in self.groups:
             dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
         if self.is_dry_run:
             return
         (embedded, *some), (_, *lacking) = counts.view(2, -1).bool().tolist()
-        mixed = [medium for medium, has, lacks in zip(own, some, lacking, strict=True) if has and lacks]
+        mixed = [medium for medium, has, lacks in zip(local, some, lacking, strict=True) if has and lacks]
         if not mixed:
             return
-        present = [medium for medium, has in zip(own, some, strict=True) if has]
+        present = [medium for medium, has in zip(local, some, strict=True) if has]
         without = [medium for medium in mixed if not self.owners[medium]]
         if embedded or without:
             name = original_class(self.model).__name__
@@ -89,8 +89,8 @@ class AbsentMedia:
                 f"{', '.join(mixed)} not on every rank. Ranks would run the towers in different orders: give every "
                 "rank rows with the same media, or batches with audio and batches with images"
             )
-        templates = self._gather({medium: _template(own[medium]) for medium in mixed if own[medium]})
-        self.absent = {medium: templates[medium] for medium in mixed if not own[medium]}
+        templates = self._gather({medium: _template(local[medium]) for medium in mixed if local[medium]})
+        self.absent = {medium: templates[medium] for medium in mixed if not local[medium]}
 
     def run(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
         """Run the towers of absent media, and add zero to the token embeddings; a forward hook of the embedding."""
@@ -160,14 +160,14 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _media(medium: str, owners: Sequence[nn.Module], given: Mapping[str, Any]) -> dict[str, Any]:
+def _media(medium: str, owners: Sequence[nn.Module], inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a medium's method, empty if the first argument, the media, is absent."""
     methods = (getattr(owner, MEDIA_METHODS[medium]) for owner in owners)
     declared = [*dict.fromkeys(name for method in methods for name in signature(method).parameters)]
     declared = [name for name in declared if name not in ("args", "kwargs")]
-    names = [name for name in declared if given.get(name) is not None]
+    names = [name for name in declared if inputs.get(name) is not None]
     first = declared[0] if declared else _FIRST.get(medium, medium)
-    return {name: given[name] for name in names or [first]} if given.get(first) is not None else {}
+    return {name: inputs[name] for name in names or [first]} if inputs.get(first) is not None else {}
 
 
 def _template(media: Mapping[str, Any]) -> dict[str, Any]:

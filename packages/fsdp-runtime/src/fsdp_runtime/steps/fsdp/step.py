@@ -227,9 +227,9 @@ def _needs_fsdp2(
     # On one rank FSDP2 would copy the parameters in every forward and backward, and the gradients.
     parameters = list(module.parameters())
     keeps_dtypes = all(
-        dtype in (None, each.dtype) for each in parameters for dtype in (policy.param_dtype, policy.reduce_dtype)
+        dtype in (None, p.dtype) for p in parameters for dtype in (policy.param_dtype, policy.reduce_dtype)
     )
-    dispatched = all(isinstance(each, DTensor) for each in parameters)
+    dispatched = all(isinstance(p, DTensor) for p in parameters)
     return mesh.size() > 1 or not (keeps_dtypes and dispatched) or isinstance(offload_policy, CPUOffloadPolicy)
 
 
@@ -297,7 +297,7 @@ def _shared_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Pa
         for parameter in module.parameters(recurse=False):
             owners[parameter] += 1
     several = {parameter for parameter, count in owners.items() if count > 1}
-    held = Counter(each for path in structure.blocks for each in set(model.get_submodule(path).parameters()))
+    held = Counter(shared for path in structure.blocks for shared in set(model.get_submodule(path).parameters()))
     in_blocks = {parameter for parameter, count in held.items() if count > 1}
     return several | in_blocks - _outer_parameters(model, structure)
 
@@ -316,13 +316,13 @@ def _outer_parameters(model: nn.Module, structure: ModelStructure) -> set[nn.Par
 
 def _set_prefetching(blocks: Sequence[nn.Module], experts: Iterable[nn.Module], fsdp: FSDP2) -> None:
     """Set the modules that FSDP2 gathers early; a block's experts are gathered while its attention runs."""
-    own = set(experts)
+    expert_modules = set(experts)
     wrapped: list[FSDPModule] = []
     inside: list[list[FSDPModule]] = []
     for block in blocks:
         if isinstance(block, FSDPModule):
             wrapped.append(block)
-            inside.append([part for part in block.modules() if part in own and isinstance(part, FSDPModule)])
+            inside.append([part for part in block.modules() if part in expert_modules and isinstance(part, FSDPModule)])
     for index, module in enumerate(wrapped):
         ahead = list(inside[index])
         for later in range(index + 1, min(index + 1 + fsdp.prefetch_forward, len(wrapped))):

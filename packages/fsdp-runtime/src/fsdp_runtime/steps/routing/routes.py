@@ -137,9 +137,9 @@ def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> T
     if attention_mask.is_meta:
         raise RoutesError("attention_mask is on the meta device: give one with values")
     tensors = [_read_sequence(row, sequence) for row, sequence in enumerate(sequences)]
-    shapes = {tuple(each.shape[1:]) for each in tensors}
-    if len(shapes) != 1 or any(each.ndim != 3 for each in tensors):
-        sizes = [tuple(each.shape) for each in tensors]
+    shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
+    if len(shapes) != 1 or any(tensor.ndim != 3 for tensor in tensors):
+        sizes = [tuple(tensor.shape) for tensor in tensors]
         raise RoutesError(f"sequences {sizes}: give [tokens, layers, k] with the same layers and k for each")
     layers, width = next(iter(shapes))
     mask = attention_mask.bool().cpu()
@@ -204,9 +204,9 @@ def _by_path(routers: Routers, routes: Any) -> dict[str, Tensor]:
             raise RoutesError(f"routes of {unknown[0]}, which is no router of this model: it has {', '.join(known)}")
         return {path: ids for path, ids in routes.items() if path in known}
     if not isinstance(routes, Tensor) or routes.ndim != 3:
-        given = tuple(routes.shape) if isinstance(routes, Tensor) else type(routes).__name__
+        actual = tuple(routes.shape) if isinstance(routes, Tensor) else type(routes).__name__
         raise RoutesError(
-            f"routes are {given}: give a tensor [layers, tokens, k] (routes_from_generator makes one from what vLLM "
+            f"routes are {actual}: give a tensor [layers, tokens, k] (routes_from_generator makes one from what vLLM "
             "and SGLang return), Routes, or a mapping from router to [tokens, k]"
         )
     if len(routes) == len(known):

@@ -51,17 +51,17 @@ class Selection(TorchFunctionMode):
             )
         return self.choice
 
-    def replaced(self, own: Tensor) -> Tensor:
+    def replaced(self, ids: Tensor) -> Tensor:
         """Return the wanted experts, with the router's own experts in rows without a route, ``[tokens, k]``."""
         if self.wanted is None:
-            return own
-        wanted = self.wanted.to(own.device, own.dtype)
-        if wanted.shape != own.shape:
+            return ids
+        routes = self.wanted.to(ids.device, ids.dtype)
+        if routes.shape != ids.shape:
             raise RoutesError(
-                f"{self.router.path} routed {own.shape[0]} tokens to {own.shape[-1]} experts each, and the routes have "
-                f"{wanted.shape[0]} tokens with {wanted.shape[-1]}: give the routes of this forward's tokens"
+                f"{self.router.path} routed {ids.shape[0]} tokens to {ids.shape[-1]} experts each, and the routes have "
+                f"{routes.shape[0]} tokens with {routes.shape[-1]}: give the routes of this forward's tokens"
             )
-        return torch.where(wanted < 0, own, wanted) if self.has_holes else wanted
+        return torch.where(routes < 0, ids, routes) if self.has_holes else routes
 
 
 class TopKSelection(Selection):
@@ -81,17 +81,17 @@ class TopKSelection(Selection):
             return _chosen(scores, own if self.wanted is None else self._groups(scores, own))
         return func(*args, **kwargs)
 
-    def _groups(self, scores: Tensor, own: Tensor) -> Tensor:
+    def _groups(self, scores: Tensor, ids: Tensor) -> Tensor:
         """Return groups that contain the wanted experts, then the groups with the highest scores."""
         size = self.router.experts // scores.shape[-1]
-        wanted = self.wanted.to(scores.device, torch.int64)  # type: ignore[union-attr]  # given, see call
-        if wanted.shape[0] != scores.shape[0]:
-            return own  # the selection refuses the routes, with the numbers
-        self._require_few_groups(groups=scores.shape[-1], allowed=own.shape[-1])
-        missing = wanted < 0
-        group = torch.where(missing, own[:, :1].to(torch.int64), wanted // size)
+        routes = self.wanted.to(scores.device, torch.int64)  # type: ignore[union-attr]  # given, see call
+        if routes.shape[0] != scores.shape[0]:
+            return ids  # the selection refuses the routes, with the numbers
+        self._require_few_groups(groups=scores.shape[-1], allowed=ids.shape[-1])
+        missing = routes < 0
+        group = torch.where(missing, ids[:, :1].to(torch.int64), routes // size)
         raised = scores.detach().scatter(-1, group, float("inf"))
-        return raised.topk(own.shape[-1], dim=-1).indices
+        return raised.topk(ids.shape[-1], dim=-1).indices
 
     def _require_few_groups(self, *, groups: int, allowed: int) -> None:
         """Refuse a token with experts in more groups than the router takes; waits for the routes' device."""
