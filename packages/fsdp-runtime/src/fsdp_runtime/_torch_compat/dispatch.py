@@ -25,8 +25,8 @@ def tree_leaves(tree: Any) -> list[Any]:
     # ``torch.utils._pytree`` is private in torch 2.11 to 2.15 (pytorch/pytorch#65761).
     from torch.utils import _pytree
 
-    found: list[Any] = _pytree.tree_leaves(tree)
-    return found
+    leaves: list[Any] = _pytree.tree_leaves(tree)
+    return leaves
 
 
 @cache  # torch builds the text at each call

@@ -19,10 +19,10 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Param
     # While a unit is gathered its modules hold other tensors, in the dtype of the mixed-precision policy, and torch
     # 2.11 to 2.15 give the shards publicly only after the gathered tensors are dropped (``FSDPModule.reshard``;
     # pytorch/pytorch#120879).
-    found: dict[tuple[nn.Module, str], nn.Parameter] = {}
+    shards: dict[tuple[nn.Module, str], nn.Parameter] = {}
     for fsdp_parameter in _fsdp_parameters(model):
-        found.update(dict.fromkeys(_places(fsdp_parameter._module_info), fsdp_parameter.sharded_param))
-    return found
+        shards.update(dict.fromkeys(_places(fsdp_parameter._module_info), fsdp_parameter.sharded_param))
+    return shards
 
 
 def initialize_root(root: FSDPModule) -> None:
@@ -161,14 +161,14 @@ def reset_after_error(root: FSDPModule) -> None:
     # where ``reset_iter_state`` (torch 2.13 and later) would drop them too.
     state: Any = root._get_fsdp_state()
     idle = type(state._training_state).IDLE
-    passes = {each._training_state.name for each in state._state_ctx.all_states if each._training_state is not idle}
+    passes = {other._training_state.name for other in state._state_ctx.all_states if other._training_state is not idle}
     if not passes:
         return
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
-    for each in state._state_ctx.all_states:
-        each._training_state = type(each._training_state).IDLE
-        for group in _groups_of(each):
+    for other in state._state_ctx.all_states:
+        other._training_state = type(other._training_state).IDLE
+        for group in _groups_of(other):
             group._training_state = type(group._training_state).IDLE
             group.wait_for_unshard()  # of a prefetched module
             group.reshard()
@@ -224,13 +224,13 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 def _groups_below(root: FSDPModule) -> list[tuple[Any, Any]]:
     """The states below an initialized root with their groups, in a fast loop, since every forward asks for them."""
     state: Any = root._get_fsdp_state()
-    found = []
-    for each in state._state_ctx.all_states:
-        groups = getattr(each, "_fsdp_param_groups", None)
-        found += [
-            (each, group) for group in ([each._fsdp_param_group] if groups is None else groups) if group is not None
+    pairs = []
+    for below in state._state_ctx.all_states:
+        groups = getattr(below, "_fsdp_param_groups", None)
+        pairs += [
+            (below, group) for group in ([below._fsdp_param_group] if groups is None else groups) if group is not None
         ]
-    return found
+    return pairs
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

@@ -30,10 +30,10 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     waiting = [model]
     while waiting:
         for child in waiting.pop()._modules.values():
-            if child is not None and child not in found:
-                found[child] = None
+            if child is not None and child not in modules:
+                modules[child] = None
                 waiting.append(child)
-    return list(found)
+    return list(modules)
 
 
 def fingerprint(model: nn.Module) -> list[tuple[nn.Module, type, list[str]]]:

@@ -85,8 +85,8 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
         with check_saved_tensors(_freed) if units and torch.is_grad_enabled() else nullcontext():
             yield model
         if root is not None and not pending:
-            own, *blocks = (unreduced_gradients(unit.module) for unit in units)
-            if own and not any(blocks):  # a backward through no FSDP module's output, such as of the head alone
+            of_root, *of_blocks = (unreduced_gradients(unit.module) for unit in units)
+            if of_root and not any(of_blocks):  # a backward through no FSDP module's output, such as of the head alone
                 reduce_gradients(root)
     finally:
         for unit in units:

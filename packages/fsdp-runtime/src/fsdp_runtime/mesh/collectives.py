@@ -75,11 +75,11 @@ def _kept(values: Tensor, parts: list[int], ranks: tuple[int, ...]) -> int | Non
 def axis_names(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     """Return the axis of each group of ranks; the mesh's own axes take precedence over flattened ones."""
     names = [*(mesh.mesh_dim_names or ()), *FLATTENED, *(("efsdp", "ep") if expert_axis_size(mesh) > 1 else ())]
-    found: dict[tuple[int, ...], str] = {}
+    axes: dict[tuple[int, ...], str] = {}
     for name in names:
-        found.setdefault(tuple(submesh(mesh, name).mesh.flatten().tolist()), name)
-    found.setdefault(tuple(range(dist.get_world_size())), "world")
-    return found
+        axes.setdefault(tuple(submesh(mesh, name).mesh.flatten().tolist()), name)
+    axes.setdefault(tuple(range(dist.get_world_size())), "world")
+    return axes
 
 
 def min_bytes_sent(kind: str, nbytes: int, ranks: int) -> int:
