@@ -19,14 +19,14 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return a module's own parameters, including absent ones and plain tensors in their place."""
     # ``named_parameters`` hides both, and ``getattr`` runs the parametrisations of a module (torch 2.11 to 2.15).
-    found: dict[str, Any] = module._parameters
-    return found
+    parameters: dict[str, Any] = module._parameters
+    return parameters
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return every module of a model once, the model itself first."""
     # For every call of a model: ``Module.modules`` takes ten times as long on the host (private in torch 2.11 to 2.15).
-    found = {model: None}
+    modules: dict[nn.Module, None] = {model: None}
     waiting = [model]
     while waiting:
         for child in waiting.pop()._modules.values():
