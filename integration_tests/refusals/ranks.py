@@ -94,7 +94,7 @@ CASES: Provocations = {
         ),
     },
     "fsdp_runtime/steps/guards/optimizers.py": {
-        "ModelError: other gradients on other ranks": _head_around,
+        "ModelError: different gradients on the ranks": _head_around,
         "ModelError: draw it after the same seed": _head_of_other_values,
     },
     "fsdp_runtime/steps/random_states.py": {"ModelError: drew different amounts": _uneven_dropout},

@@ -1,6 +1,6 @@
 """Every use of peft's modules, with its reason; tested on peft 0.21.
 
-peft is imported only for a model of peft, so this package does not depend on it.
+peft is imported only for a peft model, so this package does not depend on peft.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-#: Where a ``PeftModel`` keeps the model that it adapts.
+#: The path of the adapted model in a ``PeftModel``.
 BASE = "base_model.model"
 
 
@@ -24,14 +24,14 @@ class LoraLayer:
 
     path: str
     module: nn.Module  # peft's wrapper, with the layer as ``base_layer`` and the factors in ``lora_A`` and ``lora_B``
-    scaling: dict[str, float]  # of every active adapter, by its name
+    scaling: dict[str, float]  # of every active adapter, by name
     transposed: bool  # the weight is ``[in, out]``
     odd: str  # the difference from plain, unmerged LoRA, if any
-    biased: bool  # the product has a bias (``lora_bias``)
-    parameter: str | None = None  # the stacked parameter of ``experts`` that it adapts
-    experts: nn.Module | None = None  # owns that parameter, below any other wrapper
-    number: int = 1  # of the experts that the factors stack
-    matrix: str | None = None  # path of one matrix, such as a router's: its module reads the sum
+    biased: bool  # the low-rank product has a bias (``lora_bias``)
+    parameter: str | None = None  # the adapted, stacked parameter of ``experts``
+    experts: nn.Module | None = None  # the owner of ``parameter``, below all wrappers
+    number: int = 1  # of experts in the stacked factors
+    matrix: str | None = None  # path of an adapted matrix, such as a router's: its module reads the sum
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -52,11 +52,11 @@ def active_factors(wrapper: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
 
 @dataclass(frozen=True, eq=False)
 class LinearInForce:
-    """The linear layer that runs where peft may have wrapped one, and the factors of its active adapters."""
+    """A linear layer, perhaps inside peft's wrappers, and the factors of its active adapters."""
 
     layer: Any  # has the weight ``[out, in]``, and the bias, if any
     factors: tuple[HeadFactors, ...] = ()
-    not_linear: str = ""  # why the output is no linear map of the input, if so
+    not_linear: str = ""  # the reason if the output is not a linear map of the input
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class HeadFactors:
     b: Tensor  # ``[out, rank]``
     bias: Tensor | None
     scaling: float
-    magnitude: Tensor | None  # the norms ``[out]`` that DoRA gives the rows
+    magnitude: Tensor | None  # DoRA's norms of the rows, ``[out]``
 
 
 def linear_in_force(module: Any) -> LinearInForce:
@@ -78,7 +78,7 @@ def linear_in_force(module: Any) -> LinearInForce:
     kind, instead = wrapped
     disabled = is_disabled(module)
     if isinstance(module, peft.utils.TrainableTokensWrapper) and not disabled:
-        return LinearInForce(module)  # its weight is the base model's, with the trained tokens in it
+        return LinearInForce(module)  # its weight is the base model's weight with the trained tokens
     if kind == "copies":
         return linear_in_force(instead[_name_in_force(module, instead)])
     if kind == "other":
@@ -101,7 +101,7 @@ def _head_factors(wrapper: Any, name: str) -> HeadFactors:
 
 
 def _not_linear(wrapper: Any, names: list[str]) -> str:
-    """Return why a layer with low-rank adapters cannot be written as one weight, ``""`` if it can."""
+    """Return the reason why a layer with low-rank adapters is not one weight; ``""`` if it is."""
     if not isinstance(wrapper.base_layer, nn.Linear) or getattr(wrapper, "parameter_name", None) is not None:
         return f"peft adapts a {type(wrapper.base_layer).__name__} here"
     for name in names:
@@ -115,25 +115,25 @@ def _not_linear(wrapper: Any, names: list[str]) -> str:
 
 
 def is_out_first(wrapper: Any) -> bool:
-    """Return True if a stacked weight is ``[experts, out, in]``, false for ``[experts, in, out]``."""
+    """Return True if a stacked weight is ``[experts, out, in]``, ``False`` for ``[experts, in, out]``."""
     return bool(wrapper._did_swap_in_out_features)
 
 
 def refused_by_lora(model: Any) -> tuple[str, ...]:
     """Return the names of linear layers that LoRA refuses by name: a fused kernel of Mamba reads their weights."""
-    # ``_check_lora_target_modules_mamba``, which raises for them even with ``target_modules="all-linear"``.
+    # peft's ``_check_lora_target_modules_mamba`` raises for them even with ``target_modules="all-linear"``.
     kinds = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
     return ("out_proj",) if getattr(getattr(model, "config", None), "model_type", None) in kinds else ()
 
 
 def is_peft_model(module: nn.Module) -> bool:
-    """Return True if a module is a ``PeftModel``; false without importing anything where peft is unused."""
+    """Return True if a module is a ``PeftModel``; ``False`` without an import if peft is unused."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(module, peft.PeftModel)
 
 
 def base_model(model: Any) -> Any:
-    """Return the model inside a ``PeftModel``; any other model itself."""
+    """Return the model inside a ``PeftModel``; any other model unchanged."""
     return model.get_base_model() if is_peft_model(model) else model
 
 
@@ -142,7 +142,7 @@ class BaseModel:
     """The model inside a ``PeftModel``, and peft's modules in it; any other model itself, without such modules."""
 
     module: Any
-    prefix: str = ""  # of the module's names in the ``PeftModel``
+    prefix: str = ""  # of the module's names inside the ``PeftModel``
     places: tuple[Place, ...] = ()
     lora_layers: tuple[LoraLayer, ...] = ()
 
@@ -157,9 +157,9 @@ def base_of(model: Any) -> BaseModel:
 
 
 def model_of_rows(model: Any) -> Any:
-    """Return the model inside a ``PeftModel`` that passes its rows on unchanged; any other model itself."""
+    """Return the model inside a ``PeftModel`` without prompt learning; any other model unchanged."""
     # Prompt learning (prompt, prefix and P-tuning) puts virtual tokens in front of every row.
-    if not is_peft_model(model) or any(each.is_prompt_learning for each in model.peft_config.values()):
+    if not is_peft_model(model) or any(config.is_prompt_learning for config in model.peft_config.values()):
         return model
     return base_model(model)
 
@@ -200,7 +200,7 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
 
 
 def adapters_in_force(model: nn.Module) -> list[tuple[object, ...]]:
-    """Return the state that decides which tensors of a ``PeftModel`` run, and with which scaling."""
+    """Return the state that selects the running tensors of a ``PeftModel``, and their scaling."""
     if not is_peft_model(model):
         return []
     base = base_model(model)
@@ -211,12 +211,12 @@ def adapters_in_force(model: nn.Module) -> list[tuple[object, ...]]:
     return [*factors, *running]
 
 
-#: The kind of a wrapper of peft: it adds low-rank products, runs a copy that an adapter trains in full, or does more.
+#: The kind of a peft wrapper: low-rank products, copies that adapters train in full, or another method.
 WrapperKind = Literal["lora", "copies", "other"]
 
 
 def _wrapped(module: Any) -> tuple[WrapperKind, dict[str, nn.Module]] | None:
-    """Return a wrapper's kind and the modules that it may run, by name, the base model's first; else ``None``."""
+    """Return a wrapper's kind and its modules by name, the base model's first; ``None`` for other modules."""
     if (peft := sys.modules.get("peft")) is None:
         return None
     tuners, utils = peft.tuners, peft.utils
@@ -248,12 +248,12 @@ def kind_of(wrapper: nn.Module) -> str:
 
 
 def is_disabled(wrapper: Any) -> bool:
-    """Return True if none of a wrapper's adapters is in force."""
+    """Return True if a wrapper has no active adapter."""
     return bool(wrapper.disable_adapters) or not wrapper.active_adapters
 
 
 def _is_lora(module: nn.Module) -> bool:
-    """Return True for a wrapper of LoRA; AdaLoRA's are of a subclass, and hold other factors."""
+    """Return True for a LoRA wrapper; AdaLoRA's wrappers are of a subclass, with other factors."""
     tuners = sys.modules["peft"].tuners
     return isinstance(module, tuners.lora.LoraLayer) and not isinstance(module, tuners.adalora.AdaLoraLayer)
 
@@ -265,14 +265,14 @@ def _copies(wrapper: Any, base: str, name: str) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a module of the base model is in the adapted model, or one of peft's wrappers around it."""
+    """The place of a base model's module, or of a peft wrapper around it, in the adapted model."""
 
     base: str  # path in the base model
-    parts: tuple[str | None, ...]  # of the path here: a name that peft added, or ``None`` for the next of ``base``
+    parts: tuple[str | None, ...]  # of the path: a name that peft added, or ``None`` for the next name of ``base``
     module: nn.Module
     wrapper: WrapperKind | None
-    is_copy: bool = False  # an adapter trains it in full
-    in_force: bool = True  # it runs now
+    is_copy: bool = False  # an adapter trains the module in full
+    in_force: bool = True  # the module runs now
 
     @property
     def path(self) -> str:
@@ -280,19 +280,19 @@ class Place:
         return self.moved(self.base)
 
     def moved(self, pattern: str) -> str:
-        """Return a pattern of the path in the base model as one of the path in the adapted model."""
+        """Return a pattern of paths in the base model as a pattern of paths in the adapted model."""
         names = iter(pattern.split("."))
         return ".".join(next(names) if part is None else part for part in self.parts)
 
 
 def _depth(wrapper: Any) -> int:
-    """Return the number of low-rank wrappers around a module, this one included: one for each adapted parameter."""
+    """Return the number of nested wrappers, ``wrapper`` included: one wrapper per adapted parameter."""
     inner = getattr(wrapper, "base_layer", None)
     return 0 if _wrapped(wrapper) is None else 1 + _depth(inner)
 
 
 def _odd(layer: Any, base: Any, parameter: str | None) -> str:
-    """Return the difference between a layer's adapters and plain, unmerged LoRA in words; empty without one."""
+    """Describe the difference between a layer's adapters and plain, unmerged LoRA; empty without a difference."""
     if layer.merged:
         return "merged"
     if layer.lora_variant:
@@ -303,7 +303,7 @@ def _odd(layer: Any, base: Any, parameter: str | None) -> str:
 
 
 def _variant(variant: Any) -> str:
-    """Return the name of a variant of LoRA, with the option of DoRA."""
+    """Return the name of a LoRA variant, and for DoRA the option that turns it off."""
     name = type(variant).__name__
     return f"DoRA, peft's {name}: set use_dora=False" if name.startswith("Dora") else name
 
@@ -322,12 +322,12 @@ def places(model: nn.Module) -> Iterator[Place]:
         kind, instead = wrapped
         yield replace(place, wrapper=kind)
         running = next(iter(instead)) if kind != "copies" else _name_in_force(place.module, instead)
-        for index, (name, each) in enumerate(instead.items()):
+        for index, (name, inner) in enumerate(instead.items()):
             yield from walk(
                 replace(
                     place,
                     parts=(*place.parts, *name.split(".")),
-                    module=each,
+                    module=inner,
                     is_copy=place.is_copy or index > 0,
                     in_force=place.in_force and name == running,
                 )
@@ -360,7 +360,7 @@ def adapter_settings(model: Any, adapter: str) -> dict[str, Any]:
 def adapter_file(
     model: Any, adapter: str, tensors: Mapping[str, Tensor], *, embeddings: bool | Literal["auto"]
 ) -> dict[str, Tensor]:
-    """Return the tensors that peft saves of an adapter, by their names in the file."""
+    """Return the tensors that peft saves for an adapter, by name in the file."""
     # ``embeddings="auto"`` saves the embedding and the head where they are adapted, or where their size differs from
     # the base model's checkpoint. peft looks up the config of that checkpoint.
     from peft.utils import get_peft_model_state_dict

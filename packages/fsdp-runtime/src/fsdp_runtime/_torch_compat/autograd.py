@@ -15,8 +15,8 @@ from fsdp_runtime._torch_compat.meshes import local_tensor
 @contextmanager
 def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
     """Raise ``freed()`` if backward reads a tensor saved inside the ``with`` that has lost its storage."""
-    # torch's own error is about the storage, and torch turns its check for changes in place off for tensors with hooks
-    # (2.11 to 2.15, since pytorch/pytorch#60975), so this function checks them; the version of a tensor is not public.
+    # torch's error names only the storage. For tensors with hooks torch does not check for in-place changes (2.11 to
+    # 2.15, since pytorch/pytorch#60975), so this function checks them; the version of a tensor is not public.
 
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
         return tensor, tensor._version
@@ -65,6 +65,6 @@ def is_written(tensor: Tensor) -> bool:
 
 
 def viewed_tensor(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that a view shares memory with, ``None`` for a tensor that is no view."""
+    """Return the tensor that a view shares memory with, ``None`` for a tensor that is not a view."""
     # ``Tensor._base`` of torch 2.11 to 2.15; a public name does not exist.
     return getattr(tensor, "_base", None)

@@ -36,21 +36,21 @@ def clone_default_store() -> Store:
 def separate_group(
     store: Store, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
 ) -> ProcessGroup:
-    """Form a group outside the world; ``ValueError`` for a known name, ``RuntimeError`` where ranks do not come."""
-    # torch 2.11 to 2.15 form groups of the world's ranks alone (pytorch/pytorch#151960); SGLang and OpenRLHF call the
+    """Form a group outside the world; ``ValueError`` for a used name, ``RuntimeError`` if ranks do not arrive."""
+    # torch 2.11 to 2.15 form groups of the world's ranks only (pytorch/pytorch#151960); SGLang and OpenRLHF call the
     # same function. Point-to-point operations look up the ranks that are registered here.
     helper: Any = distributed_c10d._new_process_group_helper
     world: Any = distributed_c10d._world
-    own_part = PrefixStore(name, store)
-    own_part.set_timeout(timeout)
+    prefixed = PrefixStore(name, store)
+    prefixed.set_timeout(timeout)
     group: ProcessGroup
-    group, _ = helper(world_size, rank, [], backend, own_part, group_name=f"separate/{name}", timeout=timeout)
-    world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    group, _ = helper(world_size, rank, [], backend, prefixed, group_name=f"separate/{name}", timeout=timeout)
+    world.pg_group_ranks[group] = {number: number for number in range(world_size)}
     return group
 
 
 def group_of(value: object) -> ProcessGroup | None:
-    """The process group that an operator's argument is, as an object or by its name; ``None`` for other arguments."""
+    """Return an operator's argument as a process group, if it is a group or a group's name, else ``None``."""
     # Names are resolved by a private function in torch 2.11 to 2.15.
     if isinstance(value, ProcessGroup):
         return value
@@ -64,7 +64,7 @@ def group_of(value: object) -> ProcessGroup | None:
     return None
 
 
-#: Inductor's switch for async tensor parallelism, private in torch 2.11 to 2.15; torchtitan sets the same.
+#: Inductor's switch for async tensor parallelism, private in torch 2.11 to 2.15; torchtitan sets it too.
 MICRO_PIPELINE = "_micro_pipeline_tp"
 
 

@@ -52,7 +52,7 @@ def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def storage_key(held: Tensor | UntypedStorage) -> int:
-    """A key shared by a storage and all tensors on it while it lives."""
+    """Return a key that a storage shares with all tensors on it, during the storage's lifetime."""
     # ``data_ptr`` is public and 0 for every storage without data (torch 2.11 to 2.15).
     return int((held.untyped_storage() if isinstance(held, Tensor) else held)._cdata)
 
@@ -61,7 +61,7 @@ def storage_key(held: Tensor | UntypedStorage) -> int:
 def observe_storage_resizes(observe: Callable[[UntypedStorage], None]) -> Iterator[None]:
     """Call ``observe`` after every ``UntypedStorage.resize_``."""
     # FSDP2 allocates and frees gathered parameters by resizing their storages. Under ``FakeTensorMode`` no operator is
-    # dispatched for that, and torch 2.11 to 2.15 have no hook (pytorch/pytorch#122434), so the method is replaced.
+    # dispatched for a resize, and torch 2.11 to 2.15 have no hook (pytorch/pytorch#122434), so the method is replaced.
     original = UntypedStorage.resize_
 
     def resize_(storage: UntypedStorage, size: int) -> Any:

@@ -22,8 +22,8 @@ def fake_store() -> Any:
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """torch's mode of tensors without memory (private in 2.11 to 2.15), usable together with DTensor."""
-    # DTensor computes shard offsets from values of small tensors; these stay real. Operators that it runs
-    # on full shapes, to infer the shape of a result, are not part of the program and are hidden from other modes.
+    # DTensor computes shard offsets from the values of small tensors; these tensors stay real. DTensor infers the shape
+    # of a result by operators on full shapes, which are no part of the program and are hidden from other modes.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import _utils
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -72,9 +72,9 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 def clear_dtensor_caches() -> None:
-    """Empty DTensor's caches of decisions for a mesh, which a later, equal mesh would get."""
-    # Meshes are equal by shape and names; the groups of a deleted mesh cannot be used, nor can another rank's
-    # offsets. Private in torch 2.11 to 2.15.
+    """Empty DTensor's caches per mesh: a later, equal mesh would get their entries."""
+    # Meshes of equal shape and names are equal, but the groups of a deleted mesh and another rank's offsets cannot be
+    # used. Private in torch 2.11 to 2.15.
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -15,9 +15,9 @@ from fsdp_runtime._torch_compat.meshes import local_tensor
 
 
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
-    """FSDP2's sharded parameters by owning module and name; tied ones under every owner."""
-    # While a unit is gathered its modules hold other tensors, in the dtype of the mixed-precision policy, and torch
-    # 2.11 to 2.15 give the shards publicly only after the gathered tensors are dropped (``FSDPModule.reshard``;
+    """FSDP2's sharded parameters by owning module and name; tied parameters under every owner."""
+    # The modules of a gathered unit hold full tensors in the dtype of the mixed-precision policy. torch 2.11 to 2.15
+    # return the shards publicly only after the full tensors are dropped (``FSDPModule.reshard``;
     # pytorch/pytorch#120879).
     shards: dict[tuple[nn.Module, str], nn.Parameter] = {}
     for fsdp_parameter in _fsdp_parameters(model):
@@ -27,10 +27,10 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Param
 
 def initialize_root(root: FSDPModule) -> None:
     """Initialize FSDP2's state of a root and the modules below it, as the root's first forward does."""
-    # Until then gradients of the root's own parameters are not reduced, since a backward does not know the root.
-    # ``unshard()`` initializes one module's parameters only; torch 2.11 to 2.15 have no public function for all
-    # (introduced so in pytorch/pytorch#117881). A submodule that ran earlier took itself for the root, which torch
-    # refuses.
+    # An earlier backward does not know the root and does not reduce the gradients of the root's own parameters.
+    # ``unshard()`` initializes one module's parameters only; torch 2.11 to 2.15 have no public function for all modules
+    # (introduced so in pytorch/pytorch#117881). A submodule that ran earlier took itself for the root; torch refuses
+    # it.
     state: Any = root._get_fsdp_state()
     if state._is_root is None:
         for module in root.modules():  # type: ignore[attr-defined]
@@ -40,8 +40,8 @@ def initialize_root(root: FSDPModule) -> None:
 
 
 def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
-    """Return the shards of an FSDP module with gradients not reduced yet, or not yet over replicas."""
-    # Under ``set_requires_gradient_sync(False)`` that is intended; torch 2.11 to 2.15 have no public way to ask.
+    """Return the shards of an FSDP module with gradients that are not reduced, or not over replicas."""
+    # ``set_requires_gradient_sync(False)`` intends such gradients; torch 2.11 to 2.15 have no public getter.
     return [
         parameter.sharded_param
         for group in _parameter_groups(unit)
@@ -59,7 +59,7 @@ def accumulates(root: FSDPModule) -> bool:
 
 
 def placeholder(shard: Any) -> DTensor:
-    """Return zeros of a shard's shape in the memory of one number; torch refuses to scale them in place."""
+    """Return zeros of a shard's shape in the memory of one number; torch refuses to scale the zeros in place."""
     local = local_tensor(shard)
     return DTensor.from_local(
         local.new_zeros(()).expand_as(local),
@@ -101,7 +101,7 @@ def has_gradient_hooks(root: FSDPModule) -> bool:
 
 
 def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
-    """The places in an initialized root with another tensor than FSDP2 gathers (private in torch 2.11 to 2.15)."""
+    """The places in an initialized root with a tensor that FSDP2 does not gather (private in torch 2.11 to 2.15)."""
     return [
         (module, name)
         for _, group in _groups_below(root)
@@ -113,7 +113,7 @@ def replaced_parameters(root: FSDPModule) -> list[tuple[nn.Module, str]]:
 
 
 def _is_swapped(parameter: Any) -> bool:
-    """Return whether FSDP2 gathers other memory than a shard's, as after the conversion of one module."""
+    """Return whether FSDP2 gathers memory that is not the shard's, as after the conversion of one module."""
     local, gathered = parameter.sharded_param._local_tensor, parameter._sharded_param_data
     return type(local) is type(gathered) is Tensor and not torch._C._is_alias_of(local, gathered)  # type: ignore[attr-defined]
 
@@ -130,7 +130,7 @@ def copied_versions(unit: FSDPModule) -> tuple[int, ...]:
 
 
 def show_shards(unit: FSDPModule) -> None:
-    """Let a gathered FSDP module's owners hold the shards; a backward gets the copies, and a forward gathers again."""
+    """Put a gathered FSDP module's shards into its modules; a backward gets the copies, a forward gathers again."""
     # torch 2.11 to 2.15 have no public way to keep copies without showing them.
     for group in _parameter_groups(unit):
         for parameter in group.fsdp_params:
@@ -157,8 +157,8 @@ def in_forward(unit: FSDPModule) -> bool:
 
 def reset_after_error(root: FSDPModule) -> None:
     """Reset FSDP2's state if the last forward or backward raised; gathered parameters are freed."""
-    # Gradients that a backward left unreduced are dropped, also ``no_sync``'s; a forward changes no gradient,
-    # where ``reset_iter_state`` (torch 2.13 and later) would drop them too.
+    # A failed backward's unreduced gradients are dropped, also ``no_sync``'s. A failed forward changes no gradient;
+    # ``reset_iter_state`` (torch 2.13 and later) would drop gradients after it, too.
     state: Any = root._get_fsdp_state()
     idle = type(state._training_state).IDLE
     passes = {other._training_state.name for other in state._state_ctx.all_states if other._training_state is not idle}
@@ -177,8 +177,8 @@ def reset_after_error(root: FSDPModule) -> None:
 
 
 def drop_unreduced_gradients(unit: FSDPModule, shards: Container[nn.Parameter]) -> bool:
-    """Drop the unreduced gradients of some shards; return ``False`` if they share a buffer with other shards'."""
-    # Gradients that wait for the all-reduce between replicas share one (private in torch 2.11 to 2.15).
+    """Drop the unreduced gradients of some shards; return ``False`` if they share a buffer with other gradients."""
+    # Gradients that wait for the all-reduce between replicas share a buffer (private in torch 2.11 to 2.15).
     for group in _parameter_groups(unit):
         chosen = [parameter for parameter in group.fsdp_params if parameter.sharded_param in shards]
         trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
@@ -198,7 +198,7 @@ def _drop_unreduced(group: Any, parameters: Iterable[Any]) -> None:
 
 
 def offloads_to_cpu(model: nn.Module) -> bool:
-    """Return True if FSDP2 keeps the model's shards on the CPU (torch 2.11 to 2.15: the policy is not public again)."""
+    """Return True if FSDP2 keeps the model's shards on the CPU (torch 2.11 to 2.15 keep the policy private)."""
     return any(bool(parameter.offload_to_cpu) for parameter in _fsdp_parameters(model))
 
 
@@ -222,7 +222,7 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def _groups_below(root: FSDPModule) -> list[tuple[Any, Any]]:
-    """The states below an initialized root with their groups, in a fast loop, since every forward asks for them."""
+    """Return pairs of state and group below an initialized root, in a fast loop: every forward calls this."""
     state: Any = root._get_fsdp_state()
     pairs = []
     for below in state._state_ctx.all_states:
@@ -238,5 +238,5 @@ def _parameter_groups(unit: FSDPModule) -> list[Any]:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # several per unit in newer versions
+    groups = getattr(state, "_fsdp_param_groups", None)  # several groups per unit in newer versions
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]

@@ -16,14 +16,14 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     """Flatten several axes of a mesh into one, registered under ``name``; a repeated call returns the same mesh."""
     # Only ranks of the mesh take part. ``DeviceMesh._flatten`` has no public equivalent in torch 2.11 to 2.15; torch's
     # own tutorials and torchtitan use it (pytorch/pytorch#133838, and #159013 on a public form). Every rank of the
-    # world must make its groups, so a mesh over a part of the world gets the group from here.
+    # world must call it to make groups, so a mesh over a part of the world gets its group from this function.
     root, sliced = root_mesh(mesh), mesh[axes] if len(axes) > 1 else mesh[axes[0]]
     if name in root._flatten_mapping or root.size() == dist.get_world_size():
         return sliced._flatten(name)
     group = _group_of_axes(sliced)
     make_groups = DeviceMesh._init_process_groups
-    given = staticmethod(lambda *_: [group.group_name])
-    DeviceMesh._init_process_groups = given  # type: ignore[method-assign, assignment]
+    existing = staticmethod(lambda *_: [group.group_name])
+    DeviceMesh._init_process_groups = existing  # type: ignore[method-assign, assignment]
     try:
         return sliced._flatten(name)
     finally:
@@ -40,15 +40,14 @@ def _group_of_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def local_group(ranks: list[int], connecting: Iterable[dist.ProcessGroup] = (), **options: Any) -> dist.ProcessGroup:
     """Make a process group on its global ranks only; this rank is among them."""
-    # Ranks meet under a name with the number of groups that each rank belongs to, which torch 2.11 to 2.15 keep
-    # private: ranks in fewer groups than others first make groups of themselves. The groups of ``connecting`` together
-    # connect them, in the same order on every rank. In a world that is bound to a device (``device_id`` of
-    # ``init_process_group``) torch splits the world's communicator for a new group, in which every rank must take part;
-    # the group is made as in an unbound world.
+    # Ranks meet under a name with a rank's number of groups (private in torch 2.11 to 2.15). So ranks in fewer groups
+    # first make groups of one rank. The groups of ``connecting`` together connect the ranks, in the same order on every
+    # rank. In a world that is bound to a device (``device_id`` of ``init_process_group``) torch splits the world's
+    # communicator for a new group, and every rank of the world must take part. So the world is unbound meanwhile.
     most = _group_count()
-    for each in connecting:
-        counts = [0] * dist.get_world_size(each)
-        dist.all_gather_object(counts, most, group=each)
+    for link in connecting:
+        counts = [0] * dist.get_world_size(link)
+        dist.all_gather_object(counts, most, group=link)
         most = max(counts)
     world = distributed_c10d._get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None

@@ -25,7 +25,7 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return every module of a model once, the model itself first."""
-    # For every call of a model: ``Module.modules`` takes ten times as long on the host (private in torch 2.11 to 2.15).
+    # Every forward calls this: ``Module.modules`` takes ten times as long on the host (private in torch 2.11 to 2.15).
     modules: dict[nn.Module, None] = {model: None}
     waiting = [model]
     while waiting:
@@ -63,7 +63,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def set_compiled_call(module: nn.Module, call: Any) -> Any:
     """Give a module another compiled call, ``None`` to run uncompiled; return its earlier compiled call."""
-    # ``torch.compiler.set_stance`` is for everything in the process (torch 2.11 to 2.15).
+    # ``torch.compiler.set_stance`` applies to the whole process (torch 2.11 to 2.15).
     before, module._compiled_call_impl = module._compiled_call_impl, call
     return before
 
@@ -79,7 +79,7 @@ def parameter_hooks(parameter: Tensor) -> tuple[Any, Any]:
 
 
 def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
-    """Register a hook on the gradient of a parameter, also of a frozen one (refused by torch 2.11 to 2.15)."""
+    """Register a hook on a parameter's gradient, also for a frozen parameter (refused by torch 2.11 to 2.15)."""
     trains = parameter.requires_grad
     parameter.requires_grad_()
     parameter.register_hook(hook)  # type: ignore[no-untyped-call]

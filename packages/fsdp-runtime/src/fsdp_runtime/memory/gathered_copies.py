@@ -1,14 +1,14 @@
 """Gathered parameters that FSDP2 keeps after a forward for the backward.
 
-torch keeps the root's and the last block's.  If another call comes before the backward, a reader of the modules would
-get the gathered copies.  An optimizer built from them would train nothing, a norm would leave out their gradients, and
+FSDP2 keeps the parameters of the root and the last block gathered.  A call between forward and backward would read the
+gathered copies.  An optimizer built from copies would train nothing, a norm would leave out their gradients, and
 a forward after an optimizer's step would compute with the old values.  Therefore:
 
 - After a forward without gradients nothing stays gathered.
 - After a forward with gradients the modules hold their shards until the backward.
 - ``named_parameters`` and ``parameters`` give shards between passes (``steps.guards``), without communication.
 - A backward drops accumulated gradients that ``zero_grad`` or ``parameter.grad = None`` has cleared.
-- An optimizer's step frees the copies.  A step with copies, or before gradients are reduced, raises.
+- An optimizer's step frees the copies.  It raises if the optimizer holds copies or gradients are not reduced.
 - A forward gathers changed parameters again, and resets FSDP2 after a pass that raised.
 """
 
@@ -52,7 +52,7 @@ _roots: WeakSet[Any] = WeakSet()
 
 
 def keep_readers_on_shards(root: Any) -> None:
-    """Let every reader of a root's parameters get shards between passes."""
+    """Give every reader of a root's parameters the shards between passes."""
     units = runtime_state(root).units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     states = [runtime_state(unit) for unit in units]
 
@@ -169,7 +169,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    if in_backward():  # one step per parameter; FSDP2 has sharded the parameter before
+    if in_backward():  # one step per parameter; FSDP2 has sharded the parameter already
         return
     written = _parameters(optimizer)
     for root in _roots:

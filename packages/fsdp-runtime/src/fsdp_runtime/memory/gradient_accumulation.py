@@ -1,4 +1,4 @@
-"""Gradient accumulation: gradients of several micro-batches with the communication of one."""
+"""Gradient accumulation: one reduction for the gradients of several micro-batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_sync(
     to each layer's backward and are not deferred.
 
     Args:
-        model: a model that FSDP2 wraps; a plain one does not change.
+        model: a model that FSDP2 wraps; a plain model does not change.
         reduce_scatter: with ``dp_replicate``, still reduce-scatter gradients to the shards in every backward and skip
             only the all-reduce between replicas: more communication, and gradients take the memory of shards.
         reshard_after_backward: ``False`` keeps parameters gathered, so that the next micro-batch does not gather
@@ -86,9 +86,9 @@ def no_sync(
 
 
 def watch_accumulation(root: Any, outputs: Iterable[Tensor]) -> None:
-    """Let a backward from a root's outputs drop the accumulated gradients that the user has cleared before it."""
+    """When a backward from a root's outputs begins, drop accumulated gradients that the user has cleared."""
     # FSDP2 keeps accumulated gradients away from ``parameter.grad``, so neither ``zero_grad`` nor ``grad = None``
-    # reaches them. Between two backwards a placeholder of zeros is the gradient: its loss means that it was cleared.
+    # reaches them. Between two backwards ``parameter.grad`` is a placeholder of zeros; if cleared, it is gone.
 
     def begin(_gradient: Tensor) -> None:
         drop_cleared_gradients(root)
@@ -114,14 +114,14 @@ def _mark(root: Any) -> None:
 
 
 def drop_cleared_gradients(root: Any) -> None:
-    """Drop the accumulated gradients of parameters with a gradient that was set to ``None`` or zero."""
+    """Drop a parameter's accumulated gradients if the user has set ``grad`` to ``None`` or zero."""
     state = runtime_state(root)
     zeroed = {shard for shard, mark in state.marks if mark is not None and shard.grad is mark and is_written(mark)}
     cleared = zeroed | {shard for shard, _ in state.marks if shard.grad is None}
     if cleared and not all(drop_unreduced_gradients(unit, cleared) for unit in state.units):
         raise ModelError(
             f"the gradients of {len(cleared)} parameters were cleared, and no_sync(reduce_scatter=True) keeps them "
-            "together with other gradients: call model.zero_grad()"
+            "in one buffer with other gradients: call model.zero_grad()"
         )
     for shard in zeroed:
         shard.grad = torch.zeros_like(shard)

@@ -37,10 +37,10 @@ class OffloadReport:
     """The bytes that one call of :func:`offload` or :func:`onload` moved on this rank.
 
     Args:
-        bytes_moved: bytes by part; a storage that several parts share is counted in the first.
+        bytes_moved: bytes by part; a storage that several parts share is counted in the first part.
         allocated_before: bytes allocated on the device before the call; ``None`` on CPU, where allocation is not
             tracked.
-        allocated_after: bytes allocated after it.
+        allocated_after: bytes allocated on the device after the call.
     """
 
     bytes_moved: Mapping[Part, int]
@@ -55,7 +55,7 @@ class OffloadReport:
 
 @dataclass
 class _Offloaded:
-    """Storages of a model that are in host memory, by part, and the hooks that refuse to use them."""
+    """A model's storages in host memory, by part, and the hooks that refuse their use."""
 
     device: torch.device
     storages: dict[Part, list[tuple[UntypedStorage, Tensor]]] = field(default_factory=dict)
@@ -71,21 +71,21 @@ def offload(
 ) -> OffloadReport:
     """Move a model's tensors to host memory (pinned for CUDA) and free the device memory.
 
-    Until :func:`onload`, a forward or an optimizer step that needs them raises.  Call it between steps: gathered
-    parameters are freed first.  Tensors on another device, such as those of FSDP2's CPU offload, do not move.
+    Until :func:`onload`, a forward or an optimizer step that needs the tensors raises.  Call it between steps: gathered
+    parameters are freed first.  Tensors on another device, such as FSDP2's shards on the CPU, do not move.
 
     Args:
         model: a plain or parallelized model.
-        optimizer: the optimizer whose state moves; needed for the part ``"optimizer"``.
+        optimizer: its state moves; needed for the part ``"optimizer"``.
         parts: some of ``"parameters"``, ``"gradients"``, ``"buffers"`` and ``"optimizer"``.
-        device: the device to free; by default the one that the model computes on.  The CPU is freed only if it is
-            named: its bytes would only move within the same memory.
+        device: the device to free; by default the model's compute device.  The CPU is freed only if it is named:
+            the bytes would only move within host memory.
 
     Returns:
         The bytes that were freed, by part, and the device's allocation before and after.
 
     Raises:
-        OptionError: an unknown part, ``"optimizer"`` alone without one, or an unknown device.
+        OptionError: an unknown part, only ``"optimizer"`` without an optimizer, or an unknown device.
         ModelError: called inside ``unsharded``.
         OffloadError: the device did not get the bytes back, or a tensor does not own its memory.
 
@@ -98,13 +98,13 @@ def offload(
         >>> onload(model).total
         80
     """
-    wanted = _require_parts(parts, optimizer)
+    selected = _require_parts(parts, optimizer)
     target = (
         require_device(device) if device is not None else compute_device(state_entries(model, allow_offloaded=True))
     )
     if target.type == "cpu" and device is None:
         logger.info("the model is on the CPU: nothing to offload")
-        return OffloadReport(dict.fromkeys(wanted, 0), None, None)
+        return OffloadReport(dict.fromkeys(selected, 0), None, None)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if is_held(module):
@@ -114,7 +114,7 @@ def offload(
     state.offloaded = offloaded = state.offloaded or _Offloaded(target)
     before = _allocated(target)
     moved: dict[Part, int] = {}
-    for part in wanted:
+    for part in selected:
         pairs = [(storage, _to_host(storage)) for storage in _storages(part, model, optimizer, target)]
         _synchronize(target)
         for storage, _ in pairs:
@@ -126,7 +126,7 @@ def offload(
     if before is not None and before - (report.allocated_after or 0) < report.total:
         raise OffloadError(
             f"offload moved {report.total:,} bytes off {target}, but its allocation fell only from {before:,} to "
-            f"{report.allocated_after:,} bytes: something allocated meanwhile, as another thread or a hook"
+            f"{report.allocated_after:,} bytes: another thread or a hook allocated memory meanwhile"
         )
     logger.info("offloaded %d bytes: %s", report.total, moved)
     return report
@@ -153,13 +153,13 @@ def onload(model: nn.Module, *, parts: Iterable[Part] = PARTS) -> OffloadReport:
         >>> onload(model, parts=("parameters", "buffers")).bytes_moved
         {'parameters': 80, 'buffers': 0}
     """
-    wanted = _require_parts(parts, None)
+    selected = _require_parts(parts, None)
     offloaded: _Offloaded | None = runtime_state(model).offloaded
     if offloaded is None:
-        return OffloadReport(dict.fromkeys(wanted, 0), None, None)
+        return OffloadReport(dict.fromkeys(selected, 0), None, None)
     before = _allocated(offloaded.device)
     moved: dict[Part, int] = {}
-    for part in wanted:
+    for part in selected:
         pairs = offloaded.storages.pop(part, [])
         for storage, host in pairs:
             storage.resize_(host.nbytes)
@@ -174,12 +174,12 @@ def onload(model: nn.Module, *, parts: Iterable[Part] = PARTS) -> OffloadReport:
 
 
 def _require_parts(parts: Iterable[Part], optimizer: Optimizer | None) -> tuple[Part, ...]:
-    wanted = tuple(parts)
-    if unknown := [part for part in wanted if part not in PARTS]:
-        raise OptionError(f"parts={wanted!r}: {unknown[0]!r} is not one of {', '.join(map(repr, PARTS))}")
-    if wanted == ("optimizer",) and optimizer is None:
+    selected = tuple(parts)
+    if unknown := [part for part in selected if part not in PARTS]:
+        raise OptionError(f"parts={selected!r}: {unknown[0]!r} is not one of {', '.join(map(repr, PARTS))}")
+    if selected == ("optimizer",) and optimizer is None:
         raise OptionError("parts=('optimizer',) without an optimizer: pass it as the second argument")
-    return wanted
+    return selected
 
 
 def _storages(
@@ -225,8 +225,8 @@ _FORWARD: tuple[Part, ...] = ("parameters", "buffers")
 
 def _guard(offloaded: _Offloaded, model: nn.Module) -> None:
     """Make every use of the freed memory raise: forwards, state dicts, copies, gathers and optimizer steps."""
-    # The hooks of a module come before those of FSDP2, which gather its parameters. Operators on CPU tensors do not
-    # look at the size of a storage, so a use that passes no guard ends the process.
+    # These hooks run before FSDP2's hooks, which gather parameters. CPU operators do not check a storage's size, so an
+    # unguarded use would end the process.
     if offloaded.guards:
         return
 
@@ -253,7 +253,7 @@ def _guard(offloaded: _Offloaded, model: nn.Module) -> None:
 
 
 def _refuse_freed(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Raise before a step that reads freed parameters, gradients or state, whichever optimizer it is."""
+    """Raise before a step of any optimizer that reads freed parameters, gradients or state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     state = [leaf for leaf in tree_leaves(optimizer.state) if isinstance(leaf, Tensor)]
@@ -267,7 +267,7 @@ def _refuse_freed(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class _Attribute:
-    """An attribute of one module instance, removed like a hook; the attribute that it replaced returns."""
+    """An attribute of one module instance; ``remove`` restores the attribute that it replaced."""
 
     module: nn.Module
     name: str

@@ -31,24 +31,24 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
     """Keep the FSDP2 parameters of ``model`` gathered inside the ``with``: no all-gather per call.
 
     Gathered parameters have the compute dtype of mixed precision and stay sharded over ``tp``.  On exit, also after an
-    error, they are sharded again and each FSDP module reshards after forward as before.  Inside an outer ``unsharded``
-    of the same model nothing changes, nor for a model that FSDP2 does not wrap.
+    error, parameters are sharded again and FSDP modules get back their ``reshard_after_forward``.  The call changes
+    nothing inside an outer ``unsharded`` of the same model, or for a model that FSDP2 does not wrap.
 
     A forward below the root, such as ``model.model(tokens)``, has complete gradients if its backward runs inside the
     ``with``; use :func:`fsdp_runtime.forward_with_lm_head` for a backward that follows later.
 
     Args:
         model: a model, or some blocks of one.
-        max_bytes: bound on the gathered bytes at any time.  As many FSDP modules as fit are kept gathered; the others
-            are gathered by each call and freed after it, and the largest of them counts towards the bound.
+        max_bytes: bound on the gathered bytes at any time.  As many FSDP modules as fit stay gathered.  Each call
+            gathers and frees the other modules; the largest of these counts towards the bound.
 
     Yields:
         The same model.
 
     Raises:
         OptionError: ``max_bytes`` is less than the bytes of the root and one block.
-        ModelError: parameters are offloaded, or backward runs after the ``with`` for a forward that bypassed the
-            model's own.
+        ModelError: parameters are offloaded, or a backward runs after the ``with`` for a forward that bypassed
+            the model's ``forward``.
 
     Example:
         >>> import torch
@@ -74,7 +74,7 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
     try:
         for unit in units:
             runtime_state(unit.module).unsharded = unit in held
-            unit.module.reshard()  # a forward may have left it gathered
+            unit.module.reshard()  # an earlier forward may have left the module gathered
             runtime_state(unit.module).versions = None
             if unit in held:
                 unit.module.set_reshard_after_forward(False, recurse=False)
@@ -86,7 +86,7 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[nn.
             yield model
         if root is not None and not pending:
             of_root, *of_blocks = (unreduced_gradients(unit.module) for unit in units)
-            if of_root and not any(of_blocks):  # a backward through no FSDP module's output, such as of the head alone
+            if of_root and not any(of_blocks):  # a backward through no FSDP module's output, as from the head
                 reduce_gradients(root)
     finally:
         for unit in units:
@@ -103,8 +103,8 @@ def is_held(module: nn.Module) -> bool:
 def _freed() -> ModelError:
     return ModelError(
         "backward needs parameters that were freed at the end of 'with unsharded(model):', after a forward that "
-        "bypassed the model's own: run backward inside the with, call the model itself, or forward_with_lm_head(model, "
-        "function, ...) for a loss on hidden states, whose backward may follow at any time"
+        "bypassed the model's own: run backward inside the with, call the model itself, or for a loss on hidden states "
+        "call forward_with_lm_head(model, function, ...), which allows a backward at any time"
     )
 
 
@@ -116,10 +116,10 @@ class _FSDPModule:
 
 
 def _that_fit(units: list[_FSDPModule], max_bytes: int) -> list[_FSDPModule]:
-    """Return the first modules that fit together with the largest of the rest."""
+    """Return the first modules that fit into ``max_bytes`` beside the largest module of the rest."""
     held = list(units)
     while (needed := _needed(held, units)) > max_bytes:
-        if len(held) <= 1:  # the root is gathered over every block's forward
+        if len(held) <= 1:  # the root stays gathered during every block's forward
             raise OptionError(
                 f"max_bytes={max_bytes:,} is too small: the root and the largest block take {needed:,} bytes gathered"
             )

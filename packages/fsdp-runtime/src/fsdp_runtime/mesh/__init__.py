@@ -1,7 +1,7 @@
-"""Meshes of ranks: their axes, and the rank's place from its environment.
+"""Meshes of ranks: axes, and the rank of a process from its environment.
 
 Meshes: ``MeshSpec``, ``adopt_mesh``
-Parts:  ``submesh``, ``fsdp_mesh`` (what FSDP2 shards over)
+Parts:  ``submesh``, ``fsdp_mesh`` (the axes that FSDP2 shards over)
 Launch: ``rank_info_from_env``, which returns a ``RankInfo``
 """
 

@@ -1,4 +1,4 @@
-"""Recognize collective operators: kind, ranks and bytes; the axis that they ran over."""
+"""Recognize collective operators: kind, ranks and bytes; name the mesh axis of a group of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_runtime.mesh.spec import FLATTENED, submesh
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor", "_c10d_functional_autograd")
 
-#: Parts of operator names, in the order in which they are searched.
+#: Parts of operator names, in search order.
 _KINDS = {
     "reduce_scatter": "reduce_scatter",
     "alltoall": "all_to_all",
@@ -39,11 +39,11 @@ class CollectiveCall:
     kind: str
     ranks: tuple[int, ...]  # global ranks of the group
     nbytes: int  # of this rank's input
-    kept: int | None = None  # bytes that stay on this rank, where the call has uneven parts that say so
+    kept: int | None = None  # bytes that stay on this rank, in a call with uneven parts
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank sends at least."""
+        """The least bytes that this rank sends."""
         return min_bytes_sent(self.kind, self.nbytes, len(self.ranks)) if self.kept is None else self.nbytes - self.kept
 
 
@@ -58,22 +58,22 @@ def collective_call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Coll
     groups = (group_of(value) for value in (*args, *kwargs.values()))
     ranks = next((tuple(dist.get_process_group_ranks(group)) for group in groups if group is not None), ())
     tensors = [value for value in args if isinstance(value, (Tensor, list))]
-    # In-place operators on one flat tensor take the output first; all others take the input first.
+    # In-place operators on one flat tensor take the output first; all other operators take the input first.
     inputs = tensors[1] if name.endswith("_base_") else tensors[0]
     nbytes = sum(leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    kept = _kept(inputs, args[4], ranks) if name == "alltoall_base_" and isinstance(inputs, Tensor) else None
-    return CollectiveCall(kind, ranks, nbytes, kept)
+    staying = _staying(inputs, args[4], ranks) if name == "alltoall_base_" and isinstance(inputs, Tensor) else None
+    return CollectiveCall(kind, ranks, nbytes, staying)
 
 
-def _kept(values: Tensor, parts: list[int], ranks: tuple[int, ...]) -> int | None:
-    """Return the bytes of the part of an all-to-all's input that is for this rank; ``None`` for equal parts."""
+def _staying(values: Tensor, parts: list[int], ranks: tuple[int, ...]) -> int | None:
+    """Return the bytes of an all-to-all's input that stay on this rank; ``None`` for equal parts."""
     if not parts:
         return None
     return values.nbytes // max(values.shape[0], 1) * parts[ranks.index(dist.get_rank())]
 
 
 def axis_names(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """Return the axis of each group of ranks; the mesh's own axes take precedence over flattened ones."""
+    """Return the axis of each group of ranks; mesh axes take precedence over flattened axes."""
     names = [*(mesh.mesh_dim_names or ()), *FLATTENED, *(("efsdp", "ep") if expert_axis_size(mesh) > 1 else ())]
     axes: dict[tuple[int, ...], str] = {}
     for name in names:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_runtime.errors import MeshError
 
-#: Slurm does not provide a port; the job id selects one of this range, so jobs on one node get different ones.
+#: Slurm provides no port: the job id selects a port of this range, so jobs on one node get different ports.
 _FIRST_PORT, _PORTS = 20000, 10000
 
 
@@ -21,7 +21,7 @@ class RankInfo:
     Args:
         rank: index among all processes.
         world_size: number of processes.
-        local_rank: index among the processes of its machine, and of its device.
+        local_rank: index among the processes of its machine; also the index of its device.
         init_method: rendezvous URL for ``init_process_group``; ``None`` for a single process.
     """
 
@@ -32,16 +32,16 @@ class RankInfo:
 
 
 def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo:
-    """Read torchrun's variables, else those of a Slurm step (``srun``), else return a single process.
+    """Read torchrun's variables, else a Slurm step's (``srun``), else return a single process.
 
     Args:
-        environment: environment variables, by default those of this process.
+        environment: environment variables, by default this process's.
 
     Returns:
         Rank, world size, local rank and rendezvous URL.
 
     Raises:
-        MeshError: some of the variables are missing, or one is not an integer.
+        MeshError: variables are missing, or a variable is not an integer.
 
     Example:
         >>> from fsdp_runtime.mesh import rank_info_from_env
@@ -58,7 +58,7 @@ def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo
 
 
 def start_distributed(info: RankInfo, device_type: str) -> None:
-    """Start ``torch.distributed``, with gloo beside an accelerator's backend for tensors on the CPU."""
+    """Start ``torch.distributed``, with an accelerator's backend, and gloo for tensors on the CPU."""
     import torch  # not above: the command line reads meshes before torch is imported
     import torch.distributed as dist
 

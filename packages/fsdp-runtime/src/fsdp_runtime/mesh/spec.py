@@ -1,4 +1,4 @@
-"""Device meshes with the axes of training, each present also at size 1."""
+"""Device meshes with all axes of training; an unused axis has size 1."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fsdp_runtime.mesh.experts import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: This module imports torch where it is used: the command line checks meshes before.
+#: Functions import torch here, because the command line checks meshes before torch is imported.
 
 #: The axes of a mesh, slowest-varying rank first.
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-#: Flattened axes: those that shard the batch, those that shard parameters, those that shard tokens.
+#: Flattened axes: ``dp`` shards the batch, ``dp_shard_cp`` parameters, ``dp_cp`` tokens.
 FLATTENED: dict[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard", "cp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
 }
-#: Where a mesh keeps those of its axes that were asked for.
+#: The attribute of a mesh with its one-axis slices, by name.
 _KEPT_AXES = "_fsdp_runtime_axes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSpec:
-    """The sizes of a mesh's axes, slowest-varying rank first; one of them may be -1 and is inferred.
+    """The sizes of a mesh's axes, slowest-varying rank first; one size may be -1 and is inferred.
 
     Args:
         dp_replicate: number of replicas of the sharded parameters (HSDP).
@@ -43,9 +43,9 @@ class MeshSpec:
         cp: number of ranks that a sequence is sharded over (context parallelism).
         tp: number of ranks that layers are sharded over (tensor parallelism); neighbouring ranks, which share the
             fastest links.
-        ep: number of ranks that experts are divided over (expert parallelism): a second view of the ranks of
-            ``dp_shard x cp x tp``, of which ``ep`` neighbouring ones hold all experts together, and ``efsdp`` such
-            groups the same.  Smaller than ``tp``, equal to it, or larger; 1 for none.
+        ep: number of ranks that experts are divided over (expert parallelism).  A second view divides the ranks
+            of ``dp_shard x cp x tp``: ``ep`` neighbouring ranks together hold all experts, and ``efsdp`` such groups
+            hold the same experts.  ``ep`` may be smaller than ``tp``, equal or larger; 1 divides no experts.
 
     Raises:
         MeshError: a size is not a positive integer or -1, more than one is -1, or ``ep`` is not a positive integer.
@@ -84,8 +84,8 @@ class MeshSpec:
             world_size: number of ranks.
 
         Raises:
-            MeshError: the sizes do not fill the world, or ``ep`` does not divide the ranks; the message has sizes that
-                do.
+            MeshError: the sizes do not fill the world, or ``ep`` does not divide the ranks; the message has valid
+                sizes.
         """
         known = math.prod(size for size in self.sizes.values() if size != -1)
         inferred = [axis for axis, size in self.sizes.items() if size == -1]
@@ -104,8 +104,7 @@ class MeshSpec:
     def build(self, *, device_type: str | None = None) -> DeviceMesh:
         """Build the ``DeviceMesh`` with all four axes and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
-        Starts ``torch.distributed`` if it is not running: from torchrun's or Slurm's environment, or as a world of one
-        process without either.
+        Starts ``torch.distributed`` if it is not running, from torchrun's or Slurm's environment, else as one process.
 
         Args:
             device_type: ``"cuda"``, ``"cpu"``, …; by default the accelerator of this machine, else the CPU.
@@ -146,7 +145,7 @@ def default_device_type() -> str:
     """Return the type of this machine's accelerator, or ``"cpu"``."""
     import torch
 
-    # Builds for CUDA name it as their accelerator on machines without a GPU too.
+    # CUDA builds of torch name CUDA as the accelerator also on machines without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
@@ -177,11 +176,11 @@ def adopt_mesh(
         ep: its name for the expert-parallel axis.
 
     Returns:
-        A mesh with all four axes; missing ones have size 1.
+        A mesh with all four axes; missing axes have size 1.
 
     Raises:
-        MeshError: the mesh has an axis that no argument names, its axes are in another order, or this rank is not part
-            of it.
+        MeshError: the mesh has an axis that no argument names, its axes are in another order, or this rank is not in
+            the mesh.
 
     Example:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -194,22 +193,22 @@ def adopt_mesh(
     import torch.distributed as dist
 
     require_mesh(mesh)
-    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    renames = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     names = mesh.mesh_dim_names or ()
-    if unknown := [name for name in names if name not in given.values()]:
-        arguments = ", ".join(f"{axis}={name!r}" for axis, name in given.items())
+    if unknown := [name for name in names if name not in renames.values()]:
+        arguments = ", ".join(f"{axis}={name!r}" for axis, name in renames.items())
         raise MeshError(
             f"the mesh has axes {', '.join(names)}, and {', '.join(unknown)} matches none of the arguments "
             f"({arguments}): name each axis, as in adopt_mesh(mesh, tp={unknown[0]!r}), or pass a slice of the mesh"
         )
     if not names:
         raise MeshError(f"the mesh {tuple(mesh.shape)} has no axis names: build it with mesh_dim_names=(...)")
-    order = [name for name in given.values() if name in names]
+    order = [name for name in renames.values() if name in names]
     if order != list(names):
         raise MeshError(f"the axes are in the order {', '.join(names)}; pass mesh[{', '.join(map(repr, order))}]")
     if mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not one of the ranks {mesh.mesh.flatten().tolist()} of the mesh")
-    adopted = renamed_mesh(mesh, given)
+    adopted = renamed_mesh(mesh, renames)
     for name in FLATTENED:
         submesh(adopted, name)
     if expert_mesh is not None:
@@ -219,12 +218,12 @@ def adopt_mesh(
 
 
 def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return one axis of a mesh: its own, a flattened one (``dp``, ``dp_shard_cp``, ``dp_cp``), ``ep`` or ``efsdp``.
+    """Return one axis of a mesh: a mesh axis, ``ep``, ``efsdp``, or flattened (``dp``, ``dp_shard_cp``, ``dp_cp``).
 
     Unlike ``mesh[axis]``, this returns flattened axes without the warning of torch 2.11 and later.
 
     Args:
-        mesh: a mesh with axes named as in ``MeshSpec``; of a flattened axis, the parts that it has are used.
+        mesh: a mesh with axes named as in ``MeshSpec``; a flattened axis consists of its parts in the mesh.
         axis: the axis name.
 
     Returns:
@@ -248,15 +247,15 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
         return view[axis]
     parts = tuple(part for part in FLATTENED.get(axis, ()) if part in names)
     if not parts:
-        way = "build it with MeshSpec(..., ep=N)" if axis in EXPERT_AXES else "adopt_mesh(mesh) gives it every axis"
-        raise MeshError(f"the mesh has no axis {axis!r}: its axes are {', '.join(names) or 'unnamed'}; {way}")
+        advice = "build it with MeshSpec(..., ep=N)" if axis in EXPERT_AXES else "adopt_mesh(mesh) gives it every axis"
+        raise MeshError(f"the mesh has no axis {axis!r}: its axes are {', '.join(names) or 'unnamed'}; {advice}")
     return flatten_axes(mesh, parts, axis) if len(parts) > 1 else _axis(mesh, parts[0])
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """Return the part of a mesh that FSDP2 shards over.
 
-    Ranks of ``cp`` hold shards too: each computes part of the tokens, and their gradients are summed.
+    Ranks of ``cp`` hold shards too: a rank computes part of the tokens, and the ranks' gradients are summed.
 
     Args:
         mesh: a mesh with axes named as in ``MeshSpec``.
@@ -289,8 +288,8 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 def _axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return an axis of a mesh, the same object each time."""
-    # DTensor keeps layouts with the mesh that they were first met on, and compiled code guards on which object it is:
-    # the blocks of a second model on an equal mesh would be compiled twice.
+    # DTensor caches a layout with the first mesh object that has it, and compiled code guards on that object: on an
+    # equal mesh, the blocks of a second model would be compiled again.
     known: dict[str, DeviceMesh] = mesh.__dict__.setdefault(_KEPT_AXES, {})
     if axis not in known:
         known[axis] = mesh[axis]
@@ -317,8 +316,8 @@ def require_axes(mesh: DeviceMesh) -> None:
     require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if not names or (unknown := [name for name in names if name not in AXES]):
-        found = f"axes {', '.join(unknown)}" if names else "unnamed axes"
+        axes = f"axes {', '.join(unknown)}" if names else "unnamed axes"
         raise MeshError(
-            f"the mesh has {found}; name them out of {', '.join(AXES)}, build it with MeshSpec(...), or rename them "
+            f"the mesh has {axes}; name them out of {', '.join(AXES)}, build it with MeshSpec(...), or rename them "
             "with adopt_mesh(...)"
         )

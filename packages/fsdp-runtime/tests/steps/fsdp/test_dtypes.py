@@ -139,7 +139,7 @@ def test_two_ranks_have_the_gradients_of_one_process_and_resume(
 
 
 def test_a_gradient_that_is_not_reduced_would_be_seen(two_ranks: RankPool, tmp_path: Any) -> None:
-    with pytest.raises(RanksFailed, match="have other gradients on other ranks of dp_shard, as nothing reduces them"):
+    with pytest.raises(RanksFailed, match="have different gradients on the ranks of dp_shard, as they are not reduced"):
         two_ranks.run(_without_reduction, str(tmp_path))
 
 

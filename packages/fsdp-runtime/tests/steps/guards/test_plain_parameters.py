@@ -44,7 +44,7 @@ def test_a_head_around_a_model_whose_gradients_are_those_of_one_rank_is_refused(
     for said in two_ranks.run(_train_head, {"dp_shard": 2}, False, idle_steps):
         assert said[:idle_steps] == [""] * idle_steps
         for message in said[idle_steps:]:
-            assert "2 of 2 parameters of this SGD that are no shards (first of shape (1, 64))" in message
+            assert "2 of 2 plain parameters of this SGD (first of shape (1, 64))" in message
             assert "ranks of dp_shard" in message
 
 
@@ -87,10 +87,8 @@ def test_a_head_that_ranks_drew_differently_is_refused(
 ) -> None:
     for alone in (True, False) if is_inside else (False,):
         for said in two_ranks.run(_drawn_head, axes, is_inside, alone, True):
-            assert (
-                "2 of 2 parameters of this SGD that are no shards (first of shape (1, 64)) have other values" in said[0]
-            )
-            assert "4 of 4 parameters" in said[1]
+            assert "2 of 2 plain parameters of this SGD (first of shape (1, 64)) have different values" in said[0]
+            assert "4 of 4 plain parameters" in said[1]
     assert two_ranks.run(_drawn_head, axes, is_inside, False, False) == [["", ""]] * 2
 
 

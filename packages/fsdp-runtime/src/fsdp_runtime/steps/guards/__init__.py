@@ -1,1 +1,1 @@
-"""Checks of what users do around a parallelized model."""
+"""Checks of inputs, methods, optimizers and hooks around a parallelized model."""

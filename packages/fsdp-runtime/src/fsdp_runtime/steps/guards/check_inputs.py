@@ -1,4 +1,4 @@
-"""A check that ranks which share a batch were given the same inputs.
+"""Check that ranks of one batch were given the same inputs.
 
 Ranks of one ``tp`` group compute parts of the same activations.  Where their inputs differ, as when a data loader deals
 samples by global rank, the sums over ``tp`` mix samples and every log-probability is wrong without an error.
@@ -27,31 +27,31 @@ from fsdp_runtime.step import Step
 from fsdp_runtime.wrap import hook_model
 from tp_plans.runtime import computes
 
-#: A number of forwards, or the first ones only, or none.
+#: Every N-th forward, the first forwards only, or no forward.
 Frequency = int | Literal["first", "never"]
-#: The forwards that ``"first"`` compares, in training and in evaluation.
+#: The number of forwards that ``"first"`` compares, in training (``True``) and in evaluation.
 _FIRST = {True: 2, False: 1}
 #: Odd multiplier of a digest, so that equal digests of two inputs do not cancel in a sum.
 _MIX = -7046029254386353131
-#: Inputs in a message, and elements of a tensor that are sent for one.
+#: The most inputs in a message, and the most elements of a tensor that ranks exchange for it.
 _SHOWN, _SENT = 4, 2**24
 
 
 def assert_inputs_equal(mesh: DeviceMesh, inputs: Mapping[str, Any], *, axis: str = "tp") -> None:
-    """Raise on every rank of an axis unless all of them were given equal inputs.  Collective over the axis.
+    """Raise on every rank of an axis unless all its ranks were given equal inputs.  Collective over the axis.
 
-    Use it before ``SequenceLayout.shard`` for labels and masks that the ranks of ``cp`` take their tokens from; for the
-    inputs of a model's forward, the step :class:`CheckInputs` does it.
+    Call it before ``SequenceLayout.shard`` for labels and masks, if ranks of ``cp`` shard them.  The step
+    :class:`CheckInputs` compares the inputs of a model's forward.
 
     Args:
         mesh: the mesh of the model.
         inputs: tensors and plain values by name, in nested containers or not.  Equal means equal names, dtypes, shapes
             and bits.
-        axis: the axis whose ranks are compared.
+        axis: the axis of the compared ranks.
 
     Raises:
         LayoutError: two ranks differ; the message names the inputs and the ranks.
-        MeshError: the mesh has no such axis.
+        MeshError: the mesh has no axis of this name.
 
     Example:
         >>> import torch
@@ -65,10 +65,10 @@ def assert_inputs_equal(mesh: DeviceMesh, inputs: Mapping[str, Any], *, axis: st
 class InputCheck:
     """A forward pre-hook that compares digests of all inputs over process groups."""
 
-    # One all-gather of two int64 a rank and a group, and one wait for its result, a compared forward. A rank that was
-    # given other inputs makes every rank of the group raise. Ranks of ``cp`` must get the same names and shapes, and
-    # equal tensors that are not cut into tokens. Ranks count their forwards by mode: the first one of all ranks is
-    # compared in either mode, and so finds ranks in different modes.
+    # A compared forward costs, per group, one all-gather of two int64 per rank and one wait for the result. If one rank
+    # was given other inputs, every rank of the group raises. Ranks of ``cp`` need the same names and shapes, and equal
+    # tensors where tokens are not sharded. Ranks count forwards per mode. The first forward is compared in both modes,
+    # so the check also detects ranks in different modes.
 
     def __init__(self, tp: ProcessGroup | None, cp: ProcessGroup | None, every: Frequency) -> None:
         self.tp, self.cp, self.every = tp, cp, every
@@ -98,16 +98,16 @@ class InputCheck:
 
 @dataclass(frozen=True)
 class CheckInputs(Step[None]):
-    """Compare the inputs of forwards over the ranks of ``tp``, which must be equal, and their shapes over ``cp``.
+    """Compare the inputs of forwards over ``tp``, where they must be equal, and their shapes over ``cp``.
 
     One all-gather of 16 bytes and one host synchronisation per compared forward and axis.  A call of ``parallelize``
     without this step compares the first two forwards in training and the first in evaluation.
 
     Args:
-        every: compare each forward (1), the first ones and every N-th, ``"first"`` only, or ``"never"``.
+        every: 1 compares every forward, N the first forwards and every N-th, ``"first"`` only the first forwards.
 
     Raises:
-        OptionError: ``every`` is neither a positive integer nor one of the words.
+        OptionError: ``every`` is neither a positive integer nor ``"first"`` or ``"never"``.
     """
 
     every: Frequency = 1
@@ -118,7 +118,7 @@ class CheckInputs(Step[None]):
 
     def apply(self, model: nn.Module, setup: Setup, checked: None) -> None:
         """Register the check in front of all other hooks of the model."""
-        # Ranks of ``tp`` without a plan compute the same, and have replicas whose gradients nothing sums.
+        # Without a plan, ranks of ``tp`` hold replicas and compute the same; no collective sums their gradients.
         tp, cp = (None if mesh is None or not computes(mesh) else mesh for mesh in (setup.given_tp, setup.meshes.cp))
         if self.every != "never" and (tp is not None or cp is not None):
             over_tp, over_cp = (None if mesh is None else mesh.get_group() for mesh in (tp, cp))
@@ -140,7 +140,7 @@ def _compare(inputs: Mapping[str, Any], group: ProcessGroup, axis: str) -> None:
 
 
 def _message(values: Mapping[str, Any], digests: Mapping[str, Tensor], group: ProcessGroup, axis: str) -> str:
-    """Name the inputs that differ and their ranks.  Collective over the group: every rank fails."""
+    """Name the differing inputs and their values by rank.  Collective over the group: every rank fails."""
     ranks = dist.get_process_group_ranks(group)
     by_rank = _gather({name: int(digest) for name, digest in digests.items()}, group)
     names = dict.fromkeys(name for digests_of_rank in by_rank for name in digests_of_rank)
@@ -183,7 +183,7 @@ def _by_rank(values: Sequence[Any], ranks: Sequence[int]) -> str:
 
 
 def _shared_over_cp(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what ranks with shards of one batch have in common: shapes, the full-length mask, and media."""
+    """Yield the inputs that ranks of ``cp`` share: shapes, the full-length mask, and media."""
     tokens = next((inputs[n] for n in ("input_ids", "inputs_embeds") if isinstance(inputs.get(n), Tensor)), None)
     for name, value in _leaves((), inputs):
         length = None if tokens is None else tokens.shape[1]

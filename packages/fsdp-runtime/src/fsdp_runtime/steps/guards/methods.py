@@ -1,7 +1,7 @@
 """Methods of a parallelized model that would read one rank's shards or replace them.
 
 ``RULES`` has one entry per method.  A rule runs before the method of every module with shards.  It calls the method, or
-raises before anything changes.  Methods without a rule are right as they are.
+raises before anything changes.  Other methods are correct without a rule.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from fsdp_runtime.sharded.shard_offsets import dtensor_slices
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 
 _SAVE = "write a checkpoint with save_weights(model, directory), or torch.save this rank's model.state_dict()"
-_ADAPTERS = "add adapters before parallelize; load_adapter(model, directory) loads the weights of one"
+_ADAPTERS = "add adapters before parallelize; load_adapter(model, directory) loads an adapter's weights"
 _RESIZE = "embeddings are sharded, and optimizers hold them; resize it before parallelize"
 _MERGE = (
     "FSDP2 drops writes to gathered weights, in a forward or inside of 'with unsharded(model)': call merge_adapter() "
-    "or unmerge_adapter() before, the latter also before 'with model.disable_adapter()'"
+    "or unmerge_adapter() before them, and unmerge_adapter() before 'with model.disable_adapter()'"
 )
 _UNMERGED = (
-    "its adapters are no plain LoRA, or their factors are not sharded as the weight is: save_weights(model, directory) "
+    "an adapter is not plain LoRA, or its factors are not sharded like the weight: save_weights(model, directory) "
     "writes merged weights"
 )
 _ASSIGN = "full tensors with assign=True would replace shards: leave assign out"
-#: Methods that are refused, with the reason and another call.
+#: Refused methods, with the reason and a replacement.
 _REFUSED = {
     **dict.fromkeys(("push_to_hub", "save_distributed_checkpoint"), f"it would write one rank's shards: {_SAVE}"),
     "resize_position_embeddings": _RESIZE,
@@ -76,7 +76,7 @@ def _refuse(name: str, reason: str, module: nn.Module, method: Any, *args: Any, 
 
 
 def _save_pretrained(module: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Allow a ``state_dict`` of full tensors: some trainers gather one."""
+    """Allow a ``state_dict`` of full tensors: some trainers gather it."""
     state_dict = kwargs.get("state_dict")
     if state_dict is None or _has_dtensors(state_dict.values()):
         raise _error("save_pretrained", module, f"it would write one rank's shards: {_SAVE}")
@@ -84,7 +84,7 @@ def _save_pretrained(module: nn.Module, method: Any, *args: Any, **kwargs: Any) 
 
 
 def _resize(module: Any, method: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Allow a call that returns the embeddings as they are."""
+    """Allow a call that does not change the number of embeddings."""
     if new_num_tokens not in (None, module.get_input_embeddings().weight.shape[0]):
         raise _error("resize_token_embeddings", module, _RESIZE)
     return method(new_num_tokens, *args, **kwargs)
@@ -138,7 +138,7 @@ def _merge(module: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _merges(layer: Any) -> bool:
-    """Return whether peft can add a layer's adapters to its weight: plain LoRA, with factors sharded as the weight."""
+    """Return whether peft can add adapters to a layer's weight: plain LoRA, with factors sharded like the weight."""
     if not hasattr(layer, "base_layer"):
         return True
     meshes = {getattr(parameter, "device_mesh", None) for parameter in layer.parameters() if parameter.ndim > 1}

@@ -1,12 +1,12 @@
 """Steps of optimizers with a model's shards or with parameters around the model.
 
 - An optimizer built before ``parallelize`` holds replaced parameters; its step raises.
-- Nothing but the user reduces the gradients of plain parameters, such as a head around a model.  If the gradients or
-  the values differ between ranks, the first steps raise.
-- A plain parameter that meets a DTensor, as a learned temperature meets logits, gets a partial sum as its gradient.  A
-  step gets the sum.
-- A fused or ``foreach`` step takes the tensors of one group together, and torch refuses DTensors of several meshes, or
-  next to plain tensors.  During a step each group is divided by mesh.
+- FSDP2 does not reduce the gradients of plain parameters, such as a head around a model.  If their gradients or values
+  differ between ranks, the first steps raise.
+- A plain parameter in an operation with a DTensor, such as a learned temperature of logits, gets a partial sum as its
+  gradient.  The hook replaces it by the sum before a step.
+- A fused or ``foreach`` step passes a parameter group to torch in one call.  torch refuses DTensors of several meshes
+  in it, or DTensors beside plain tensors.  During a step each group is divided by mesh.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.steps.guards.replaced_parameters import refuse_replaced
 
-#: The number of an optimizer's plain parameters that have had equal gradients, other than 0, on every rank.
+#: The number of plain parameters of an optimizer that had equal, nonzero gradients on every rank.
 _compared: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 #: Parallelized models.
 _models: WeakSet[nn.Module] = WeakSet()
@@ -38,7 +38,7 @@ _GROUPS = "_fsdp_runtime_groups"
 
 
 def watch_optimizers(model: nn.Module) -> None:
-    """Check and divide the steps of every optimizer."""
+    """Check the steps of every optimizer, and divide its groups by mesh."""
     _models.add(model)
     _watch()
 
@@ -59,28 +59,28 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     if on_meta := sum(parameter.is_meta for parameter in shards):
         raise ModelError(
             f"{on_meta} of the {len(parameters)} parameters of this {type(optimizer).__name__} are on the meta device, "
-            "so its step would change nothing: call load_weights(model, checkpoint), or materialize(model) and set "
-            "initial values of your own"
+            "so its step would change nothing: call load_weights(model, checkpoint), or materialize(model) and "
+            "set initial values"
         )
     for parameter in plain:
         if isinstance(parameter.grad, DTensor):
             parameter.grad = parameter.grad.full_tensor()
     if plain and _compared.get(optimizer) != len(plain):
         _compare(optimizer, plain, shards or _shards_beside(plain))
-    # Some optimizers of other packages write to their groups, as schedule-free ones do, and a division loses that.
+    # Optimizers of other packages may write to their groups, as schedule-free optimizers do; a division loses this.
     if type(optimizer).__module__.startswith("torch.optim."):
         _divide(optimizer)
 
 
 def _shards_beside(plain: Sequence[Tensor]) -> list[DTensor]:
-    """Return the shards of the parallelized models with one of the plain parameters."""
+    """Return the shards of the parallelized models that contain one of the plain parameters."""
     ids = {*map(id, plain)}
     models = [model for model in _models if any(id(parameter) in ids for parameter in model.parameters())]
     return [parameter for model in models for parameter in model.parameters() if isinstance(parameter, DTensor)]
 
 
 def _compare(optimizer: Optimizer, plain: Sequence[Tensor], shards: Sequence[DTensor]) -> None:
-    """Compare plain parameters and their gradients over the ranks, until a step has gradients other than 0."""
+    """Compare plain parameters and their gradients over the ranks, until a step has nonzero gradients."""
     meshes = dict.fromkeys(shard.device_mesh for shard in shards)
     groups = {axis: mesh.get_group(axis) for mesh in meshes for axis in mesh.mesh_dim_names or ()}
     groups = {a: g for a, g in groups.items() if dist.get_world_size(g) > 1 and dist.get_backend(g) != "fake"}
@@ -91,12 +91,12 @@ def _compare(optimizer: Optimizer, plain: Sequence[Tensor], shards: Sequence[DTe
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     for name, tensors, cause, fix in (
         ("values", trained, "drawn per rank", "draw it after the same seed on every rank, as torch.manual_seed(0)"),
-        ("gradients", gradients, "as nothing reduces them", "average their gradients over the ranks before the step"),
+        ("gradients", gradients, "as they are not reduced", "average their gradients over the ranks before the step"),
     ):
         if different := [tensor for tensor in tensors if _differs(tensor, groups, device)]:
             raise ModelError(
-                f"{len(different)} of {len(trained)} parameters of this {type(optimizer).__name__} that are no shards "
-                f"(first of shape {tuple(different[0].shape)}) have other {name} on other ranks of "
+                f"{len(different)} of {len(trained)} plain parameters of this {type(optimizer).__name__} "
+                f"(first of shape {tuple(different[0].shape)}) have different {name} on the ranks of "
                 f"{', '.join(groups)}, {cause}: put their module into the model before parallelize, or {fix}"
             )
     if any(bool(gradient.any()) for gradient in gradients):
@@ -104,7 +104,7 @@ def _compare(optimizer: Optimizer, plain: Sequence[Tensor], shards: Sequence[DTe
 
 
 def _differs(tensor: Tensor, groups: Mapping[str, ProcessGroup], device: str) -> bool:
-    """Return whether a tensor differs between ranks by more than the order of a reduction.  Collective."""
+    """Return whether a tensor differs between ranks by more than the rounding of a reduction.  Collective."""
     values = tensor.detach().to(device, torch.float32)
     bounds = torch.stack([values, -values])
     for group in groups.values():

@@ -1,4 +1,4 @@
-"""The user's attributes and hooks of parameters that are replaced by DTensors, and optimizers of replaced parameters.
+"""The user's attributes, hooks and optimizers of parameters that DTensors replace.
 
 Attributes and hooks are carried over.  An optimizer built before ``parallelize`` holds the replaced parameters.  They
 get no gradients, and a step would change nothing without an error, so the step raises.
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fsdp_runtime._torch_compat import parameter_hooks, set_parameter_hooks
 from fsdp_runtime.errors import ModelError
 
-#: An attribute of a replaced parameter: its path.  torch refuses to swap tensors with weak references, and a strong
+#: The attribute with a replaced parameter's path.  torch refuses to swap tensors with weak references, and a strong
 #: reference would keep the memory.
 _REPLACED = "_fsdp_runtime_replaced"
 
@@ -23,8 +23,8 @@ _REPLACED = "_fsdp_runtime_replaced"
 @contextmanager
 def carry_over_parameters(model: nn.Module, *, recurse: bool = True) -> Iterator[None]:
     """Carry attributes and hooks over to parameters that are replaced inside the ``with``."""
-    # A hook of ``register_post_accumulate_grad_hook`` gets the new parameter with its complete gradient, a hook of
-    # ``register_hook`` the gradient as a DTensor. FSDP2 does not run the latter, so it is refused before.
+    # A hook of ``register_post_accumulate_grad_hook`` gets the new parameter with its complete gradient. A hook of
+    # ``register_hook`` gets the gradient as a DTensor; FSDP2 does not run it, so it is refused earlier.
     attached = {}
     for path, parameter in model.named_parameters(recurse=recurse):
         attached[path] = dict(vars(parameter)), parameter_hooks(parameter)
