@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 def attention_in_force(config: Any) -> str | None:
     """Return the attention implementation of a config; only its setter is public (``set_attn_implementation``)."""
-    found: str | None = config._attn_implementation
-    return found
+    implementation: str | None = config._attn_implementation
+    return implementation
 
 
 def use_attention(
@@ -27,9 +27,9 @@ def use_attention(
     AttentionMaskInterface.register(name, mask)
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
-    kept = set(keep)
+    unchanged = set(keep)
     for module in model.modules():
-        if module not in kept and id(config := getattr(module, "config", None)) in copies:
+        if module not in unchanged and id(config := getattr(module, "config", None)) in copies:
             module.config = copies[id(config)]
     text = model.config.get_text_config()
     key = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is text), None)
@@ -37,12 +37,12 @@ def use_attention(
         model.set_attn_implementation(name if key is None else {key: name})
     if attention_in_force(text) != name:
         # A model without AttentionInterface in its attention builds its masks through AttentionMaskInterface, by
-        # the name in its config, but set_attn_implementation leaves that name as it is and only logs a warning.
+        # the name in its config, but set_attn_implementation only logs a warning and does not change the name.
         text._attn_implementation = name
 
 
 def attend_alone(implementation: Any, *args: Any, **options: Any) -> tuple[Tensor, None]:
-    """Compute attention by an implementation's function, or a module's own one, as without a mesh."""
+    """Compute attention by an implementation's function, or a module's own function, as without a mesh."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if callable(implementation):

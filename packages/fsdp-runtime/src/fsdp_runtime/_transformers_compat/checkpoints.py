@@ -16,17 +16,17 @@ logger = logging.getLogger(__name__)
 
 
 def left_out_on_save(model: Any) -> tuple[set[str], set[str]]:
-    """Return the names that a transformers model declares to be tied to another tensor, and names left out besides."""
+    """Return the names that a transformers model declares tied to another tensor, and other names that a save omits."""
     return set(getattr(model, "all_tied_weights_keys", None) or ()), set(model._keys_to_ignore_on_save or ())
 
 
 def is_ignored_on_load(model: Any, name: str) -> bool:
-    """Return True if the model's class says that a name may be in a checkpoint without being in the model."""
+    """Return True if the model's class allows a name in a checkpoint that the model does not have."""
     return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
 def relative_imports(module: Path) -> list[Path]:
-    """Return the files that a module of remote code imports, directly and through others."""
+    """Return the files that a module of remote code imports, directly and indirectly."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
     return [Path(file) for file in get_relative_import_files(module)]
@@ -57,6 +57,6 @@ def save_config(
         return
     try:
         generation.save_pretrained(directory)
-    except ValueError as error:  # a save after hours of training does not fail for a sampling flag
-        logger.warning("the generation config is saved as it is, though transformers finds it invalid: %s", error)
+    except ValueError as error:  # a sampling flag must not end a save after hours of training
+        logger.warning("saving the generation config unchanged, though transformers finds it invalid: %s", error)
         generation.to_json_file(directory / "generation_config.json")

@@ -15,10 +15,10 @@ from fsdp_runtime._transformers_compat.release import require_known_release
 
 @dataclass(frozen=True)
 class Conversion:
-    """One use of a ``WeightConverter``: tensors that are fused, merged or cut into others."""
+    """One use of a ``WeightConverter``: tensors that are fused, merged or cut into other tensors."""
 
     sources: tuple[str, ...]  # names of the input tensors, in transformers' order
-    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # by name; the results by their final names
+    run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]  # tensors by name to results by final name
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class Translation:
     """The renamings and conversions of tensors from one side to the other."""
 
     renamed: Mapping[str, str]  # names on the other side, for unchanged tensors
-    conversions: Sequence[Conversion]  # of the other names
+    conversions: Sequence[Conversion]  # for all other names
     rules: list[Any] = field(default_factory=list)  # the rules that applied, for :func:`remember_rules`
 
 
 def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[str]) -> Translation:
     """Return the translation of a checkpoint's names to the ``known`` names of a transformers model."""
     # ``from_pretrained`` renames (and for some architectures merges) checkpoint tensors by a table without a public
-    # reader; this follows its order: renamings, then at most one conversion, then the base model's prefix.
+    # reader; this function follows its order: renamings, then at most one conversion, then the base model's prefix.
     require_known_release()
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     rules = _conversion_rules(model)
     renamings, converters = _by_kind(rules)
-    own: dict[str, Any] = dict.fromkeys(known, True)
+    model_names: dict[str, Any] = dict.fromkeys(known, True)
     renamed: dict[str, str] = {}
     groups = _GroupsByTarget(model, converters)
     for name in sorted(checkpoint_names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, model_names)
         if target not in known and name in known:  # a rule meant for another layout of the same architecture
             target, pattern = name, None
         if pattern is None or target not in known:
@@ -55,7 +55,7 @@ def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[
 
 
 def remember_rules(model: Any, rules: list[Any]) -> None:
-    """Keep the rules of a load where ``from_pretrained`` does, so that saving writes the names that were read."""
+    """Store the rules of a load as ``from_pretrained`` does, so that a save writes the checkpoint's names."""
     model._weight_conversions = rules
 
 
@@ -65,7 +65,7 @@ def model_to_checkpoint(model: Any, names: Iterable[str]) -> Translation:
     from transformers.core_model_loading import PrefixChange, dot_natural_key
 
     rules = getattr(model, "_weight_conversions", None)
-    if rules is None:  # as in save_pretrained of a model that was not loaded: nothing tells whether a prefix was there
+    if rules is None:  # as ``save_pretrained`` of a model that was not loaded: the prefix of a checkpoint is unknown
         rules = [rule for rule in _conversion_rules(model, add_legacy=False) if not isinstance(rule, PrefixChange)]
     renamings, converters = _by_kind([rule.reverse_transform() for rule in reversed(rules)])
     renamed: dict[str, str] = {}
@@ -80,7 +80,7 @@ def model_to_checkpoint(model: Any, names: Iterable[str]) -> Translation:
 
 
 def _renamed(name: str, renamings: Iterable[Any]) -> str:
-    """A name after all renamings in turn; transformers has a function for it only since 5.22."""
+    """Apply all renamings to a name in turn; transformers has a function for this only since 5.22."""
     for rule in renamings:
         name, _ = rule.rename_source_key(name)
     return name
@@ -104,12 +104,12 @@ class _GroupsByTarget:
         self._groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
 
     def add(self, target: str, pattern: str, name: str) -> None:
-        """Give a tensor to the group of a target."""
+        """Add a tensor to the group of its target."""
         _, members = self._groups.setdefault(target, (self._converters[pattern], []))
         members.append((pattern, name))
 
     def conversions(self, final_name: Callable[[str], str]) -> list[Conversion]:
-        """One conversion per group; ``final_name`` maps the names that converters give."""
+        """Return one conversion per group; ``final_name`` maps the names of converters to final names."""
 
         def conversion(target: str, converter: Any, members: list[tuple[str, str]]) -> Conversion:
             def run(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

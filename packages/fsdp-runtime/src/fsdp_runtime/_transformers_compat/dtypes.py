@@ -22,19 +22,19 @@ _chosen: WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]]
 
 def kept_in_float32(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that transformers loads in float32 where the model is in bfloat16."""
-    found: set[str] = set()
+    in_float32: set[str] = set()
     for prefix, module, _ in _models_inside(model):
         patterns = _float32_patterns(module, torch.bfloat16)
         names = (name for name, _ in module.named_parameters() if any(pattern.search(name) for pattern in patterns))
-        found |= {prefix + name for name in names}
-    return frozenset(found)
+        in_float32 |= {prefix + name for name in names}
+    return frozenset(in_float32)
 
 
 def kept_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the tensors that ``from_pretrained(dtype=dtype)`` leaves in another dtype, by name."""
     # Names that match a pattern of the class are loaded in float32. Any other tensor gets the dtype that the class's
     # constructor gives it under the default dtype ``dtype`` (``convert_and_load_state_dict_in_model``, 5.10 to 5.24).
-    names, kept = list(names), dict[str, torch.dtype]()
+    names, dtypes = list(names), dict[str, torch.dtype]()
     for prefix, module, cls in _models_inside(model):
         patterns, chosen = _float32_patterns(module, dtype), _chosen_dtypes(module, cls, dtype)
         for name in names:
@@ -42,14 +42,14 @@ def kept_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> d
             if not name.startswith(prefix):
                 continue
             if any(pattern.search(inner) for pattern in patterns):
-                kept[name] = torch.float32
+                dtypes[name] = torch.float32
             elif inner in chosen:
-                kept[name] = chosen[inner]
-    return kept
+                dtypes[name] = chosen[inner]
+    return dtypes
 
 
 def _models_inside(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """The prefixes, outermost models of transformers inside a module such as a ``PeftModel``, and their classes."""
+    """Yield prefix, model and class of the outermost transformers models in a module, as in a ``PeftModel``."""
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
         if module not in inside and is_transformers_model(module):
@@ -58,7 +58,7 @@ def _models_inside(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _float32_patterns(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
-    """The patterns that transformers searches in names to load tensors in float32, for a dtype of the model."""
+    """Return the name patterns of tensors that transformers loads in float32, for a dtype of the model."""
     # ``_keep_in_fp32_modules`` counts for float16, ``_keep_in_fp32_modules_strict`` for bfloat16 too (5.10 to 5.24).
     attributes = {
         torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
@@ -79,7 +79,7 @@ def _chosen_dtypes(model: Any, cls: Any, dtype: torch.dtype) -> dict[str, torch.
         except Exception as error:  # noqa: BLE001 - constructors of remote code raise anything
             _log.warning(
                 "%s cannot be built from its config (%s): its exports round the tensors that its constructor keeps in "
-                "a dtype of their own, unless its class declares them",
+                "another dtype, unless its class declares them",
                 cls.__name__,
                 error,
             )

@@ -1,4 +1,4 @@
-"""Generation configs: a checkpoint's, and a user's changes to a model's."""
+"""Generation configs: the checkpoint's config, and the user's changes to the model's config."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def read_generation_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def generation_config(model: Any, stored: Mapping[str, Any], adopted: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return the config of ``stored`` with and without the user's changes to the model's; a user's config unchanged.
+    """Return the config of ``stored`` with and without the user's changes; return a user's own config unchanged.
 
     ``adopted`` are the two configs that an earlier load has returned.
     """
     # The model's constructor derives a config from the model's and marks it by ``_from_model_config``; a user's own
-    # config has no such mark. ``_original_object_hash`` tells whether it has changed since (5.10 to 5.24).
+    # config has no mark. ``_original_object_hash`` tells whether a config has changed since (5.10 to 5.24).
     current = model.generation_config
     if current is None or not (current is adopted[0] or current._from_model_config):
         return current, None
@@ -50,7 +50,7 @@ def generation_config(model: Any, stored: Mapping[str, Any], adopted: tuple[Any,
     config = derived
     if "generation_config.json" in configs:
         config = kind.from_dict(configs["generation_config.json"])
-        config._original_object_hash = hash(config)  # as ``from_pretrained``: an unchanged config is saved as it is
+        config._original_object_hash = hash(config)  # as ``from_pretrained``: an unchanged config is saved verbatim
     unchanged = copy.deepcopy(config)
     for field, value in changes.items():
         setattr(config, field, value)

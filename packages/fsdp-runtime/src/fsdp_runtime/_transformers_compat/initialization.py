@@ -10,20 +10,20 @@ from torch import nn
 from fsdp_runtime._torch_compat import persistent_buffers
 from fsdp_runtime._transformers_compat.release import require_known_release
 
-#: The flag by which transformers' initialisation functions leave a tensor alone.
+#: The attribute of tensors that transformers' initialisation functions skip.
 _INITIALIZED = "_is_hf_initialized"
 
 
 def initialize_module(owner: Any, module: nn.Module) -> None:
-    """Let a ``PreTrainedModel`` compute the buffers of one of its modules, leaving every parameter as it is."""
+    """Let a ``PreTrainedModel`` compute the buffers of one of its modules, without a change of parameters."""
     # ``from_pretrained`` builds on the meta device itself and relies on ``_init_weights`` for non-persistent buffers,
-    # so every architecture of transformers 5 has it right.
+    # so the method is correct in every architecture of transformers 5.
     require_known_release()
     from transformers.initialization import guard_torch_init_functions
 
     # Some modules initialise their children's parameters too.
-    kept = [*module.parameters(), *(b for part in module.modules() for b in persistent_buffers(part).values())]
-    marked = [tensor for tensor in kept if not hasattr(tensor, _INITIALIZED)]
+    tensors = [*module.parameters(), *(b for part in module.modules() for b in persistent_buffers(part).values())]
+    marked = [tensor for tensor in tensors if not hasattr(tensor, _INITIALIZED)]
     for tensor in marked:
         setattr(tensor, _INITIALIZED, True)
     try:

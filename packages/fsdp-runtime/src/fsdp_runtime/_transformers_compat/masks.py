@@ -32,7 +32,7 @@ def sdpa_mask_between(
     """Build the boolean mask ``[batch, 1, queries, keys]`` of SDPA with transformers' own function."""
     # ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.10 to
     # 5.24). ``documents``, ``positions``, ``subtree_end`` and ``padding`` (false at padding) are ``[batch, seq]``, or
-    # ``None``; positions count in a document, or on a path of a prefix tree (``PathMask``). With ``use_vmap`` the
+    # ``None``; positions count per document, or along a path of a prefix tree (``PathMask``). With ``use_vmap`` the
     # mask function takes single indices.
     from transformers.masking_utils import and_masks, padding_mask_function, sdpa_mask
 
@@ -69,18 +69,18 @@ def sdpa_mask_between(
 
 @dataclass(frozen=True, eq=False)
 class PathMask:
-    """The prefix trees in a batch, over which masks are built."""
+    """The prefix trees of a batch, for masks along their paths."""
 
     positions: Tensor  # ``[batch, seq]``, the position of each token on its path
     subtree_end: Tensor  # ``[batch, seq]``, the index after the last descendant of each token in pre-order
 
     @cached_property
     def runs(self) -> tuple[QueryRun, ...]:
-        """The runs of a batch of one row; no runs for a larger batch."""
+        """The runs of a batch with one row; no runs for a larger batch."""
         return query_runs(self.subtree_end[0]) if len(self.subtree_end) == 1 else ()
 
     def along_paths(self, mask_function: Any) -> Any:
-        """Return a mask function of indices in the row, given a layer's own, which compares positions."""
+        """Return a mask function of row indices from a layer's mask function, which compares positions."""
         from transformers.masking_utils import and_masks
 
         positions, subtree_end = self.positions, self.subtree_end
@@ -108,7 +108,7 @@ def build_masks_along_paths(current: ContextVar[PathMask | None], implementation
 
 @dataclass(frozen=True)
 class _BuildAlongPaths:
-    """A function of ``AttentionMaskInterface`` over another one, for the trees of the batch that runs."""
+    """A mask function of ``AttentionMaskInterface``, wrapped for the trees of the current batch."""
 
     build: Callable[..., Any]
     current: ContextVar[PathMask | None]
@@ -121,11 +121,11 @@ class _BuildAlongPaths:
         if trees is None or (bidirectional and q_length != trees.subtree_end.shape[1]):
             return self.build(q_length=q_length, kv_length=kv_length, **options)
         if bidirectional:
-            raise ModelError("bidirectional attention cannot share prefixes: a prefix depends on what follows it")
+            raise ModelError("bidirectional attention cannot share prefixes: a prefix depends on later tokens")
         if not q_length == kv_length == trees.subtree_end.shape[1]:
             raise LayoutError(
-                f"attention from {q_length} to {kv_length} tokens, where the row with shared prefixes has "
-                f"{trees.subtree_end.shape[1]}: only self-attention without a cache can share prefixes"
+                f"attention from {q_length} to {kv_length} tokens, but the row with shared prefixes has "
+                f"{trees.subtree_end.shape[1]} tokens: only self-attention without a cache can share prefixes"
             )
         causal = is_causal_mask_function(options["mask_function"])
         options |= {
@@ -148,13 +148,13 @@ def is_causal_mask_function(mask_function: Any) -> bool:
 @contextmanager
 def fake_tensors_are_data() -> Iterator[None]:
     """Let transformers treat fake tensors as tensors with data, as it does in training."""
-    # transformers takes them for a traced graph, and then builds attention masks that a real run skips.
+    # transformers takes fake tensors for a traced graph, and then builds attention masks that a real run skips.
     if (utilities := sys.modules.get("transformers.utils.import_utils")) is None:
         yield
         return
-    asks = getattr(utilities, "is_fake_tensor", None)
+    original = getattr(utilities, "is_fake_tensor", None)
     setattr(utilities, "is_fake_tensor", lambda _tensor: False)  # noqa: B010  # a module has no such attribute to mypy
     try:
         yield
     finally:
-        setattr(utilities, "is_fake_tensor", asks)  # noqa: B010
+        setattr(utilities, "is_fake_tensor", original)  # noqa: B010

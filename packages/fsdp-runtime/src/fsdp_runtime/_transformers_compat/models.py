@@ -22,13 +22,13 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 
 def has_model_for(auto: Any, config: Any) -> bool:
-    """Return True if an auto class has a model for a config; the public way is to build one and catch its error."""
+    """Return True if an auto class has a model for a config; the public way is to build a model and catch its error."""
     return type(config) in auto._model_mapping
 
 
 def model_from_config(cls: Any, config: Any, dtype: Any) -> Any:
     """Build a model with fresh weights, in ``dtype`` or the config's, as auto classes' ``from_config`` do."""
-    # ``_from_config`` since transformers 4.20; the public form wants an auto class, and a checkpoint names none.
+    # ``_from_config`` since transformers 4.20; the public form needs an auto class, and a checkpoint names none.
     return cls._from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
@@ -41,13 +41,13 @@ def auto_class_builds(auto: Any, config: Any) -> Any:
 
 def picks_one_token(model: Any) -> bool:
     """Return True if the model's class scores one token of each row: the last token without padding, or the first."""
-    # Classes say so by their names alone.
+    # Only the names of classes tell.
     endings = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
     return any(base.__name__.endswith(endings) for base in type(model).__mro__)
 
 
 def scores_rows(model: Any) -> bool:
-    """Return True if the model's class applies ``score`` to all tokens, and then picks a token that is no padding."""
+    """Return True if the model's class applies ``score`` to all tokens, and then picks a token other than padding."""
     # So do ``GenericForSequenceClassification`` and the decoders with separate code (4.57 to 5.24).
     named = {"score", "pad_token_id"} <= _names_in_forward(model)
     return named and picks_one_token(model) and isinstance(getattr(model, "score", None), nn.Module)
@@ -60,7 +60,7 @@ def calls_loss_function(model: Any) -> bool:
 
 def takes_places_of_logits(model: Any) -> bool:
     """Return True if the model's forward takes token positions, or their number, as ``logits_to_keep``."""
-    # By ``slice_logits_to_keep`` (since 5.23), or a choice between a slice and indices (4.57 on).
+    # The forward calls ``slice_logits_to_keep`` (since 5.23), or chooses between a slice and indices (4.57 on).
     names = _names_in_forward(model)
     return "slice_logits_to_keep" in names or {"logits_to_keep", "isinstance", "slice"} <= names
 
@@ -107,7 +107,7 @@ def is_masked_language_model(config: Any) -> bool:
 
 def pooler(model: Any) -> str | None:
     """Return the path of a module with one vector per row, in a class that may output or score the vector."""
-    # The name of the module or of its class says so.
+    # The name of the module or of its class tells.
     endings = ("ForMaskedLM", "ForCausalLM", "ForTokenClassification", "ForQuestionAnswering")
     if type(model).__name__.endswith(endings):
         return None
@@ -116,7 +116,7 @@ def pooler(model: Any) -> str | None:
 
 
 def recorded_outputs(module: nn.Module) -> frozenset[str]:
-    """Return outputs that a transformers model can collect from inner modules, as ``"router_logits"``."""
+    """Return outputs that a transformers model can collect from inner modules, such as ``"router_logits"``."""
     # ``_can_record_outputs`` names what ``capture_outputs`` collects (5.10 to 5.24).
     return (
         frozenset(getattr(module, "_can_record_outputs", None) or ()) if is_transformers_model(module) else frozenset()
@@ -142,7 +142,7 @@ def asks_for(model: Any, kwargs: Mapping[str, Any], output: str) -> bool:
 
 
 def is_stateful(model: Any) -> bool:
-    """Return True if the model's class says that it carries a state from token to token, as ``generate`` asks."""
+    """Return True if the model's class says that it carries a state from token to token; ``generate`` asks the same."""
     return bool(getattr(model, "_is_stateful", False))
 
 
@@ -150,19 +150,19 @@ def rope_types(config: Any) -> set[str]:
     """Return the types of rotary embeddings of a text config: one for all layers, or one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
-    return {str(each.get("rope_type", "default")) for each in nested or [rope]}
+    return {str(kind.get("rope_type", "default")) for kind in nested or [rope]}
 
 
 def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
     """Return the rotary embeddings with frequencies that depend on the longest position in a call."""
-    # ``dynamic_rope_update`` reads their ``rope_type``, a word or one for each kind of layer (4.57 to 5.24).
-    found = []
+    # ``dynamic_rope_update`` reads their ``rope_type``, a word, or a word per kind of layer (4.57 to 5.24).
+    ropes = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         words = kinds.values() if isinstance(kinds, dict) else (kinds,)
         if any(isinstance(word, str) and ("dynamic" in word or word == "longrope") for word in words):
-            found.append(module)
-    return found
+            ropes.append(module)
+    return ropes
 
 
 def disable_cache(model: nn.Module) -> None:
@@ -173,7 +173,7 @@ def disable_cache(model: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
-#: Arguments of a forward that take a key/value cache or a state: the last in transformers 5.24 and later.
+#: Arguments of a forward that take a key/value cache or a state; transformers 5.24 and later have ``cache``.
 CACHES = ("past_key_values", "cache_params", "cache")
 
 
@@ -196,9 +196,9 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """Give the model its classes from before ``fully_shard``."""
-    # FSDP2 gives a module a class of another name and Python module; transformers' table goes by the name, and takes
-    # such a class for code from elsewhere, to which no renaming applies.
+    """Restore the model's classes from before ``fully_shard`` inside the ``with``."""
+    # FSDP2 gives a module a class of another name and Python module. transformers' table goes by the name, and applies
+    # no renaming to a class from another Python module.
     changed = [(module, type(module)) for module in model.modules() if type(module) is not original_class(module)]
     try:
         for module, _ in changed:

@@ -1,8 +1,8 @@
-"""Attention of a row of prefix trees, run of queries by run of queries, each against the keys on its path only.
+"""Attention of a row of prefix trees: a run of queries at a time, against the keys on the run's path only.
 
-Under one mask of the full row, attention computes the scores of every response with every other one.  A run is a
-stretch of the row that has no branch before it ends, in most cases one response.  Its tokens see its ancestors and
-itself, so ``G`` responses to one prompt need ``P**2 / 2 + G * R * (P + R)`` scores instead of ``(P + G * R)**2``.
+Under one mask of the full row, attention computes the scores of every response with every other response.  A run
+is a part of the row without a branch inside, in most cases one response.  A run sees its ancestors and its own tokens,
+so ``G`` responses to one prompt need ``P**2 / 2 + G * R * (P + R)`` scores instead of ``(P + G * R)**2``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-#: The scores that take as long as one more call of attention.
+#: The number of scores that take as long as one more call of attention.
 _CALL = 128 * 128
-#: Tokens of the longest run with ancestors, whose scores above the diagonal are computed.
+#: The most tokens of a run with ancestors: attention computes its scores above the diagonal, too.
 _LONGEST = 512
 #: The attribute of a mask with its runs: recomputation passes the mask again, after the trees are forgotten.
 _RUNS = "_fsdp_runtime_runs"
-#: Options of an attention that does something else than torch's function.
+#: Options of attentions that torch's function cannot compute.
 _FURTHER = ("position_bias", "cache", "softcap", "s_aux")
 
 
 @dataclass(frozen=True)
 class QueryRun:
-    """Neighbouring queries, and the keys that they see some of."""
+    """Neighbouring queries, and the keys that any of the queries sees."""
 
     start: int
     stop: int  # the index after the last one
@@ -38,7 +38,7 @@ class QueryRun:
 
     @property
     def is_root(self) -> bool:
-        """True where a plain causal mask is that of the run."""
+        """True if the run's mask is plain causal."""
         return self.chain and self.keys == ((self.start, self.stop),)
 
     def of_queries(self, values: Tensor) -> Tensor:
@@ -46,13 +46,13 @@ class QueryRun:
         return values.narrow(2, self.start, self.stop - self.start)
 
     def of_keys(self, values: Tensor, dim: int = 2) -> Tensor:
-        """Return a tensor with the entries of the keys on a dim."""
+        """Return the entries of the run's keys on a dim."""
         parts = [values.narrow(dim, start, stop - start) for start, stop in self.keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def query_runs(subtree_end: Tensor) -> tuple[QueryRun, ...]:
-    """Divide a row with a ``subtree_end`` ``[seq]`` into runs; waits for the device, once a forward."""
+    """Divide a row with a ``subtree_end`` ``[seq]`` into runs; waits for the device, once per forward."""
     ends = subtree_end.cpu()
     length = len(ends)
     index = torch.arange(length)
@@ -66,9 +66,9 @@ def query_runs(subtree_end: Tensor) -> tuple[QueryRun, ...]:
             seen = torch.cat([ancestors, index[start:first]])
             if merged:
                 begin, end, of_begin, _ = merged[-1]
-                apart = (end - begin) * (len(of_begin) + end - begin) + (last - first) * (len(seen) + last - first)
+                separate = (end - begin) * (len(of_begin) + end - begin) + (last - first) * (len(seen) + last - first)
                 # The later run's ancestors before `begin` are ancestors of `begin`, too: the order is a pre-order.
-                if (last - begin) * (len(of_begin) + last - begin) <= apart + _CALL:
+                if (last - begin) * (len(of_begin) + last - begin) <= separate + _CALL:
                     merged[-1] = (begin, last, of_begin, False)
                     continue
             merged.append((first, last, seen, True))
@@ -85,7 +85,7 @@ def _ranges(indices: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def remember_runs(mask: Any, runs: tuple[QueryRun, ...], *, causal: bool) -> None:
-    """Keep the runs with the mask of a layer; ``causal`` if only positions on a path are compared, and causally."""
+    """Keep the runs with the mask of a layer; ``causal`` if the mask is plain causal along a path."""
     if len(runs) > 1 and isinstance(mask, Tensor):
         setattr(mask, _RUNS, (runs, causal))
 
@@ -99,18 +99,18 @@ def attend_in_runs(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Compute attention by the runs of its mask, or at once under a mask without any."""
+    """Compute attention by the runs of its mask, or in one call under a mask without runs."""
     # ``attend`` is a function of ``transformers.AttentionInterface``. Backward gathers the keys of each run again, so
-    # that no copy of them is kept.
+    # that no copy of the keys stays in memory.
     runs, causal = getattr(attention_mask, _RUNS, ((), False))
     plain = query.shape[2] == key.shape[2] and not any(options.get(name) is not None for name in _FURTHER)
     if not runs or not plain or attention_mask.shape[1] != 1 or torch.compiler.is_compiling():
         return attend(module, query, key, value, attention_mask, **options)
-    recompute = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    recompute = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     outputs = []
     for run in runs:
         if causal and run.is_root:
-            inputs = [run.of_queries(each) for each in (query, key, value)]
+            inputs = [run.of_queries(tensor) for tensor in (query, key, value)]
             outputs.append(attend(module, *inputs, None, **{**options, "is_causal": True})[0])
         elif recompute:
             random = bool(options.get("dropout"))
@@ -126,14 +126,14 @@ def _attend_run(
 ) -> Tensor:
     """Attend from the queries of a run under their part of the mask, as ``[batch, queries, heads, head_dim]``."""
     queries, keys, values = run.of_queries(query), run.of_keys(key), run.of_keys(value)
-    own = run.of_keys(run.of_queries(mask), dim=3)
+    visible = run.of_keys(run.of_queries(mask), dim=3)
     count = queries.shape[2]
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # the queries of a group follow one another as those of one head: no key is repeated
+    if groups > 1:  # a group's queries form one longer head, so no key is repeated
         queries = torch.unflatten(queries, 1, (key.shape[1], groups)).flatten(2, 3)
-        own = own.repeat(1, 1, groups, 1)
+        visible = visible.repeat(1, 1, groups, 1)
     output = functional.scaled_dot_product_attention(
-        queries, keys, values, own, dropout_p=options.get("dropout", 0.0), scale=options.get("scaling")
+        queries, keys, values, visible, dropout_p=options.get("dropout", 0.0), scale=options.get("scaling")
     )
     if groups > 1:
         output = torch.unflatten(output, 2, (groups, count)).flatten(1, 2)

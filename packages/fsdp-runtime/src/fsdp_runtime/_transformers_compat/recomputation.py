@@ -17,13 +17,13 @@ def checkpointing_through(model: nn.Module, bind: Callable[[nn.Module, Callable[
     # The enabled modules carry the checkpoint function as ``_gradient_checkpointing_func`` (5.10 to 5.24), which has no
     # public accessor.
     name = "_gradient_checkpointing_func"
-    found = {module: vars(module)[name] for module in modules_of(model) if callable(vars(module).get(name))}
-    for module, checkpoint in found.items():
+    functions = {module: vars(module)[name] for module in modules_of(model) if callable(vars(module).get(name))}
+    for module, checkpoint in functions.items():
         vars(module)[name] = _through(module, checkpoint, bind)
     try:
         yield
     finally:
-        for module, checkpoint in found.items():
+        for module, checkpoint in functions.items():
             vars(module)[name] = checkpoint
 
 

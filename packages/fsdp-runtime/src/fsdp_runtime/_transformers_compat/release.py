@@ -8,13 +8,13 @@ from importlib import metadata
 
 from fsdp_runtime.errors import BackendError
 
-#: The first release with the table of weight conversions, and order of applying it, that this package follows.
+#: The first release with the table and the order of weight conversions that this package follows.
 OLDEST = (5, 10)
 
 
 @cache
 def installed_release() -> str:
-    """The installed transformers release, read from disk once: buffers ask module by module."""
+    """The installed transformers release, read from disk once: every module with buffers asks."""
     return metadata.version("transformers")
 
 
@@ -24,7 +24,7 @@ def require_known_release() -> None:
     if tuple(map(int, re.findall(r"\d+", release)[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise BackendError(
-            f"transformers {release} is installed, whose checkpoints' names and fused weights this package does not "
-            f"know; it reads, writes and streams weights of models of transformers {oldest} and later: "
+            f"transformers {release} is installed. This package does not know its checkpoint names and fused weights: "
+            f"it reads, writes and streams weights of models of transformers {oldest} and later: "
             f"pip install 'transformers>={oldest}'"
         )

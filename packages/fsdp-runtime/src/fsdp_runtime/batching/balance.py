@@ -1,9 +1,9 @@
 """Assign sequences to the micro-batches of ranks, so that the ranks finish each micro-batch together.
 
-All ranks run the same number of micro-batches, because every micro-batch has FSDP2's collectives, and the ranks
-wait for each other in each micro-batch.  So a step's time is the sum over its micro-batches of the largest row, and the
-lower bound is the total work divided by the ranks.  Only the rows of one micro-batch need equal work: rows of about the
-same work form a micro-batch, and exchange items.
+All ranks run the same number of micro-batches, because FSDP2 runs collectives in every micro-batch.  Ranks wait for
+each other in each micro-batch, so a step's time is the sum over the micro-batches of the largest row.  The lower bound
+is the total work divided by the ranks.  Only the rows of one micro-batch need equal work: rows of about the same work
+form a micro-batch, and exchange items.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from itertools import chain
 
 from fsdp_runtime.batching.partition import Items, Row, best_fit, least_rows, partitions
 
-#: Rows with at most this share more work than their mean stay unchanged.
+#: Rows stay unchanged if the most work is at most this multiple of their mean.
 _BALANCED = 1.0002
-#: Up to this many items are also exchanged between the rows of all micro-batches, which gains a little.
+#: Up to this many items are also exchanged between the rows of all micro-batches, for a small gain.
 _FEW = 1000
-#: A micro-batch is filled up from the others if its largest row has more than this share of the mean.
+#: A micro-batch takes items of other micro-batches if its largest row exceeds this multiple of the mean.
 _ABOVE = 1.002
-#: Exchanges between rows are tried against this many of the rows with the least work.
+#: The row with the most work tries exchanges with this many rows of the least work.
 _PARTNERS = 8
 #: An exchange tries this many of a row's items on each side of the best amount of work.
 _NEIGHBOURS = 8
 #: Items to partition in all attempts with fewer micro-batches than best fit needs.
 _TRIED_ITEMS = 40_000
-#: Items to partition again in all, after a micro-batch with one dominating item.
+#: Items to partition again in total, after a micro-batch with one dominating item.
 _PARTITIONED_ITEMS = 16_000
 
 
@@ -76,7 +76,7 @@ def _schedule(items: Items, order: list[int], ranks: int, micro_batches: int, bu
     if budget > 0:
         rest = [item for _, item in sorted((-work, item) for work, item in pool)]
         others.append(_schedule(items, rest, ranks, micro_batches - 1, budget - len(rest)) or others[0])
-    return min([groups, *([*filled, *each] for each in others)], key=lambda schedule: step_work(items, schedule))
+    return min([groups, *([*filled, *later] for later in others)], key=lambda schedule: step_work(items, schedule))
 
 
 def _grouped(items: Items, rows: list[Row], ranks: int) -> list[list[Row]]:
@@ -106,7 +106,7 @@ def _fill(items: Items, rows: list[Row], pool: list[tuple[float, int]]) -> set[i
 
 def _that_fits(items: Items, pool: list[tuple[float, int]], stop: int, room: int) -> int:
     """Return the place of the item with the most work before ``stop`` that fits into ``room``, or -1."""
-    # Work grows with tokens, if not strictly: the search halves the pool until few items are left, and tries these.
+    # Work grows with tokens, if not strictly: the search halves the pool until few items are left, and tries each item.
     low, high = 0, stop
     while high - low > _NEIGHBOURS:
         middle = (low + high) // 2
@@ -151,26 +151,26 @@ def _exchanged(items: Items, rows: list[Row]) -> list[Row]:
 def _best_exchange(
     items: Items, rows: tuple[Row, Row], difference: float, room: tuple[int, int]
 ) -> tuple[int, int | None] | None:
-    """Return the item to give from the first row, and the item to take, if any, for the least difference of work."""
+    """Return the item to move from the first row, and the item to return, if any, for the least difference of work."""
     best, least = None, difference * (1 - 1e-9)
-    given_of = sorted((items.work[item], item) for item in rows[0])
-    taken_of = sorted((items.work[item], item) for item in rows[1])
-    for work, given in given_of:
-        place = bisect_left(taken_of, (work - difference / 2, 0))
-        near = taken_of[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS]
-        for taken_work, taken in ((0.0, None), *near):
-            distance = abs(difference - 2 * (work - taken_work))
+    first_items = sorted((items.work[item], item) for item in rows[0])
+    second_items = sorted((items.work[item], item) for item in rows[1])
+    for work, moved in first_items:
+        place = bisect_left(second_items, (work - difference / 2, 0))
+        near = second_items[max(place - _NEIGHBOURS, 0) : place + _NEIGHBOURS]
+        for returned_work, returned in ((0.0, None), *near):
+            distance = abs(difference - 2 * (work - returned_work))
             if distance < least:
-                tokens = items.tokens[given] - (0 if taken is None else items.tokens[taken])
+                tokens = items.tokens[moved] - (0 if returned is None else items.tokens[returned])
                 if -room[0] <= tokens <= room[1]:
-                    best, least = (given, taken), distance
+                    best, least = (moved, returned), distance
     return best
 
 
 def _move(items: Items, exchange: tuple[int, int | None], rows: tuple[Row, Row]) -> None:
-    given, taken = exchange
-    rows[0].remove(given)
-    rows[1].append(given)
-    if taken is not None:
-        rows[1].remove(taken)
-        rows[0].append(taken)
+    moved, returned = exchange
+    rows[0].remove(moved)
+    rows[1].append(moved)
+    if returned is not None:
+        rows[1].remove(returned)
+        rows[0].append(returned)

@@ -84,13 +84,13 @@ class MicroBatches(Generic[RowT]):
             ``rl_logprobs.token_logprobs(..., shift=True)`` for this sample only.
 
         Raises:
-            OptionError: there is no such rank.
-            SampleError: there are not as many values as rows, or they have another shape than a row.
+            OptionError: the rank does not exist.
+            SampleError: the numbers of values and rows differ, or a value has another shape than its row.
         """
         rows = self.rows(rank)
         if len(values) != len(rows):
             raise SampleError(f"{len(values)} tensors for {len(rows)} rows: give one for each micro-batch")
-        return {key: value for row, each in zip(rows, values, strict=True) for key, value in row.unpack(each).items()}
+        return {key: part for row, of_row in zip(rows, values, strict=True) for key, part in row.unpack(of_row).items()}
 
 
 def micro_batches_of(items: Items, ranks: int, make_row: Callable[[Sequence[int]], RowT]) -> MicroBatches[RowT]:

@@ -143,15 +143,15 @@ def pack(
     require_rows_long_enough([f"sample {index}" for index in range(len(read))], lengths, sizes.capacity, budget, cp)
 
     def make_row(items: Sequence[int]) -> PackedRow:
-        own = [read[item] for item in items]
-        tokens = sum(sample.length for sample in own)
+        chosen = [read[item] for item in items]
+        tokens = sum(sample.length for sample in chosen)
         padding = sizes.padded(tokens) - tokens
-        ids = torch.cat([*(sample.token_ids for sample in own), torch.full((padding,), padding_id)])
-        positions = torch.cat([torch.arange(length) for length in (*(sample.length for sample in own), padding)])
-        scored = torch.cat([*(sample.scored for sample in own), torch.zeros(padding, dtype=torch.bool)])
+        ids = torch.cat([*(sample.token_ids for sample in chosen), torch.full((padding,), padding_id)])
+        positions = torch.cat([torch.arange(length) for length in (*(sample.length for sample in chosen), padding)])
+        scored = torch.cat([*(sample.scored for sample in chosen), torch.zeros(padding, dtype=torch.bool)])
         targets = torch.where(scored, ids, ignore_index).roll(-1)  # the first token of a sample is not scored
         return PackedRow(
-            tuple(items), tuple(sample.length for sample in own), ids[None], positions[None], targets[None]
+            tuple(items), tuple(sample.length for sample in chosen), ids[None], positions[None], targets[None]
         )
 
     work = [length + pair_cost * length * (length + 1) / 2 for length in lengths]
@@ -173,7 +173,7 @@ def require_rows_long_enough(names: Sequence[str], lengths: Sequence[int], capac
     """Check that every sample fits into a row; the error names a sufficient budget and ``cp``."""
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if (length := lengths[longest]) > capacity:
-        count = sum(each > capacity for each in lengths)
+        count = sum(tokens > capacity for tokens in lengths)
         raise SampleError(
             f"{count} of {len(lengths)} samples exceed a row of {capacity} tokens (budget={budget}, cp={cp}); the "
             f"longest is {names[longest]} with {length}: shorten them, or give budget={-(-length // cp)} or "

@@ -34,7 +34,7 @@ def pack_tree(
 ) -> MicroBatches[TreeRow]:
     """Pack groups of samples so that shared prefixes of a group are computed once.
 
-    A prompt of ``P`` tokens with ``G`` responses of ``R`` takes ``P + G * R`` tokens instead of ``G * (P + R)``.  The
+    A prompt of ``P`` tokens with ``G`` responses of ``R`` tokens takes ``P + G * R`` tokens, not ``G * (P + R)``.  The
     samples of a group form a prefix tree, found from their tokens: responses to one prompt, turns of a conversation
     with several continuations, or equal samples.  Attention follows the paths of the tree, so log-probabilities,
     entropies and all gradients equal separate rows.
@@ -87,11 +87,11 @@ def pack_tree(
     read: list[list[Sample]] = []
     parts: list[TreePart] = []
     for group, samples in enumerate(groups):
-        own = read_samples(samples, None if loss_masks is None else loss_masks[group], f" of group {group}")
-        names = [f"sample {index} of group {group}" for index in range(len(own))]
-        require_rows_long_enough(names, [each.length for each in own], sizes.capacity, budget, cp)
-        read.append(own)
-        parts += _divided(group, own, sizes.capacity)
+        members = read_samples(samples, None if loss_masks is None else loss_masks[group], f" of group {group}")
+        names = [f"sample {index} of group {group}" for index in range(len(members))]
+        require_rows_long_enough(names, [sample.length for sample in members], sizes.capacity, budget, cp)
+        read.append(members)
+        parts += _divided(group, members, sizes.capacity)
 
     def make_row(items: Sequence[int]) -> TreeRow:
         return tree_row([_tree(parts[item], read[parts[item].group]) for item in items], sizes.padded, padding_id)

@@ -1,6 +1,6 @@
 """Partition items into rows with enough room and about the same work.
 
-Every function takes about ``n log n`` steps for ``n`` items, except differencing, which is for few items.
+Every function takes about ``n log n`` steps for ``n`` items, except differencing, which serves few items.
 
 Sources: Graham, *Bounds on multiprocessing timing anomalies*, 1969 (largest processing time first); Karmarkar and
 Karp, *The differencing method of set partitioning*, 1982; Martello and Toth, *Lower bounds and reduction procedures
@@ -43,7 +43,7 @@ class Items:
 def least_rows(items: Items) -> int:
     """Return a lower bound of the number of rows (Martello and Toth)."""
     # Items longer than ``capacity - k`` share no row with items of ``k`` or more tokens. So each item longer than half
-    # a row needs a row. Further rows are needed if the other items of at least ``k`` tokens exceed the room beside.
+    # a row needs a row. Further rows are needed if the other items of at least ``k`` tokens exceed the room left.
     tokens = sorted(items.tokens, reverse=True)
     total, capacity = [0, *accumulate(tokens)], items.capacity
     half = sum(2 * length > capacity for length in tokens)
@@ -57,11 +57,11 @@ def least_rows(items: Items) -> int:
 
 
 def partitions(items: Items, order: Sequence[int], rows: int) -> list[list[Row]]:
-    """Return partitions of items, in ``order`` of the most work, into rows; rows may be empty, and so may the list."""
+    """Return partitions of items, in ``order`` of the most work, into rows; rows and the list may be empty."""
     choices = [_largest_first(items, order, rows)]
     if len(order) * rows <= _MAX_DIFFERENCING:
         choices.append(_fitting(items, _differencing(items, list(order), rows)))
-    fitting = [each for each in choices if each is not None]
+    fitting = [partition for partition in choices if partition is not None]
     if not fitting:
         filled = best_fit(items, order)
         fitting = [filled + [[] for _ in range(rows - len(filled))]] if len(filled) <= rows else []
@@ -123,9 +123,9 @@ def _largest_first(items: Items, order: Sequence[int], rows: int) -> list[Row] |
 
 def _differencing(items: Items, order: list[int], rows: int) -> list[Row]:
     """Karmarkar and Karp's method for several rows; it ignores tokens."""
-    # The two partial assignments with the largest differences between rows are merged, the row with the most work of
-    # one with the row with the least work of the other, until one assignment is left.
-    # Each partial assignment has its rows that are not empty, the row with the most work first.
+    # Until one assignment is left, the two partial assignments with the largest differences between rows merge: the
+    # row with the most work of one assignment joins the row with the least work of the other. A partial assignment has
+    # only non-empty rows, the row with the most work first.
     heap: list[tuple[float, int, list[tuple[float, Row]]]] = []
     for number, item in enumerate(order):
         heap.append((-items.work[item] if rows > 1 else 0.0, number, [(items.work[item], [item])]))

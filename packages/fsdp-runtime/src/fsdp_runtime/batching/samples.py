@@ -14,7 +14,7 @@ from fsdp_runtime.errors import OptionError, SampleError
 #: Token ids of one sample.
 TokenIds = Tensor | Sequence[int]
 #: The work of one attended pair of tokens in units of a token's other work: ``1 / (6 * hidden_size)`` (a pair costs
-#: ``4 * hidden_size`` operations a layer, a token ``24 * hidden_size ** 2``), here for a hidden size of 4096.
+#: ``4 * hidden_size`` operations per layer, a token ``24 * hidden_size ** 2``), here for a hidden size of 4096.
 PAIR_COST = 1 / (6 * 4096)
 #: The largest number of ranks: each rank gets rows, empty rows if samples are few.
 MAX_RANKS = 2**20
@@ -44,7 +44,7 @@ def read_sample(token_ids: TokenIds, loss_mask: TokenIds | None, name: str) -> S
         raise SampleError(f"{name} is {shape} of {ids.dtype}: give [length] integers, at least one")
     mask = None if loss_mask is None else torch.as_tensor(loss_mask).detach().cpu() != 0
     if mask is not None and tuple(mask.shape) != shape:
-        raise SampleError(f"{name} has {shape[0]} tokens and a loss mask {tuple(mask.shape)}: give one entry a token")
+        raise SampleError(f"{name} has {shape[0]} tokens and a loss mask {tuple(mask.shape)}: give one entry per token")
     return Sample(ids.detach().to("cpu", torch.int64).contiguous(), shape[0], mask)
 
 

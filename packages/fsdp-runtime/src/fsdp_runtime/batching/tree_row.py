@@ -43,11 +43,11 @@ class TreeRow:
         position_ids: ``[1, seq]`` int64: the position of each token on its path; 0 for padding.
         subtree_end: ``[1, seq]`` int64: the index in the full row after the last descendant of each token.
         predictors: ``[scored]`` int64: for each token that counts in the loss, the index of the token before it.
-        targets: ``[scored]`` int64: the ids of the tokens that count, ``-100`` for an entry without a token, on a rank
-            that predicts none.
+        targets: ``[scored]`` int64: the ids of the tokens that count in the loss; one entry ``-100`` on a rank that
+            predicts no token.
         slots: ``[scored]`` int64: each entry's index among the full row's entries, after :meth:`shard`; else ``None``.
         way_back: ``[all lengths + 1]`` int64: for each token of each sample, the index of the next token's entry among
-            the full row's entries, or the number of entries if the next token has none; that number at the end.
+            the full row's entries, or the number of entries if the next token has no entry; the last is that number.
 
     Example:
         >>> import torch
@@ -132,19 +132,19 @@ class TreeRow:
             return values[0].index_select(0, self.predictors)
         sharded = [placement.is_shard(2) for placement in values.placements]
         gathered = values.redistribute(
-            placements=[p if kept else Replicate() for p, kept in zip(values.placements, sharded, strict=True)]
+            placements=[p if keep else Replicate() for p, keep in zip(values.placements, sharded, strict=True)]
         )
         return DTensor.from_local(
             gathered.to_local()[0].index_select(0, self.predictors),
             values.device_mesh,
-            [Shard(1) if kept else Replicate() for kept in sharded],
+            [Shard(1) if keep else Replicate() for keep in sharded],
             run_check=False,
             shape=torch.Size((len(self.predictors), values.shape[2])),
             stride=(values.shape[2], 1),
         )
 
     def unpack(self, values: Tensor, *, group: ProcessGroup | None = None) -> dict[Hashable, Tensor]:
-        """Return the values of each sample, such as log-probabilities; samples get shared values from one entry.
+        """Return the values of each sample, such as log-probabilities; samples share the values of shared tokens.
 
         Args:
             values: ``[scored]``, one for each entry of :attr:`targets`.
@@ -161,7 +161,7 @@ class TreeRow:
         if tuple(values.shape) != tuple(self.targets.shape):
             raise SampleError(f"values {tuple(values.shape)} for {len(self.targets)} targets: give one for each")
         if (self.slots is None) != (group is None):
-            raise SampleError("unpack needs the group of cp for a sharded row, and for no other one")
+            raise SampleError("unpack needs the group of cp for a sharded row, and no group for a full row")
         count = self._scored
         extended = torch.cat([values, values.new_zeros(1)])
         if self.slots is not None:
@@ -236,8 +236,8 @@ def tree_row(trees: Sequence[Tree], padded: Callable[[int], int], padding_id: in
     scored_of = [scored for tree in trees for scored in tree.scored_of]
     scored = torch.zeros(length, dtype=torch.bool)
     before = torch.zeros(length, dtype=torch.int64)
-    for path, own in zip(paths, scored_of, strict=True):
-        scored[path[own]] = True
+    for path, counts in zip(paths, scored_of, strict=True):
+        scored[path[counts]] = True
         before[path[1:]] = path[:-1]
     targets, predictors = ids[scored], before[scored]
     if not len(targets):  # a loss over no tokens is still a function of the row
@@ -246,8 +246,8 @@ def tree_row(trees: Sequence[Tree], padded: Callable[[int], int], padding_id: in
     slot_of = torch.where(scored, scored.cumsum(0) - 1, count)
     last = torch.tensor([count])
     way_back: list[Tensor] = []
-    for path, own in zip(paths, scored_of, strict=True):
-        way_back += [torch.where(own, slot_of[path], count)[1:], last]
+    for path, counts in zip(paths, scored_of, strict=True):
+        way_back += [torch.where(counts, slot_of[path], count)[1:], last]
     return TreeRow(
         samples=tuple(member for tree in trees for member in tree.members),
         paths=paths,

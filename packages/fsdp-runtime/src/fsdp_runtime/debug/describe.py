@@ -46,7 +46,7 @@ class ParallelismReport:
             f"FSDP modules: {_summary(self.fsdp_modules)}",
             f"recomputing: {_summary(self.recomputing)}",
             f"compiled: {_summary(self.compiled)}",
-            *(f"in front of the forward of {n} modules: {', then '.join(each)}" for each, n in wrapped.items()),
+            *(f"in front of the forward of {n} modules: {', then '.join(effects)}" for effects, n in wrapped.items()),
             *(f"sharded over {' and '.join(names)}: {count} parameters" for names, count in axes.items()),
             f"replicated on every rank (all axes): {_summary(self.replicated)}",
             f"bytes on this rank: {self.local_bytes:,} of {self.full_bytes:,}",
@@ -55,7 +55,7 @@ class ParallelismReport:
 
 
 def describe_parallelism(model: nn.Module) -> ParallelismReport:
-    """Return which modules are wrapped, recompute or are compiled, and how each parameter is sharded.
+    """Return the wrapped, recomputing and compiled modules, and the sharding of each parameter.
 
     The description is read from the model, so it also covers models that other code parallelized.  No communication.
 

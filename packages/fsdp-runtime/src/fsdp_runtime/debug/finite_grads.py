@@ -1,6 +1,6 @@
 """Check that gradients are finite, on every rank at once.
 
-A NaN on one rank reaches all others with the next reduction or optimizer step; after that its origin is unknown.
+A NaN on one rank reaches all other ranks with the next reduction or optimizer step; then its origin is unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def assert_finite_gradients(model: nn.Module) -> None:
     """Raise on every rank unless every gradient on every rank is finite.
 
     Collective over the ranks of the model's mesh; call it after backward and before the optimizer's step.  One
-    all-reduce of one number per mesh axis; the host waits for it.  A second exchange only after a failure.
+    all-reduce of one number per mesh axis; the host waits for it.  Only a failure needs a second exchange.
 
     Args:
         model: plain or parallelized.

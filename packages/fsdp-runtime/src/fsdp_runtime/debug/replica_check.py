@@ -31,8 +31,8 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh | None = None) -> N
 
     Args:
         model: before, during or after training; parameters must be sharded (not inside ``unsharded``).
-        mesh: the root mesh; tensors then count as replicated over the axes that their own mesh lacks.  Without it only
-            the axes of each DTensor's mesh are compared, and plain tensors are not compared.
+        mesh: the root mesh; tensors then count as replicated over the axes that their own mesh lacks.  Without ``mesh``
+            only the axes of each DTensor's mesh are compared, and plain tensors are not compared.
 
     Raises:
         ReplicaError: tensors differ; all are named, with the axis and the ranks, on every rank that compared them.
@@ -71,13 +71,13 @@ def _replica_groups(tensor: Tensor, mesh: DeviceMesh | None) -> Iterator[tuple[s
     own_axes: tuple[str, ...] = ()
     own_ranks: list[set[int]] = []  # of axes that may have been flattened from several, as dp_shard_cp
     if isinstance(tensor, DTensor):
-        own = tensor.device_mesh
-        own_axes = own.mesh_dim_names or ()
-        own_ranks = [set(dist.get_process_group_ranks(group)) for group in own.get_all_groups()]
+        tensor_mesh = tensor.device_mesh
+        own_axes = tensor_mesh.mesh_dim_names or ()
+        own_ranks = [set(dist.get_process_group_ranks(group)) for group in tensor_mesh.get_all_groups()]
         for index, placement in enumerate(tensor.placements):
-            if isinstance(placement, Replicate) and own.size(index) > 1:
-                yield (own_axes[index] if own_axes else str(index)), own.get_group(index)
-    if "ep" in own_axes:  # its mesh divides the ranks of these axes once more
+            if isinstance(placement, Replicate) and tensor_mesh.size(index) > 1:
+                yield (own_axes[index] if own_axes else str(index)), tensor_mesh.get_group(index)
+    if "ep" in own_axes:  # the expert mesh divides the ranks of these axes again
         own_axes += DIVIDED
     for index, axis in enumerate((mesh.mesh_dim_names if mesh is not None else None) or ()):
         if mesh is None or axis in own_axes or mesh.size(index) == 1:

@@ -26,7 +26,7 @@ class AttentionFlops:
         per_pair: operations of the forward for one query and one key that it attends to, over all heads.
         causal: a query attends to itself and earlier tokens; else to the whole sequence.
         window: the most keys of a query; ``None`` without a bound.
-        chunk: attention stays within chunks of so many tokens; ``None`` without chunks.
+        chunk: attention stays within chunks of this many tokens; ``None`` without chunks.
     """
 
     per_pair: int
@@ -48,14 +48,14 @@ class AttentionFlops:
 class ModelFlops:
     """The operations of forward and backward of a model's text, without recomputation.
 
-    Counted are products with weights and attention, as in `PaLM's appendix B <https://arxiv.org/abs/2204.02311>`_, but
+    It counts products with weights and attention, as in `PaLM's appendix B <https://arxiv.org/abs/2204.02311>`_, but
     with the actual mask: causal attention has half of the pairs, a sliding window fewer, and documents of packed
-    rows do not see one another.  A token uses ``top_k`` of a mixture's experts.  A frozen weight has no gradient.  Left
-    out are norms, activation functions, recurrences of linear attention, and towers of images and sound.
+    rows do not see one another.  A token uses ``top_k`` of a mixture's experts.  A frozen weight has no gradient.  The
+    count leaves out norms, activation functions, recurrences of linear attention, and towers of images and sound.
 
     Args:
-        per_token: of the products with weights for one token, forward and backward.
-        attention: of each block with attention.
+        per_token: operations of the products with weights for one token, forward and backward.
+        attention: the attention of each block that has attention.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -76,7 +76,7 @@ class ModelFlops:
         """Count the operations of a model, before or after ``parallelize``.
 
         Raises:
-            ModelError: the model has no blocks, or a router does not tell how many experts a token has.
+            ModelError: the model has no blocks, or a router does not tell the number of experts per token.
         """
         structure = inspect_model(model)
         return cls(sum(_of_weights(structure)), tuple(_of_attention(structure)))
@@ -85,7 +85,7 @@ class ModelFlops:
         """Return the operations of forward and backward for sequences of these lengths, in tokens."""
         total = 0.0
         for length in lengths:
-            pairs = sum(each.per_pair * each.pairs(length) for each in self.attention)
+            pairs = sum(block.per_pair * block.pairs(length) for block in self.attention)
             total += self.per_token * length + _TRAINED * pairs
         return total
 
@@ -114,7 +114,7 @@ def _towers(structure: ModelStructure) -> tuple[str, ...]:
             continue
         parts = block.split(".")
         prefixes = [".".join(parts[:count]) + "." for count in range(1, len(parts))]
-        outside = [p for p in prefixes if not any(f"{each}.".startswith(p) for each in decoder)]
+        outside = [p for p in prefixes if not any(f"{path}.".startswith(p) for path in decoder)]
         paths.update(outside[:1])
     return tuple(paths) or ("\0",)
 
@@ -124,8 +124,8 @@ def _expert_shares(structure: ModelStructure) -> Iterator[tuple[str, float]]:
     for router in routers_of(structure).by_path.values():
         if router.top_k is None:
             raise ModelError(
-                f"{router.path} ({type(router.module).__name__}) does not tell how many experts a token has: set its "
-                "attribute top_k, or give StepMeter flops=ModelFlops(per_token=..., attention=...)"
+                f"{router.path} ({type(router.module).__name__}) does not tell its number of experts per token: set "
+                "its attribute top_k, or give StepMeter flops=ModelFlops(per_token=..., attention=...)"
             )
         parent = router.path.rpartition(".")[0]
         yield (f"{parent}.experts" if parent else "experts", router.top_k / router.experts)
@@ -138,7 +138,7 @@ def _of_attention(structure: ModelStructure) -> Iterator[AttentionFlops]:
             module = structure.tree.modules[path]
             dims = (getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None))
             count = getattr(module, "num_heads", None)
-            if all(isinstance(each, int) for each in (*dims, count)):  # latent attention
+            if all(isinstance(size, int) for size in (*dims, count)):  # latent attention
                 yield _attention(module, index, _MULTIPLY_ADD * count * sum(dims))  # type: ignore[operator, arg-type]
                 break
             if heads is not None and isinstance(getattr(module, "head_dim", None), int):

@@ -1,4 +1,4 @@
-"""Dense bfloat16 operations a second of accelerators, as their makers publish them without sparsity."""
+"""Dense bfloat16 operations per second of accelerators, as published by their makers, without sparsity."""
 
 from __future__ import annotations
 

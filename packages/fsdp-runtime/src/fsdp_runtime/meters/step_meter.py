@@ -33,9 +33,9 @@ class StepValues:
         tokens: tokens of all ranks.
         ranks: ranks that shared the work.
         flops: operations that the model needs for the tokens of all ranks (:class:`ModelFlops`).
-        peak_flops: of one device, a second; ``None`` if unknown.
+        peak_flops: operations per second of one device; ``None`` if unknown.
         peak_bytes: the largest allocated memory of this rank's device by phase; empty on a CPU.
-        bytes_sent: bytes that this rank sent at least, by axis, in the last step with counted traffic.
+        bytes_sent: the least bytes that this rank sent, by axis, in the last step with counted traffic.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class StepValues:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all ranks a second."""
+        """Tokens of all ranks per second."""
         return self.tokens / self.seconds
 
     @property
@@ -77,8 +77,8 @@ class StepMeter:
     Args:
         model: the model, after ``parallelize`` or on one process.
         mesh: its mesh; ``None`` on one process.
-        peak_flops: operations a second of one device for the dtype in use; by default the bfloat16 rate that its maker
-            publishes, and no number for an unknown device.
+        peak_flops: operations per second of one device for the dtype in use; by default the maker's published bfloat16
+            rate, and no number for an unknown device.
         flops: the model's operations, if they should not be counted from its modules.
 
     Raises:
@@ -108,7 +108,7 @@ class StepMeter:
         flops: ModelFlops | None = None,
     ) -> None:
         if peak_flops is not None and not peak_flops > 0:
-            raise OptionError(f"peak_flops={peak_flops}: give the operations a second of one device, such as 989e12")
+            raise OptionError(f"peak_flops={peak_flops}: give the operations per second of one device, such as 989e12")
         self._flops = ModelFlops.of(model) if flops is None else flops
         self._mesh = mesh
         self._device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -131,12 +131,12 @@ class StepMeter:
 
     @contextmanager
     def step(self, lengths: Collection[int], *, count_traffic: bool = False) -> Iterator[None]:
-        """Measure one step; nothing is kept of a step that raises.
+        """Measure one step; a step that raises leaves no values.
 
         Args:
-            lengths: tokens of each sequence of this data-parallel rank, all micro-batches together; of packed rows the
-                documents' lengths. The same on ranks of ``tp`` and ``cp``. A list may be filled while the step runs.
-            count_traffic: count the bytes of every collective. The step is slower: do so in one step of many.
+            lengths: tokens of each sequence (in packed rows: each document) of this data-parallel rank, over all
+                micro-batches. Equal on ranks of ``tp`` and ``cp``. A list may be filled while the step runs.
+            count_traffic: count the bytes of every collective. The step is slower: count in one step of many.
         """
         self._phases, self._peaks = {}, {}
         counter = _CountTraffic(self._mesh) if count_traffic and self._mesh is not None else None
@@ -195,7 +195,7 @@ class _CountTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come here afterwards
+            return NotImplemented  # the DTensor's local operators come here afterwards
         call = collective_call(func, args, kwargs or {})
         if call is not None:
             self.sent[self._axes.get(call.ranks, f"{len(call.ranks)} ranks")] += call.bytes_sent

@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 #: Exit status of a process that waits for a lost rank: EX_TEMPFAIL of sysexits.h, "try again".
 LOST_RANK_STATUS = 75
-#: Heartbeats within the timeout.
+#: Heartbeats per timeout.
 _ROUNDS = 10
-#: Monitors are numbered equally on every rank.
+#: Numbers of monitors, equal on every rank.
 _numbers = itertools.count()
 
-#: At its end, rank 0 reads this often whether the other ranks have finished; detector rounds keep their interval.
+#: Seconds between rank 0's final checks that the other ranks have finished; detector rounds keep their interval.
 _END_SECONDS = 0.1
 
 
@@ -128,7 +128,7 @@ class DistributedMonitor(RankMonitor):
             self._threads[-1].start()
 
     def finish(self) -> None:
-        """Report the end; rank 0 waits for all others, because it observes them and may host the store."""
+        """Report the end; rank 0 waits for all other ranks: it observes them and may host the store."""
         self._post(state="finished")
         self._ending.set()
         while self.rank == 0 and not self._others_finished.wait(self._interval):
@@ -140,8 +140,8 @@ class DistributedMonitor(RankMonitor):
     def fail(self, error: BaseException) -> None:
         """Report an exception of this rank, unless another rank's failure caused it."""
         if not isinstance(error, LostRankError):
-            own = isinstance(error, FsdpRuntimeError) and not isinstance(error, OtherRankError)
-            if isinstance(error, RuntimeError) and not own:  # perhaps the end of another rank, which is known soon
+            is_own = isinstance(error, FsdpRuntimeError) and not isinstance(error, OtherRankError)
+            if isinstance(error, RuntimeError) and not is_own:  # another rank's end may be the cause, and known soon
                 self._lost_known.wait(self._timeout + 3 * self._interval)
             if self._lost_known.is_set():
                 self._drain()
@@ -236,7 +236,7 @@ class DistributedMonitor(RankMonitor):
         )
 
     def _drain(self) -> None:
-        """On rank 0: give the others time to read the announcement, because the store may end with this process."""
+        """On rank 0: give other ranks time to read the announcement, because the store may end with this process."""
         if self.rank == 0:
             time.sleep(3 * self._interval)
 
@@ -247,7 +247,7 @@ def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
 
     A rank is lost if its process is killed, stopped or disconnected for ``timeout`` seconds, or if it raises inside the
     block.  Every other rank then ends within twice ``timeout``: with :class:`LostRankError` if its collective fails, as
-    gloo's do when a peer dies.  A thread that is blocked in a collective cannot be interrupted, so otherwise the
+    gloo's collectives do when a peer dies.  A thread blocked in a collective cannot be interrupted, so otherwise the
     process logs the same message and exits with status 75.  An exception of this rank is reported to the others and
     passes through, with a note that names rank and phase.
 
@@ -259,8 +259,8 @@ def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
     reads all of them and announces a lost rank; the other ranks follow rank 0.
 
     Args:
-        timeout: seconds.  A thread sends ten heartbeats in this time, also while the main thread waits; only code
-            that holds Python's global interpreter lock for that long would be taken for dead.
+        timeout: seconds.  A thread sends ten heartbeats in this time, also while the main thread waits; only a
+            rank that holds Python's global interpreter lock for that long would count as lost.
 
     Yields:
         The monitor, for its :meth:`RankMonitor.phase`.

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-#: Tick keys of rank 0 that are kept for a rank that lags behind.
+#: Tick keys of rank 0 that stay in the store for lagging ranks.
 _KEPT_TICKS = 64
 
 
@@ -62,17 +62,17 @@ class HeartbeatStore:
 
     def latest(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         """Return the latest heartbeats of ranks that have posted one."""
-        wanted = list(ranks)
-        texts = self._store.multi_get([f"rank/{rank}" for rank in wanted])
-        return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(wanted, texts, strict=True)}
+        numbers = list(ranks)
+        texts = self._store.multi_get([f"rank/{rank}" for rank in numbers])
+        return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(numbers, texts, strict=True)}
 
     def missing(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that have posted nothing within the timeout."""
-        wanted = list(ranks)
+        numbers = list(ranks)
         try:
-            self._store.wait([f"rank/{rank}" for rank in wanted], self._timeout)
+            self._store.wait([f"rank/{rank}" for rank in numbers], self._timeout)
         except RuntimeError:
-            return [rank for rank in wanted if not self._store.check([f"rank/{rank}"])]
+            return [rank for rank in numbers if not self._store.check([f"rank/{rank}"])]
         return []
 
     def announce(self, lost: LostRank) -> None:
@@ -87,10 +87,10 @@ class HeartbeatStore:
 
 
 class FailureDetector:
-    """Count for how many rounds each rank's heartbeat has not changed."""
+    """Count the rounds in which a rank's heartbeat has not changed, per rank."""
 
-    # Rounds are counted instead of clock seconds, so that a process that was itself stopped for a while does not take
-    # the others for dead when it continues.
+    # Rounds are counted instead of clock seconds, so that a process that was stopped for a while does not count
+    # the other ranks as lost when it continues.
 
     def __init__(self, interval: float, timeout: float) -> None:
         self._interval, self._timeout = interval, timeout

@@ -30,7 +30,7 @@ def stop_on_signal(signals: Sequence[int] = (signal.SIGTERM,)) -> Iterator[Calla
         received a signal.  Collective over the world, a few bytes per rank.
 
     Raises:
-        OptionError: a number is not a signal's.
+        OptionError: a number is not a signal number.
         ValueError: not called in the main thread, the only thread in which Python can install handlers.
 
     Example:
