@@ -98,22 +98,22 @@ class HeadTiles:
         return operand_dtype(self.hidden, self.weight)
 
     @property
-    def size(self) -> tuple[int, int]:
+    def tile_shape(self) -> tuple[int, int]:
         """Tokens and vocabulary ids of one tile."""
         return tile_size(self.weight.device, self.hidden.shape[0])
 
     def vocab_tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield ranges of this rank's columns, with the head's rows for them; one empty range without columns."""
         width = self.head.shard.width
-        for index in tile_indices(max(1, -(-width // self.size[1]))):
-            start = index * self.size[1]
-            cols = slice(start, min(width, start + self.size[1]))
+        for index in tile_indices(max(1, -(-width // self.tile_shape[1]))):
+            start = index * self.tile_shape[1]
+            cols = slice(start, min(width, start + self.tile_shape[1]))
             yield cols, self.weight[cols].to(self.operand_dtype)
 
     def token_tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield ranges of tokens, with their hidden states."""
-        for index in tile_indices(-(-self.hidden.shape[0] // self.size[0])):
-            span = slice(index * self.size[0], (index + 1) * self.size[0])
+        for index in tile_indices(-(-self.hidden.shape[0] // self.tile_shape[0])):
+            span = slice(index * self.tile_shape[0], (index + 1) * self.tile_shape[0])
             yield span, self.rows(span)
 
     def rows(self, span: slice) -> torch.Tensor:
@@ -146,7 +146,7 @@ class HeadTiles:
         hidden, weight, bias = self.hidden, self.weight, self.bias
         d_hidden = hidden.new_zeros(hidden.shape, dtype=self.dtype) if needed[0] else None
         d_weight = torch.empty_like(weight) if needed[1] else None
-        d_bias, parts = None, -(-hidden.shape[0] // self.size[0])
+        d_bias, parts = None, -(-hidden.shape[0] // self.tile_shape[0])
         if bias is not None and needed[2]:
             d_bias = torch.zeros(parts, bias.shape[0], dtype=self.dtype, device=bias.device)
         if d_weight is not None:
@@ -164,7 +164,7 @@ class HeadTiles:
                 elif total is not None:
                     add_product_(total, gradient.t(), rows)
                 if d_bias is not None:
-                    torch.sum(gradient, 0, dtype=self.dtype, out=d_bias[span.start // self.size[0], cols])
+                    torch.sum(gradient, 0, dtype=self.dtype, out=d_bias[span.start // self.tile_shape[0], cols])
                 del gradient  # before the next tile is allocated
             if d_weight is not None and total is not None:
                 d_weight[cols] = total

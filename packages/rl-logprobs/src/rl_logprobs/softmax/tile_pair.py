@@ -20,11 +20,11 @@ from rl_logprobs.tensors import statistics_dtype
 
 @dataclass(frozen=True)
 class LogitTiles:
-    """The first ``width`` columns of logits ``[..., columns]``, of any strides, in tiles of ``size``."""
+    """The first ``width`` columns of logits ``[..., columns]``, of any strides, in tiles of ``tile_shape``."""
 
     values: torch.Tensor
     width: int
-    size: tuple[int, int]
+    tile_shape: tuple[int, int]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,7 +45,7 @@ class LogitTiles:
             return (None,)
         out = torch.zeros_like(self.values, memory_format=torch.contiguous_format)
         flat = out.view(out.shape[:-1].numel(), out.shape[-1])
-        for span, cols in tile_spans(flat.shape[0], self.width, self.size):
+        for span, cols in tile_spans(flat.shape[0], self.width, self.tile_shape):
             write(self.tile(span, cols), span, cols, flat[span, cols])
         return (out,)
 
@@ -109,7 +109,7 @@ class TilePair:
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
         """Yield tokens and columns of the tiles."""
-        return tile_spans(self.ignored.shape[0], self.shard.width, self.p.size)
+        return tile_spans(self.ignored.shape[0], self.shard.width, self.p.tile_shape)
 
     def exponents(
         self, p_tile: torch.Tensor, q_tile: torch.Tensor, span: slice, p_max: torch.Tensor, q_max: torch.Tensor

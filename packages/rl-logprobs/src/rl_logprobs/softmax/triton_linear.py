@@ -23,7 +23,7 @@ class TritonTiles(HeadTiles):
     """The tiles of one head as products, from which the kernels compute the logits."""
 
     @property
-    def size(self) -> tuple[int, int]:
+    def tile_shape(self) -> tuple[int, int]:
         """Tokens and vocabulary ids of one tile: all tokens where they fit, so that a weight tile has one product."""
         return accelerator_tile(self.hidden.shape[0])
 
