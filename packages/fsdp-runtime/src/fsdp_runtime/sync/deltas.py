@@ -38,29 +38,29 @@ class Changes:
 
     def own(self) -> list[BlockTransfer]:
         """Outgoing transfers of this rank's own blocks (no relays)."""
-        rank = self._sides.rank
-        return [each for each in self._sides.transfers if each.source == rank and not (each.is_local or each.is_relay)]
+        direct = (block for block in self._sides.transfers if not (block.is_local or block.is_relay))
+        return [block for block in direct if block.source == self._sides.rank]
 
     def encode(self) -> Records:
         """Return one record per box that this rank sends, shared by all destinations."""
         records: dict[tuple[str, Box], Tensor] = {}
-        for each in self.own():
-            key = (each.tensor, each.box)
+        for block in self.own():
+            key = (block.tensor, block.box)
             if key not in records:
-                values = self._sides.empty(each)
-                self._sides.read(each, values)
+                values = self._sides.empty(block)
+                self._sides.read(block, values)
                 records[key] = encode_changes(self._sent.get(key), values)
         return records
 
     def remember(self, records: Records) -> None:
         """Keep a copy of the destinations' new values."""
-        for each in self.own():
-            key = (each.tensor, each.box)
+        for block in self.own():
+            key = (block.tensor, block.box)
             if key in records and key in self._sent:
                 apply_changes(records[key], 0, self._sent[key])
             else:
-                self._sent[key] = self._sides.empty(each)
-                self._sides.read(each, self._sent[key])
+                self._sent[key] = self._sides.empty(block)
+                self._sides.read(block, self._sent[key])
 
     def exchange(self, records: Records, transfers: Sequence[BlockTransfer]) -> ArrivedChanges:
         """Send this rank's records and relay received records, one relay step at a time."""
@@ -70,11 +70,11 @@ class Changes:
         for _, step in groupby(sorted(transfers, key=hops), hops):
             outgoing: dict[int, list[Tensor]] = {}
             incoming: dict[int, list[BlockTransfer]] = {}
-            for each in step:
-                if each.source == rank:
-                    outgoing.setdefault(each.destination, []).append(known[each.tensor, each.box])
-                if each.destination == rank:
-                    incoming.setdefault(each.source, []).append(each)
+            for block in step:
+                if block.source == rank:
+                    outgoing.setdefault(block.destination, []).append(known[block.tensor, block.box])
+                if block.destination == rank:
+                    incoming.setdefault(block.source, []).append(block)
             runs = self._exchange({peer: torch.cat(parts) for peer, parts in outgoing.items()}, incoming)
             for peer, run in runs.items():
                 arrived.update(self._records_of(run, incoming[peer]))
@@ -85,13 +85,13 @@ class Changes:
 
     def apply(self, records: Records) -> None:
         """Apply the received records to this rank's destination."""
-        for each in self._sides.transfers:
-            key = (each.tensor, each.box)
-            if each.destination == self._sides.rank and key in records and not each.is_local:
-                values = self._sides.empty(each)
-                self._sides.read_back(each, values)
+        for block in self._sides.transfers:
+            key = (block.tensor, block.box)
+            if block.destination == self._sides.rank and key in records and not block.is_local:
+                values = self._sides.empty(block)
+                self._sides.read_back(block, values)
                 apply_changes(records[key], 0, values)
-                self._sides.write(each, values)
+                self._sides.write(block, values)
 
     def _exchange(
         self, messages: Mapping[int, Tensor], incoming: Mapping[int, Sequence[BlockTransfer]]
@@ -103,7 +103,7 @@ class Changes:
         self._peers.exchange(sizes, announced, SIZES)
         runs = {}
         for peer, size in announced.items():
-            most = sum(each.nbytes + HEADER_BYTES for each in incoming[peer])
+            most = sum(block.nbytes + HEADER_BYTES for block in incoming[peer])
             if not 0 <= int(size) <= most:
                 raise WeightSyncError(f"rank {peer} announced {int(size)} bytes for blocks of {most}")
             runs[peer] = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -112,7 +112,7 @@ class Changes:
 
     def _records_of(self, run: Tensor, transfers: Sequence[BlockTransfer]) -> Iterator[tuple[tuple[str, Box], Tensor]]:
         offset = 0
-        for each in transfers:
-            end = end_of_record(run, offset, self._plan.destination.tensors[each.tensor].itemsize)
-            yield (each.tensor, each.box), run[offset:end]
+        for block in transfers:
+            end = end_of_record(run, offset, self._plan.destination.tensors[block.tensor].itemsize)
+            yield (block.tensor, block.box), run[offset:end]
             offset = end

@@ -113,15 +113,15 @@ def verify_transfer(
     sent: dict[tuple[int, str], int] = {}
     arrived: dict[tuple[int, str], int] = {}
     totals = torch.zeros(2, len(position), dtype=torch.int64)
-    for each in plan.for_rank(rank, direct=True):
-        if each.source != rank:
+    for transfer in plan.for_rank(rank, direct=True):
+        if transfer.source != rank:
             continue
         # If the destination stores an element in several tensors, the element counts once per tensor.
-        for part, _ in plan.destination.within(each.destination, each.tensor, each.box):
-            value = _hash(plan.source, rank, values, each.tensor, part)
-            key = (each.destination, each.tensor)
+        for part, _ in plan.destination.within(transfer.destination, transfer.tensor, transfer.box):
+            value = _hash(plan.source, rank, values, transfer.tensor, part)
+            key = (transfer.destination, transfer.tensor)
             sent[key] = _wrap(sent.get(key, 0) + value)
-            totals[0, position[each.tensor]] += value
+            totals[0, position[transfer.tensor]] += value
     for name in position:
         for block in plan.destination.stored(rank, name):
             view = block_view(destination or {}, name, block, block.box).to(torch_dtype(plan.destination, name))
@@ -170,8 +170,8 @@ def _digests(
     """Return each tensor's digest: a sum in which one rank adds each element."""
     partial_sums = torch.zeros(len(layout.tensors), dtype=torch.int64)
     position = {name: index for index, name in enumerate(layout.tensors)}
-    for each in plan_cover(layout, rank=rank):
-        partial_sums[position[each.tensor]] += _hash(layout, rank, local, each.tensor, each.box)
+    for transfer in plan_cover(layout, rank=rank):
+        partial_sums[position[transfer.tensor]] += _hash(layout, rank, local, transfer.tensor, transfer.box)
     return dict(zip(layout.tensors, all_reduce_over(groups, partial_sums, dist.ReduceOp.SUM).tolist(), strict=True))
 
 

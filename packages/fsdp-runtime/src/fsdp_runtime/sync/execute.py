@@ -81,16 +81,16 @@ def execute_transfer(
     sides.require_tensors()
     where = torch.device(device) if device is not None else sides.device
     peers = PointToPoint(rank, group, timeout)
-    own = split_transfers(plan, sides.transfers, bucket_bytes)
-    for each in own:
-        if each.is_local:
-            sides.copy(each)
+    transfers = split_transfers(plan, sides.transfers, bucket_bytes)
+    for transfer in transfers:
+        if transfer.is_local:
+            sides.copy(transfer)
     windows = 1  # enough if all messages fit in one round, which needs no communication; else the ranks agree
     if not fits_in_one_round(plan, bucket_bytes):
         handshake = Handshake(plan.ranks or (rank,), peers, where, WINDOWS)
-        windows = max(number for (number,) in handshake.gather([windows_of(plan, own, bucket_bytes)]).values())
-    is_shared = shared_memory and any(plan.bytes_received(each) for each in plan.ranks)
-    run_rounds(sides, rounds_of(plan, own, windows), peers, where, shared_memory=is_shared, on_round=on_round)
+        windows = max(number for (number,) in handshake.gather([windows_of(plan, transfers, bucket_bytes)]).values())
+    is_shared = shared_memory and any(plan.bytes_received(receiver) for receiver in plan.ranks)
+    run_rounds(sides, rounds_of(plan, transfers, windows), peers, where, shared_memory=is_shared, on_round=on_round)
 
 
 def run_rounds(
@@ -127,21 +127,21 @@ class RankRounds:
         shared: SharedBuckets | None,
     ) -> None:
         self._sides, self._peers, self._shared, self._device = sides, peers, shared, device
-        sizes = (sum(aligned(each.nbytes) for each in self._over_group(messages)) for messages in rounds)
+        sizes = (sum(aligned(message.nbytes) for message in self._over_group(messages)) for messages in rounds)
         self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def run(self, messages: Round) -> None:
         """Run a round; raise if a rank does not send or receive its message in time."""
         rank, shared = self._sides.rank, self._shared
-        sent = [each for each in messages if each.source == rank]
-        received = [each for each in messages if each.destination == rank]
+        sent = [message for message in messages if message.source == rank]
+        received = [message for message in messages if message.destination == rank]
         carried: dict[int, Tensor] = {}  # tensors that the group carries, by message
         runs: dict[int, Tensor] = {}  # the bytes of messages
         offset = 0
         for message in self._over_group(messages):
             runs[id(message)] = carried[id(message)] = self._buffer[offset : offset + message.nbytes]
             offset += aligned(message.nbytes)
-        local = [each for each in messages if id(each) not in runs]
+        local = [message for message in messages if id(message) not in runs]
         places = {} if shared is None else shared.places(messages)
         for message in local:
             place = places.get(message.destination, 0) if message.source == rank else 0
@@ -149,19 +149,19 @@ class RankRounds:
             if shared is not None and message.source == rank:
                 runs[id(message)] = shared.run(message, place)
         for message in sent:
-            for each, values in message_values(self._sides.plan, message, runs[id(message)]):
-                self._sides.read(each, values)
+            for transfer, values in message_values(self._sides.plan, message, runs[id(message)]):
+                self._sides.read(transfer, values)
         outgoing = {message.destination: carried[id(message)] for message in sent}
         incoming = {message.source: carried[id(message)] for message in received}
         self._peers.exchange(outgoing, incoming, ROUND)
         for message in received:
             if shared is not None and id(message) not in runs:
                 runs[id(message)] = shared.run(message, int(carried[id(message)]))
-            for each, values in message_values(self._sides.plan, message, runs[id(message)]):
-                self._sides.write(each, values)
+            for transfer, values in message_values(self._sides.plan, message, runs[id(message)]):
+                self._sides.write(transfer, values)
         # A bucket is reused only after its messages have been read.
-        taken = {each.source: self._number(0) for each in local if each.destination == rank}
-        freed = {each.destination: self._number(0) for each in local if each.source == rank}
+        taken = {message.source: self._number(0) for message in local if message.destination == rank}
+        freed = {message.destination: self._number(0) for message in local if message.source == rank}
         self._peers.exchange(taken, freed, TAKEN)
 
     def _number(self, value: int) -> Tensor:
@@ -169,4 +169,4 @@ class RankRounds:
 
     def _over_group(self, messages: Round) -> list[Message]:
         shared = self._shared
-        return [each for each in messages if shared is None or not shared.shares(each)]
+        return [message for message in messages if shared is None or not shared.shares(message)]

@@ -128,8 +128,8 @@ class ModelShards:
             OptionError: the model's tensors or adapters were replaced.
         """
         self._require_same_tensors()
-        for each in self._derived:
-            each.refresh()
+        for copies in self._derived:
+            copies.refresh()
         self._is_fresh = True
 
     def _require_same_tensors(self) -> None:

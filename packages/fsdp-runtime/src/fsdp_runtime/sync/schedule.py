@@ -22,7 +22,7 @@ class Message:
     @property
     def nbytes(self) -> int:
         """Bytes of the message."""
-        return sum(each.nbytes for each in self.transfers)
+        return sum(transfer.nbytes for transfer in self.transfers)
 
 
 #: The messages of a rank that are in flight together.
@@ -54,7 +54,7 @@ def rounds_of(plan: TransferPlan, transfers: Sequence[BlockTransfer], windows: i
     # same messages in the same order.
     tensors = plan.destination.tensors
     return [
-        _messages(sorted(blocks, key=lambda each: (-tensors[each.tensor].itemsize, each.position)))
+        _messages(sorted(blocks, key=lambda transfer: (-tensors[transfer.tensor].itemsize, transfer.position)))
         for _, blocks in sorted(_by_round(plan, transfers, windows).items())
     ]
 
@@ -64,16 +64,16 @@ def _by_round(
 ) -> dict[tuple[int, int], list[BlockTransfer]]:
     """The transfers between ranks by their rounds: the window, and the number of earlier relays."""
     rounds: dict[tuple[int, int], list[BlockTransfer]] = defaultdict(list)
-    for each in transfers:
-        if not each.is_local:
-            rounds[each.position * windows // plan.nbytes, each.hop].append(each)
+    for transfer in transfers:
+        if not transfer.is_local:
+            rounds[transfer.position * windows // plan.nbytes, transfer.hop].append(transfer)
     return rounds
 
 
 def _messages(transfers: Iterable[BlockTransfer]) -> list[Message]:
     pairs: dict[tuple[int, int], list[BlockTransfer]] = defaultdict(list)
-    for each in transfers:
-        pairs[each.source, each.destination].append(each)
+    for transfer in transfers:
+        pairs[transfer.source, transfer.destination].append(transfer)
     return [Message(source, destination, tuple(blocks)) for (source, destination), blocks in sorted(pairs.items())]
 
 
@@ -83,15 +83,15 @@ def split_transfers(plan: TransferPlan, transfers: Iterable[BlockTransfer], buck
         raise OptionError(f"bucket_bytes={bucket_bytes}: give {ALIGNMENT} or more, the bytes of the widest element")
     limit = bucket_bytes // ALIGNMENT * ALIGNMENT
     parts: list[BlockTransfer] = []
-    for each in transfers:
-        if each.nbytes <= limit:
-            parts.append(each)
+    for transfer in transfers:
+        if transfer.nbytes <= limit:
+            parts.append(transfer)
             continue
-        itemsize = plan.destination.tensors[each.tensor].itemsize
-        position = each.position
-        for part in split_box(each.box, limit // itemsize):
+        itemsize = plan.destination.tensors[transfer.tensor].itemsize
+        position = transfer.position
+        for part in split_box(transfer.box, limit // itemsize):
             nbytes = volume(part) * itemsize
-            parts.append(replace(each, box=part, nbytes=nbytes, position=position))
+            parts.append(replace(transfer, box=part, nbytes=nbytes, position=position))
             position += nbytes
     return parts
 

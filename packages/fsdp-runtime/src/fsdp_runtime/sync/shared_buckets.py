@@ -62,10 +62,10 @@ class SharedBuckets:
     def places(self, messages: Round) -> dict[int, int]:
         """Offsets of this rank's messages of a round in its bucket, by receiving rank."""
         offsets, offset = dict[int, int](), 0
-        for each in messages:
-            if each.source == self._rank and self.shares(each):
-                offsets[each.destination] = offset
-                offset += aligned(each.nbytes)
+        for message in messages:
+            if message.source == self._rank and self.shares(message):
+                offsets[message.destination] = offset
+                offset += aligned(message.nbytes)
         return offsets
 
     def run(self, message: Message, place: int) -> Tensor:

@@ -45,44 +45,44 @@ class Sides:
 
     def require_tensors(self) -> None:
         """Look up every local tensor: a missing tensor raises before a message is sent."""
-        for each in self.transfers:
-            if each.source == self.rank and not each.is_relay:
-                list(box_views(self.plan.source, self.rank, self.source, each.tensor, each.box))
-            if each.destination == self.rank or (each.is_relay and each.source == self.rank):
-                sent = torch_dtype(self.plan.destination, each.tensor)
-                for _, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
-                    _require_dtype(each.tensor, view.dtype, sent, self.rank)
-                    if each.is_relay and each.source == self.rank:
-                        _require_exact(each.tensor, view.dtype, sent, self.rank)
+        for block in self.transfers:
+            if block.source == self.rank and not block.is_relay:
+                list(box_views(self.plan.source, self.rank, self.source, block.tensor, block.box))
+            if block.destination == self.rank or (block.is_relay and block.source == self.rank):
+                sent = torch_dtype(self.plan.destination, block.tensor)
+                for _, view in box_views(self.plan.destination, self.rank, self.destination, block.tensor, block.box):
+                    _require_dtype(block.tensor, view.dtype, sent, self.rank)
+                    if block.is_relay and block.source == self.rank:
+                        _require_exact(block.tensor, view.dtype, sent, self.rank)
 
-    def empty(self, each: BlockTransfer) -> Tensor:
+    def empty(self, block: BlockTransfer) -> Tensor:
         """An empty tensor of the box's shape, in the dtype of messages."""
-        dtype = torch_dtype(self.plan.destination, each.tensor)
-        return torch.empty(box_shape(each.box), dtype=dtype, device=self.device)
+        dtype = torch_dtype(self.plan.destination, block.tensor)
+        return torch.empty(box_shape(block.box), dtype=dtype, device=self.device)
 
-    def copy(self, each: BlockTransfer) -> None:
+    def copy(self, block: BlockTransfer) -> None:
         """Copy a box within this rank, rounded to the dtype of messages."""
-        values = self.empty(each)
-        self.read(each, values)
-        self.write(each, values)
+        values = self.empty(block)
+        self.read(block, values)
+        self.write(block, values)
 
-    def read(self, each: BlockTransfer, values: Tensor) -> None:
+    def read(self, block: BlockTransfer, values: Tensor) -> None:
         """Fill a tensor of a box's shape from the source, or from received values for a relay."""
-        if each.is_relay:
-            self.read_back(each, values)
+        if block.is_relay:
+            self.read_back(block, values)
             return
-        for part, view in box_views(self.plan.source, self.rank, self.source, each.tensor, each.box):
-            values[inside(each.box, part)].copy_(view)
+        for part, view in box_views(self.plan.source, self.rank, self.source, block.tensor, block.box):
+            values[inside(block.box, part)].copy_(view)
 
-    def read_back(self, each: BlockTransfer, values: Tensor) -> None:
+    def read_back(self, block: BlockTransfer, values: Tensor) -> None:
         """Fill a tensor of a box's shape with the destination's values."""
-        for part, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
-            values[inside(each.box, part)].copy_(view)
+        for part, view in box_views(self.plan.destination, self.rank, self.destination, block.tensor, block.box):
+            values[inside(block.box, part)].copy_(view)
 
-    def write(self, each: BlockTransfer, values: Tensor) -> None:
+    def write(self, block: BlockTransfer, values: Tensor) -> None:
         """Write a box's values to all of this rank's destination tensors that hold a part of the box."""
-        for part, view in box_views(self.plan.destination, self.rank, self.destination, each.tensor, each.box):
-            view.copy_(values[inside(each.box, part)])
+        for part, view in box_views(self.plan.destination, self.rank, self.destination, block.tensor, block.box):
+            view.copy_(values[inside(block.box, part)])
 
 
 def _require_dtype(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: int) -> None:
@@ -107,7 +107,7 @@ def _require_exact(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: in
 def message_values(plan: TransferPlan, message: Message, run: Tensor) -> Iterator[tuple[BlockTransfer, Tensor]]:
     """Yield a message's transfers, and views of the message's bytes in the dtype and shape of each box."""
     offset = 0
-    for each in message.transfers:
-        part = run[offset : offset + each.nbytes]
-        yield each, part.view(torch_dtype(plan.destination, each.tensor)).view(box_shape(each.box))
-        offset += each.nbytes
+    for block in message.transfers:
+        part = run[offset : offset + block.nbytes]
+        yield block, part.view(torch_dtype(plan.destination, block.tensor)).view(box_shape(block.box))
+        offset += block.nbytes
