@@ -148,8 +148,8 @@ class ModelFacts:
             raise ModelError(f"{path} of {self.name} computes its mask and positions from the length of a row: {fix}")
         if not self.token_mixers:
             raise ModelError(
-                f"no module in the blocks of {self.name} takes an attention mask, a cache or a state: its token "
-                f"mixers are unknown; {fix}"
+                f"no module in the blocks of {self.name} takes an attention mask, a cache or a state, so its token "
+                f"mixers are unknown: {fix}"
             )
         if (path := self.ignores_position_ids) is not None:
             raise ModelError(f"{self.name} looks up {path} by a token's place in a row, not by position_ids: {fix}")

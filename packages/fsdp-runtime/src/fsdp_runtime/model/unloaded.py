@@ -39,7 +39,7 @@ def refuse_until_loaded(model: nn.Module, blocks: Iterable[str]) -> None:
 
 
 def allow_loaded(model: nn.Module) -> None:
-    """Remove the hooks of modules whose parameters all have data."""
+    """Remove the hooks of modules once all their parameters have data."""
     for module in model.modules():
         state = module.__dict__.get(RUNTIME_STATE)
         if state is not None and state.unloaded is not None and not _on_meta(module):

@@ -214,7 +214,7 @@ class _RankDraws(Wrapper):
 
 
 class _SeededCalls(TorchFunctionMode):
-    """Calls that pass one of the tests draw from the rank's seed, all others from the shared random state."""
+    """Seeds calls that pass a test by the rank's seed; other calls draw from the shared random state."""
 
     def __init__(self, seeds: _RankSeeds, tests: tuple[Callable[..., bool], ...]) -> None:
         super().__init__()

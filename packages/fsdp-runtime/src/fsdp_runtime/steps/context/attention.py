@@ -1,4 +1,4 @@
-"""Attention over a sequence sharded over ``cp``, in one of three ways.
+"""Attention over a sequence sharded over ``cp``, by one of three methods.
 
 ``"allgather"``: keys and values are gathered, and each rank computes the rows of its queries against the full
 sequence (Llama 3, arXiv:2407.21783, section 3.3.2).  So any mask works, on any device, and grouped-query attention

@@ -21,7 +21,7 @@ _Exchanging = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 def gather_keys_and_values(parts: list[Tensor], layout: SequenceLayout, group: ProcessGroup) -> list[Tensor]:
     """All-gather tensors ``[batch, heads, seq / cp, *]`` over ``cp`` in sequence order, in one call."""
-    # They may differ in the last dim. Backward is one reduce-scatter: it sums the gradients of a rank's tokens.
+    # The tensors may differ in the last dim. Backward sums all ranks' gradients per token, by one reduce-scatter.
     apply: Callable[..., Sequence[Tensor]] = _Gather.apply if torch.compiler.is_compiling() else _gather
     return list(apply(layout, group, *parts))
 

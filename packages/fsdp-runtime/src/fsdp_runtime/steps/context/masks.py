@@ -15,7 +15,7 @@ from fsdp_runtime.steps.context.sharding import SequenceLayout
 
 #: Queries per tile of attention, and keys per tile.  Masks are built and skipped by tile.
 TILE = 1024
-#: Tiles of keys per mask that is built to find the tiles that no query sees.
+#: Tiles of keys per mask, when masks are built to find the tiles that no query sees.
 _TILES_AT_ONCE = 32
 
 #: The content of a mask's tile; a dry run, which reads 0 from every tensor, computes and masks all tiles.

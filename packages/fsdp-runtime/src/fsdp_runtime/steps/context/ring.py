@@ -175,7 +175,7 @@ _ring = direct(_Ring)
 
 
 def _around(key: Tensor, value: Tensor, group: ProcessGroup | None) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Yield each rank of a group with its keys and values, beginning with this rank; the next rank's are in transit."""
+    """Yield each rank of a group with its keys and values, this rank first; the next rank's keys are in transit."""
     if group is None:
         yield 0, (key, value)
         return

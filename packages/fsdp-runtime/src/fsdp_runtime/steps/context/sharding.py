@@ -68,7 +68,7 @@ class SequenceLayout:
 
     @property
     def multiple(self) -> int:
-        """The divisor of every valid sequence length."""
+        """The number that divides every valid sequence length."""
         return self.ranks * self.chunks_per_rank
 
     @property

@@ -51,7 +51,7 @@ class OwnHeads:
         self._groups = (own.stop - own.start) // kv_heads
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute; this rank's entries of a parameter with one per head, such as sinks."""
+        """Return the module's attribute; this rank's part of a parameter with an entry per head (sinks)."""
         return self._groups if name == KV_GROUPS else self.of(getattr(self._module, name))
 
     def of(self, value: Any) -> Any:

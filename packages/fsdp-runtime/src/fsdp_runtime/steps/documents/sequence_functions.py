@@ -128,7 +128,7 @@ def _in_place_of(cls: type, name: str, other: Callable[..., Any]) -> Callable[..
 def takes_boundaries(function: Callable[..., Any], name: str) -> bool:
     """Return True where a kernel is installed that takes the boundaries of documents."""
     # transformers wraps the kernel or its own function, which ignores or refuses boundaries, in a function that has the
-    # used one as a variable.
+    # used function as a variable.
     kernel = getclosurevars(function).nonlocals.get("implementation", function) if isfunction(function) else function
     return name in signature(kernel).parameters
 

@@ -35,7 +35,7 @@ class MegatronFSDP:
     keywords: Mapping[str, Any]
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> tuple[nn.Module, Optimizer | None]:
-        """Wrap the model, sharded over ``tp`` before if there is ``tp``, and let the optimizer step its shards."""
+        """Wrap the model, after any sharding over ``tp``, and let the optimizer step its shards."""
         wrapped: nn.Module = self.package.fully_shard_model(model, device_mesh=self.mesh, **self.keywords)
         if optimizer is not None:
             optimizer = self.package.fully_shard_optimizer(optimizer)

@@ -118,7 +118,7 @@ def selection_of(cls: type[nn.Module]) -> SelectionKind | None:
 def _mixtures(tree: ModelTree) -> Iterator[str]:
     """Iterate over the modules that contain a router and experts, each module once."""
     for path in tree.modules:
-        if f"{path}.base_layer" in tree.modules:  # one of peft's wrappers
+        if f"{path}.base_layer" in tree.modules:  # a wrapper of peft
             continue
         if any(_are_experts(tree, child) for child in tree.children[path]):
             yield path

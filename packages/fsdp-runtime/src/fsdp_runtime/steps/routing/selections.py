@@ -84,7 +84,7 @@ class TopKSelection(Selection):
     def _groups(self, scores: Tensor, ids: Tensor) -> Tensor:
         """Return groups that contain the wanted experts, then the groups with the highest scores."""
         size = self.router.experts // scores.shape[-1]
-        routes = self.wanted.to(scores.device, torch.int64)  # type: ignore[union-attr]  # given, see call
+        routes = self.wanted.to(scores.device, torch.int64)  # type: ignore[union-attr]  # set, see call
         if routes.shape[0] != scores.shape[0]:
             return ids  # the selection refuses the routes, with the numbers
         self._require_few_groups(groups=scores.shape[-1], allowed=ids.shape[-1])

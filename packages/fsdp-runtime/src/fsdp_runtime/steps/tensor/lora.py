@@ -84,7 +84,7 @@ def resolve_adapted_plan(
 
 
 def adapted_plan(plan: Plan, model: nn.Module) -> Plan:
-    """Return a plan of the base model as one of the unsharded adapted model, with rules for low-rank factors."""
+    """Translate a plan of the base model to the unsharded adapted model, with rules for low-rank factors."""
     # The rule of a module holds for each of its copies that an adapter trains in full (``modules_to_save``, LN tuning).
     adapted = _AdaptedModel.of(model, plan)
     adapted.check_stacked()
