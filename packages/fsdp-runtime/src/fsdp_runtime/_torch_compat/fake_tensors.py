@@ -44,7 +44,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is neither on the meta device nor one of torch's fake ones (a private class in 2.11 to 2.15)."""
+    """Return whether a tensor is neither on meta nor a fake tensor of torch (a private class in 2.11 to 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))

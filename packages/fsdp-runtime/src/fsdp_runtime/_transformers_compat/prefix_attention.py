@@ -34,7 +34,7 @@ class QueryRun:
     start: int
     stop: int  # the index after the last one
     keys: tuple[tuple[int, int], ...]  # ranges: ancestors of the first query, and the queries' own
-    chain: bool  # each query is the parent of the next one
+    chain: bool  # each query is the parent of the next query
 
     @property
     def is_root(self) -> bool:

@@ -73,7 +73,7 @@ class MicroBatches(Generic[RowT]):
         return [self.make_row(rows[rank]) for rows in self.assignment]
 
     def unpack(self, values: Sequence[Tensor], rank: int = 0) -> dict[Hashable, Tensor]:
-        """Return the values of each sample of a rank; the inverse of packing for log-probabilities and the like.
+        """Return the values of each sample of a rank, such as log-probabilities; the inverse of packing.
 
         Args:
             values: for each micro-batch of the rank, the argument of the row's ``unpack``.
@@ -89,7 +89,7 @@ class MicroBatches(Generic[RowT]):
         """
         rows = self.rows(rank)
         if len(values) != len(rows):
-            raise SampleError(f"{len(values)} tensors for {len(rows)} rows: give one for each micro-batch")
+            raise SampleError(f"{len(values)} tensors for {len(rows)} rows: give one tensor per micro-batch")
         return {key: part for row, of_row in zip(rows, values, strict=True) for key, part in row.unpack(of_row).items()}
 
 

@@ -64,7 +64,7 @@ class PackedRow:
         """Return the values of each sample.
 
         Args:
-            values: ``[1, seq]`` or ``[seq]``, one for each token, such as log-probabilities of :attr:`targets`.
+            values: ``[1, seq]`` or ``[seq]``, a value per token, such as log-probabilities of :attr:`targets`.
 
         Returns:
             ``[length]`` for each sample, views of ``values``.
@@ -163,7 +163,7 @@ def read_samples(samples: Sequence[TokenIds], loss_masks: Sequence[TokenIds] | N
     if not len(samples):
         raise SampleError(f"no samples{within}: give one or more")
     if loss_masks is not None and len(loss_masks) != len(samples):
-        raise SampleError(f"{len(samples)} samples{within} and {len(loss_masks)} loss masks: give one for each")
+        raise SampleError(f"{len(samples)} samples{within} and {len(loss_masks)} loss masks: give one mask per sample")
     masks = [None] * len(samples) if loss_masks is None else loss_masks
     pairs = enumerate(zip(samples, masks, strict=True))
     return [read_sample(ids, mask, f"sample {index}{within}") for index, (ids, mask) in pairs]

@@ -83,7 +83,7 @@ def pack_tree(
     if not len(groups):
         raise SampleError("no groups: give one or more")
     if loss_masks is not None and len(loss_masks) != len(groups):
-        raise SampleError(f"{len(groups)} groups and {len(loss_masks)} groups of loss masks: give one for each")
+        raise SampleError(f"{len(groups)} groups and {len(loss_masks)} groups of loss masks: give one list per group")
     read: list[list[Sample]] = []
     parts: list[TreePart] = []
     for group, samples in enumerate(groups):

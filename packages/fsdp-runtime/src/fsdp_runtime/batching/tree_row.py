@@ -147,7 +147,7 @@ class TreeRow:
         """Return the values of each sample, such as log-probabilities; samples share the values of shared tokens.
 
         Args:
-            values: ``[scored]``, one for each entry of :attr:`targets`.
+            values: ``[scored]``, a value per entry of :attr:`targets`.
             group: the context-parallel ranks of a sharded row: one all-reduce in forward sums their values (none in
                 backward: all ranks are assumed to compute the same function of the result).
 
@@ -159,7 +159,7 @@ class TreeRow:
             SampleError: ``values`` does not have one value for each entry, or a sharded row has no ``group``.
         """
         if tuple(values.shape) != tuple(self.targets.shape):
-            raise SampleError(f"values {tuple(values.shape)} for {len(self.targets)} targets: give one for each")
+            raise SampleError(f"values {tuple(values.shape)} for {len(self.targets)} targets: give one per target")
         if (self.slots is None) != (group is None):
             raise SampleError("unpack needs the group of cp for a sharded row, and no group for a full row")
         count = self._scored

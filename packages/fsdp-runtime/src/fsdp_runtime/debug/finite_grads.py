@@ -14,7 +14,7 @@ from fsdp_runtime.errors import GradientError
 from fsdp_runtime.model.state import require_memory, state_entries
 from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks
 
-#: Parameters that a message names; the others are counted.
+#: The most parameters that a message names; it counts further parameters.
 _MAX_NAMED = 8
 
 

@@ -248,8 +248,8 @@ def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
     A rank is lost if its process is killed, stopped or disconnected for ``timeout`` seconds, or if it raises inside the
     block.  Every other rank then ends within twice ``timeout``: with :class:`LostRankError` if its collective fails, as
     gloo's collectives do when a peer dies.  A thread blocked in a collective cannot be interrupted, so otherwise the
-    process logs the same message and exits with status 75.  An exception of this rank is reported to the others and
-    passes through, with a note that names rank and phase.
+    process logs the same message and exits with status 75.  An exception of this rank is reported to the other ranks
+    and passes through, with a note that names rank and phase.
 
     A ``RuntimeError`` of torch or of the user, or an :class:`OtherRankError`, may be the consequence of another rank's
     failure, so it is delayed until all other ranks have sent heartbeats for ``timeout``.  Collective over the world;

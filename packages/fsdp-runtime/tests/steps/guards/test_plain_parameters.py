@@ -113,4 +113,4 @@ def _second_head(axes: dict[str, int]) -> list[str]:
 def test_a_parameter_that_joins_an_optimizer_later_is_compared(two_ranks: RankPool) -> None:
     for first, second in two_ranks.run(_second_head, {"dp_shard": 2}):
         assert first == ""
-        assert "1 of 2 parameters" in second
+        assert "1 of 2 plain parameters" in second
