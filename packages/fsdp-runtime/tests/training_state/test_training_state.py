@@ -386,11 +386,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "missing shard": ("rank-00001.safetensors", Path.unlink, "lacks rank-00001.safetensors"),
     "truncated shard": ("rank-00000.safetensors", lambda f: os.truncate(f, 5000), "truncated or corrupt"),
     "empty shard": ("rank-00000.safetensors", lambda f: os.truncate(f, 0), "truncated or corrupt"),
-    "flipped bit in a shard": ("rank-00001.safetensors", _flip, "differs from what was saved"),
+    "flipped bit in a shard": ("rank-00001.safetensors", _flip, "differs from the saved values"),
     "flipped bit in the manifest": ("manifest.json", _flip, "truncated or corrupt"),
     "truncated manifest": ("manifest.json", lambda f: os.truncate(f, 700), "truncated or corrupt"),
     "missing RNG states": ("rank-00001.rng.pt", Path.unlink, "lacks rank-00001.rng.pt"),
-    "flipped bit elsewhere": ("shared.pt", _flip, "its content differs from what was saved"),
+    "flipped bit elsewhere": ("shared.pt", _flip, "its content differs from the saved content"),
 }
 
 

@@ -59,7 +59,7 @@ class SaveFuture(Generic[T]):
                 self._result = self._finish()
         except Exception as error:  # raised by ``wait``
             self._error = error
-            logger.exception("a save that was running failed; what was saved before is unchanged")
+            logger.exception("an asynchronous save failed; earlier saves are unchanged")
         finally:
             self._finish = None  # frees the host memory that it holds
 

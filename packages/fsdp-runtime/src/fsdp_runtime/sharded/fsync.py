@@ -29,7 +29,7 @@ def naming_write_errors(path: Path, nbytes: int | None = None) -> Iterator[None]
         reason, size = error.strerror or str(error), "" if nbytes is None else f", a file of {nbytes} bytes"
         raise OSError(
             error.errno or 0,
-            f"{reason}: could not write {path}{size}; what was saved before is unchanged. "
+            f"{reason}: could not write {path}{size}; earlier saves are unchanged. "
             f"{_ADVICE.get(error.errno or 0, 'Save to another directory')}",
         ) from error
 

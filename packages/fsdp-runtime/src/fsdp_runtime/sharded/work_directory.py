@@ -74,7 +74,7 @@ def discard(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)  # the next save removes what is left
+        shutil.rmtree(path, ignore_errors=True)  # the next save removes the remaining files
     else:
         path.unlink(missing_ok=True)
 

@@ -282,5 +282,5 @@ def _require_versions(states: Mapping[int, _State], version: int) -> None:
     last = max((state.version for state in states.values() if state.is_source), default=NO_VERSION)
     if version <= last or version < 0:
         raise OptionError(
-            f"version {version} was requested after version {last}: updates go once, in order; give a larger version"
+            f"version {version} was requested after version {last}: updates are sent once, in order; give a larger one"
         )

@@ -254,7 +254,7 @@ class _StateReader(SafetensorsReader):
                 file = self._directory / chunk.file
                 tensor = self._read(file, name)
                 if tuple(tensor.shape) != chunk.shape or checksum(tensor.contiguous()) != chunk.checksum:
-                    raise CheckpointError(f"{file}: {name} differs from what was saved: resume from an older state")
+                    raise CheckpointError(f"{file}: {name} differs from the saved values: resume from an older state")
 
 
 def _require_room(directory: Path, manifest: Manifest) -> None:

@@ -127,7 +127,7 @@ def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping
                     raise ValueError(f"{key} of {name} has the shape {stored.shape}, unlike its parameter")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: optimizer {index} is not what was saved ({error!r}): resume from an older state"
+            f"{path}: optimizer {index} is not in the saved form ({error!r}): resume from an older state"
         ) from error
 
 

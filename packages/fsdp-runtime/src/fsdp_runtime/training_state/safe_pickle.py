@@ -54,7 +54,7 @@ def read_object(
         raise CheckpointError(f"{path} cannot be read ({error}): resume from an older state") from error
     if nbytes != size or zlib.crc32(content) != checksum:
         raise CheckpointError(
-            f"{path} has {nbytes} bytes, expected {size}, or its content differs from what was saved: resume "
+            f"{path} has {nbytes} bytes, expected {size}, or its content differs from the saved content: resume "
             "from an older state"
         )
     try:

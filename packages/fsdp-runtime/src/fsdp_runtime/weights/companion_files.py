@@ -77,7 +77,7 @@ def _copy_from(folder: Path, work: Path, target: Path, size: int | None, *, remo
     """Copy tokenizer, processor and remote code from a checkpoint's folder; ``size`` is the model's vocabulary."""
     if not folder.is_dir():
         logger.warning(
-            "%s, which the weights were loaded from, is gone, and with it the tokenizer's files: write them with "
+            "%s, the folder of the loaded weights, is gone with the tokenizer's files: write them with "
             "tokenizer.save_pretrained(%r)",
             folder,
             str(target),
