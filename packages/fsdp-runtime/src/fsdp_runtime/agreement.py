@@ -172,7 +172,7 @@ def _config(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the entries of the config and of adapters' configs that a forward may read, in the order of their names."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
-        # Context parallelism ends the name with an address.
+        # Context parallelism appends an address to the name.
         yield "attn_implementation", re.sub("_[0-9a-f]{9,}$", "", str(attention_in_force(config)))
         yield from sorted(_flat("", config.to_dict()))
     adapters = getattr(model, "peft_config", None)

@@ -31,8 +31,8 @@ class Wrapper:
 
 def wrap(modules: Iterable[nn.Module], wrapper: type[Wrapper], **attributes: Any) -> None:
     """Mix a wrapper in before the classes of modules that do not have it yet, in place."""
-    # Modules of one class get one new class, so that equal blocks are compiled once. It keeps the old name: by it
-    # transformers finds the modules to record.
+    # Modules of one class get one new class, so that equal blocks are compiled once. The new class keeps the
+    # old name, by which transformers finds the modules to record.
     made: dict[type, type[nn.Module]] = {}
     for module in modules:
         cls: Any = type(module)

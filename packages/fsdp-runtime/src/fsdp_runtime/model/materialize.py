@@ -87,7 +87,7 @@ def require_device(device: torch.device | str) -> torch.device:
 
 
 def compute_device(entries: Sequence[StateEntry]) -> torch.device:
-    """Return the device a model computes on: the mesh's current device, or the parameters' without a mesh."""
+    """Return the device a model computes on: the mesh's current device, or the parameters' device without one."""
     plain = torch.device("cpu")
     for entry in entries:
         if isinstance(entry.tensor, DTensor):
