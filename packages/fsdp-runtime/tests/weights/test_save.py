@@ -451,7 +451,7 @@ def test_a_config_that_finds_no_room_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(lora, "save_adapter_config", full)
     adapted: Any = peft.get_peft_model(_model(), peft.LoraConfig(r=8, target_modules=["q_proj"]))
     for saved, name in ((save_weights, "config.json"), (save_adapter, "adapter_config.json")):
-        with pytest.raises(OSError, match=rf"could not write {tmp_path}/.*/{name}; earlier saves .* Free space on its disk"):
+        with pytest.raises(OSError, match=rf"could not write {tmp_path}/.*/{name}; earlier .* Free space on its disk"):
             saved(adapted, tmp_path)
         assert list(tmp_path.iterdir()) == []
 
