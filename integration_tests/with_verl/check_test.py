@@ -16,13 +16,15 @@ from fsdp_runtime.trainers.verl.check import check
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "verl.md"
 
 
-def _command(**environment: str) -> subprocess.CompletedProcess[str]:
+def _command(*folders: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with this process's import path, and some folders before it."""
     command = [sys.executable, "-W", "ignore", "-m", "fsdp_runtime.cli", "verl-check"]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
+    paths = {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, sys.path)])}
+    return subprocess.run(command, env=os.environ | paths | environment, capture_output=True, text=True, timeout=600)
 
 
 def test_check_finds_all() -> None:
-    job = _command(VERL_USE_EXTERNAL_MODULES="with_verl.cpu_platform", PYTHONPATH=os.pathsep.join(sys.path))
+    job = _command(VERL_USE_EXTERNAL_MODULES="with_verl.cpu_platform")
     assert job.returncode == 0, job.stdout + job.stderr
     lines = job.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {"ok"}
@@ -35,8 +37,7 @@ def test_a_plugin_that_verl_swallowed_is_named_with_its_error(tmp_path: Path) ->
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[verl.plugins]\nbroken = broken_plugin\n")
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    job = _command(PYTHONPATH=paths)
+    job = _command(tmp_path)
     assert job.returncode == 1
     (line,) = [line for line in job.stdout.splitlines() if line.startswith("error")]
     assert "plug-in broken (broken_plugin) fails" in line
