@@ -175,7 +175,7 @@ class _SharedSeed:
             raise ModelError(
                 f"ranks {dist.get_process_group_ranks(self.tp.get_group())} of tp drew different amounts of random "
                 "numbers in a training forward, so that their dropout or noise differs: set its probability to 0, or "
-                "choose a tp and lengths of rows that divide the dims that it is drawn for"
+                "choose a tp that divides the heads and the lengths of rows"
             )
 
     def _all_gather(self, value: int) -> list[int]:
