@@ -41,7 +41,7 @@ from fsdp_runtime.weights.files import RankFiles, parse_bytes, plan_files, shard
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.quantize.formats import Quantization
-from fsdp_runtime.weights.stream import ExportedModel, WeightExport
+from fsdp_runtime.weights.stream import ExportedModel, WeightExport, started_ahead
 
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
@@ -221,8 +221,11 @@ def _write_files(
         resources.callback(file.close)
     on_disk: list[Callable[[], None]] = []
     pool = resources.enter_context(ThreadPoolExecutor(1, "fsync"))
-    for buckets in zip_longest(*(share.buckets for share in plan.values())):
-        gathers = [export.gather(groups, to=rank) for rank, groups in zip(plan, buckets, strict=True) if groups]
+    rounds = (
+        [export.gather(groups, to=rank) for rank, groups in zip(plan, buckets, strict=True) if groups]
+        for buckets in zip_longest(*(share.buckets for share in plan.values()))
+    )
+    for gathers in started_ahead(rounds, 1):  # a round is gathered while the earlier round is written
         with raise_on_all(ranks):
             for item, tensor in chain.from_iterable(gathers):  # the tensors of this rank's files
                 file = file_of[item.name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from fsdp_runtime.weights.quantize.formats import Quantization, require_quantiza
 
 #: Names and full tensors, all of one dtype.
 Bucket = list[tuple[str, Tensor]]
+_Started = TypeVar("_Started")
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
@@ -216,13 +218,8 @@ class ExportedModel:
 
     def _ahead(self, to: int | None) -> Iterator[Iterator[tuple[ExportedTensor, Tensor]]]:
         """Yield one iterator over weights per run of groups; the next runs are gathered meanwhile."""
-        started: deque[Iterator[tuple[ExportedTensor, Tensor]]] = deque()
-        for groups in split_by_bytes(self.groups, self._options.bucket_bytes):
-            started.append(self.gather(groups, to))
-            if len(started) > self._options.buckets_ahead:
-                yield started.popleft()
-        while started:
-            yield started.popleft()
+        runs = split_by_bytes(self.groups, self._options.bucket_bytes)
+        return started_ahead((self.gather(groups, to) for groups in runs), self._options.buckets_ahead)
 
     def _buckets(self, to: int | None) -> Iterator[Bucket]:
         limit = self._options.bucket_bytes
@@ -262,6 +259,17 @@ class ExportedModel:
                     yield item, tensor.to(item.dtype)
                     continue
                 yield from zip(parts, self.quantize.quantize(tensor), strict=True)
+
+
+def started_ahead(gathers: Iterator[_Started], count: int) -> Iterator[_Started]:
+    """Yield gathers in order; the next ``count`` gathers have started when one is yielded."""
+    started: deque[_Started] = deque()
+    for gather in gathers:
+        started.append(gather)
+        if len(started) > count:
+            yield started.popleft()
+    while started:
+        yield started.popleft()
 
 
 def stream_weights(
