@@ -197,6 +197,8 @@ def draw(random: Random, ranks: int, parts: Any) -> Case | None:
     of_one = [kind for kind, _ in parts if kind in ("rows", "loop", "optimizer")]
     if Compile in kinds and ("event", "two backwards") in parts:
         return None  # compiled code frees what its first backward has read
+    if Compile in kinds and ("event", "hooks of modules") in parts:
+        return None  # compiled code does not look for hooks of modules that came later
     if len({*kinds}) < len(kinds) or len({*of_one}) < len(of_one):
         return None
     found = [(kind, f"{name}@{_slot(random, name)}" if kind == "event" else name) for kind, name in parts]
