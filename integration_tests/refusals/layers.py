@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import peft
+import pytest
 from torch import nn
 
-from fsdp_runtime.steps import Compile, SelectiveCheckpoint
+from fsdp_runtime import _torchao_compat
+from fsdp_runtime.model import inspect_model
+from fsdp_runtime.steps import Compile, Float8, SelectiveCheckpoint
 from fsdp_runtime.steps.compile import async_compile_options
 from harness.models import tiny_model
 from refusals import Provocations
@@ -65,6 +69,30 @@ def _compiled(**options: Any) -> None:
     refuse(tiny_model("LlamaForCausalLM"), TP, **options)
 
 
+def _in_float8(step: Float8) -> None:
+    refuse(tiny_model("LlamaForCausalLM"), TP, steps=(step,))
+
+
+def _float8_by_styles_of_torch() -> None:
+    model = tiny_model("LlamaForCausalLM")
+    setup: Any = SimpleNamespace(
+        meshes=SimpleNamespace(tp=CUDA), plan=plan_for(model).to_torch(model), structure=inspect_model(model)
+    )
+    Float8(emulate=True).check(setup)
+
+
+def _without_torchao() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torchao", None)
+        _in_float8(Float8(emulate=True))
+
+
+def _with_old_torchao() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torchao_compat, "OLDEST", (99, 0))
+        _in_float8(Float8(emulate=True))
+
+
 ASYNC = Compile(async_tensor_parallel=True)
 CASES: Provocations = {
     "fsdp_runtime/steps/refused_adapters.py": {
@@ -105,6 +133,15 @@ CASES: Provocations = {
     },
     "fsdp_runtime/steps/recomputation.py": {
         "ModelError: was given a key/value cache": _with_cache,
+    },
+    "fsdp_runtime/steps/float8.py": {
+        "BackendError: needs a GPU with float8 units": lambda: _in_float8(Float8()),
+        "ModelError: can multiply in float8": lambda: refuse(Own(), plan=None, steps=(Float8(emulate=True),)),
+        "OptionError: not torch's styles": _float8_by_styles_of_torch,
+    },
+    "fsdp_runtime/_torchao_compat.py": {
+        "OptionError: needs torchao": _without_torchao,
+        "OptionError: or later, and": _with_old_torchao,
     },
     "fsdp_runtime/steps/compile.py": {
         "OptionError: it needs a mesh with tp larger": lambda: _compiled(compile=ASYNC),

@@ -3,7 +3,7 @@
 Shard:    ``TensorParallel``, ``ExpertParallel``, ``ContextParallel``, ``FSDP2``
 Rows:     ``PackedSequences``, ``SharedPrefixes``
 Memory:   ``ActivationCheckpointing``
-Speed:    ``Compile``
+Speed:    ``Compile``, ``Float8``
 Checks:   ``CheckInputs``
 Your own: a subclass of ``Step``
 Values:   ``SelectiveCheckpoint`` of a checkpointing step, ``ContextAttention`` of a model, ``Routes`` of a mixture and

@@ -10,6 +10,7 @@ from fsdp_runtime.steps.context.step import ContextParallel
 from fsdp_runtime.steps.documents.shared_prefixes import SharedPrefixes
 from fsdp_runtime.steps.documents.step import PackedSequences
 from fsdp_runtime.steps.experts.step import ExpertParallel
+from fsdp_runtime.steps.float8 import Float8
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.routing.routes import Routes, routes_from_generator
@@ -23,6 +24,7 @@ __all__ = [
     "ContextAttention",
     "ContextParallel",
     "ExpertParallel",
+    "Float8",
     "PackedSequences",
     "Routes",
     "SelectiveCheckpoint",
