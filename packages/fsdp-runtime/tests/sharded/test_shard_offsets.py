@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import WeightsError, save_training_state, save_weights, stream_weights
 from fsdp_runtime.sharded.chunks import slices_of
-from fsdp_runtime.sharded.shard_offsets import dtensor_slices, local_box
+from fsdp_runtime.sharded.shard_offsets import dtensor_box, local_box
 from harness.parity import mesh_for
 from harness.processes import preloaded_context
 from harness.ranks import RankPool
@@ -35,7 +35,7 @@ def _agrees(shape: tuple[int, ...], placements: Sequence[Placement]) -> bool:
     full = _full(*shape)
     mesh = mesh_for({"dp_shard": 2, "tp": 2})["dp_shard", "tp"]
     tensor = distribute_tensor(full, mesh, placements)
-    return torch.equal(full[dtensor_slices(tensor)], tensor.to_local())
+    return torch.equal(full[slices_of(dtensor_box(tensor))], tensor.to_local())
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def _agrees_after_fsdp(size: int, tp_dim: int) -> bool:
     module.weight = nn.Parameter(distribute_tensor(full, mesh["tp"], [Shard(tp_dim)]))
     fully_shard(module, mesh=mesh["dp_shard"])
     with torch.no_grad():
-        held = torch.equal(full[dtensor_slices(module.weight)], module.weight.to_local())
+        held = torch.equal(full[slices_of(dtensor_box(module.weight))], module.weight.to_local())
         return held and torch.equal(module.weight.full_tensor(), full)
 
 
@@ -82,7 +82,7 @@ def _uneven_shard(rank: int) -> tuple[list[float], list[float]]:
     module.weight = nn.Parameter(distribute_tensor(full, mesh["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(module, mesh=mesh["dp_shard"])
     with torch.no_grad():
-        return module.weight.to_local().tolist(), full[dtensor_slices(module.weight)].tolist()
+        return module.weight.to_local().tolist(), full[slices_of(dtensor_box(module.weight))].tolist()
 
 
 def test_slices_of_uneven_shards_over_tp_equal_fsdps() -> None:
@@ -109,7 +109,7 @@ def test_slices_of_all_ranks_cover_every_element_once_per_replica(
 def _refusal_of_a_partial() -> str:
     mesh = mesh_for({"tp": 2})["tp"]
     with pytest.raises(WeightsError) as refusal:
-        dtensor_slices(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+        dtensor_box(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     return str(refusal.value)
 
 

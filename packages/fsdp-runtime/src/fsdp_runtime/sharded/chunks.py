@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,8 +30,7 @@ class Chunk:
 
     def intersect(self, box: Box) -> Chunk | None:
         """Return the part of the chunk inside a box of the target, ``None`` if it is empty."""
-        target = intersection(self.target, box)
-        if target is None:
+        if (target := intersection(self.target, box)) is None:
             return None
         start = list(self.start)
         for (old, _), (new, _), dim in zip(self.target, target, self.dims, strict=True):
@@ -48,15 +47,13 @@ class Chunk:
                 size[dim] = count
         return tuple((first, first + count) for first, count in zip(self.start, size, strict=True))
 
-    def split(self, limit: int) -> Iterator[Chunk]:
-        """Yield parts of at most ``limit`` elements, in the order of the source."""
-        for box in split_box(self.source_box, limit):
-            moved = [(low - first, high - first) for (low, high), first in zip(box, self.start, strict=True)]
-            target = tuple(
-                side if dim is None else (side[0] + moved[dim][0], side[0] + moved[dim][1])
-                for side, dim in zip(self.target, self.dims, strict=True)
-            )
-            yield replace(self, target=target, start=tuple(low for low, _ in box))
+    def target_of(self, part: Box) -> Box:
+        """Return the box of the target for a part of :attr:`source_box`."""
+        moved = [(low - first, high - first) for (low, high), first in zip(part, self.start, strict=True)]
+        return tuple(
+            side if dim is None else (side[0] + moved[dim][0], side[0] + moved[dim][1])
+            for side, dim in zip(self.target, self.dims, strict=True)
+        )
 
     def to_target(self, tensor: Tensor) -> Tensor:
         """Return a view of the values of :attr:`source_box` in the target's dims."""
@@ -100,8 +97,9 @@ def fill_box(part: Tensor, box: Box, chunks: Sequence[Chunk], read: ReadBox) -> 
     """Fill ``part``, the values of a tensor at ``box``."""
     for chunk in chunks:
         if (needed := chunk.intersect(box)) is not None:
-            for piece in needed.split(_READ_AT_ONCE // part.itemsize):
-                part[inside(box, piece.target)].copy_(piece.to_target(read(piece.source, piece.source_box)))
+            for piece in split_box(needed.source_box, _READ_AT_ONCE // part.itemsize):
+                target = needed.target_of(piece)
+                part[inside(box, target)].copy_(in_dims(read(needed.source, piece), needed.dims, box_shape(target)))
 
 
 @torch.no_grad()

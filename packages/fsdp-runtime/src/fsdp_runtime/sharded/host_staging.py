@@ -50,7 +50,7 @@ class HostStaging:
 
 
 class StagedWriter:
-    """Pending writes to a file, in host memory; :meth:`fsync` writes them."""
+    """Pending writes to a file, in host memory; :meth:`finish` writes them."""
 
     def __init__(self, file: SafetensorsWriter, staging: HostStaging) -> None:
         self._file, self._staging = file, staging
@@ -61,16 +61,12 @@ class StagedWriter:
         self._writes.append((name, start * tensor.itemsize, self._staging.copy(tensor)))
         return tensor.nbytes
 
-    def fsync(self) -> None:
-        """Write the copies, and return once they are on the disk."""
+    def finish(self) -> None:
+        """Write the copies, and close the file once they are on the disk."""
         for name, start, pieces in drained(self._writes):
             for piece in drained(pieces):
                 start += self._file.write(name, piece, start)
-        self._file.fsync()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self._file.finish()
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ class BoxOwners:
 
     def near(self, tensor: Tensor, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
         """Yield the boxes on ranks that overlap ``wanted``, with the ranks of each box."""
-        key = layout_key(tensor)
+        key: Hashable = tuple(tensor.shape)
+        if isinstance(tensor, DTensor):
+            key = key, tensor.placements, tensor.device_mesh
         if key not in self._found:
             owners: dict[Box, list[int]] = {}
             for rank, box in rank_boxes(tensor, self._everyone):
@@ -42,13 +44,6 @@ class BoxOwners:
 def _sides(boxes: Sequence[Box]) -> Tensor:
     """Starts and stops of boxes, ``[boxes, dims, 2]``."""
     return torch.tensor(boxes, dtype=torch.int64, device="cpu").view(len(boxes), len(boxes[0]), 2)
-
-
-def layout_key(tensor: Tensor) -> Hashable:
-    """Key of a layout: equal for tensors with the same shape and placements on one mesh."""
-    if not isinstance(tensor, DTensor):
-        return tuple(tensor.shape)
-    return tuple(tensor.shape), tensor.placements, tensor.device_mesh
 
 
 def rank_boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]:
@@ -81,16 +76,9 @@ def _twins(mesh: DeviceMesh) -> dict[int, int]:
 
 def stored_part(chunk: Chunk, rank: int, held: Box) -> Iterator[StoredBlock]:
     """Yield a rank's part of an exported chunk, as a block of the exported tensor."""
-    common = intersection(chunk.source_box, held)
-    if common is None:
-        return
-    moved = [(low - first, high - first) for (low, high), first in zip(common, chunk.start, strict=True)]
-    box = tuple(
-        side if dim is None else (side[0] + moved[dim][0], side[0] + moved[dim][1])
-        for side, dim in zip(chunk.target, chunk.dims, strict=True)
-    )
-    offset = tuple(start - first for (start, _), (first, _) in zip(common, held, strict=True))
-    yield StoredBlock(rank, box, chunk.source, offset, chunk.dims)
+    if (common := intersection(chunk.source_box, held)) is not None:
+        offset = tuple(start - first for (start, _), (first, _) in zip(common, held, strict=True))
+        yield StoredBlock(rank, chunk.target_of(common), chunk.source, offset, chunk.dims)
 
 
 def block_view(local: Mapping[str, Tensor], tensor: str, block: StoredBlock, part: Box) -> Tensor:

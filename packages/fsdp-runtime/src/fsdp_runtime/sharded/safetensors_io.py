@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -158,16 +157,18 @@ class SafetensorsWriter:
     def _naming_errors(self) -> AbstractContextManager[None]:
         return naming_write_errors(self._path, self._layout.nbytes)
 
+    def finish(self) -> None:
+        """Close the file once it is on the disk."""
+        try:
+            self.fsync()
+        finally:
+            self.close()
+
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Close the file once it is on the disk; after an error, at once."""
-        try:
-            if error is None:
-                self.fsync()
-        finally:
-            self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish() if kind is None else self.close()
 
 
 def file_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:

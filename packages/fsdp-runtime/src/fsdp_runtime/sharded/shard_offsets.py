@@ -55,11 +55,6 @@ def local_box(
     return tuple((first, first + length) for first, length in zip(start, size, strict=True))
 
 
-def dtensor_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Return the slices of this rank's local tensor in the full tensor."""
-    return tuple(slice(*side) for side in dtensor_box(tensor))
-
-
 def dtensor_box(tensor: DTensor) -> Box:
     """Return the box of this rank's local tensor in the full tensor."""
     mesh = tensor.device_mesh

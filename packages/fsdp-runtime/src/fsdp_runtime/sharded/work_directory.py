@@ -24,7 +24,7 @@ _ABANDONED_AFTER = 24 * 3600.0
 
 @contextmanager
 def work_directory(target: Path, ranks: ModelRanks) -> Iterator[Path]:
-    """Yield a new directory in ``target``, the same on all ranks; remove it unless it is renamed.  Collective."""
+    """Yield a new directory in ``target``, which all ranks see; remove it unless it is renamed.  Collective."""
     work = None
     try:
         with raise_on_all(ranks) as made:
@@ -33,19 +33,17 @@ def work_directory(target: Path, ranks: ModelRanks) -> Iterator[Path]:
                 made.value = work = unused_path(target)
                 work.mkdir()
                 _remove_abandoned(work)
-        yield made.values[ranks.global_first]
+        shared: Path = made.values[ranks.global_first]
+        with raise_on_all(ranks):
+            if not shared.is_dir():
+                raise OptionError(
+                    f"directory: rank {ranks.rank} does not see {shared}, which rank {ranks.global_first} created: "
+                    "give a directory on a file system that all hosts share"
+                )
+        yield shared
     finally:
         if work is not None:
             remove_work(work)
-
-
-def require_seen(work: Path, ranks: ModelRanks) -> None:
-    """Raise on a rank that has to write to the work directory and does not see it."""
-    if not work.is_dir():
-        raise OptionError(
-            f"directory: rank {ranks.rank} does not see {work}, which rank {ranks.global_first} created: give a "
-            "directory on a file system that all hosts share"
-        )
 
 
 def remove_work(work: Path) -> None:

@@ -29,7 +29,7 @@ from fsdp_runtime.sharded.host_staging import HostStaging, drained
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
 from fsdp_runtime.sharded.shard_offsets import require_layouts, shard_steps
-from fsdp_runtime.sharded.work_directory import require_seen, work_directory
+from fsdp_runtime.sharded.work_directory import work_directory
 from fsdp_runtime.training_state.directory import commit
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor, checksum
 from fsdp_runtime.training_state.optimizers import as_list, optimizer_metadata, optimizer_tensors, parameter_names
@@ -168,7 +168,6 @@ def save_training_state(
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(folder, ranks))
         with raise_on_all(ranks):
-            require_seen(work, ranks)
             chunks = _staged_chunks(tensors, ranks, HostStaging() if asynchronous else None)
         objects = {rng_file(ranks.index): rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
         described = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}

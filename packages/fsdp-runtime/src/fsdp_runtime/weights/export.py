@@ -61,7 +61,7 @@ class ExportGroup:
 
 
 def export_groups(
-    base: BaseModel, entries: Sequence[StateEntry], *, dtype: torch.dtype | None, names: Names, is_transformers: bool
+    base: BaseModel, entries: Sequence[StateEntry], *, dtype: torch.dtype | None, names: Names
 ) -> list[ExportGroup]:
     """Plan the export of a model's state, in model order; no communication, equal on every rank."""
     option: object = dtype
@@ -70,7 +70,7 @@ def export_groups(
     base_entries = base_state_entries(base, entries, exported=True)
     require_unquantized(base_entries)
     factors = lora_factors(base, entries, base_entries)
-    tensors, mapping = exported_names(base.module, base_entries, names, is_transformers=is_transformers)
+    tensors, mapping = exported_names(base.module, base_entries, names)
     require_layouts(tensors)
     fixed_dtypes = {} if dtype is None else kept_dtypes(base.module, tensors, dtype)
     specs = {

@@ -26,17 +26,16 @@ class HeldTensors:
     def difference(self) -> str | None:
         """Return a message if tensors or adapters were replaced since construction, else ``None``."""
         pairs = itertools.zip_longest(state_entries(self._model), self._tensors)
-        replaced = [entry for entry, held in pairs if entry is None or held is None or not _is_same(entry, held)]
+        replaced = [
+            entry for entry, held in pairs if entry is None or held is None or _memory(entry.tensor) != _memory(held)
+        ]
         if replaced:
             first = f" (first {replaced[0].names[0]})" if replaced[0] else ""
             return f"{len(replaced)} of the model's tensors were replaced{first}"
         return None if self._adapters == adapters_in_force(self._model) else "the adapters have changed"
 
 
-def _is_same(entry: StateEntry, held: Tensor) -> bool:
-    return _memory_of(local_tensor(entry.tensor)) == _memory_of(held)
-
-
-def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    start = tensor.untyped_storage().data_ptr()
-    return tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), start
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    local = local_tensor(tensor)
+    start = local.untyped_storage().data_ptr()
+    return local.device, local.dtype, local.shape, local.stride(), local.storage_offset(), start

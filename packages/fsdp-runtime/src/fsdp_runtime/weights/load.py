@@ -14,7 +14,6 @@ from torch import nn
 from fsdp_runtime._peft_compat import base_of
 from fsdp_runtime._transformers_compat.conversions import remember_rules
 from fsdp_runtime._transformers_compat.generation import read_generation_settings
-from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
@@ -134,7 +133,6 @@ def load_weights(
             inner: Any = submodule(base.module, "prefix", prefix)
             for path_of_new in new_modules or {}:
                 submodule(base.module, "new_modules", path_of_new)
-            is_transformers = is_transformers_model(inner)
         require_equal_on_all(step.values)
         checkpoint = open_on_all(path, ranks)
         with checkpoint:
@@ -143,15 +141,13 @@ def load_weights(
                 require_materialized_adapters(base, entries)
                 require_layouts({entry.names[0]: entry.tensor for entry in base_entries})
                 require_unquantized(base_entries)
-                weights = map_into(
-                    base.module, prefix, base_entries, checkpoint.tensors, is_transformers=is_transformers
-                )
+                weights = map_into(base.module, prefix, base_entries, checkpoint.tensors)
                 names = {entry.names[0]: weights.name_of(entry) for entry in base_entries}
                 _compare(base.module, base_entries, names, weights, checkpoint, new_modules or {}, strict=strict)
                 sources = ValueSources(weights, checkpoint)
                 ties = list(differing_ties(base_entries, sources))
                 folder = checkpoint.folder or source_folder(inner)
-                generates = is_transformers and inner.can_generate()
+                generates = weights.rules is not None and inner.can_generate()
                 matched.value = ties, read_generation_settings(folder) if folder and generates else None
             require_equal_ties([tie for ties, _ in matched.values.values() for tie in ties])
             with raise_on_all(ranks):
@@ -165,7 +161,7 @@ def load_weights(
                     else:
                         fill_from(entry.tensor, initial_value(base.module, entry, new_modules or {}))
                 checkpoint.require_unchanged()
-    if is_transformers:
+    if weights.rules is not None:
         remember_rules(inner, weights.rules)
     adopt(inner, folder, matched.values[ranks.global_first][1])
     if training is not None:

@@ -16,6 +16,7 @@ from fsdp_runtime._transformers_compat.conversions import (
     checkpoint_to_model,
     model_to_checkpoint,
 )
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk
@@ -41,18 +42,17 @@ class WeightMap:
 
     by_model_name: Mapping[str, TensorOrigin]
     unexpected: Sequence[str]  # names in the checkpoint that the model lacks
-    rules: list[Any]  # the applied renamings and conversions, as transformers' objects
+    rules: list[Any] | None  # the applied renamings and conversions, as transformers' objects
 
     def name_of(self, entry: StateEntry) -> str | None:
         """Return the entry's name that the checkpoint fills, or ``None`` if the checkpoint lacks the tensor."""
         return next((name for name in entry.names if name in self.by_model_name), None)
 
 
-def map_weights(
-    model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor], *, is_transformers: bool
-) -> WeightMap:
+def map_weights(model: nn.Module, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]) -> WeightMap:
     """Match a checkpoint's tensors with the model's tensors."""
     known = {name for entry in entries for name in entry.names}
+    is_transformers = is_transformers_model(model)
     mapping = Translation({name: name for name in stored}, ())
     if is_transformers:
         mapping = checkpoint_to_model(model, stored, known)
@@ -68,23 +68,19 @@ def map_weights(
             chunks = result.chunks
             used = conversion.sources if chunks is None else tuple(dict.fromkeys(chunk.source for chunk in chunks))
             origins[target] = TensorOrigin(result.shape, used, chunks, conversion)
-    return WeightMap(
-        by_model_name=origins,
-        unexpected=[
-            name for name, target in unexpected.items() if not (is_transformers and is_ignored_on_load(model, target))
-        ],
-        rules=mapping.rules,
-    )
+    reported = [n for n, target in unexpected.items() if not (is_transformers and is_ignored_on_load(model, target))]
+    return WeightMap(origins, reported, mapping.rules if is_transformers else None)
 
 
 def exported_names(
-    model: nn.Module, entries: Sequence[StateEntry], names: Names, *, is_transformers: bool
+    model: nn.Module, entries: Sequence[StateEntry], names: Names
 ) -> tuple[dict[str, Tensor], Translation]:
     """Return the tensors of an export by the model's names, and the renamings and conversions of the export."""
     # A tied tensor is saved once if the model's class declares the tie: transformers then ties it again on load. A
     # tensor shared without a declaration is saved under all its names.
     if names not in get_args(Names):
         raise OptionError(f"names={names!r}: write 'checkpoint' or 'model'")
+    is_transformers = is_transformers_model(model)
     aliases, ignored = left_out_on_save(model) if is_transformers else (set(), set())
     tensors: dict[str, Tensor] = {}
     for entry in entries:

@@ -32,22 +32,17 @@ def submodule(model: nn.Module, option: str, path: str) -> nn.Module:
 
 
 def map_into(
-    model: nn.Module,
-    prefix: str,
-    entries: Sequence[StateEntry],
-    stored: Mapping[str, HubTensor],
-    *,
-    is_transformers: bool = True,
+    model: nn.Module, prefix: str, entries: Sequence[StateEntry], stored: Mapping[str, HubTensor]
 ) -> WeightMap:
     """Match a checkpoint's tensors with the tensors of the module at ``prefix``, under their names in the model."""
     if not prefix:
-        return map_weights(model, entries, stored, is_transformers=is_transformers)
+        return map_weights(model, entries, stored)
     start = f"{prefix}."
     inside = []
     for entry in entries:
         if names := tuple(name.removeprefix(start) for name in entry.names if name.startswith(start)):
             inside.append(replace(entry, names=names))
-    weights = map_weights(model.get_submodule(prefix), inside, stored, is_transformers=is_transformers)
+    weights = map_weights(model.get_submodule(prefix), inside, stored)
     conversions: dict[int, Conversion] = {}
 
     def renamed(conversion: Conversion) -> Conversion:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
 
+from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.model.unloaded import require_loaded
@@ -33,7 +34,7 @@ from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, naming_t
 from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
-from fsdp_runtime.sharded.work_directory import machine, others_at_work, remove_work, require_seen, work_directory
+from fsdp_runtime.sharded.work_directory import machine, others_at_work, remove_work, work_directory
 from fsdp_runtime.values import require_no_removed
 from fsdp_runtime.weights.companion_files import files_in_order, leave_out_present, save_companions
 from fsdp_runtime.weights.export import ExportedTensor
@@ -129,12 +130,9 @@ def save_weights(
             a processor that was saved there.
         max_shard_size: maximum bytes per file, a number or a text such as ``"5GB"`` or ``"500MiB"``; a larger tensor
             gets a separate file.  Smaller files let more ranks write at the same time.
-        dtype: round floating-point tensors to this dtype, after adapters were merged, and write it to the config.
-            Tensors that ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32,
-            get that dtype; ``None`` keeps the dtype of each tensor.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's names.
-        quantize: store linear layers in low precision, with their scales, and record this in the config, except layers
-            that the model's class keeps in float32; other weights then default to bfloat16.
+        dtype: the tensors' dtype, as in :class:`~fsdp_runtime.sync.WeightExport`; the config gets the same dtype.
+        names: the tensors' names, as in ``WeightExport``.
+        quantize: low precision of linear layers, as in ``WeightExport``; the config records it.
         asynchronous: return once this rank's files are gathered and copied to host memory; a thread writes them while
             training goes on and changes the weights.  A later save of this process waits until the thread has ended.
         removed: options of earlier releases, refused with the reason.
@@ -191,9 +189,8 @@ def save_weights(
         with leave_inference_mode():
             on_disk = _write_files(plan, export, work, ranks, staging, resources)
         with raise_on_all(ranks):
-            if ranks.is_first and export.is_transformers:
-                quantization = None if quantize is None else quantize.config(export.kept_modules)
-                save_companions(export.base, work, target, export.config_dtype, quantization)
+            if ranks.is_first and is_transformers_model(export.base):
+                save_companions(export.base, work, target, export.config_dtype, export.quantization_config)
         if staging is not None:
             staging.synchronize()
         finish = partial(_finish, on_disk, plan, work, target)
@@ -210,15 +207,14 @@ def _write_files(
 ) -> list[Callable[[], None]]:
     """Gather each tensor to the rank that writes it, and write or stage the files; return calls that complete them."""
     contents = plan[ranks.rank].files if ranks.rank in plan else []
-    with raise_on_all(ranks):
-        require_seen(work, ranks)
-        with naming_total(sum(SafetensorsLayout(items).nbytes for share in plan.values() for _, items in share.files)):
-            written = [SafetensorsWriter(work / name, items) for name, items in contents]  # with their full sizes
+    total = sum(SafetensorsLayout(items).nbytes for share in plan.values() for _, items in share.files)
+    with raise_on_all(ranks), naming_total(total):
+        written = [SafetensorsWriter(work / name, items) for name, items in contents]  # with their full sizes
     files: Sequence[Writer] = written if staging is None else [StagedWriter(file, staging) for file in written]
     file_of = {item.name: file for file, (_, items) in zip(files, contents, strict=True) for item in items}
     last = {items[-1].name for _, items in contents}
-    for file in files:
-        resources.callback(file.close)
+    for written_file in written:
+        resources.callback(written_file.close)
     on_disk: list[Callable[[], None]] = []
     pool = resources.enter_context(ThreadPoolExecutor(1, "fsync"))
     rounds = (
@@ -231,17 +227,9 @@ def _write_files(
                 file = file_of[item.name]
                 file.write(item.name, tensor)
                 if item.name in last:
-                    completed = partial(_fsync_and_close, file)
-                    on_disk.append(completed if staging is not None else pool.submit(completed).result)
+                    on_disk.append(file.finish if staging is not None else pool.submit(file.finish).result)
                 del tensor
     return on_disk
-
-
-def _fsync_and_close(file: Writer) -> None:
-    try:
-        file.fsync()
-    finally:
-        file.close()
 
 
 def _finish(
@@ -266,9 +254,9 @@ def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]
     indexed = len(shards) > 1 or (target / INDEX_FILE).exists()
     decisive = INDEX_FILE if indexed else SINGLE_FILE
     if indexed:
-        weight_map = _name_shards(work, target, shards)
-        total_bytes = sum(item.nbytes for items in shards for item in items)
-        _write_json(work / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+        metadata = {"total_size": sum(item.nbytes for items in shards for item in items)}
+        index = {"metadata": metadata, "weight_map": _name_shards(work, target, shards)}
+        write_and_fsync(work / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     else:
         (work / shard_name(1, 1)).rename(work / SINGLE_FILE)
     leave_out_present(work, target)
@@ -327,7 +315,3 @@ def _claims_usual_names(target: Path, first: str) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_and_fsync(path, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())

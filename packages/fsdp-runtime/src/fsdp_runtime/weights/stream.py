@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_of
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
-from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
 from fsdp_runtime.model.state import StateEntry, state_entries
@@ -53,6 +52,8 @@ class WeightExport:
     Raises:
         OptionError: ``bucket_bytes`` is not positive, ``buckets_ahead`` negative, or ``quantize`` is no
             ``Quantization``; at use, ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
+        ConversionError: at use, the model's tensors differ from its class's tensors (``names="model"`` works), or are
+            quantized.
 
     Example:
         >>> import torch
@@ -84,19 +85,11 @@ class WeightExport:
         return torch.bfloat16 if self.dtype is None and self.quantize is not None else self.dtype
 
     def describe(self, model: nn.Module) -> list[WeightInfo]:
-        """Return names, dtypes and shapes in the order of :meth:`stream`; no communication, equal on every rank.
-
-        Raises:
-            ConversionError, OptionError: as :meth:`prepare`.
-        """
+        """Return names, dtypes and shapes in the order of :meth:`stream`; no communication, equal on every rank."""
         return self.prepare(model).metadata()
 
     def stream(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight as a full plain tensor, on every rank; see :func:`~fsdp_runtime.stream_weights`.
-
-        Raises:
-            ConversionError, OptionError: as :meth:`prepare`.
-        """
+        """Yield every weight as a full plain tensor, on every rank; see :func:`~fsdp_runtime.stream_weights`."""
         yield from self.prepare(model).stream()
 
     def buckets(self, model: nn.Module) -> Iterator[Bucket]:
@@ -104,23 +97,13 @@ class WeightExport:
 
         For receivers in this process, such as vLLM's ``load_weights``.  Collective: every rank has to exhaust the
         iterator.  A larger weight is alone in its list.  Drop a bucket before requesting the next.
-
-        Raises:
-            ConversionError, OptionError: as :meth:`prepare`.
         """
         yield from self.prepare(model).buckets()
 
     def prepare(self, model: nn.Module, entries: Sequence[StateEntry] | None = None) -> ExportedModel:
         """Resolve names and conversions once for several uses, for instance one per step; no communication.
 
-        Args:
-            model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-            entries: the model's state entries, if the caller has them.
-
-        Raises:
-            ConversionError: the model's tensors differ from its class's tensors (``names="model"`` works), or are
-                quantized.
-            OptionError: ``dtype`` is not a floating-point dtype, or ``names`` is unknown.
+        ``entries`` are the model's state entries, if the caller has them.
         """
         entries = state_entries(model) if entries is None else entries
         with first_rank_speaks(mesh_ranks(entries).groups):
@@ -129,10 +112,7 @@ class WeightExport:
     def resolve(self, model: nn.Module, entries: Sequence[StateEntry]) -> ExportedModel:
         """Do the work of :meth:`prepare`; every rank logs."""
         base, quantize = base_of(model), self.quantize
-        is_transformers = is_transformers_model(base.module)
-        groups = export_groups(
-            base, entries, dtype=self.exported_dtype, names=self.names, is_transformers=is_transformers
-        )
+        groups = export_groups(base, entries, dtype=self.exported_dtype, names=self.names)
         if quantize is not None:  # the class keeps some tensors in another dtype while the model is in bfloat16
             fixed = kept_dtypes(base.module, [name for group in groups for name in group.dtypes], torch.bfloat16)
             items = [item for group in groups if fixed.keys() & group.dtypes.keys() for item in group.tensors]
@@ -144,8 +124,7 @@ class WeightExport:
             if quantize is not None and quantize.applies(item.name, item.shape):
                 stored = quantize.parts(item.name, item.shape)
                 parts[item.name] = [ExportedTensor(part.name, part.dtype, part.shape, None) for part in stored]
-        options = replace(self, quantize=quantize)
-        return ExportedModel(options, base.module, groups, parts, is_transformers=is_transformers)
+        return ExportedModel(replace(self, quantize=quantize), base.module, groups, parts)
 
 
 class ExportedModel:
@@ -159,20 +138,15 @@ class ExportedModel:
         base: nn.Module,
         groups: list[ExportGroup],
         parts: Mapping[str, list[ExportedTensor]],
-        *,
-        is_transformers: bool,
     ) -> None:
         self._options, self.groups, self.quantize = options, groups, options.quantize
         self.parts = parts  # the exported tensors of each weight, by its name: one, or quantized values and scales
-        self.base, self.is_transformers = base, is_transformers  # the model without peft's wrappers
-
-    def is_rearranged(self, group: ExportGroup) -> bool:
-        """Whether every tensor of a group consists of blocks of the model's tensors, with or without adapters."""
-        return all(item.chunks is not None and self.parts[item.name] == [item] for item in group.tensors)
+        self.base = base  # the model without peft's wrappers
 
     def gathered_dtypes(self, group: ExportGroup) -> list[torch.dtype]:
         """Dtypes of a group's sources in a gather: the narrower export dtype if no computation follows the gather."""
-        rounds = not group.adapters and self.is_rearranged(group)
+        rearranged = (item.chunks is not None and self.parts[item.name] == [item] for item in group.tensors)
+        rounds = not group.adapters and all(rearranged)
         exported = {item.dtype for item in group.tensors}
         dtypes = []
         for name, tensor in group.sources.items():
@@ -192,11 +166,13 @@ class ExportedModel:
         return self._options.exported_dtype or next(floating, torch.get_default_dtype())
 
     @property
-    def kept_modules(self) -> list[str]:
-        """The modules with two-dimensional weights that are not quantized, for a quantized checkpoint's config."""
+    def quantization_config(self) -> dict[str, Any] | None:
+        """The entry of a quantized checkpoint's config; it names the two-dimensional weights that are not quantized."""
+        if self.quantize is None:
+            return None
         weights = [item.name for group in self.groups for item in group.tensors if len(item.shape) == 2]
         stored = {item.name for item in self.tensors if not item.dtype.is_floating_point or item.dtype.itemsize < 2}
-        return [name.removesuffix(".weight") for name in weights if name not in stored]
+        return self.quantize.config([name.removesuffix(".weight") for name in weights if name not in stored])
 
     def metadata(self) -> list[WeightInfo]:
         """Return names, dtypes and shapes in the order of :meth:`stream`; no communication."""
@@ -242,16 +218,14 @@ class ExportedModel:
         sources = [tensor for group in groups for tensor in group.sources.values()]
         dtypes = [dtype for group in groups for dtype in self.gathered_dtypes(group)]
         full = full_tensors(sources, dtypes=dtypes, to=to)
-        return self._produced(groups, full) if to is None or to == own_rank() else self._dropped(full)
-
-    def _dropped(self, full: Iterator[Tensor]) -> Iterator[tuple[ExportedTensor, Tensor]]:
-        for _ in full:
-            pass
-        yield from ()
+        return self._produced(groups, full, is_needed=to is None or to == own_rank())
 
     def _produced(
-        self, groups: Sequence[ExportGroup], full: Iterator[Tensor]
+        self, groups: Sequence[ExportGroup], full: Iterator[Tensor], *, is_needed: bool
     ) -> Iterator[tuple[ExportedTensor, Tensor]]:
+        if not is_needed:
+            deque(full, maxlen=0)  # takes part in the gathers
+            return
         for group in groups:
             for item, tensor in group.produce({name: next(full) for name in group.sources}):
                 parts = self.parts[item.name]
@@ -290,16 +264,11 @@ def stream_weights(
 
     Args:
         model: plain, sharded over ``tp``, sharded by FSDP2, or both.
-        bucket_bytes: gather up to this many bytes of full tensors at once, at least one parameter.  Peak memory is
-            about ``bucket_bytes * (1 + buckets_ahead)`` plus the largest parameter; under TP with FSDP2, plus the
-            buffers of one more axis.
-        dtype: round floating-point tensors to this dtype, after adapters were merged.  Tensors that
-            ``from_pretrained(dtype=dtype)`` leaves in another dtype, such as routing biases in float32, get that dtype;
-            ``None`` keeps the dtype of each tensor.
-        names: ``"checkpoint"`` for the names of the Hugging Face checkpoint, ``"model"`` for the model's names.
-        quantize: export linear layers in low precision, with their scales, except layers that the model's class keeps
-            in float32; other weights then default to bfloat16.
-        buckets_ahead: gather up to this many further buckets while the caller uses one; 0 for the least memory.
+        bucket_bytes: bytes of one gather, as in :class:`~fsdp_runtime.sync.WeightExport`; it bounds the memory.
+        dtype: the tensors' dtype, as in ``WeightExport``.
+        names: the tensors' names, as in ``WeightExport``.
+        quantize: low precision of linear layers, as in ``WeightExport``.
+        buckets_ahead: further buckets that are gathered while the caller uses one; 0 for the least memory.
 
     Yields:
         Name and tensor, on the model's compute device.  Do not write to the tensor: a plain parameter is yielded

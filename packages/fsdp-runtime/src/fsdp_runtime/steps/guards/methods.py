@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.memory.gathered_copies import free_copies, shards_of_copies
-from fsdp_runtime.sharded.shard_offsets import dtensor_slices
+from fsdp_runtime.sharded.chunks import slices_of
+from fsdp_runtime.sharded.shard_offsets import dtensor_box
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 
 _SAVE = "write a checkpoint with save_weights(model, directory), or torch.save this rank's model.state_dict()"
@@ -109,7 +110,7 @@ def _shard_like(value: Any, parameter: Any) -> Any:
     if not is_full or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
     return DTensor.from_local(
-        value[dtensor_slices(parameter)].to(parameter.device),
+        value[slices_of(dtensor_box(parameter))].to(parameter.device),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
