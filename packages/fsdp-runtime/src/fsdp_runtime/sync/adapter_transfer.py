@@ -121,7 +121,8 @@ class AdapterTransfer:
             nbytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             save_adapter(model, self._directory / self.served(adapter, version), adapter=adapter)
         names = {adapter: self.served(adapter, version) for adapter in self._adapters}
-        stacked = {adapter: _is_stacked(model, adapter) for adapter in self._adapters}
+        layers: list[Any] = [layer for layer in lora_layers(base_model(model)) if layer.parameter is not None]
+        stacked = {adapter: any(adapter in layer.module.lora_A for layer in layers) for adapter in self._adapters}
         is_first = own_rank() == 0
         on_every_rank(lambda: self._publish(names, stacked) if is_first else None, group)
         self._versions.append(version)
@@ -206,8 +207,3 @@ def _unlike_peft(model: Any, adapter: str, config: Any) -> list[str]:
         if parameter == pair or stacked.get(partner) != pair:
             problems.append(f"adapts {path}.{parameter} without {pair} in the order of vLLM")
     return problems
-
-
-def _is_stacked(model: Any, adapter: str) -> bool:
-    layers = lora_layers(base_model(model))
-    return any(layer.parameter is not None and adapter in layer.module.lora_A for layer in layers)  # type: ignore[operator]

@@ -113,9 +113,5 @@ def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
             f"flat must be a uint8 tensor of the {nbytes} bytes of the weights, got {flat.dtype} of shape "
             f"{tuple(flat.shape)}"
         )
-    bucket, start = [], 0
-    for weight in weights:
-        tensor = flat[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
-        bucket.append((weight.name, tensor))
-        start += weight.nbytes
-    return bucket
+    parts = torch.split(flat, [weight.nbytes for weight in weights])
+    return [(w.name, part.view(w.dtype).view(w.shape)) for w, part in zip(weights, parts, strict=True)]

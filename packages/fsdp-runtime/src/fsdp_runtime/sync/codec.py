@@ -18,15 +18,14 @@ HEADER_BYTES = 16
 def encode_changes(old: Tensor | None, new: Tensor) -> Tensor:
     """Return the record ``[bytes]``, uint8, from ``old`` to ``new``: at most 16 bytes more than the values."""
     values = _bits(new)
-    if old is None:
-        return _record(0, values.new_empty(0, dtype=torch.uint8), values)
-    where = (_bits(old) != values).nonzero().view(-1)
-    gaps = torch.diff(where, prepend=where.new_full((1,), -1)) - 1
-    sizes = {width: width * (len(gaps) + int((gaps // _longest(width)).sum())) for width in (1, 2)}
-    width = min(sizes, key=sizes.__getitem__)
-    if len(where) and sizes[width] + len(where) * values.itemsize >= values.nbytes:
-        return _record(0, values.new_empty(0, dtype=torch.uint8), values)
-    return _record(width, _pack_gaps(gaps, width), values[where])
+    if old is not None:
+        where = (_bits(old) != values).nonzero().view(-1)
+        gaps = torch.diff(where, prepend=where.new_full((1,), -1)) - 1
+        sizes = {width: width * (len(gaps) + int((gaps // _longest(width)).sum())) for width in (1, 2)}
+        width = min(sizes, key=sizes.__getitem__)
+        if not len(where) or sizes[width] + len(where) * values.itemsize < values.nbytes:
+            return _record(width, _pack_gaps(gaps, width), values[where])
+    return _record(0, values.new_empty(0, dtype=torch.uint8), values)
 
 
 def apply_changes(records: Tensor, offset: int, target: Tensor) -> int:

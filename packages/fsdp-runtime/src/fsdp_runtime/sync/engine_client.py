@@ -28,29 +28,24 @@ class EngineClient:
             raise OptionError(f"url={url!r}: write the server's address, such as http://127.0.0.1:8000")
         if timeout_s <= 0:
             raise OptionError(f"timeout_s={timeout_s}: give a positive number of seconds")
-        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+        self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self.version: str | None = None
-
-    @property
-    def url(self) -> str:
-        """The server's address."""
-        return self._url
 
     def request(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None, is_json: bool = True
     ) -> Any:
         """POST a JSON body to a route, or GET the route without a body; return the answer as JSON or bytes."""
         data = None if body is None else json.dumps(body).encode()
-        request = Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
+        request = Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
         try:
             with urlopen(request, timeout=timeout_s or self._timeout_s) as answer:
                 content = answer.read()
                 return json.loads(content or b"null") if is_json else content
         except HTTPError as error:
             text = error.read().decode(errors="replace")[:_LONGEST_ANSWER]
-            raise WeightSyncError(f"{self._url}{path} answered {error.code}: {_reason(text)}") from error
+            raise WeightSyncError(f"{self.url}{path} answered {error.code}: {_reason(text)}") from error
         except (OSError, HTTPException, ValueError) as error:
-            raise WeightSyncError(f"{self._url}{path} gave no answer: {str(error) or type(error).__name__}") from error
+            raise WeightSyncError(f"{self.url}{path} gave no answer: {str(error) or type(error).__name__}") from error
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Make every worker join the trainer's group."""

@@ -22,8 +22,9 @@ from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
 class ModelShards:
     """A model's shards as one side of a transfer: the layout of all ranks, and this rank's local tensors.
 
-    The layout is equal on every rank of the model's mesh, without communication.  The local tensors are the model's own
-    storage: training changes their values, and a transfer into them changes the model.
+    ``layout`` has the blocks of checkpoint tensors on each rank of the world.  It is equal on every rank of the model's
+    mesh, without communication.  The local tensors are the model's own storage: training changes their values, and a
+    transfer into them changes the model.
 
     With ``quantize``, and for weights with active adapters, the local tensors are copies of this rank's shards, in low
     precision or with the adapters merged.  :meth:`refresh` updates the copies.  Pass the object as ``source`` to
@@ -86,19 +87,15 @@ class ModelShards:
                     for rank in ranks
                 ]
         merged = MergedShards(groups, exact=quantize is not None)
-        self._layout, self._local = TransferLayout(tensors, blocks), {**local, **merged.local}
+        self.layout = TransferLayout(tensors, blocks)
+        self.storage = {**local, **merged.local}  # ``local``; merged and quantized copies may lack values
         self._derived: list[MergedShards | QuantizedShards] = [merged] if merged.local else []
         if quantize is not None:
             groups_of_ranks = mesh_ranks(entries).groups
-            quantized = QuantizedShards(self._layout, self._local, quantize, own, groups_of_ranks)
-            self._layout, self._local = quantized.layout, quantized.local
+            quantized = QuantizedShards(self.layout, self.storage, quantize, own, groups_of_ranks)
+            self.layout, self.storage = quantized.layout, quantized.local
             self._derived.append(quantized)
         self._is_fresh = not self._derived
-
-    @property
-    def layout(self) -> TransferLayout:
-        """The blocks of checkpoint tensors that each rank of the world stores."""
-        return self._layout
 
     @property
     def local(self) -> dict[str, Tensor]:
@@ -114,12 +111,7 @@ class ModelShards:
                 "the merged or quantized shards hold no values yet: call refresh() on every rank of the model, and "
                 "again after each step, or give the ModelShards itself as source"
             )
-        return self._local
-
-    @property
-    def storage(self) -> dict[str, Tensor]:
-        """The tensors of :attr:`local`; merged and quantized copies may lack values."""
-        return self._local
+        return self.storage
 
     def refresh(self) -> None:
         """Update the merged and quantized copies from the current weights.  Collective over the model's ranks.

@@ -49,11 +49,23 @@ class Sides:
             if block.source == self.rank and not block.is_relay:
                 list(box_views(self.plan.source, self.rank, self.source, block.tensor, block.box))
             if block.destination == self.rank or (block.is_relay and block.source == self.rank):
-                sent = torch_dtype(self.plan.destination, block.tensor)
+                relays = block.is_relay and block.source == self.rank
                 for _, view in box_views(self.plan.destination, self.rank, self.destination, block.tensor, block.box):
-                    _require_dtype(block.tensor, view.dtype, sent, self.rank)
-                    if block.is_relay and block.source == self.rank:
-                        _require_exact(block.tensor, view.dtype, sent, self.rank)
+                    self._require_dtype(block.tensor, view.dtype, relays=relays)
+
+    def _require_dtype(self, tensor: str, stored: torch.dtype, *, relays: bool) -> None:
+        """Refuse a dtype that changes the meaning of sent values, such as FP8 without scales, or relays fewer bits."""
+        sent = torch_dtype(self.plan.destination, tensor)
+        if stored != sent and not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (stored, sent)):
+            raise WeightSyncError(
+                f"rank {self.rank} stores {tensor} in {stored} and is sent {sent}, which cannot be converted: give a "
+                "tensor of the sent dtype, or send another dtype (dtype=, quantize=)"
+            )
+        if relays and torch.promote_types(stored, sent) != stored:
+            raise WeightSyncError(
+                f"rank {self.rank} stores {tensor} in {stored} and passes it on in {sent}, with fewer bits than it "
+                "received: send the dtype that the engines store (dtype=), or plan without relay"
+            )
 
     def empty(self, block: BlockTransfer) -> Tensor:
         """An empty tensor of the box's shape, in the dtype of messages."""
@@ -85,29 +97,8 @@ class Sides:
             view.copy_(values[inside(block.box, part)])
 
 
-def _require_dtype(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: int) -> None:
-    """Refuse a destination dtype that changes the meaning of values, such as FP8 elements without their scales."""
-    wide = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (stored, sent))
-    if stored != sent and not wide:
-        raise WeightSyncError(
-            f"rank {rank} stores {tensor} in {stored} and is sent {sent}, which cannot be converted: give a tensor of "
-            "the sent dtype, or send another dtype (dtype=, quantize=)"
-        )
-
-
-def _require_exact(tensor: str, stored: torch.dtype, sent: torch.dtype, rank: int) -> None:
-    """Refuse a rank that would relay fewer bits than it receives."""
-    if torch.promote_types(stored, sent) != stored:
-        raise WeightSyncError(
-            f"rank {rank} stores {tensor} in {stored} and passes it on in {sent}, with fewer bits than it received: "
-            "send the dtype that the engines store (dtype=), or plan without relay"
-        )
-
-
 def message_values(plan: TransferPlan, message: Message, run: Tensor) -> Iterator[tuple[BlockTransfer, Tensor]]:
     """Yield a message's transfers, and views of the message's bytes in the dtype and shape of each box."""
-    offset = 0
-    for block in message.transfers:
-        part = run[offset : offset + block.nbytes]
+    parts = torch.split(run, [block.nbytes for block in message.transfers])
+    for block, part in zip(message.transfers, parts, strict=True):
         yield block, part.view(torch_dtype(plan.destination, block.tensor)).view(box_shape(block.box))
-        offset += block.nbytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-import torch
 import torch.distributed as dist
+import torch.distributed.tensor
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import ConversionError, OptionError
@@ -38,16 +39,8 @@ if not hasattr(_base, "WeightSource"):  # a vLLM before 0.32
 _Base: Any = object if _base is None else _base.WeightSource
 
 
-@dataclass(frozen=True)
-class _ParamMeta:
-    """The fields of vLLM's ``ParamMeta``, for use without vLLM."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    owners: tuple[int, ...] | None = None
-    mesh_shape: tuple[int, ...] | None = None
-    placements: tuple[Any, ...] | None = None
+#: The fields of vLLM's ``ParamMeta``, for use without vLLM.
+_ParamMeta = namedtuple("_ParamMeta", "name dtype shape owners mesh_shape placements", defaults=(None, None, None))
 
 
 class _Metadata(list[Any]):
@@ -172,14 +165,14 @@ class WeightSource(_Base):
         placement = self._placed.get(weight.name)
         if placement is None or (_base is not None and not hasattr(_base, "Shard")):  # 0.32 has no placements
             return make(weight.name, weight.dtype, weight.shape)
-        shard, replicate = _placement_classes()
+        kinds: Any = torch.distributed.tensor if _base is None else _base
         return make(
             weight.name,
             weight.dtype,
             weight.shape,
-            owners=tuple(range(placement.world_size)),
+            owners=tuple(range(math.prod(placement.mesh_shape))),
             mesh_shape=placement.mesh_shape,
-            placements=tuple(replicate() if dim is None else shard(dim) for dim in placement.dims),
+            placements=tuple(kinds.Replicate() if dim is None else kinds.Shard(dim) for dim in placement.dims),
         )
 
 
@@ -193,25 +186,12 @@ def _shards(model: nn.Module, export: WeightExport) -> ModelShards | None:
         return None
 
 
-def _placement_classes() -> tuple[Any, Any]:
-    if _base is not None:
-        return _base.Shard, _base.Replicate
-    from torch.distributed.tensor import Replicate, Shard
-
-    return Shard, Replicate
-
-
 @dataclass(frozen=True)
 class MeshPlacement:
-    """One placement per axis of a row-major mesh over ranks 0 to ``world_size - 1``."""
+    """One placement per axis of a row-major mesh over ranks from 0 on."""
 
     mesh_shape: tuple[int, ...]
     dims: tuple[int | None, ...]  # the dim that each axis shards in equal parts, ``None`` for a replicating axis
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the mesh."""
-        return math.prod(self.mesh_shape)
 
 
 def mesh_placement(layout: TransferLayout, tensor: str, world_size: int) -> MeshPlacement | None:
@@ -233,11 +213,7 @@ def mesh_placement(layout: TransferLayout, tensor: str, world_size: int) -> Mesh
 
 def _candidates(rank: int, world_size: int) -> Iterator[MeshPlacement]:
     """Every placement over one or two axes; vLLM's shard transports read only these."""
-    for outer in range(1, world_size + 1):
-        if world_size % outer:
-            continue
-        sizes = (world_size,) if outer == world_size else (outer, world_size // outer)
-        if sizes[0] == 1 and len(sizes) == 2:
-            continue
+    outer_sizes = (outer for outer in range(2, world_size) if world_size % outer == 0)
+    for sizes in (*((outer, world_size // outer) for outer in outer_sizes), (world_size,)):
         for dims in itertools.product((None, *range(rank)), repeat=len(sizes)):
             yield MeshPlacement(sizes, dims)

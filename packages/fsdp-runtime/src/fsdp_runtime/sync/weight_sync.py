@@ -126,8 +126,12 @@ class WeightSync:
         self._handshake = Handshake(plan.ranks or (self._rank,), peers, self._sides.device)
         self._fingerprint = plan.fingerprint()
         self._chain, self._version, self._is_broken = 0, NO_VERSION, False
-        self._changes = Changes(plan, self._sides, peers)
-        self._peers, self._windows = peers, self._windows_needed()
+        self._changes, self._peers = Changes(plan, self._sides, peers), peers
+        direct = [plan.for_rank(self._rank, direct=True)] if plan.relay else []  # if only some ranks receive in full
+        self._windows = max(
+            windows_of(plan, split_transfers(plan, transfers, bucket_bytes), bucket_bytes)
+            for transfers in (self._sides.transfers, *direct)
+        )
 
     @property
     def version(self) -> int:
@@ -215,14 +219,6 @@ class WeightSync:
         blocks = (block for each in own for _, block in full.destination.within(self._rank, each.tensor, each.box))
         names = {block.local for block in blocks}
         return {name: torch.empty_like(self._sides.destination[name], device="cpu") for name in names}
-
-    def _windows_needed(self) -> int:
-        """Number of windows of this rank's transfers, enough for any set of full ranks."""
-        direct = [self._plan.for_rank(self._rank, direct=True)] if self._plan.relay else []
-        return max(
-            windows_of(self._plan, split_transfers(self._plan, own, self._bucket_bytes), self._bucket_bytes)
-            for own in (self._sides.transfers, *direct)
-        )
 
     def _receive(self, full: TransferPlan, target: Mapping[str, Tensor], windows: int, *, any_full: bool) -> None:
         sides = Sides(full, self._rank, self._sides.source, target)
