@@ -87,7 +87,10 @@ def parser() -> argparse.ArgumentParser:
     _add_training(command)
     _add_machine(command)
     _add_sweep(command)
-    _add_output(command)
+    output = command.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", help="write JSON; - for standard output instead of the text")
+    output.add_argument("--html", metavar="FILE", help="write a page; its charts need fsdp-runtime[charts]")
+    output.add_argument("--png", metavar="FILE", help="write the charts; needs fsdp-runtime[charts]")
     _add_recipe(commands)
     commands.add_parser(
         "verl-check",
@@ -213,13 +216,6 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--workers", type=int, metavar="N", help="parallel dry runs (default: 2)")
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", metavar="FILE", help="write JSON; - for standard output instead of the text")
-    group.add_argument("--html", metavar="FILE", help="write a page; its charts need fsdp-runtime[charts]")
-    group.add_argument("--png", metavar="FILE", help="write the charts; needs fsdp-runtime[charts]")
-
-
 def _estimate(given: Given, progress: ProgressLine) -> int:
     if "mesh" not in given:
         raise EstimateError(
@@ -235,12 +231,15 @@ def _estimate(given: Given, progress: ProgressLine) -> int:
 
 
 def _sweep(given: Given, progress: ProgressLine) -> int:
+    if not {"world_size", "mesh"} & given.keys():
+        raise EstimateError("the number of ranks is not known: give --world-size, or --mesh")
+    ranks = given["world_size"] if "world_size" in given else math.prod(parse_mesh(given["mesh"]).sizes.values())
     options = _options(given) | {name: value for name, value in given.items() if name in _SWEEP}
     if "sequence_parallel" in given:
         options["sequence_parallel"] = (True,)
     for name in {"activation_checkpointing", "context_parallel"} & given.keys():
         options[name] = given[name].split(",")
-    result = sweep(_model(given), _world_size(given), progress=progress, **options)
+    result = sweep(_model(given), ranks, progress=progress, **options)
     progress.close()
     _write(result, sweep_sections(result, shown=_MAX_SHOWN), given)
     if not result.estimated:
@@ -294,20 +293,12 @@ def _plan(name: str, towers: str) -> Any:
     return TensorParallel(plan, towers=cast("Any", towers))  # checked by its use
 
 
-def _world_size(given: Given) -> int:
-    if "world_size" in given:
-        return int(given["world_size"])
-    if "mesh" not in given:
-        raise EstimateError("the number of ranks is not known: give --world-size, or --mesh")
-    return math.prod(parse_mesh(given["mesh"]).sizes.values())
-
-
 def _words(text: str) -> list[str]:
     return text.split(",")
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, _words(text)))
+    return tuple(map(int, text.split(",")))
 
 
 def _write(result: Estimate | Sweep, sections: list[Section], given: Given) -> None:

@@ -63,9 +63,6 @@ def fsdp2_strategy_parallelize(
         dp_shard_cp_mesh_name: the axis that parameters are sharded over.
         tp_mesh_name: the axis that layers are sharded over.
 
-    Returns:
-        The same model.
-
     Raises:
         ModelError: the model has no blocks, or no feed-forward part to recompute, or is already parallelized.
         OptionError: a setting contradicts another or the model's dtypes.
@@ -102,14 +99,10 @@ def _parallelize_model(
         dp_mesh: the mesh to shard over.
         tp_mesh: the mesh to shard layers over.
         param_dtype: compute dtype; gradients are reduced and outputs returned in float32.
-        sequence_parallel: shard activations between blocks over ``tp``, on the sequence dim.
-        activation_checkpointing: recompute the feed-forward part of every block in backward.
+        sequence_parallel: as in :func:`fsdp2_strategy_parallelize`.
+        activation_checkpointing: as in :func:`fsdp2_strategy_parallelize`.
         cpu_offload: keep shards on the CPU.
-        custom_parallel_plan: styles of torch or of ``tp_plans`` by module path, or a dotted path to such a dict or to a
-            function that returns one; by default the architecture's plan.
-
-    Returns:
-        The same model.
+        custom_parallel_plan: as ``tp_shard_plan`` of :func:`fsdp2_strategy_parallelize`.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     offload = CPUOffloadPolicy() if cpu_offload else None
@@ -206,12 +199,6 @@ def apply_fsdp2_sharding_recursively(
     """Wrap the members of every module list below a module with FSDP2; the last of each list stays gathered.
 
     Nested lists are traversed; the module itself is not wrapped.
-
-    Args:
-        module: where to begin.
-        mesh: the mesh to shard over.
-        mp_policy: FSDP2's dtypes.
-        offload_policy: where shards are kept.
     """
     if not isinstance(module, nn.ModuleList):
         for child in module.children():
@@ -262,11 +249,7 @@ def import_class_from_path(name: str) -> Any:
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
-    """Import several objects by their dotted paths.
-
-    Raises:
-        OptionError: a module cannot be imported, or does not have the name.
-    """
+    """Import several objects by their dotted paths; see :func:`import_class_from_path`."""
     return [import_class_from_path(path) for path in class_paths]
 
 

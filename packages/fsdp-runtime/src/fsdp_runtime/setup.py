@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,19 +15,16 @@ from fsdp_runtime._peft_compat import LoraLayer, base_model, lora_layers, model_
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_masked_language_model, is_transformers_model
 from fsdp_runtime.errors import ModelError
-from fsdp_runtime.model.positions import (
-    DerivedPositions,
-    cuts_padding_mask,
-    derived_positions,
-    ignores_position_ids,
-    masks_embeddings,
-    needs_full_row,
-)
+from fsdp_runtime.model import positions
+from fsdp_runtime.model import token_mixers as mixers
 from fsdp_runtime.model.structure import ModelStructure, inspect_model
-from fsdp_runtime.model.token_mixers import TokenMixer, is_bidirectional, makes_own_masks, token_mixers
 from tp_plans import Plan
 
 T = TypeVar("T")
+
+
+def _of_structure(function: Callable[[ModelStructure], T]) -> cached_property[T]:
+    return cached_property(lambda facts: function(facts.structure))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +74,20 @@ class ModelFacts:
         """The attention implementation of a transformers model, such as ``"sdpa"``."""
         return str(attention_in_force(self.text_config))
 
-    @cached_property
-    def token_mixers(self) -> tuple[TokenMixer, ...]:
-        """The modules in the decoder's blocks that mix tokens, with their isolation of documents."""
-        return token_mixers(self.structure)
+    #: The modules in the decoder's blocks that mix tokens, with their isolation of documents.
+    token_mixers = _of_structure(mixers.token_mixers)
+    #: The path of a module in the decoder's blocks that makes its own masks; they cannot be restricted.
+    makes_own_masks = _of_structure(mixers.makes_own_masks)
+    #: The derivation of missing absolute positions from token ids or padding.
+    derived_positions = _of_structure(positions.derived_positions)
+    #: Whether the model cuts the padding mask to its last tokens, one per input embedding.
+    cuts_padding_mask = _of_structure(positions.cuts_padding_mask)
+    #: The table of absolute positions that is looked up by a row's length alone.
+    ignores_position_ids = _of_structure(positions.ignores_position_ids)
+    #: The module that multiplies the token embeddings with the padding mask.
+    masks_embeddings = _of_structure(positions.masks_embeddings)
+    #: The reason why the model needs full rows, else ``None``.
+    needs_full_row = _of_structure(positions.needs_full_row)
 
     @cached_property
     def attends_both_ways(self) -> bool:
@@ -91,43 +98,13 @@ class ModelFacts:
             or getattr(config, "use_bidirectional_attention", None) in (True, "all")
             or is_masked_language_model(config)
         )
-        return by_config or any(is_bidirectional(mixer.module) for mixer in self.token_mixers)
+        return by_config or any(mixers.is_bidirectional(mixer.module) for mixer in self.token_mixers)
 
     @cached_property
-    def bidirectional_without_mask(self) -> TokenMixer | None:
+    def bidirectional_without_mask(self) -> mixers.TokenMixer | None:
         """A bidirectional token mixer: an attention mask cannot separate its packed documents."""
         mixer = next((mixer for mixer in self.token_mixers if mixer.isolation != "mask"), None)
         return mixer if mixer is not None and self.attends_both_ways else None
-
-    @cached_property
-    def derived_positions(self) -> DerivedPositions | None:
-        """The derivation of missing absolute positions from token ids or padding."""
-        return derived_positions(self.structure)
-
-    @cached_property
-    def cuts_padding_mask(self) -> bool:
-        """Whether the model cuts the padding mask to its last tokens, one per input embedding."""
-        return cuts_padding_mask(self.structure)
-
-    @cached_property
-    def makes_own_masks(self) -> str | None:
-        """The path of a module in the decoder's blocks that makes its own masks; they cannot be restricted."""
-        return makes_own_masks(self.structure)
-
-    @cached_property
-    def ignores_position_ids(self) -> str | None:
-        """The table of absolute positions that is looked up by a row's length alone."""
-        return ignores_position_ids(self.structure)
-
-    @cached_property
-    def masks_embeddings(self) -> str | None:
-        """The module that multiplies the token embeddings with the padding mask."""
-        return masks_embeddings(self.structure)
-
-    @cached_property
-    def needs_full_row(self) -> str | None:
-        """The reason why the model needs full rows, else ``None``."""
-        return needs_full_row(self.structure)
 
     def require_not_compiled(self) -> None:
         """Refuse a result of ``torch.compile``: torch would trace hooks of copies in it."""

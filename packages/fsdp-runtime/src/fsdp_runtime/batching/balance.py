@@ -137,7 +137,12 @@ def _exchanged(items: Items, rows: list[Row]) -> list[Row]:
             if exchange is not None:
                 for row in (most, other):
                     del by_work[bisect_left(by_work, (work[row], row))]
-                _move(items, exchange, (rows[most], rows[other]))
+                moved, returned = exchange
+                rows[most].remove(moved)
+                rows[other].append(moved)
+                if returned is not None:
+                    rows[other].remove(returned)
+                    rows[most].append(returned)
                 for row in (most, other):
                     work[row] = items.work_of(rows[row])
                     room[row] = items.capacity - items.tokens_of(rows[row])
@@ -165,12 +170,3 @@ def _best_exchange(
                 if -room[0] <= tokens <= room[1]:
                     best, least = (moved, returned), distance
     return best
-
-
-def _move(items: Items, exchange: tuple[int, int | None], rows: tuple[Row, Row]) -> None:
-    moved, returned = exchange
-    rows[0].remove(moved)
-    rows[1].append(moved)
-    if returned is not None:
-        rows[1].remove(returned)
-        rows[0].append(returned)

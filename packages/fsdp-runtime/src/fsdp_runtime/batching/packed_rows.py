@@ -130,14 +130,7 @@ def pack(
         >>> row.targets
         tensor([[   6,    7, -100,    9, -100]])
     """
-    sizes = row_sizes(
-        budget,
-        ranks=ranks,
-        cp=cp,
-        multiple_of=multiple_of,
-        distinct_lengths=distinct_lengths,
-        pair_cost=pair_cost,
-    )
+    sizes = row_sizes(budget, ranks, cp, multiple_of, distinct_lengths=distinct_lengths, pair_cost=pair_cost)
     read = read_samples(samples, loss_masks)
     lengths = [sample.length for sample in read]
     require_rows_long_enough([f"sample {index}" for index in range(len(read))], lengths, sizes.capacity, budget, cp)

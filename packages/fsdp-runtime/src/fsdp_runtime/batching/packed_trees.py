@@ -72,14 +72,7 @@ def pack_tree(
         >>> row.predictors.tolist(), row.targets.tolist()  # the prompt's last token predicts two tokens
         ([0, 1, 2, 3, 3, 2], [6, 7, 8, 9, 11, 10])
     """
-    sizes = row_sizes(
-        budget,
-        ranks=ranks,
-        cp=cp,
-        multiple_of=multiple_of,
-        distinct_lengths=distinct_lengths,
-        pair_cost=pair_cost,
-    )
+    sizes = row_sizes(budget, ranks, cp, multiple_of, distinct_lengths=distinct_lengths, pair_cost=pair_cost)
     if not len(groups):
         raise SampleError("no groups: give one or more")
     if loss_masks is not None and len(loss_masks) != len(groups):

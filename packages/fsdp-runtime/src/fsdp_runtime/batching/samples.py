@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.errors import OptionError, SampleError
+from fsdp_runtime.steps.routing.routes import is_integer
 
 #: Token ids of one sample.
 TokenIds = Tensor | Sequence[int]
@@ -40,16 +41,12 @@ def read_sample(token_ids: TokenIds, loss_mask: TokenIds | None, name: str) -> S
     """Check one sample: integer token ids, and a loss mask; error messages call the sample ``name``."""
     ids = torch.as_tensor(token_ids)
     shape = tuple(ids.shape)
-    if len(shape) != 1 or not shape[0] or (ids.dtype != torch.int64 and not _holds_integers(ids)):
+    if len(shape) != 1 or not shape[0] or not is_integer(ids):
         raise SampleError(f"{name} is {shape} of {ids.dtype}: give [length] integers, at least one")
     mask = None if loss_mask is None else torch.as_tensor(loss_mask).detach().cpu() != 0
     if mask is not None and tuple(mask.shape) != shape:
         raise SampleError(f"{name} has {shape[0]} tokens and a loss mask {tuple(mask.shape)}: give one entry per token")
     return Sample(ids.detach().to("cpu", torch.int64).contiguous(), shape[0], mask)
-
-
-def _holds_integers(ids: Tensor) -> bool:
-    return not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class RowSizes:
 
 
 def row_sizes(
-    budget: int, *, ranks: int, cp: int, multiple_of: int, distinct_lengths: int, pair_cost: float
+    budget: int, ranks: int, cp: int, multiple_of: int, *, distinct_lengths: int, pair_cost: float
 ) -> RowSizes:
     """Check the options of packing; return the lengths of rows with at most ``budget`` tokens per rank of ``cp``."""
     numbers = {"ranks": ranks, "budget": budget, "cp": cp, "multiple_of": multiple_of}

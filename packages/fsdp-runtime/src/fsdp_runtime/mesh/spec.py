@@ -120,8 +120,11 @@ class MeshSpec:
 
         from fsdp_runtime.mesh.rendezvous import rank_info_from_env, start_distributed
 
-        device_type = device_type or default_device_type()
-        require_device_type(device_type)
+        default = default_device_type()
+        device_type = device_type or default
+        if device_type not in ("cpu", "meta", default):
+            here = " and ".join(sorted({"cpu", default}))
+            raise MeshError(f"device_type={device_type!r}: this machine has {here}")
         info = None if dist.is_initialized() else rank_info_from_env()
         spec = self.resolve(info.world_size if info else dist.get_world_size())  # before any group is made
         if info is not None:
@@ -132,13 +135,6 @@ class MeshSpec:
         if spec.ep > 1:
             build_expert_mesh(mesh, spec.ep)
         return mesh
-
-
-def require_device_type(device_type: object) -> None:
-    """Check that this machine has devices of a type."""
-    usable = {"cpu", "meta", default_device_type()}
-    if not isinstance(device_type, str) or device_type not in usable:
-        raise MeshError(f"device_type={device_type!r}: this machine has {' and '.join(sorted(usable - {'meta'}))}")
 
 
 def default_device_type() -> str:

@@ -51,17 +51,8 @@ class RankMonitor:
         Args:
             name: such as ``"forward"``; the enclosing phase is current again afterwards.
 
-        Yields:
-            Nothing.
-
         Raises:
             LostRankError: another rank is known to be lost.
-
-        Example:
-            >>> from fsdp_runtime.monitor import monitor_ranks
-            >>> with monitor_ranks() as monitor:
-            ...     with monitor.phase("forward"):
-            ...         pass
         """
         enclosing = self._phase
         self.set_phase(name)

@@ -74,10 +74,10 @@ class RandomStates(Step[None]):
         seeds = _RankSeeds(states, (tp.get_local_rank() + 1) * _OVER_TP)
         mixers = [mixer for mixer in setup.facts.token_mixers if is_sharded(mixer, plan)]
         plain = {mixer.module for mixer in mixers if _drops_only_weights(mixer)}
-        wrap(plain, _RankDraws, seeds=seeds, draws=_drops_weights, functions=())
+        wrap(plain, _RankDraws, seeds=seeds, draws=lambda module, _: bool(getattr(module, _ATTENTION)))
         if plan.sequence_parallel:
             dropouts = [module for module in model.modules() if isinstance(module, _DROPOUT)]
-            wrap(dropouts, _RankDraws, seeds=seeds, draws=_drops_tokens, functions=())
+            wrap(dropouts, _RankDraws, seeds=seeds, draws=lambda module, args: module.p and _is_sharded(args[0]))
         groups: dict[tuple[Any, ...], list[nn.Module]] = defaultdict(list)
         others = {mixer.module for mixer in mixers} - plain
         for module in model.modules():
@@ -203,7 +203,7 @@ class _RankDraws(Wrapper):
     effect = "draws for a rank's heads or tokens"
     seeds: ClassVar[_RankSeeds]
     draws: ClassVar[Callable[[Any, Any], bool]]  # of the module and its arguments
-    functions: ClassVar[tuple[Callable[..., bool], ...]]  # tests of the calls to seed; if empty, the whole forward
+    functions: ClassVar[tuple[Callable[..., bool], ...]] = ()  # tests of calls to seed; if empty, the whole forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward, cls = super().forward, type(self)  # type: ignore[misc]
@@ -226,14 +226,6 @@ class _SeededCalls(TorchFunctionMode):
             return function(*args, **kwargs)
         with self.seeds.seeded():
             return function(*args, **kwargs)
-
-
-def _drops_weights(module: Any, _args: Any) -> bool:
-    return bool(getattr(module, _ATTENTION))
-
-
-def _drops_tokens(module: Any, args: Any) -> bool:
-    return bool(module.p) and _is_sharded(args[0])
 
 
 def _draws_by(names: Iterable[str], module: Any, _args: Any) -> bool:

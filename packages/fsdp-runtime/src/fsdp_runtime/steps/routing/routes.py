@@ -71,7 +71,7 @@ class Routes(Mapping[str, Tensor]):
         Raises:
             RoutesError: ``tokens`` is no row of integers, or a token does not exist (checked for routes on the CPU).
         """
-        if tokens.dim() != 1 or not _is_integer(tokens):
+        if tokens.dim() != 1 or not is_integer(tokens):
             raise RoutesError(f"tokens is {tuple(tokens.shape)} of {tokens.dtype}: give [n] indices of tokens, int64")
         return self._changed({path: _taken(path, ids, tokens.to(ids.device).long()) for path, ids in self.items()})
 
@@ -175,12 +175,13 @@ def _read_sequence(row: int, sequence: Any) -> Tensor:
         routes = torch.as_tensor(sequence)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RoutesError(f"sequences[{row}] is no array of integers [tokens, layers, k]: {error}") from error
-    if not _is_integer(routes) or routes.is_meta:
+    if not is_integer(routes) or routes.is_meta:
         raise RoutesError(f"sequences[{row}] is of {routes.dtype} on {routes.device}: give integers with values")
     return routes
 
 
-def _is_integer(values: Tensor) -> bool:
+def is_integer(values: Tensor) -> bool:
+    """Return whether a tensor's dtype is an integer's."""
     return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
@@ -226,7 +227,7 @@ def _by_path(routers: Routers, routes: Any) -> dict[str, Tensor]:
 
 
 def _check_shape(router: Router, ids: Tensor) -> None:
-    if ids.ndim != 2 or not _is_integer(ids):
+    if ids.ndim != 2 or not is_integer(ids):
         raise RoutesError(f"routes of {router.path} are {tuple(ids.shape)} {ids.dtype}: give integers [tokens, k]")
     if router.top_k is not None and ids.shape[-1] != router.top_k:
         raise RoutesError(
