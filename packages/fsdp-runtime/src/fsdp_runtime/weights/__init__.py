@@ -12,6 +12,7 @@ from fsdp_runtime.weights.export import MergedShards as MergedShards
 from fsdp_runtime.weights.held_tensors import HeldTensors as HeldTensors
 from fsdp_runtime.weights.load import LoadReport, load_weights
 from fsdp_runtime.weights.load_adapter import init_adapters, load_adapter
+from fsdp_runtime.weights.multi_token_heads import multi_token_weights
 from fsdp_runtime.weights.quantize.formats import Quantization as Quantization
 from fsdp_runtime.weights.quantize.formats import QuantizationFormat as QuantizationFormat
 from fsdp_runtime.weights.save import save_weights
@@ -27,6 +28,7 @@ __all__ = [
     "load_weights",
     "materialize",
     "meta_device",
+    "multi_token_weights",
     "save_weights",
     "stream_weights",
 ]

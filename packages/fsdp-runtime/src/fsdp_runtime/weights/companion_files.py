@@ -66,15 +66,14 @@ def save_companions(
 ) -> None:
     """Write a transformers model's configs, and copy the files of the checkpoint that the model was loaded from."""
     folder, generation = saved_source(model)
-    remote, size = model.is_remote_code(), vocabulary_size(model)
     if folder is not None:
-        _copy_from(folder, work, target, size, remote=remote)
+        _copy_from(folder, work, target, model)
     with naming_write_errors(work / "config.json"):
         save_config(model, work, dtype, generation, quantization)
 
 
-def _copy_from(folder: Path, work: Path, target: Path, size: int | None, *, remote: bool) -> None:
-    """Copy tokenizer, processor and remote code from a checkpoint's folder; ``size`` is the model's vocabulary."""
+def _copy_from(folder: Path, work: Path, target: Path, model: Any) -> None:
+    """Copy tokenizer, processor and remote code from a checkpoint's folder."""
     if not folder.is_dir():
         logger.warning(
             "%s, the folder of the loaded weights, is gone with the tokenizer's files: write them with "
@@ -85,15 +84,14 @@ def _copy_from(folder: Path, work: Path, target: Path, size: int | None, *, remo
         return
     for group in _GROUPS:
         files = _members(folder, group)
-        stored = _stored_vocabulary(folder)
-        if files and group is _TOKENIZER and None not in (size, stored) and size != stored:
+        if files and group is _TOKENIZER and is_resized(model, folder):
             logger.warning(
                 "the model has a vocabulary of %d and %s one of %d, so its tokenizer is not copied: write the model's "
                 "with tokenizer.save_pretrained(%r)",
-                *(size, folder, stored, str(target)),
+                *(vocabulary_size(model), folder, _stored_vocabulary(folder), str(target)),
             )
             continue
-        code = _remote_code(folder, files) if remote else []
+        code = _remote_code(folder, files) if model.is_remote_code() else []
         for file in (*files, *code):
             copied = work / file.relative_to(folder)
             with naming_write_errors(copied):
@@ -126,6 +124,12 @@ def _members(folder: Path, group: Sequence[str]) -> list[Path]:
         # A later save of a tokenizer does not rewrite the legacy files: they would contradict the new tokenizer.
         return [file for file in files if file.name not in _LEGACY]
     return list(files)
+
+
+def is_resized(model: Any, folder: Path) -> bool:
+    """Return True if a model states another vocabulary size than the config in a folder."""
+    sizes = vocabulary_size(model), _stored_vocabulary(folder)
+    return None not in sizes and sizes[0] != sizes[1]
 
 
 def _stored_vocabulary(folder: Path) -> int | None:

@@ -46,8 +46,9 @@ class _SizedGroup:
 
     @property
     def has_plain(self) -> bool:
-        """Whether a source is a plain tensor."""
-        return not all(isinstance(tensor, DTensor) for tensor in self.group.sources.values())
+        """Whether a source is a plain tensor, or is copied from a file."""
+        sources = self.group.sources.values()
+        return not sources or not all(isinstance(tensor, DTensor) for tensor in sources)
 
 
 def plan_files(

@@ -40,6 +40,7 @@ from fsdp_runtime.weights.companion_files import files_in_order, leave_out_prese
 from fsdp_runtime.weights.export import ExportedTensor
 from fsdp_runtime.weights.files import RankFiles, parse_bytes, plan_files, shard_name
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
+from fsdp_runtime.weights.multi_token_heads import heads_at_source
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import ExportedModel, WeightExport, started_ahead
@@ -113,7 +114,7 @@ def save_weights(
     The files are ``config.json``, ``generation_config.json``, the files of the tokenizer and of the processor, and the
     code of a class that was loaded with ``trust_remote_code``.  The checkpoint's folder is the folder that
     :func:`load_weights` or ``from_pretrained`` read.  A tokenizer is not copied if the vocabulary was resized; a
-    warning says so.
+    warning says so.  Multi-token heads, which transformers does not load, are copied from the same folder bit for bit.
 
     Collective over the model's mesh, or over the world for a model of plain tensors.  One rank writes each file.
     Files are assigned to balance bytes per rank, and every host writes at least one file.  Tensors are gathered to the
@@ -175,13 +176,16 @@ def save_weights(
             "asynchronous": asynchronous,
             "directory": os.path.normpath(target),
         }
-        step.value = machine(), options
         require_loaded([entry.names[0] for entry in entries if entry.tensor.is_meta], "save_weights")
         exporter = WeightExport(dtype=dtype, names=names, quantize=quantize)
         export = exporter.resolve(model, entries)
+        copies_heads = ranks.is_first and names == "checkpoint"
+        heads = heads_at_source(export.base, export.parts.keys()) if copies_heads else []
+        step.value = machine(), options, heads
         wait_for_running()
-    require_equal_on_all({rank: options for rank, (_, options) in step.values.items()})
-    machines = {rank: machine for rank, (machine, _) in step.values.items()}
+    require_equal_on_all({rank: options for rank, (_, options, _) in step.values.items()})
+    export.append(step.values[ranks.global_first][2])
+    machines = {rank: machine for rank, (machine, _, _) in step.values.items()}
     plan = plan_files(export.groups, export.parts, max_shard_size, machines)
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(target, ranks))

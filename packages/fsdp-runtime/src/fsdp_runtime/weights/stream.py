@@ -143,6 +143,11 @@ class ExportedModel:
         self.parts = parts  # the exported tensors of each weight, by its name: one, or quantized values and scales
         self.base = base  # the model without peft's wrappers
 
+    def append(self, groups: Sequence[ExportGroup]) -> None:
+        """Add groups that are exported as they are."""
+        self.groups = [*self.groups, *groups]
+        self.parts = {**self.parts, **{item.name: [item] for group in groups for item in group.tensors}}
+
     def gathered_dtypes(self, group: ExportGroup) -> list[torch.dtype]:
         """Dtypes of a group's sources in a gather: the narrower export dtype if no computation follows the gather."""
         rearranged = (item.chunks is not None and self.parts[item.name] == [item] for item in group.tensors)
