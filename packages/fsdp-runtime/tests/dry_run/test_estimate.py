@@ -73,6 +73,12 @@ def twelve() -> nn.Module:
     return Decoder([Block() for _ in range(12)])
 
 
+def tied() -> nn.Module:
+    model = twelve()
+    model.get_submodule("head").weight = model.get_submodule("embedding").weight
+    return model
+
+
 def alternating() -> nn.Module:
     return Decoder([Block(8), *(Block(width) for _ in range(6) for width in (16, 32))])
 
@@ -134,6 +140,15 @@ def test_shards_gradients_and_moments_are_those_of_one_rank() -> None:
     assert found.memory.after_backward.gradients == everything // 4
     steps = 4 * (12 * 2 + 2)
     assert found.memory.resident.optimizer_state == 2 * everything // 4 + steps
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 1}, {"dp_shard": 4}], ids=str)
+def test_estimate_counts_a_tied_weight_its_gradient_and_moments_once(mesh: dict[str, int]) -> None:
+    untied, once = (run(model, mesh).memory.after_backward for model in (twelve, tied))
+    weight = VOCABULARY * WIDTH * 2 // mesh["dp_shard"]
+    saved = (untied.parameters - once.parameters, untied.gradients - once.gradients)
+    assert saved == (weight, weight)
+    assert untied.optimizer_state - once.optimizer_state == pytest.approx(2 * weight, rel=0.05)
 
 
 def test_every_fsdp_module_except_the_last_and_the_root_is_gathered_twice() -> None:

@@ -119,7 +119,7 @@ def trace_step(
     parallelism.on(model, structure).apply(model)
     replicated = _replicated(model)
     with fake_tensors_without_data(), rl_logprobs_on_accelerator() as tile_multiplicity:
-        model.to_empty(device="cpu")
+        _allocate(model)
         inputs = _inputs(model, mesh, step)
         make, _ = OPTIMIZERS[step.optimizer]
         optimizer = None if make is None else _LocalOptimizer(make, model, without_grad)
@@ -161,6 +161,16 @@ def trace_step(
         widths = {vocabulary, -(-vocabulary // axis_size(mesh, "tp"))}
         summary = summarize(recorder.recording, structure.decoder, widths)
     return replace(summary, replicated=replicated, untrained=untrained)
+
+
+def _allocate(model: nn.Module) -> None:
+    """Give every tensor of the model storage, one for all names of a tied parameter."""
+    # ``Module.to_empty`` gives each name of a tied parameter a parameter of its own.
+    aliases = [(module, *named) for module in model.modules() for named in module.named_parameters(recurse=False)]
+    model.to_empty(device="cpu")
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    for module, name, parameter in aliases:
+        setattr(module, name, allocated.setdefault(parameter, module.get_parameter(name)))
 
 
 def _accumulated_gradients(model: nn.Module, without_grad: frozenset[str]) -> list[Tensor]:
