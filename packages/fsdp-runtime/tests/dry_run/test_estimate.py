@@ -73,6 +73,13 @@ def twelve() -> nn.Module:
     return Decoder([Block() for _ in range(12)])
 
 
+def with_scalars() -> nn.Module:
+    model = twelve()
+    for block in model.get_submodule("blocks").children():
+        block.scale = nn.Parameter(torch.ones(()))
+    return model
+
+
 def tied() -> nn.Module:
     model = twelve()
     model.get_submodule("head").weight = model.get_submodule("embedding").weight
@@ -131,6 +138,11 @@ def test_scaled_traces_equal_exact_traces(model: Any, traced: Any, checkpointing
     assert few.settings.traced == traced
     assert every.settings.exact
     assert (few.memory, few.traffic, few.flops) == (every.memory, every.traffic, every.flops)
+
+
+def test_estimate_replicates_the_scalars_of_every_block() -> None:
+    replicated = {item.pattern: item.count for item in run(with_scalars).replicated}
+    assert replicated == {"blocks.*.scale": 12}
 
 
 def test_shards_gradients_and_moments_are_those_of_one_rank() -> None:
