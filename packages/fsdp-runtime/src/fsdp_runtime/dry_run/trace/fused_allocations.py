@@ -16,6 +16,8 @@ def with_fused_storages(recording: Recording) -> Recording:
     if all(info.fused is None for info in recording.storages):
         return recording
     moved = _freed_at(recording)
+    for index, position in moved.items():
+        recording.storages[index].outlives_forward = position >= recording.ends["forward"]
     kept: list[tuple[float, AllocationEvent]] = []
     for position, allocation in enumerate(recording.allocations):
         fused = recording.storages[allocation.storage].fused

@@ -2,8 +2,10 @@
 
 Separate kernels are matrix products, attention, collectives and operators that sort, scatter or count.  Between two
 of them a compiler fuses all other operators: a result that only fused operators read, before the next kernel or all in
-one operator, is never written.  A fused result that backward needs is computed again there (torch's min-cut
-partitioner), so its sources live until then instead.
+one operator, is never written.  A fused result that only fused operators of backward need is computed again
+there, so its sources live until then instead.  A result that a kernel of backward reads is kept, because backward would
+have to write it (``ban_recompute_materialized_backward`` of ``torch._functorch.config``, for ``solve_min_cut`` in
+``partitioners.py`` beside it; torch 2.11 to 2.15).
 """
 
 from __future__ import annotations
@@ -34,19 +36,26 @@ class FusedStorage:
     read_after: int = 0  # readers after the next kernel of the part
     readers: int = 0  # fused operators of the same part that read it
     read_elsewhere: set[tuple[Any, str]] = field(default_factory=set)  # readers in the next module, or backward
+    kept_for_kernel: bool = False  # whether a kernel of backward reads it
     last_read: int = 0  # number of allocations when its own part read it last
 
     @property
     def materialized(self) -> bool:
         """Whether the part in which it was made writes it."""
-        if self.kernel or self.read_by_kernel or any(phase == self.part[0] for phase, _ in self.read_elsewhere):
+        if (
+            self.kernel
+            or self.read_by_kernel
+            or self.kept_for_kernel
+            or any(phase == self.part[0] for phase, _ in self.read_elsewhere)
+        ):
             return True
         return self.read_after > 0 and self.readers > 1
 
     @property
     def recomputed(self) -> bool:
         """Whether backward computes it again instead of keeping it."""
-        return not self.kernel and all(phase != self.part[0] for phase, _ in self.read_elsewhere)
+        kept = self.kernel or self.kept_for_kernel
+        return not kept and all(phase != self.part[0] for phase, _ in self.read_elsewhere)
 
 
 class Fusion:
@@ -76,6 +85,7 @@ class Fusion:
         for storage in read:
             if storage.part != part:
                 storage.read_elsewhere.add(part)
+                storage.kept_for_kernel |= self._kernel and phase == "backward"
                 continue
             storage.last_read = position
             if self._kernel:
