@@ -61,6 +61,17 @@ def test_gradients_on_the_host_reserve_nothing() -> None:
     assert scaled.reserved == exact.reserved
 
 
+def test_gradients_that_one_rank_reduces_have_memory_of_their_own() -> None:
+    # FSDP2 allocates them on its stream for reductions, also without another rank.
+    options: dict[str, Any] = {"seq_len": 8192, "optimizer": "adamw_fused", "constants": ()}
+    options["allocator"] = "expandable_segments:True"
+    wide, sharding = _config(FEW, 1024, 4096), parse_fsdp(master_dtype="fp32")
+    memory = estimate(wide, {"dp_shard": 1}, fsdp=sharding, **options).memory
+    assert memory.peak.phase == "backward"
+    assert memory.fragmentation is not None
+    assert memory.fragmentation > 0.9 * (memory.after_backward.gradients - memory.peak.nbytes.gradients)
+
+
 def test_what_is_cached_is_released_before_a_device_is_full() -> None:
     free = _estimate(MANY).memory
     assert free.reserved is not None
@@ -69,14 +80,6 @@ def test_what_is_cached_is_released_before_a_device_is_full() -> None:
     assert found.memory.reserved is not None
     assert found.memory.reserved <= available
     assert found.fits
-
-
-def test_compiled_blocks_keep_less() -> None:
-    eager, compiled = (
-        _estimate(activation_checkpointing="none"),
-        _estimate(activation_checkpointing="none", compile=True),
-    )
-    assert compiled.memory.after_forward.activations < 0.8 * eager.memory.after_forward.activations
 
 
 def test_inputs_of_recomputed_blocks_move_to_the_host() -> None:

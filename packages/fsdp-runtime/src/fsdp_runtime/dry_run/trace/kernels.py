@@ -1,11 +1,10 @@
-"""Costs of operators on an accelerator: operations and bytes moved, workspaces, buffers on other streams.
+"""Costs of operators on an accelerator: operations and bytes moved, workspaces.
 
 Operations are counted by torch's formulas, and by our own formulas for operators that torch lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal
 
@@ -46,16 +45,6 @@ def attention_workspace(function: Any, args: Any, kernels: AttentionKernels) -> 
         else:
             nbytes += (key.numel() + value.numel()) * _FLOAT32
     return nbytes
-
-
-def storages_on_streams(function: Any, args: Any) -> Iterator[tuple[Tensor, Literal["gather", "reduce"]]]:
-    """Yield FSDP2's communication buffers among the arguments, which its own streams allocated."""
-    name = str(function.name())
-    if name.startswith("fsdp::all_gather_copy_in"):
-        for tensor in (*args[0], args[1]):
-            yield tensor, "gather"
-    elif name.startswith(("c10d::_reduce_scatter_base", "c10d::reduce_scatter_single")):
-        yield args[0], "reduce"
 
 
 def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -35,7 +35,6 @@ from fsdp_runtime.dry_run.trace.kernels import (
     bytes_moved,
     flops_of,
     kind_of,
-    storages_on_streams,
 )
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.types import Assumption, Phase
@@ -78,7 +77,7 @@ class StorageInfo:
     last_dim: int = 0  # last dim of the first tensor on it
     category: str | None = None  # its category, if registered; others follow from lifetimes
     outlives_forward: bool = False  # whether it was alive when forward, or the loss, ended
-    stream: Stream = "compute"  # the stream that allocates it: FSDP2 gathers and reduces on its own streams
+    stream: Stream = "compute"  # the stream that allocates it
     fused: FusedStorage | None = None  # how a compiler treats it, ``None`` outside of compiled modules
 
 
@@ -123,6 +122,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._modules = modules
         self._phase: Phase = "forward"
         self._live: dict[int, StorageInfo] = {}  # by storage key
+        self._streams: dict[Any, Stream] = {torch.cpu.current_stream(): "compute"}
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
@@ -186,11 +186,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.bytes_moved += self._multiplicity() * bytes_moved(args, result)
 
     def _note_arguments(self, func: Any, args: Any) -> None:
-        """Note the streams of communication buffers, and the readers of a compiled module's storages."""
-        for tensor, stream in storages_on_streams(func, args):
-            info = self._live.get(storage_key(tensor))
-            if info is not None and info.nbytes and info.category is None:
-                info.stream = stream
+        """Note the readers of a compiled module's storages."""
         if self._fusion is not None:
             read = (self._live.get(storage_key(leaf)) for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             fused = [info.fused for info in read if info is not None and info.fused is not None]
@@ -228,10 +224,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return info
 
     def _new_storage(self, event: int, nbytes: int) -> StorageInfo:
-        info = StorageInfo(len(self.recording.storages), event)
+        info = StorageInfo(len(self.recording.storages), event, stream=self._stream())
         self.recording.storages.append(info)
         self._changed(info, event, nbytes)
         return info
+
+    def _stream(self) -> Stream:
+        """Return the kind of the current stream: FSDP2 gathers in forward, and reduces in backward, on its own."""
+        # A CPU's streams do nothing, and torch follows the current one as on an accelerator.
+        stream = torch.cpu.current_stream()
+        return self._streams.setdefault(stream, "gather" if self._phase in ("forward", "loss") else "reduce")
 
     def _changed(self, info: StorageInfo, event: int, delta: int) -> None:
         info.nbytes += delta
