@@ -1,12 +1,14 @@
-"""Describe a parallelized model, and check its replicas and gradients.
+"""Describe a parallelized model, check its replicas and gradients, and let ranks share a device.
 
 Results: ``ParallelismReport``
+Backends: ``register_staged_backend``
 
-The calls are in ``fsdp_runtime``.
+The other calls are in ``fsdp_runtime``.
 """
 
 from __future__ import annotations
 
 from fsdp_runtime.debug.describe import ParallelismReport
+from fsdp_runtime.debug.staged_backend import register_staged_backend
 
-__all__ = ["ParallelismReport"]
+__all__ = ["ParallelismReport", "register_staged_backend"]
