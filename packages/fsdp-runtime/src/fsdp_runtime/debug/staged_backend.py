@@ -30,9 +30,9 @@ _READING = ("send", "barrier")
 def register_staged_backend() -> str:
     """Register a backend that lets several ranks share one device, and return its name, ``"staged"``.
 
-    NCCL refuses two ranks on one device, and gloo lacks some collectives of tensors on a device.  A group of this backend
-    copies tensors to the host, calls gloo, and copies the results back when the work is waited for.  All results equal
-    gloo's.  The copies make it slow: it is for tests of parallelism on one device.
+    NCCL refuses two ranks on one device, and gloo lacks some collectives of tensors on a device.  A group of this
+    backend copies tensors to the host, calls gloo, and copies the results back when the work is waited for.  All
+    results equal gloo's.  The copies make it slow: it is for tests of parallelism on one device.
 
     Ranks choose their device first (``torch.accelerator.set_device_index``).  Groups and meshes of the world have the
     same backend.  A second call changes nothing.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,13 +17,17 @@ from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, verdict
 from fsdp_runtime.gpu_check.kernels import check_kernels
 from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
 from fsdp_runtime.gpu_check.memory import check_memory
-from fsdp_runtime.gpu_check.parity import check_parity, check_transfer
+from fsdp_runtime.gpu_check.parity import BOUNDS, check_setting, check_transfer
 from fsdp_runtime.gpu_check.ranks import Check, run_checks
-from fsdp_runtime.gpu_check.speed import check_speed
-
-#: The checks of a world of one rank, and of every larger world; each list runs in separate processes.
-ALONE: list[list[Check]] = [[check_memory], [check_kernels, check_speed, check_parity]]
-TOGETHER: list[list[Check]] = [[check_parity, check_transfer]]
+from fsdp_runtime.gpu_check.settings import settings
+from fsdp_runtime.gpu_check.training import (
+    STEPS,
+    check_files,
+    check_host_waits,
+    check_offload,
+    check_routes,
+    check_steps,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,16 +47,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OptionError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
-    findings = machine(device)
+    minutes = options.max_minutes or (3.0 if device != "cpu" else 60.0)
+    begin, findings = time.time(), machine(device)
     for world in chosen:
-        alone = ALONE if world.device_type != "cpu" else [[check for checks in ALONE for check in checks]]
-        for checks in TOGETHER if world.size > 1 else alone:  # on a CPU no allocator counts, and all share processes
-            findings += _run(world, checks)
-    page = markdown(findings)
+        for checks in checks_of(world):
+            wanted = [check for check in checks if options.only.lower() in f"{check.section}: {check.what}".lower()]
+            if wanted:
+                findings += _run(world, wanted, begin + 60 * minutes)
+    page = markdown(findings, time.time() - begin)
     output = options.output or Path("gpu-check.md")
     output.write_text(page, encoding="utf-8")
     print(f"{page}\nReport: {output}")
     return 1 if any(finding.state == "failed" for finding in findings) else 0
+
+
+def checks_of(world: World) -> list[list[Check]]:
+    """Return the checks of a world; each list runs in separate processes."""
+    size, shared = world.size, world.size > world.devices
+    parity = [
+        Check("Parity", f"{setting}, {str(dtype).removeprefix('torch.')}", partial(check_setting, setting, dtype))
+        for setting in settings(size, shared=shared)
+        for dtype in BOUNDS
+        if setting.half or dtype == torch.float32
+    ]
+    runs = [{"dp_shard": size}, {"tp": size}] if size < 4 else [{"dp_shard": size // 2, "tp": 2}]
+    training = [
+        Check("Training", f"{STEPS} steps, {sizes}", partial(check_steps, sizes)) for sizes in runs[: min(size, 2)]
+    ]
+    if size > 1:
+        weights = [Check("Weights", "transfer", check_transfer), Check("Weights", "files", check_files)]
+        return [[*parity, *training, Check("Routes", "recorded and replayed", check_routes), *weights]]
+    memory = [Check("Memory", "steps against the dry run", check_memory)]
+    waits = [Check("Host waits", kind, partial(check_host_waits, kind)) for kind in ("dense", "mixture")]
+    kernels = Check("Kernels", "Triton against torch", check_kernels)
+    checks = [*parity, *training, *waits, Check("Offload", "bytes", check_offload), kernels]
+    return [memory + checks] if world.device_type == "cpu" else [memory, checks]  # a CPU has no allocator that counts
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,6 +92,8 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--device", help="cuda (ROCm too) or another accelerator; cpu runs all that needs none")
     command.add_argument("--max-ranks", type=int, default=8, metavar="N", help="the most ranks (default: 8)")
+    command.add_argument("--only", default="", metavar="TEXT", help="the checks with this text in their names")
+    command.add_argument("--max-minutes", type=float, help="begin no check later (default: 3; on a CPU 60)")
     command.add_argument("--bench", action="store_true", help="time one device beside other packages, five minutes")
     command.add_argument("--output", type=Path, help="the report (default: gpu-check.md, or gpu-bench.md and .json)")
     return command
@@ -78,15 +110,10 @@ def _bench(device: str, output: Path) -> int:
     return 0
 
 
-def _run(world: World, checks: list[Check]) -> list[CheckResult]:
-    results = run_checks(world, checks, lambda line: print(line, file=sys.stderr, flush=True))
-    if world.backend == "gloo" and world.device_type != "cpu":  # gloo has few collectives of tensors on a device
-        results = [
-            replace(f, figure=f"{f.figure} (gloo on a device)", state="not run") if f.state == "failed" else f
-            for f in results
-        ]
-    lines = [f"  {verdict(results)}", *(f"  failed: {f.what}: {f.figure}" for f in results if f.state == "failed")]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+def _run(world: World, checks: Sequence[Check], deadline: float) -> list[CheckResult]:
+    print(f"{world.name}: {len(checks)} checks", file=sys.stderr, flush=True)
+    results = run_checks(world, checks, deadline)
+    print(f"  {verdict(results)}", file=sys.stderr, flush=True)
     return results
 
 

@@ -1,4 +1,4 @@
-"""``--bench``: log-probabilities, norms and clipping on one device beside torch and other installed packages.
+"""``--bench``: log-probabilities, norms, attention and steps on one device beside torch and other installed packages.
 
 Every call is timed forward, and forward and backward, as milliseconds and as a fraction of a ceiling of the same run:
 the rate of a copy by the bytes that must move, or of a bfloat16 product of 8,192 cubed by its operations.
@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_runtime.gpu_check.bench_attention import attention_contenders, exact_attention
 from fsdp_runtime.gpu_check.bench_peers import Contender, head_contenders, logit_contenders, norm_contenders
+from fsdp_runtime.gpu_check.bench_steps import SMALL_STEPS, STEPS, Step, step_call
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import machine, optional
 from fsdp_runtime.meters.step_meter import synchronize
@@ -30,7 +32,10 @@ SECONDS, FEWEST, MOST = 0.4, 2, 10
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of ``(tokens, columns)`` of logits, of heads with their names, and of some number of gradients."""
+    """``(tokens, columns)`` of logits, heads with their names, number and size of gradients, documents, and steps.
+
+    Documents are ``(number, length)`` of one row, for attention of 16 heads of 128.
+    """
 
     logits: Sequence[tuple[int, int]] = ((8192, 32_000), (8192, 151_936))
     heads: Sequence[tuple[str, int, int, int]] = (
@@ -39,12 +44,15 @@ class Sizes:
         ("Gemma-2-2B", 8192, 2304, 256_000),
     )
     gradients: tuple[int, int] = (300, 7_158_278)  # 4 GiB of bfloat16
+    documents: Sequence[tuple[int, int]] = ((16, 1024), (8, 4096), (64, 512))
+    steps: Sequence[Step] = STEPS
     copy: int = 2**32
     product: int = 8192
 
 
 #: A CPU tries the logic.
-SMALL = Sizes([(64, 500)], [("small", 64, 32, 300)], (20, 1000), 2**16, 64)
+SMALL = Sizes([(64, 500)], [("small", 64, 32, 300)], (20, 1000), [(3, 8)], SMALL_STEPS, 2**16, 64)
+HEADS, HEAD_SIZE = 16, 128
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,8 @@ class Bench:
         copied, multiplied = self._copied(), self._multiplied()
         self.rows.append(Row("Ceilings", "copy", f"{copied / 1e9:.0f} GB/s read and written"))
         self.rows.append(Row("Ceilings", "bfloat16 product", f"{multiplied / 1e12:.1f} TFLOP/s"))
-        for section in (self._logits(copied), self._heads(multiplied), self._norms(copied)):
+        sections = self._logits(copied), self._heads(multiplied), self._norms(copied), self._attention(multiplied)
+        for section in (*sections, self._steps()):
             for row in section:
                 self.rows.append(row)
         return self.rows
@@ -153,8 +162,8 @@ class Bench:
 
         output = forward()
         error = None
-        if exact is not None and output.shape == exact.shape:
-            error = float((output.double() - exact).abs().max())
+        if exact is not None and output.dim() == exact.dim() and not contender.name.endswith("entropy"):
+            error = float((output[: len(exact)].double() - exact).abs().max())
         del output
         forward_ms, (both_ms, host_ms) = self.milliseconds(forward), self._timed(both)
         return Row(section, contender.name, shape, forward_ms, both_ms, None, None, host_ms, self._peak(both), error)
@@ -201,6 +210,37 @@ class Bench:
                 done, launched = self._timed(contender.call)
                 yield Row("Norm and clipping", contender.name, shape, done, None, read / done, None, launched)
             del parameters
+
+    def _attention(self, multiplied: float) -> Iterator[Row]:
+        for number, length in self.sizes.documents:
+            shape = (1, HEADS, number * length, HEAD_SIZE)
+            rows = [torch.randn(shape, device=self.device).bfloat16().requires_grad_() for _ in range(3)]
+            product = (
+                2 * number * length**2 * HEADS * HEAD_SIZE / multiplied * 1e3
+            )  # two, half of each below the diagonal
+            contenders, exact = attention_contenders(number, length, self.device), exact_attention(number, rows)
+            for row in self._contend("Packed rows", f"{number} documents of {length}", contenders, rows, exact):
+                yield _rated(row, product, 3.5 * product)
+
+    def _steps(self) -> Iterator[Row]:
+        for case in self.sizes.steps:
+            for name in ("ours", "transformers"):
+                if time.perf_counter() - self.begin > self.budget:
+                    yield Row("Steps", name, case.name, note=f"not run: {self.budget:.0f} seconds are over")
+                    continue
+                try:
+                    step = step_call(case, name == "ours", self.device)
+                    step()
+                    (done, launched), extra = self._timed(step), self._peak(step)
+                except Exception as error:  # noqa: BLE001  # a device without the memory
+                    yield Row("Steps", name, case.name, note=f"{type(error).__name__}: {str(error)[:120]}")
+                    continue
+                peak = None if extra is None else extra + torch.cuda.memory_allocated(self.device) / 2**20
+                rate = f"{case.batch * case.length / done:.1f}k tokens a second"
+                yield Row("Steps", name, case.name, None, done, None, None, launched, peak, note=rate)
+                del step
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
 
 
 def _exact(logits: Tensor, targets: Tensor) -> Tensor:

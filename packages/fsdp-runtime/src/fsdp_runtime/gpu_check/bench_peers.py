@@ -81,6 +81,11 @@ def head_contenders(targets: Tensor, device: torch.device) -> list[Contender]:
         Contender("rl-logprobs with entropy", with_entropy),
         Contender("torch, float32 logits held", held),
     ]
+    if trl := optional("trl.kernels"):  # since TRL 1.16
+        given = (None, targets, 1.0, 32_768, None, 1.0, ())
+        contenders.append(
+            Contender("TRL's chunked head", lambda h, w: trl.ChunkedLogProbFunction.apply(h, w, *given)[0])
+        )
     if device.type == "cpu":
         return contenders
     contenders.append(Contender("torch.compile of the same", torch.compile(held)))

@@ -25,9 +25,12 @@ def within(section: str, what: str, value: float, bound: float, unit: str = "") 
     return CheckResult(section, what, f"{value:.2g}{unit}", f"at most {bound:.2g}{unit}", state)
 
 
-def markdown(findings: Sequence[CheckResult]) -> str:
-    """Return the page: a verdict, then a table for each section in the order of the findings."""
-    lines = ["# fsdp-runtime on this machine", "", verdict(findings), ""]
+def markdown(findings: Sequence[CheckResult], seconds: float | None = None) -> str:
+    """Return the page: a verdict and the failures, then a table for each section in the order of the findings."""
+    took = "" if seconds is None else f" It took {seconds:.0f} s."
+    lines = ["# fsdp-runtime on this machine", "", verdict(findings) + took, ""]
+    lines += [f"- **failed**: {f.section}: {f.what}: {f.figure}, {f.bound}" for f in findings if f.state == "failed"]
+    lines += [""] if len(lines) > 4 else []
     for section in dict.fromkeys(finding.section for finding in findings):
         lines += [f"## {section}", "", "| what | found | bound | |", "|---|---|---|---|"]
         for finding in findings:

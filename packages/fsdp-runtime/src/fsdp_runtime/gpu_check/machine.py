@@ -28,8 +28,10 @@ class World:
 
     @property
     def backend(self) -> str:
-        """The accelerator's own backend if each rank has its own device; gloo otherwise."""
-        return _BACKENDS.get(self.device_type, "gloo") if self.size <= self.devices else "gloo"
+        """The accelerator's own backend if each rank has a device; for ranks that share one, the staged backend."""
+        if self.device_type == "cpu" or self.size > self.devices:
+            return "staged" if self.size > 1 else "gloo"
+        return _BACKENDS.get(self.device_type, "gloo")
 
     @property
     def name(self) -> str:
@@ -57,17 +59,11 @@ def accelerator() -> str | None:
 
 
 def worlds(device_type: str, largest: int = 8) -> list[World]:
-    """Return the worlds that a device type allows: one rank, then doubled as far as there are devices."""
-    # Two ranks are tried on a single accelerator too, since gloo takes some collectives of tensors on a device.
-    if device_type == "cpu":
-        return [World("cpu", size, size) for size in (1, 2, 4) if size <= largest]
-    if accelerator() != device_type:
+    """Return the worlds to check: one rank, then doubled; ranks share devices if there are fewer."""
+    if device_type != "cpu" and accelerator() != device_type:
         raise OptionError(f"--device {device_type}: this machine has {accelerator() or 'no accelerator'}; use cpu")
-    devices = torch.accelerator.device_count()
-    sizes = [size for size in (1, 2, 4, 8) if size <= min(devices, largest)]
-    if devices == 1 and largest > 1:
-        sizes.append(2)
-    return [World(device_type, size, devices) for size in sizes]
+    devices = largest if device_type == "cpu" else torch.accelerator.device_count()
+    return [World(device_type, size, devices) for size in (1, 2, 4, 8) if size <= largest]
 
 
 def machine(device_type: str) -> list[CheckResult]:

@@ -1,0 +1,191 @@
+"""Check a run of training: losses, clipping and a fused optimizer; routes; files; offload; host waits of a step."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime import (
+    MeshSpec,
+    load_weights,
+    offload,
+    onload,
+    parallelize,
+    record_routes,
+    replay_routes,
+    save_weights,
+)
+from fsdp_runtime.gpu_check.check_result import CheckResult, within
+from fsdp_runtime.gpu_check.machine import World, optional
+from fsdp_runtime.gpu_check.models import build, inputs_of, loss_of
+from fsdp_runtime.gpu_check.parity import BOUNDS, backward, gradient_difference, own_part, worst
+from fsdp_runtime.gpu_check.ranks import NotRun
+
+STEPS, RATE = 20, 1e-3
+#: The norm that clips some steps of a run, and the largest relative difference of its losses and norms.
+MAX_NORM, RUN_BOUND = 1.0, 1e-3
+
+
+def check_steps(sizes: dict[str, int], world: World, device: torch.device) -> Iterator[CheckResult]:
+    """Yield the largest difference of losses and norms between a run on a mesh and one process."""
+    clip = clipping()
+    reference = build("dense").to(device)
+    model = copy.deepcopy(reference)
+    mesh = MeshSpec(**sizes).build(device_type=device.type)
+    parallelize(model, mesh)
+    expected = list(_run(reference, None, nn.utils.clip_grad_norm_, device))
+    figures = list(_run(model, mesh, clip, device))
+    difference = max(abs(a - b) / b for pair in zip(figures, expected, strict=True) for a, b in zip(*pair, strict=True))
+    what = f"losses and norms of {STEPS} steps, fused AdamW, {_axes(sizes)} ({world.name})"
+    yield within("Training", what, worst(difference, device), RUN_BOUND)
+
+
+def clipping() -> Any:
+    """Return rl-logprobs' ``clip_grad_norm_``."""
+    rl_logprobs = optional("rl_logprobs")
+    if rl_logprobs is None:
+        raise NotRun("rl-logprobs is not installed")
+    return rl_logprobs.clip_grad_norm_
+
+
+def _axes(sizes: dict[str, int]) -> str:
+    return " ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _run(model: nn.Module, mesh: DeviceMesh | None, clip: Any, device: torch.device) -> Iterator[tuple[float, float]]:
+    """Yield the loss of all ranks and the norm of the gradients before clipping, of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    inputs, targets = inputs_of("dense", device, torch.float32)
+    tokens = targets.numel()
+    if mesh is not None:
+        inputs, targets, tokens = own_part(mesh, inputs, targets)
+    for _ in range(STEPS):
+        loss = torch.tensor(backward(loss_of(model, inputs, targets, tokens)), device=device)
+        norm = clip(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if mesh is not None:
+            dist.all_reduce(loss, dist.ReduceOp.AVG)
+        yield float(loss), float(norm)
+
+
+def check_routes(world: World, device: torch.device) -> Iterator[CheckResult]:
+    """Yield the differences of recorded routes, and of gradients under replayed other routes, from one process."""
+    reference = build("routed").to(device)
+    inputs, targets = inputs_of("routed", device, torch.float32)
+    with torch.no_grad(), record_routes(reference) as routes:
+        reference(**inputs)
+    stacked = routes.stacked().to(device)
+    model = copy.deepcopy(reference)
+    mesh = MeshSpec(dp_shard=world.size, ep=world.size).build(device_type=device.type)
+    parallelize(model, mesh)
+
+    def own(layers: Tensor) -> Tensor:
+        rows = layers.transpose(0, 1).unflatten(0, targets.shape).contiguous()
+        return own_part(mesh, {"routes": rows}, targets)[0]["routes"].flatten(0, 1).transpose(0, 1)
+
+    own_inputs, own_targets, tokens = own_part(mesh, inputs, targets)
+    with torch.no_grad(), record_routes(model) as recorded:
+        model(**own_inputs)
+    others = float((recorded.stacked().to(device) != own(stacked)).float().mean())
+    yield within("Routes", f"recorded, ep={world.size} ({world.name})", worst(others, device), 0.0)
+    other = (stacked + 1) % 8
+    with replay_routes(reference, other):
+        backward(loss_of(reference, inputs, targets, targets.numel()))
+    with replay_routes(model, own(other)):
+        backward(loss_of(model, own_inputs, own_targets, tokens))
+    difference = worst(gradient_difference(model, reference), device)
+    yield within("Routes", f"replayed, ep={world.size} ({world.name})", difference, BOUNDS[torch.float32])
+
+
+def check_files(world: World, device: torch.device) -> Iterator[CheckResult]:
+    """Yield the difference of weights that ``dp_shard`` saves and ``tp`` loads."""
+    trainer, other = (MeshSpec(**{axis: world.size}).build(device_type=device.type) for axis in ("dp_shard", "tp"))
+    reference = build("dense").to(device)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    save_weights(parallelize(copy.deepcopy(reference), trainer), folder[0])
+    model = copy.deepcopy(reference)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_weights(parallelize(model, other), folder[0])
+    difference = worst(parameter_difference(model, reference), device)
+    yield within("Weights", f"saved from dp_shard, loaded on tp ({world.name})", difference, 0.0)
+
+
+def parameter_difference(model: nn.Module, reference: nn.Module) -> float:
+    """Return the largest difference of two models' parameters."""
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    full = ((p.full_tensor() if isinstance(p, DTensor) else p, expected) for p, expected in pairs)
+    return max(float((parameter - expected).abs().max()) for parameter, expected in full)
+
+
+def check_offload(world: World, device: torch.device) -> Iterator[CheckResult]:
+    """Yield the bytes that an offload frees; it raises if the device does not get them back."""
+    model = build("dense").to(device)
+    parallelize(model, MeshSpec(dp_shard=world.size).build(device_type=device.type))
+    before = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+    inputs, targets = inputs_of("dense", device, torch.float32)
+    backward(loss_of(model, inputs, targets, targets.numel()))
+    optimizer.step()
+    report = offload(model, optimizer, device=device)
+    moved = onload(model)
+    backward(loss_of(model, inputs, targets, targets.numel()))
+    difference = parameter_difference(model, before)
+    freed = (
+        ""
+        if report.allocated_before is None
+        else f", allocated {report.allocated_before - report.allocated_after:,} less"
+    )
+    figure = f"{report.total:,} bytes moved{freed}; {moved.total:,} back, difference {difference:.2g}"
+    state: Any = "passed" if moved.total == report.total and difference == 0 else "failed"
+    yield CheckResult("Offload", f"parameters, gradients, optimizer ({world.name})", figure, "all, unchanged", state)
+
+
+def check_host_waits(kind: str, world: World, device: torch.device) -> Iterator[CheckResult]:
+    """Yield how often a step of training waits for the device, by the place of the call."""
+    if device.type != "cuda":
+        raise NotRun("only CUDA and ROCm devices count synchronizing calls")
+    clip = clipping()
+    model = build(kind).to(device).train()
+    parallelize(model, MeshSpec(dp_shard=world.size).build(device_type=device.type))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    inputs, targets = inputs_of(kind, device, torch.float32)
+    places: Counter[str] = Counter()
+    for _ in range(4):  # the first two compare the inputs of ranks
+        places.clear()
+        with synchronizing_calls(places):
+            loss_of(model, inputs, targets, targets.numel()).backward()  # type: ignore[no-untyped-call]
+            clip(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+    figure = ", ".join(f"{count} at {place}" for place, count in places.most_common()) or "none"
+    yield CheckResult("Host waits", f"of a step, {kind} ({world.name})", f"{places.total()}: {figure}")
+
+
+@contextmanager
+def synchronizing_calls(places: Counter[str]) -> Iterator[None]:
+    """Count the calls that wait for a CUDA device, by file and line."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    texts = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    places.update(f"{Path(warning.filename).name}:{warning.lineno}" for warning in texts)
