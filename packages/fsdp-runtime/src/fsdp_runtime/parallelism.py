@@ -209,6 +209,7 @@ def _meshes(mesh: DeviceMesh, fsdp: FSDP2) -> Meshes:
         # Gradients are summed over ``cp``: its ranks have parts of one batch.
         batches=axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") if cp > 1 or ep > 1 else None,
         one_rank=root_mesh(mesh).size() == 1,
+        device_type=mesh.device_type,
     )
 
 

@@ -31,6 +31,7 @@ class RuntimeState:
     watches: int = 0  # number of sessions and recomputations that read a router's selection
     hook_effects: list[str] = field(default_factory=list)  # effects of the hooks around the module's forward
     documents: Any = None  # of the current packed rows, for the model's token mixers
+    attention: Any = None  # the kernels of attention over packed rows and over cp
     gathered: Any = None  # under context parallelism, the modules on full sequences
     routers: Any = None  # of a model with recorded or replayed routes
     one_rank: bool = False  # no other rank holds a part of the model

@@ -1,7 +1,10 @@
-"""Attention with its log-sum-exp, and causal masks that are not materialized."""
+"""Attention with its log-sum-exp, over segments and under block masks; causal masks that are not materialized."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -73,3 +76,82 @@ def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
         return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     with _disable_current_modes():
         return causal_lower_right(queries, keys)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    before: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    window: tuple[int, int],
+    scale: float | None,
+) -> Tensor:
+    """Attend within segments of ``[tokens, heads, dim]``, each given by the tokens ``before`` it."""
+    # ``before`` and ``longest`` are of queries, then of keys. The module is public and new in torch 2.10, which lacks
+    # windows. torch 2.11 takes fewer key heads without ``enable_gqa``, which later releases require.
+    from torch.nn.attention import varlen
+
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
+    output: Tensor = varlen.varlen_attn(query, key, value, *before, *longest, scale=scale, window_size=window, **grouped)
+    return output
+
+
+def varlen_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    before: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return attention within segments and its log-sum-exp ``[heads, tokens]``, without gradients."""
+    # ``varlen_attn`` returns the log-sum-exp, but its backward takes the log-sum-exp of this part alone. The operators
+    # have kept their first ten arguments from torch 2.11 to 2.14.
+    import torch.nn.attention.varlen  # noqa: F401  # registers the operators
+
+    window = [-1, 0 if causal else -1]
+    output, lse, _ = torch.ops.torch_attn._varlen_attn(query, key, value, *before, *longest, causal, scale, window)
+    return output, lse
+
+
+def varlen_part_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    before: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, given output and log-sum-exp over all parts."""
+    random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # no state of dropout
+    window = [-1, 0 if causal else -1]
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+        grad_output, query, key, value, output, lse, *before, *longest, causal, random, scale, window
+    )
+    return gradients
+
+
+@cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Return torch's flex attention, compiled once per process."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def flex_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return flex attention and its log-sum-exp, both per head ``[batch, heads, queries, ...]``."""
+    from torch.nn.attention import flex_attention as flex
+
+    attend = flex.flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    output, further = attend(query, key, value, return_aux=flex.AuxRequest(lse=True), **options)
+    return output, further.lse

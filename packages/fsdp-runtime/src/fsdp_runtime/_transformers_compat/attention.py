@@ -15,6 +15,17 @@ def attention_in_force(config: Any) -> str | None:
     return implementation
 
 
+def takes_flex_attention(model: Any) -> bool:
+    """Return True if transformers' flex attention computes a model's scores; the flag is private (5.10 to 5.24)."""
+    return bool(getattr(model, "_supports_flex_attn", False))
+
+
+def takes_sdpa(model: Any, config: Any) -> bool:
+    """Return True if torch's function computes a model's scores; it has no soft cap."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return bool(getattr(model, "_supports_sdpa", False)) and not capped
+
+
 def use_attention(
     model: Any, name: str, attend: Callable[..., Any], mask: Callable[..., Any], *, keep: Iterable[nn.Module] = ()
 ) -> None:
@@ -46,7 +57,7 @@ def attend_alone(implementation: Any, *args: Any, **options: Any) -> tuple[Tenso
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if callable(implementation):
-        options.pop("is_causal")
+        options.pop("is_causal", None)
     else:
         implementation = ALL_ATTENTION_FUNCTIONS[implementation]
     output: Tensor = implementation(*args, **options)[0]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -23,8 +22,11 @@ from torch.nn import functional
 
 from fsdp_runtime._torch_compat import causal_bias, has_flash_attention
 from fsdp_runtime._transformers_compat.attention import attend_alone, mask_alone
-from fsdp_runtime._transformers_compat.masks import is_causal_mask_function, sdpa_mask_between
+from fsdp_runtime._transformers_compat.masks import MaskOfRows, is_causal_mask_function
 from fsdp_runtime.errors import LayoutError, ModelError
+from fsdp_runtime.steps.attention.decision import AttentionKernels
+from fsdp_runtime.steps.attention.kernels import attend
+from fsdp_runtime.steps.attention.segments import whole_rows
 from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import Method, require_plain_attention
@@ -55,6 +57,7 @@ class ContextAttention:
         packed_sequences: rows may hold several documents, so a padding mask is refused beside position ids.
         unmasked: a module that attends to later tokens and takes no mask of documents, else ``""``.
         whole_rows: every rank computes full rows alone, with caches; see ``whole_rows`` of ``step``.
+        kernels: the kernels that compute attention over documents and windows without a mask; none by default.
 
     Example:
         >>> import torch
@@ -81,6 +84,7 @@ class ContextAttention:
     packed_sequences: bool = False
     unmasked: str = ""
     whole_rows: bool = False
+    kernels: AttentionKernels = field(default_factory=AttentionKernels)
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _made_masks: bool = False  # in this forward
     #: By the length of a rank's part, in a forward that :meth:`begin` has announced.
@@ -195,9 +199,13 @@ class ContextAttention:
             require_plain_attention(type(module).__name__, eager=eager is not None, dropout=dropout)
             output = attend_around(query, key, value, mask, layout, self.group, causal=causal, scale=scaling)
             return output.transpose(1, 2).contiguous(), None
-        if isinstance(attention_mask, SequenceMask):
-            attention_mask = attention_mask.rows
         key, value = gather_keys_and_values([key, value], layout, self.group)
+        if isinstance(attention_mask, SequenceMask):
+            known = attend(self.kernels, query, key, value, attention_mask, **options)
+            if known is not None:
+                return known, None
+            attention_mask = attention_mask.rows
+            self.kernels.report_mask(attention_mask)
         if eager is not None:
             output, _ = eager(module, query, key, value, attention_mask, **options)
             return output, None
@@ -221,20 +229,25 @@ class ContextAttention:
         causal: bool,
         **options: Any,
     ) -> Tensor:
-        mask = None if sequence_mask is None else sequence_mask.full
         heads, share = query.shape[1], query.shape[1] // layout.ranks
         local_heads = slice(layout.rank * share, (layout.rank + 1) * share)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend_with_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            seen, mask = OwnHeads(module, heads, local_heads, key.shape[1]), None
+            if sequence_mask is not None:
+                known = attend(self.kernels, query, key, value, sequence_mask, **seen.options(options))
+                if known is not None:
+                    return known.transpose(1, 2)
+                mask = sequence_mask.full
+                self.kernels.report_mask(mask)
             if eager is not None:
-                seen = OwnHeads(module, heads, local_heads, key.shape[1])
                 output, _ = eager(seen, query, key, value, mask, **seen.options(options))
                 transposed: Tensor = output.transpose(1, 2)
                 return transposed
             plain = causal and mask is None
             return _attended(query, key, value, mask, options["dropout"], options["scaling"], causal=plain)
 
-        output = attend_over_heads(attend, query, key, value, layout, self.group)
+        output = attend_over_heads(attend_with_heads, query, key, value, layout, self.group)
         return output.transpose(1, 2).contiguous()
 
     @staticmethod
@@ -271,8 +284,7 @@ class ContextAttention:
         if skip and is_causal_mask_function(mask_function) and whole_rows:
             return None
         device, dtype = torch.device(options.pop("device")), options["dtype"]
-        between = partial(
-            sdpa_mask_between,
+        between = MaskOfRows(
             mask_function=mask_function,
             documents=None if documents is None else documents.numbers,
             positions=self.positions,
@@ -282,8 +294,14 @@ class ContextAttention:
             use_vmap=options.get("use_vmap", False),
         )
         layout, additive = self.layout(q_length), None if self.eager is None else dtype
+        if self.context_parallel == "ulysses":
+            layout = SequenceLayout(layout.length, 1, 0)  # a rank attends from all tokens
         mask = SequenceMask(between, layout, device, additive)
-        return mask.rows if self.context_parallel == "allgather" else mask
+        if not self.kernels.accelerated:
+            return mask.rows if self.context_parallel == "allgather" else mask
+        mask.pattern = between.pattern
+        mask.documents = documents or whole_rows(options["batch_size"], layout.length, device)
+        return mask
 
 
 def _attended(

@@ -1,4 +1,4 @@
-"""The mask of attention over a sharded sequence.  It builds any block and keeps none."""
+"""The mask of attention over rows, or over a sharded sequence.  It builds any block and keeps none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_runtime._transformers_compat.masks import MaskPattern
 from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.steps.attention.segments import Segments, segments_of
 from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.steps.documents.documents import Documents
 
 #: Queries per tile of attention, and keys per tile.  Masks are built and skipped by tile.
 TILE = 1024
@@ -27,11 +30,14 @@ class SequenceMask:
     """The attention mask of one kind of layer in one forward."""
 
     # ``between`` returns ``[batch, 1, queries, keys]`` bool for two vectors of places in the full sequence.
-    # ``additive`` is the dtype of a mask that is added to scores, as in eager attention, or ``None`` for bool.
+    # ``additive`` is the dtype of a mask that is added to scores, as in eager attention, or ``None`` for bool. Where
+    # the mask has a ``pattern``, a query sees these tokens of its document; a row without documents is one.
     between: Callable[[Tensor, Tensor], Tensor]
     layout: SequenceLayout
     device: torch.device
     additive: torch.dtype | None = None
+    pattern: MaskPattern | None = None
+    documents: Documents | None = None
 
     @cached_property
     def full(self) -> Tensor:
@@ -39,11 +45,31 @@ class SequenceMask:
         places = torch.arange(self.layout.length, device=self.device)
         return as_additive(self.between(places, places), self.additive)
 
-    @property
+    @cached_property
     def rows(self) -> Tensor:
         """``[batch, 1, seq / cp, seq]``, of this rank's queries."""
         places = torch.arange(self.layout.length, device=self.device)
         return as_additive(self.between(self.layout.positions.to(self.device), places), self.additive)
+
+    @property
+    def is_described(self) -> bool:
+        """Whether boundaries of documents and a pattern describe the mask."""
+        return self.pattern is not None and self.documents is not None
+
+    @cached_property
+    def isolated(self) -> Documents:
+        """The parts of rows that tokens do not see beyond, for a described mask."""
+        if self.pattern is None or self.documents is None:
+            raise LayoutError("this mask is not described by documents")
+        chunk = self.pattern.chunk
+        return self.documents if chunk is None else self.documents.in_parts(chunk)
+
+    @cached_property
+    def segments(self) -> tuple[Segments, ...]:
+        """The segments of each of this rank's chunks, for a described mask."""
+        causal = self.pattern is None or self.pattern.causal
+        ranges = [chunk_places(self.layout, chunk) for chunk in self.layout.chunks]
+        return tuple(segments_of(self.isolated, *places, causal=causal) for places in ranges)
 
     def __getitem__(self, index: Any) -> SequenceMask:
         """Return itself for an index of all tokens.  Gemma 4 cuts masks to the last ``logits_to_keep`` by an index."""

@@ -35,6 +35,7 @@ from fsdp_runtime.model.token_mixers import attend_between_layers
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps.attention.trial import decide
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.full_sequence import (
     Gathered,
@@ -167,13 +168,16 @@ class ContextParallel(Step[None]):
         if mesh is None:
             return
         # If no attention is replaced, another method would only build masks that model code cannot change.
-        method = self.method if replaced_attention(facts.token_mixers, facts.attention) else "allgather"
+        replaced = replaced_attention(facts.token_mixers, facts.attention)
+        method = self.method if replaced else "allgather"
         attention = ContextAttention(mesh.get_group(), self.load_balancer, method)
         attention.eager = eager_function if facts.attention == "eager" else None
         attention.packed_sequences = setup.packed_sequences
+        mixers = gathered_mixers(facts.token_mixers, facts.attention)
+        attention.kernels = decide(setup, replaced, mixers, of_rows=method == "ulysses")
+        runtime_state(model).attention = attention.kernels
         unmasked = facts.bidirectional_without_mask
         attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
-        mixers = gathered_mixers(facts.token_mixers, facts.attention)
         between = attend_between_layers(model, facts.token_mixers)
         gathered = gather_for(mixers, attention)
         state = runtime_state(model)

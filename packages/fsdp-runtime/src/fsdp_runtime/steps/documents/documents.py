@@ -20,6 +20,7 @@ class Documents:
     """The documents of one batch of rows; ``begins`` is ``[batch, seq]`` bool, true at first tokens."""
 
     begins: Tensor
+    bounds: tuple[int, int] | None = None  # the most documents, and the most tokens of a document, where known
     _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -36,7 +37,7 @@ class Documents:
     @cached_property
     def lengths(self) -> list[int]:
         """Tokens of every document, row by row; waits for the device, once per forward."""
-        starts = self.begins.flatten().nonzero().flatten().tolist()
+        starts = self.begins.flatten().cpu().nonzero().flatten().tolist()
         return [end - start for start, end in zip(starts, [*starts[1:], self.begins.numel()], strict=True)]
 
     @cached_property
@@ -44,6 +45,25 @@ class Documents:
         """``[documents + 1]`` int32, the tokens before each document, counted over all rows, for kernels."""
         starts = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return starts.to(self.begins.device, non_blocking=True)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """``[documents]`` int64: the first token of every document, counted over all rows, for kernels."""
+        # Waits for the device if the bounds are unknown. Entries beyond the last document have the number of all
+        # tokens. They are documents without tokens.
+        most, _ = self.bounds or (len(self.lengths), 0)
+        first = self.begins.flatten().to(torch.int8).argsort(descending=True, stable=True)[:most]
+        places = torch.arange(len(first), device=first.device)
+        return torch.where(places < self.begins.sum(), first, self.begins.numel())
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a document; at least that many if the bounds are given."""
+        return max(self.lengths) if self.bounds is None else self.bounds[1]
+
+    def in_parts(self, tokens: int) -> Documents:
+        """Return the parts of up to ``tokens`` tokens of each document, as documents."""
+        return Documents(self.begins | (self.positions % tokens == 0))
 
     @property
     def packed(self) -> bool:
@@ -116,6 +136,7 @@ class DocumentBatch:
     tokens: Tensor  # ``[documents, length]`` int64, counted over all rows
     real: Tensor  # the places without padding, counted over the batch
     row: int  # tokens of a row
+    lengths: Tensor  # ``[documents]`` int64
 
     @classmethod
     def of(cls, starts: Tensor, lengths: Tensor, row: int, device: torch.device) -> DocumentBatch:
@@ -123,7 +144,8 @@ class DocumentBatch:
         places = torch.arange(int(lengths.max()))
         tokens = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
         real = (places < lengths[:, None]).flatten().nonzero().flatten()
-        return cls(tokens.to(device, non_blocking=True), real.to(device, non_blocking=True), row)
+        on_device = [each.to(device, non_blocking=True) for each in (tokens, real, lengths)]
+        return cls(on_device[0], on_device[1], row, on_device[2])
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the documents of ``[batch, seq, ...]`` as ``[documents, length, ...]``."""
@@ -141,19 +163,26 @@ class DocumentBatch:
 
 
 def find_documents(
-    position_ids: Tensor | None, seq_idx: Tensor | None, cu_seq_lens: Tensor | None, shape: tuple[int, int]
+    position_ids: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    shape: tuple[int, int],
+    *,
+    longest: int | None = None,
 ) -> Documents | None:
     """Find the documents of a batch from the inputs of a model, without waiting for the device."""
     # A document begins where a position ``[batch, seq]`` is not its predecessor's plus one, as in transformers. In
     # ``[axes, batch, seq]``, for multimodal rotary embeddings, the first axis counts tokens of text. ``seq_idx``
     # ``[batch, seq]`` numbers documents. ``cu_seq_lens`` counts the tokens before each document over all rows.
+    # ``longest`` is the most tokens of a document, where the caller knows.
     if cu_seq_lens is not None:
         if cu_seq_lens.dim() != 1:
             raise LayoutError(f"cu_seq_lens_q {list(cu_seq_lens.shape)}: give [documents + 1] tokens before each")
         tokens = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=cu_seq_lens.device)
         begins = tokens.index_fill(0, cu_seq_lens.long(), True)[:-1].view(shape).clone()
         begins[:, 0] = True
-        return Documents(begins)
+        most = len(cu_seq_lens) - 1 + shape[0]  # a document may reach from row to row
+        return Documents(begins, (most, shape[1] if type(longest) is not int else min(longest, shape[1])))
     marks = seq_idx if seq_idx is not None else position_ids
     if marks is None:
         return None

@@ -16,12 +16,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime.errors import LayoutError
 from fsdp_runtime.model.token_mixers import MASK, Isolation, is_bidirectional
+from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.documents.documents import DocumentBatch, Documents
 from fsdp_runtime.wrap import Wrapper
 from tp_plans.runtime import referenced_names
 
 #: Inputs with boundaries of documents, for kernels; rows of one document have no boundaries.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+#: The beginning of the name of an attention implementation that takes a ``SequenceMask``; the replaced one follows.
+REPLACED = "packed_"
 
 
 @dataclass(eq=False)
@@ -64,9 +67,15 @@ class PackedMixer(Wrapper):
         if self.isolation == "mask":
             args, kwargs = restricted(self, args, kwargs, documents)
             return forward(*args, **kwargs)
+        args, kwargs = tuple(map(_dense, args)), {name: _dense(value) for name, value in kwargs.items()}
         if not documents.packed:
             return forward(*args, **{name: value for name, value in kwargs.items() if name not in BOUNDARIES})
         return run_per_document(forward, args, kwargs, documents, singly=self.isolation == "singles")
+
+
+def _dense(value: Any) -> Any:
+    """Return the full mask of a mask that builds its parts; any other value unchanged."""
+    return value.full if isinstance(value, SequenceMask) else value
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ from batch to batch
@@ -171,13 +180,18 @@ def restricted(
     """Return an attention's arguments with a mask that isolates documents."""
     mask, implementation = mask_argument(module, args, kwargs)
     tokens = documents.begins.shape[1]
+    if isinstance(mask, SequenceMask):
+        if implementation.startswith(REPLACED):
+            return args, kwargs
+        return _with_mask(module, args, kwargs, mask.full)
+    implementation = implementation.removeprefix(REPLACED)
     if implementation.startswith(("flash", "flex")):  # transformers finds the documents in the position ids
         return args, kwargs
     if mask is None:
         if not documents.packed:
             return args, kwargs
         mask = documents.same if is_bidirectional(module) else documents.causal
-        if implementation != "sdpa":
+        if not implementation.startswith("sdpa"):
             hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
             mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
     elif isinstance(mask, Tensor) and mask.dim() == 4 and _of_keys(mask, tokens):
@@ -189,6 +203,13 @@ def restricted(
             f"{type(module).__name__} has a mask {shape} for {tokens} tokens: packed rows need a mask "
             f"[batch, heads or 1, {tokens}, {tokens}]"
         )
+    return _with_mask(module, args, kwargs, mask)
+
+
+def _with_mask(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an attention's arguments with another mask."""
     place = _mask_place(type(module))  # type: ignore[arg-type]
     if place < len(args):
         return (*args[:place], mask, *args[place + 1 :]), kwargs

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import model_of_rows
@@ -17,14 +18,20 @@ from fsdp_runtime.model.token_mixers import Isolation
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps.attention.trial import decide
+from fsdp_runtime.steps.context.full_sequence import eager_function, replaced_attention
 from fsdp_runtime.steps.documents.documents import find_documents
 from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, PackedMixer
+from fsdp_runtime.steps.documents.packed_attention import PackedAttention, replace_attention
 from fsdp_runtime.steps.documents.recurrences import compute_rows
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
 from fsdp_runtime.values import require_bool
 from fsdp_runtime.wrap import hook_model, wrap
 
 logger = logging.getLogger(__name__)
+
+#: Implementations of attention that kernels replace on an accelerator.
+_REPLACEABLE = ("sdpa", "eager", "flex_attention")
 
 
 def check_packing(facts: ModelFacts) -> None:
@@ -75,9 +82,22 @@ class PackedSequences(Step[None]):
             modules = [mixer.module for mixer in mixers if mixer.isolation == isolation]
             wrap(modules, PackedMixer, documents=documents, isolation=isolation)
         compute_rows(mixers, documents)
-        inputs = _PackedInputs(documents, varlen=setup.facts.attention.startswith("flash"))
+        attention = self._replace_attention(model, setup, documents)
+        inputs = _PackedInputs(documents, attention, varlen=setup.facts.attention.startswith("flash"))
         hook_model(model, "finds the documents of rows", inputs, inputs.after)
         logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.isolation})" for mixer in mixers)))
+
+    def _replace_attention(self, model: Any, setup: Setup, documents: CurrentDocuments) -> PackedAttention | None:
+        """Let kernels that know documents compute attention, where the mesh has an accelerator."""
+        facts, mixers = setup.facts, setup.facts.token_mixers
+        replaced = replaced_attention(mixers, facts.attention) if facts.attention in _REPLACEABLE else ()
+        others = [mixer for mixer in mixers if mixer not in replaced]
+        kernels = runtime_state(model).attention = decide(setup, replaced, others, of_rows=True)
+        if not kernels.accelerated or not replaced:
+            return None
+        attention = PackedAttention(kernels, documents, facts.attention, eager_function)
+        replace_attention(model, mixers, replaced, attention)
+        return attention
 
 
 def _is_padded(mask: Any) -> bool:
@@ -88,8 +108,9 @@ def _is_padded(mask: Any) -> bool:
 class _PackedInputs:
     """Finds the documents of a forward's rows."""
 
-    def __init__(self, documents: CurrentDocuments, *, varlen: bool) -> None:
+    def __init__(self, documents: CurrentDocuments, attention: PackedAttention | None, *, varlen: bool) -> None:
         self.documents = documents
+        self.attention = attention
         self.varlen = varlen  # the attention's kernels take the boundaries
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,7 +122,8 @@ class _PackedInputs:
         if tokens is None:
             return None
         seq_idx, lengths = named.get("seq_idx"), named.get("cu_seq_lens_q")
-        documents = find_documents(named.get("position_ids"), seq_idx, lengths, (tokens.shape[0], tokens.shape[1]))
+        shape, longest = (tokens.shape[0], tokens.shape[1]), named.get("max_length_q")
+        documents = find_documents(named.get("position_ids"), seq_idx, lengths, shape, longest=longest)
         if documents is None:
             return None
         if given_cache(named) is not None or named.get("use_cache"):
@@ -111,6 +133,10 @@ class _PackedInputs:
         self.documents.current = documents
         if named.get("position_ids") is None:
             named["position_ids"] = documents.positions
+        if self.attention is not None:
+            self.attention.padding = named.get("attention_mask")
+            if self.attention.padding is None:  # transformers then does not look for documents, which waits
+                named["attention_mask"] = torch.ones_like(documents.begins)
         takes = signature(type(model_of_rows(module)).forward).parameters
         anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values())
         hidden = () if self.varlen else BOUNDARIES
