@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -94,8 +95,9 @@ def varlen_attention(
     from torch.nn.attention import varlen
 
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
-    output: Tensor = varlen.varlen_attn(query, key, value, *before, *longest, scale=scale, window_size=window, **grouped)
-    return output
+    inputs = query, key, _as_wide(value, query)
+    output: Tensor = varlen.varlen_attn(*inputs, *before, *longest, scale=scale, window_size=window, **grouped)
+    return output[..., : value.shape[-1]]
 
 
 def varlen_part(
@@ -114,8 +116,9 @@ def varlen_part(
     import torch.nn.attention.varlen  # noqa: F401  # registers the operators
 
     window = [-1, 0 if causal else -1]
-    output, lse, _ = torch.ops.torch_attn._varlen_attn(query, key, value, *before, *longest, causal, scale, window)
-    return output, lse
+    inputs = query, key, _as_wide(value, query)
+    output, lse, _ = torch.ops.torch_attn._varlen_attn(*inputs, *before, *longest, causal, scale, window)
+    return output[..., : value.shape[-1]], lse
 
 
 def varlen_part_backward(
@@ -134,10 +137,17 @@ def varlen_part_backward(
     """Return the gradients of queries, keys and values, given output and log-sum-exp over all parts."""
     random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # no state of dropout
     window = [-1, 0 if causal else -1]
-    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
-        grad_output, query, key, value, output, lse, *before, *longest, causal, random, scale, window
+    of_values = (_as_wide(each, query) for each in (value, output))
+    grad_query, grad_key, grad_value = torch.ops.torch_attn._varlen_attn_backward(
+        _as_wide(grad_output, query), query, key, *of_values, lse, *before, *longest, causal, random, scale, window
     )
-    return gradients
+    return grad_query, grad_key, grad_value[..., : value.shape[-1]]
+
+
+def _as_wide(values: Tensor, queries: Tensor) -> Tensor:
+    """Return values padded with zeros to the width of queries, which kernels require."""
+    missing = queries.shape[-1] - values.shape[-1]
+    return pad(values, (0, missing)) if missing else values
 
 
 @cache

@@ -116,7 +116,8 @@ def pattern_of(mask_function: Any) -> MaskPattern | None:
             of_overlays["chunk"] = inside["chunk_size"]
         elif not is_causal_mask_function(part):
             return None
-    return MaskPattern(**of_overlays) if any(map(is_causal_mask_function, parts)) else None
+    known = any(map(is_causal_mask_function, parts)) and all(tokens > 0 for tokens in of_overlays.values())
+    return MaskPattern(**of_overlays) if known else None
 
 
 def _is_made_by(maker: str, mask_function: Any) -> bool:

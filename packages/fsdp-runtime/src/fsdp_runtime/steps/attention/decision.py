@@ -1,8 +1,9 @@
 """One decision per model: the kernel of each attention call over documents, windows and ``cp``.
 
 ``"varlen"`` is torch's FlashAttention over segments, ``"flex"`` its compiled flex attention under a block mask, and
-``"batches"`` runs ``scaled_dot_product_attention`` without a mask on documents of similar length.  ``"mask"`` holds a
-mask of all pairs of tokens: it is the last resort, and the rule on a CPU, where no other kernel is as exact.
+``"batches"`` runs ``scaled_dot_product_attention`` without a mask on documents of similar length, and ``"tiles"`` masks one
+tile of a ring at a time.  ``"mask"`` holds a mask of all pairs of tokens: it is the last resort, and the rule on a CPU,
+where no other kernel is as exact.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-Kernel = Literal["varlen", "flex", "batches", "mask"]
+Kernel = Literal["varlen", "flex", "batches", "tiles", "mask"]
+#: The keys of an attention call: of full rows, of full rows for a part of the queries, or of one rank after another.
+Keys = Literal["rows", "gathered", "passed"]
 
 _HALF = (torch.float16, torch.bfloat16)
 #: The widest head of FlashAttention 2; widths are multiples of 8.
@@ -55,7 +58,8 @@ class Needs:
     dtype: torch.dtype
     widths: tuple[int, int]  # of queries and of values, per head
     described: bool = True  # documents, windows and chunks describe the mask
-    of_rows: bool = True  # queries and keys are full rows
+    keys: Keys = "rows"
+    windowed: bool = False
     changed_scores: bool = False  # sinks or a soft cap
     biased: bool = False  # a bias per pair of tokens
     dropout: bool = False
@@ -78,14 +82,16 @@ class AttentionKernels:
 
     def of(self, needs: Needs) -> Kernel:
         """Return the kernel of a call."""
+        plain = self.named != "flex" and needs.described and not needs.changed_scores
+        by_segments = plain and "varlen" in self.usable and fits_varlen(needs)
+        if needs.keys == "passed":
+            return "varlen" if by_segments and not needs.windowed else "tiles"
         if not self.accelerated or not self.replaces or needs.biased:
             return "mask"
-        plain = needs.described and not needs.changed_scores
-        if self.named != "flex" and plain:
-            if "varlen" in self.usable and fits_varlen(needs):
-                return "varlen"
-            if needs.of_rows:
-                return "batches"
+        if by_segments:
+            return "varlen"
+        if plain and needs.keys == "rows":
+            return "batches"
         return "flex" if "flex" in self.usable and fits_flex(needs) else "mask"
 
     def report_mask(self, mask: Tensor) -> None:
@@ -101,10 +107,10 @@ class AttentionKernels:
 
 
 def fits_varlen(needs: Needs) -> bool:
-    """Return True if FlashAttention takes the dtype and the widths."""
-    width = needs.widths[0]
-    same = width == needs.widths[1] <= _WIDEST and width % _ALIGNED == 0
-    return same and needs.dtype in _HALF and not needs.dropout
+    """Return True if FlashAttention takes the dtype and the widths; narrower values are padded."""
+    width, of_values = needs.widths
+    known = of_values <= width <= _WIDEST and width % _ALIGNED == 0
+    return known and needs.dtype in _HALF and not needs.dropout
 
 
 def fits_flex(needs: Needs) -> bool:

@@ -33,7 +33,7 @@ def attend(
         dtype=query.dtype,
         widths=(query.shape[-1], value.shape[-1]),
         described=mask.is_described,
-        of_rows=mask.layout.ranks == 1,
+        keys="rows" if mask.layout.ranks == 1 else "gathered",
         changed_scores=softcap is not None or s_aux is not None,
         biased=position_bias is not None,
         dropout=dropout > 0,
@@ -48,6 +48,13 @@ def attend(
     return None
 
 
+def by_documents(kernels: AttentionKernels, query: Tensor, value: Tensor, mask: SequenceMask) -> bool:
+    """Return True if parts of attention, merged by their log-sum-exps, are computed within segments."""
+    windowed = mask.pattern is None or mask.pattern.window is not None
+    widths = query.shape[-1], value.shape[-1]
+    return kernels.of(Needs(query.dtype, widths, mask.is_described, "passed", windowed=windowed)) == "varlen"
+
+
 def by_segments(query: Tensor, key: Tensor, value: Tensor, mask: SequenceMask, scale: float | None) -> Tensor:
     """Attend within the segments of each chunk of queries."""
     size = query.shape[2] // len(mask.segments)
@@ -60,8 +67,7 @@ def by_segments(query: Tensor, key: Tensor, value: Tensor, mask: SequenceMask, s
         parts = [query.narrow(2, at * size, size), key[:, :, :end], value[:, :, :end]]
         output = varlen_attention(
             *(part.transpose(1, 2).flatten(0, 1) for part in parts),
-            (segments.queries, segments.keys),
-            (segments.most_queries, segments.most_keys),
+            *segments.bounds,
             window=window,
             scale=scale,
         )

@@ -19,27 +19,31 @@ class Segments:
     most_queries: int  # per segment
     most_keys: int
 
-
-def segments_of(documents: Documents, start: int, stop: int, *, causal: bool) -> Segments:
-    """Return the segments of the queries from ``start`` to ``stop`` of every row, aligned at their last tokens."""
-    # The keys are ``[0, stop)`` under a causal mask, else the full row. A document before the queries has no queries,
-    # so that its keys belong to no query. Everything is computed on the device.
-    rows, length = documents.begins.shape
-    keys, queries = stop if causal else length, stop - start
-    row, place = documents.starts // length, documents.starts % length
-    of_keys = row * keys + place.clamp(max=keys)
-    of_queries = row * queries + (place - start).clamp(0, queries)
-    return Segments(
-        _closed(of_queries, rows * queries),
-        _closed(of_keys, rows * keys),
-        min(documents.longest, queries),
-        min(documents.longest, keys),
-    )
+    @property
+    def bounds(self) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        """The tokens before each segment, and the most tokens of a segment: each of queries, then of keys."""
+        return (self.queries, self.keys), (self.most_queries, self.most_keys)
 
 
-def _closed(before: Tensor, total: int) -> Tensor:
-    """Return the tokens before each segment with their total at the end."""
-    return torch.cat([before, before.new_full((1,), total)]).to(torch.int32)
+def segments_of(documents: Documents, queries: tuple[int, int], keys: tuple[int, int]) -> Segments:
+    """Return the segments of documents for a range of queries and a range of keys in every row."""
+    # A document outside of a range has no tokens in it. A causal mask needs ranges with the same end: kernels align
+    # segments at their last tokens. Everything is computed on the device.
+    length = documents.begins.shape[1]
+    before = []
+    for first, last in (queries, keys):
+        row, place = documents.starts // length, documents.starts % length
+        counted = row * (last - first) + (place - first).clamp(0, last - first)
+        total = counted.new_full((1,), len(documents.begins) * (last - first))
+        before.append(torch.cat([counted, total]).to(torch.int32))
+    longest = [min(documents.longest, last - first) for first, last in (queries, keys)]
+    return Segments(before[0], before[1], longest[0], longest[1])
+
+
+def queries_with_keys(documents: Documents, segments: Segments, queries: tuple[int, int]) -> Tensor:
+    """Return ``[batch, 1, queries]`` bool: true for a query with keys in its segment."""
+    order = documents.begins.flatten().cumsum(0).view_as(documents.begins) - 1
+    return (segments.keys.diff() > 0)[order[:, queries[0] : queries[1]]].unsqueeze(1)
 
 
 def whole_rows(rows: int, length: int, device: torch.device) -> Documents:

@@ -21,7 +21,7 @@ from fsdp_runtime._transformers_compat.masks import MaskOfRows, MaskPattern, fun
 from fsdp_runtime.model.token_mixers import TokenMixer
 from fsdp_runtime.setup import Meshes, Setup
 from fsdp_runtime.sharded.collectives import ModelRanks, all_gather_objects
-from fsdp_runtime.steps.attention.decision import AttentionKernels, Kernel, Needs, device_type_of, is_simulated
+from fsdp_runtime.steps.attention.decision import AttentionKernels, Kernel, Keys, Needs, device_type_of, is_simulated
 from fsdp_runtime.steps.attention.kernels import by_blocks, by_segments
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import attention_dropout
@@ -37,7 +37,7 @@ _BOUND = 0.05
 
 
 def decide(
-    setup: Setup, replaced: Sequence[TokenMixer], others: Sequence[TokenMixer], *, of_rows: bool
+    setup: Setup, replaced: Sequence[TokenMixer], others: Sequence[TokenMixer], *, keys: Keys
 ) -> AttentionKernels:
     """Return the kernels of a model's attention modules; collective over the mesh, except on a CPU."""
     # ``others`` compute attention in their own code, under a mask.
@@ -47,16 +47,16 @@ def decide(
         kernels.named = "flex"
     elif facts.attention == "eager" and not facts.eager_for_lack_of_choice:
         kernels.replaces = False
-    needs = {mixer.path: _needs(mixer, setup, of_rows=of_rows) for mixer in replaced}
+    needs = {mixer.path: _needs(mixer, setup, keys) for mixer in replaced}
     if kernels.replaces and kernels.accelerated:
-        window = getattr(facts.text_config, "sliding_window", None)
+        window = getattr(facts.text_config, "sliding_window", None) or None
         kernels.usable = _usable(kernels, list(needs.values()), setup.meshes, window if type(window) is int else None)
     kernels.by_path = {path: kernels.of(need) for path, need in needs.items()}
     kernels.by_path |= {mixer.path: "mask" for mixer in others if mixer.isolation == "mask"}
     return kernels
 
 
-def _needs(mixer: TokenMixer, setup: Setup, *, of_rows: bool) -> Needs:
+def _needs(mixer: TokenMixer, setup: Setup, keys: Keys) -> Needs:
     module: Any = mixer.module
     policies = (getattr(step, "mp_policy", None) for step in setup.steps)
     dtypes = [dtype for policy in policies if (dtype := getattr(policy, "param_dtype", None)) is not None]
@@ -67,7 +67,8 @@ def _needs(mixer: TokenMixer, setup: Setup, *, of_rows: bool) -> Needs:
     return Needs(
         dtype=dtypes[0] if dtypes else torch.float32,
         widths=(width, values if type(values) is int else width),
-        of_rows=of_rows,
+        keys=keys,
+        windowed=getattr(module, "sliding_window", None) is not None,
         changed_scores=any(getattr(module, name, None) is not None for name in ("sinks", "attn_logit_softcapping")),
         dropout=attention_dropout(module) > 0,
     )

@@ -25,7 +25,7 @@ from fsdp_runtime._transformers_compat.attention import attend_alone, mask_alone
 from fsdp_runtime._transformers_compat.masks import MaskOfRows, is_causal_mask_function
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.attention.decision import AttentionKernels
-from fsdp_runtime.steps.attention.kernels import attend
+from fsdp_runtime.steps.attention.kernels import attend, by_documents
 from fsdp_runtime.steps.attention.segments import whole_rows
 from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.steps.context.masks import SequenceMask
@@ -197,7 +197,12 @@ class ContextAttention:
         if self.context_parallel == "ring":
             mask = self._sequence_mask(attention_mask)
             require_plain_attention(type(module).__name__, eager=eager is not None, dropout=dropout)
-            output = attend_around(query, key, value, mask, layout, self.group, causal=causal, scale=scaling)
+            by_segments = mask is not None and by_documents(self.kernels, query, value, mask)
+            if by_segments and mask is not None and mask.pattern is not None:
+                causal = mask.pattern.causal
+            output = attend_around(
+                query, key, value, mask, layout, self.group, causal=causal, scale=scaling, by_segments=by_segments
+            )
             return output.transpose(1, 2).contiguous(), None
         key, value = gather_keys_and_values([key, value], layout, self.group)
         if isinstance(attention_mask, SequenceMask):

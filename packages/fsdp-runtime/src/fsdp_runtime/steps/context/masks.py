@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp_runtime._transformers_compat.masks import MaskPattern
 from fsdp_runtime.errors import LayoutError
-from fsdp_runtime.steps.attention.segments import Segments, segments_of
+from fsdp_runtime.steps.attention.segments import Segments, queries_with_keys, segments_of
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.documents.documents import Documents
 
@@ -67,9 +67,20 @@ class SequenceMask:
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
         """The segments of each of this rank's chunks, for a described mask."""
-        causal = self.pattern is None or self.pattern.causal
+        both_ways = self.pattern is not None and not self.pattern.causal
         ranges = [chunk_places(self.layout, chunk) for chunk in self.layout.chunks]
-        return tuple(segments_of(self.isolated, *places, causal=causal) for places in ranges)
+        ends = [self.layout.length if both_ways else stop for _, stop in ranges]
+        return tuple(segments_of(self.isolated, each, (0, end)) for each, end in zip(ranges, ends, strict=True))
+
+    def between_chunks(self, chunk: int, other: int) -> tuple[Segments, Tensor]:
+        """Return the segments from a chunk's queries to a chunk's keys, and the queries with keys; kept for layers."""
+        parts = self.__dict__.setdefault("_between_chunks", {})
+        if (chunk, other) not in parts:
+            queries = chunk_places(self.layout, chunk)
+            segments = segments_of(self.isolated, queries, chunk_places(self.layout, other))
+            parts[chunk, other] = segments, queries_with_keys(self.isolated, segments, queries)
+        part: tuple[Segments, Tensor] = parts[chunk, other]
+        return part
 
     def __getitem__(self, index: Any) -> SequenceMask:
         """Return itself for an index of all tokens.  Gemma 4 cuts masks to the last ``logits_to_keep`` by an index."""

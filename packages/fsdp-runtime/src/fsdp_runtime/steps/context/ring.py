@@ -36,10 +36,12 @@ def attend_around(
     *,
     causal: bool,
     scale: float | None,
+    by_segments: bool = False,
 ) -> Tensor:
     """Compute attention of this rank's queries ``[batch, heads, seq / cp, dim]`` to the keys of all ranks."""
-    # Without a mask and with ``causal``, a query sees the tokens up to its position.
-    parts = Parts(layout, mask, causal, has_flash_attention(query, value))
+    # Without a mask and with ``causal``, a query sees the tokens up to its position. ``by_segments`` needs a kernel that
+    # knows documents, and a mask without a window.
+    parts = Parts(layout, mask, causal, has_flash_attention(query, value), by_segments)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _ring(query, key, value, parts, group, factor)
     return output
@@ -85,13 +87,14 @@ class Parts:
     mask: SequenceMask | None
     causal: bool
     fused: bool
+    by_segments: bool = False
 
     def of(self, owner: int) -> Iterator[Block]:
         """Yield the parts with the keys of a rank, except for parts that no query sees."""
         size = self.layout.length // self.layout.num_chunks
         for at, chunk in enumerate(self.layout.chunks):
             for other_at, other in enumerate(self.layout.chunks_of(owner)):
-                if self.mask is None and self.causal and other > chunk:
+                if (self.mask is None or self.by_segments) and self.causal and other > chunk:
                     continue
                 # From places in the sequence to places on the ranks.
                 shifts = (at - chunk) * size, (other_at - other) * size
@@ -99,6 +102,10 @@ class Parts:
 
     def _within(self, chunk: int, other: int, shift: int, other_shift: int) -> Iterator[Block]:
         diagonal = self.causal and chunk == other
+        if self.mask is not None and self.by_segments:
+            places = (_moved(chunk_places(self.layout, each), by) for each, by in ((chunk, shift), (other, other_shift)))
+            yield Block(*places, causal=diagonal, within=self.mask.between_chunks(chunk, other))
+            return
         if self.mask is None and self.fused:
             own, others = chunk_places(self.layout, chunk), chunk_places(self.layout, other)
             yield Block(_moved(own, shift), _moved(others, other_shift), causal=diagonal, fused=True)

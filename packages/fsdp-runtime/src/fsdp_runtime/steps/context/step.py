@@ -35,6 +35,7 @@ from fsdp_runtime.model.token_mixers import attend_between_layers
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps.attention.decision import Keys
 from fsdp_runtime.steps.attention.trial import decide
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.full_sequence import (
@@ -66,6 +67,9 @@ logger = logging.getLogger(__name__)
 
 #: Rotary embeddings with frequencies that depend on the longest position that a rank sees.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+#: The keys of an attention call by each method.
+_KEYS: dict[Method, Keys] = {"allgather": "gathered", "ulysses": "rows", "ring": "passed"}
 
 
 def check_context_parallel(facts: ModelFacts, method: Method = "allgather") -> None:
@@ -174,7 +178,7 @@ class ContextParallel(Step[None]):
         attention.eager = eager_function if facts.attention == "eager" else None
         attention.packed_sequences = setup.packed_sequences
         mixers = gathered_mixers(facts.token_mixers, facts.attention)
-        attention.kernels = decide(setup, replaced, mixers, of_rows=method == "ulysses")
+        attention.kernels = decide(setup, replaced, mixers, keys=_KEYS[method])
         runtime_state(model).attention = attention.kernels
         unmasked = facts.bidirectional_without_mask
         attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"

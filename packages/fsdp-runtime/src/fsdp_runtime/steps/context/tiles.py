@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_runtime._torch_compat import flash_attention, flash_attention_backward
+from fsdp_runtime._torch_compat import (
+    flash_attention,
+    flash_attention_backward,
+    varlen_part,
+    varlen_part_backward,
+)
+from fsdp_runtime.steps.attention.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Block:
     causal: bool = False  # queries and keys are of the same tokens, and a query sees the keys up to its token
     mask: Tensor | None = None  # ``[batch, 1, queries, keys]`` bool
     fused: bool = False  # a kernel computes it
+    within: tuple[Segments, Tensor] | None = None  # documents, and ``[batch, 1, queries]`` true for queries with keys
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -35,6 +42,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
     """Compute one part of attention: its output, and its ``lse`` ``[batch, heads, queries]``, ``-inf`` for no keys."""
     if block.fused:
         return flash_attention(query, key, value, causal=block.causal, scale=scale)
+    if block.within is not None:
+        segments, sees = block.within
+        flat, lse = varlen_part(*map(_flat, (query, key, value)), *segments.bounds, causal=block.causal, scale=scale)
+        lse = lse.unflatten(1, (len(query), -1)).movedim(1, 0)
+        return _rows(flat, query) * sees.unsqueeze(-1), lse.masked_fill(~sees, float("-inf"))
     scores = _scores(query, key, block, scale)
     lse = scores.logsumexp(dim=-1)
     weights = (scores - _finite(lse).unsqueeze(-1)).exp()
@@ -69,6 +81,12 @@ def attend_backward(
     """Compute a part's gradients of queries, keys and values from the output and the ``lse`` of all parts."""
     if block.fused:
         return flash_attention_backward(grad_output, query, key, value, output, lse, causal=block.causal, scale=scale)
+    if block.within is not None:
+        flat = [*map(_flat, (grad_output, query, key, value, output)), lse.movedim(0, 1).flatten(1).contiguous()]
+        bounds = block.within[0].bounds
+        gradients = varlen_part_backward(*flat, *bounds, causal=block.causal, scale=scale)
+        grad_query, grad_key, grad_value = map(_rows, gradients, (query, key, value))
+        return grad_query, grad_key, grad_value
     groups = (key.shape[1], query.shape[1] // key.shape[1])
     scores = _scores(query, key, block, scale)
     weights = (scores - torch.unflatten(_finite(lse), 1, groups).unsqueeze(-1)).exp()
@@ -80,6 +98,15 @@ def attend_backward(
     grad_query = (grad_scores @ key.unsqueeze(2)).flatten(1, 2)
     grad_key = (grad_scores.transpose(-1, -2) @ torch.unflatten(query, 1, groups)).sum(2)
     return grad_query, grad_key, grad_value
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """Return ``[batch, heads, tokens, dim]`` as ``[batch * tokens, heads, dim]``."""
+    return rows.transpose(1, 2).flatten(0, 1)
+
+
+def _rows(flat: Tensor, like: Tensor) -> Tensor:
+    return flat.unflatten(0, (len(like), -1)).transpose(1, 2)
 
 
 def _scores(query: Tensor, key: Tensor, block: Block, scale: float) -> Tensor:

@@ -92,7 +92,7 @@ class PackedSequences(Step[None]):
         facts, mixers = setup.facts, setup.facts.token_mixers
         replaced = replaced_attention(mixers, facts.attention) if facts.attention in _REPLACEABLE else ()
         others = [mixer for mixer in mixers if mixer not in replaced]
-        kernels = runtime_state(model).attention = decide(setup, replaced, others, of_rows=True)
+        kernels = runtime_state(model).attention = decide(setup, replaced, others, keys="rows")
         if not kernels.accelerated or not replaced:
             return None
         attention = PackedAttention(kernels, documents, facts.attention, eager_function)
