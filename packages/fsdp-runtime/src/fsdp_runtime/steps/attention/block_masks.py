@@ -19,9 +19,9 @@ _BLOCKS_AT_ONCE = 8
 
 def block_mask(mask: SequenceMask) -> BlockMask:
     """Return the block mask of this rank's queries and all keys, built once per mask without a host wait."""
-    built: BlockMask | None = mask.__dict__.get("_block_mask")
-    if built is None:
-        built = mask.__dict__["_block_mask"] = _built(mask)
+    if mask.blocks is None:
+        mask.blocks = _built(mask)
+    built: BlockMask = mask.blocks
     return built
 
 

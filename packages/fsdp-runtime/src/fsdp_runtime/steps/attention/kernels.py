@@ -48,6 +48,15 @@ def attend(
     return None
 
 
+def prepared(kernels: AttentionKernels, mask: SequenceMask) -> SequenceMask:
+    """Return a mask with the inputs of kernels, built once per forward and outside of compiled blocks."""
+    if mask.is_described and "varlen" in kernels.usable:
+        _ = mask.segments
+    if "flex" in kernels.usable and ("flex" in kernels.by_path.values() or not mask.is_described):
+        block_mask(mask)
+    return mask
+
+
 def by_documents(kernels: AttentionKernels, query: Tensor, value: Tensor, mask: SequenceMask) -> bool:
     """Return True if parts of attention, merged by their log-sum-exps, are computed within segments."""
     windowed = mask.pattern is None or mask.pattern.window is not None

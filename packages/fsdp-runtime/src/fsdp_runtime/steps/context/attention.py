@@ -25,7 +25,7 @@ from fsdp_runtime._transformers_compat.attention import attend_alone, mask_alone
 from fsdp_runtime._transformers_compat.masks import MaskOfRows, is_causal_mask_function
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.attention.decision import AttentionKernels
-from fsdp_runtime.steps.attention.kernels import attend, by_documents
+from fsdp_runtime.steps.attention.kernels import attend, by_documents, prepared
 from fsdp_runtime.steps.attention.segments import whole_rows
 from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.steps.context.masks import SequenceMask
@@ -306,7 +306,7 @@ class ContextAttention:
             return mask.rows if self.context_parallel == "allgather" else mask
         mask.pattern = between.pattern
         mask.documents = documents or whole_rows(options["batch_size"], layout.length, device)
-        return mask
+        return mask if self.context_parallel == "ring" else prepared(self.kernels, mask)
 
 
 def _attended(

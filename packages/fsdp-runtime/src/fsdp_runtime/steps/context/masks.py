@@ -38,6 +38,7 @@ class SequenceMask:
     additive: torch.dtype | None = None
     pattern: MaskPattern | None = None
     documents: Documents | None = None
+    blocks: Any = None  # the block mask of flex attention, once it is built
 
     @cached_property
     def full(self) -> Tensor:

@@ -13,7 +13,7 @@ from fsdp_runtime._transformers_compat.attention import attend_alone, mask_alone
 from fsdp_runtime._transformers_compat.masks import MaskOfRows
 from fsdp_runtime.model.token_mixers import TokenMixer
 from fsdp_runtime.steps.attention.decision import AttentionKernels
-from fsdp_runtime.steps.attention.kernels import attend
+from fsdp_runtime.steps.attention.kernels import attend, prepared
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.documents.isolation import REPLACED, CurrentDocuments
@@ -68,7 +68,8 @@ class PackedAttention:
         device, dtype = torch.device(options["device"]), options["dtype"]
         additive = dtype if self.implementation == "eager" else None
         layout = SequenceLayout(q_length, 1, 0)
-        return SequenceMask(between, layout, device, additive, between.pattern, documents)
+        mask = SequenceMask(between, layout, device, additive, between.pattern, documents)
+        return prepared(self.kernels, mask)
 
 
 def replace_attention(
