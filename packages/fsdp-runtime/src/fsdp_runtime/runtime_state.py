@@ -35,6 +35,7 @@ class RuntimeState:
     gathered: Any = None  # under context parallelism, the modules on full sequences
     routers: Any = None  # of a model with recorded or replayed routes
     one_rank: bool = False  # no other rank holds a part of the model
+    fused_rows: Any = None  # rows of the matrices in fused weights by module, under ``tp``
     unloaded: Any = None  # the hooks that refuse a forward with parameters on meta
     source: Any = None  # the checkpoint that the weights came from
 

@@ -22,6 +22,7 @@ from tp_plans.styles import (
     ExpertsParallel,
     GatheredParameters,
     GatherSequence,
+    MLAKVProjection,
     ParameterStyle,
     Style,
     VocabParallelEmbedding,
@@ -126,6 +127,16 @@ class PlannedTree:
         """Return a number, or the integer attribute of that name, ``least`` or more, of the module above ``path``."""
         number = getattr_path(self.modules[parent(path)], value) if isinstance(value, str) else value
         return number if is_integer(number, least=least) else None
+
+    def fused_rows(self, path: str) -> tuple[int, ...]:
+        """Return the rows of each matrix in a module's fused weight; ``()`` for a single matrix."""
+        style, rows = self.own_style(path), self.tree.size(path, 0) or 0
+        if isinstance(style, MLAKVProjection):
+            rotary = self.number(path, style.rope_dim, least=0) or 0
+            return (rows - rotary, rotary) if 0 < rotary < rows else ()
+        pieces = style.fused_sizes if isinstance(style, ColwiseParallel) else ()
+        sizes = [self.number(path, piece) or 0 for piece in pieces]
+        return tuple(rows * size // sum(sizes) for size in sizes) if all(sizes) else ()
 
     def within(self, root: str) -> Iterator[tuple[str, Any]]:
         """Iterate over the modules of the language model at ``root``, except those inside split experts."""

@@ -1,6 +1,6 @@
 """Helpers for a runtime that applies plans, beside ``tp_plans`` and its other front doors.
 
-Styles of a model:   ``resolve_style``, ``dispatch_styles``
+Styles of a model:   ``resolve_style``, ``dispatch_styles``, ``fused_rows``
 Adapters:            ``adapter_styles``, ``AdapterStyles``
 Exchanges of tokens: ``TokenExchange``, ``AllToAllExchange``, ``DispatchedTokens``, ``exchange_class``
 Runs on few ranks:   ``tiny_model``, ``on_ranks_of``, ``computes``
@@ -18,6 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tp_plans.fused import fused_rows
 from tp_plans.infer.bytecode import referenced_names, takes_argument
 from tp_plans.module_attrs import resolve_style
 from tp_plans.styles.adapters import AdapterStyles, adapter_styles
@@ -56,5 +57,5 @@ else:
 
 __all__ = ["AdapterStyles", "AllToAllExchange", "DispatchedTokens", "TokenExchange", "adapter_styles"]
 __all__ += ["attach_zero_grads", "colorize", "computes", "direct", "dispatch_styles", "exchange_class"]
-__all__ += ["full_view", "on_ranks_of", "plain_full_tensor", "referenced_names", "resolve_style"]
+__all__ += ["full_view", "fused_rows", "on_ranks_of", "plain_full_tensor", "referenced_names", "resolve_style"]
 __all__ += ["scale_expert_gradients", "takes_argument", "tiny_model"]

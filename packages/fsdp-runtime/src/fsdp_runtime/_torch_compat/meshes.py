@@ -20,7 +20,7 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     root, sliced = root_mesh(mesh), mesh[axes] if len(axes) > 1 else mesh[axes[0]]
     if name in root._flatten_mapping or root.size() == dist.get_world_size():
         return sliced._flatten(name)
-    group = _group_of_axes(sliced)
+    group = group_of_axes(sliced)
     make_groups = DeviceMesh._init_process_groups
     existing = staticmethod(lambda *_: [group.group_name])
     DeviceMesh._init_process_groups = existing  # type: ignore[method-assign, assignment]
@@ -30,7 +30,7 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
         DeviceMesh._init_process_groups = staticmethod(make_groups)  # type: ignore[method-assign]
 
 
-def _group_of_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
+def group_of_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of all ranks of a mesh: the group of its only axis larger than 1, else a new group."""
     groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
     if len(groups) < 2:

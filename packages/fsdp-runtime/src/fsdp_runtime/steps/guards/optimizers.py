@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -74,9 +74,14 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
 
 def _shards_beside(plain: Sequence[Tensor]) -> list[DTensor]:
     """Return the shards of the parallelized models that contain one of the plain parameters."""
-    ids = {*map(id, plain)}
-    models = [model for model in _models if any(id(parameter) in ids for parameter in model.parameters())]
+    models = models_with(plain)
     return [parameter for model in models for parameter in model.parameters() if isinstance(parameter, DTensor)]
+
+
+def models_with(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """Return the parallelized models that contain one of the parameters."""
+    ids = {*map(id, parameters)}
+    return [model for model in _models if any(id(parameter) in ids for parameter in model.parameters())]
 
 
 def _compare(optimizer: Optimizer, plain: Sequence[Tensor], shards: Sequence[DTensor]) -> None:

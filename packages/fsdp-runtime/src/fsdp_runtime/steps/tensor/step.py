@@ -13,12 +13,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fsdp_runtime._torch_compat import hook_gradient
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.outputs.labels import has_sharded_logits
 from fsdp_runtime.steps.tensor.lora import resolve_adapted_plan
 from fsdp_runtime.values import require_bool, require_one_of
 from tp_plans import Plan, Replicate, Style, UnknownArchitectureError, check
+from tp_plans.runtime import fused_rows
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +132,8 @@ class TensorParallel(Step[tuple[str, ...]]):
             return
         plan = setup.plan.on_axis("tp") if isinstance(setup.plan, Plan) else setup.plan
         styles: Mapping[str, Any] = plan.to_torch(model) if isinstance(plan, Plan) else plan
+        if isinstance(plan, Plan):  # an attention module counts this rank's heads afterwards
+            runtime_state(model).fused_rows = fused_rows(model, plan)
         parallelize_module(model, tp_mesh, dict(styles))
         for parameter in model.parameters():
             if parameter.numel() == 1 and parameter.is_floating_point() and not isinstance(parameter, DTensor):

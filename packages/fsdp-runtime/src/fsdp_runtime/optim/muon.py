@@ -1,0 +1,238 @@
+"""Muon with AdamW for the other parameters, on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.optim.groups import param_groups
+from fsdp_runtime.optim.muon_blocks import Block, Matrix
+from fsdp_runtime.optim.muon_plan import MuonPlan
+from fsdp_runtime.optim.newton_schulz import COEFFICIENTS, orthogonalize, update_scale
+from fsdp_runtime.optim.roles import StoredMatrices, stored_matrices
+from fsdp_runtime.steps.guards.optimizers import models_with
+from fsdp_runtime.values import floating_dtype, require_one_of
+
+#: The elements of a bucket's matrices per owner: 64 MiB in bfloat16.
+_BUCKET = 2**25
+
+
+class Muon(Optimizer):
+    """Muon for the matrices of a model and AdamW for all other parameters, on any mesh.
+
+    Every matrix gets the update of its full matrix.  One rank of the mesh owns it: the other ranks send their blocks to
+    the owner, which orthogonalizes the momentum and sends the blocks of the update back.  Owners have equal FLOPs, and
+    a bucket of matrices needs two collectives, which overlap with the iterations of other buckets.  Each expert of a
+    stack is a matrix, and so is each part of a fused weight that the model's plan names: queries, keys, values, gate,
+    up, and the rotary rows of latent attention.
+
+    Embeddings, heads, norms, biases, routers and adapters take AdamW's step: see :func:`parameter_roles`.  The state
+    is sharded as the parameters.
+
+    Args:
+        params: the model; its groups from :func:`param_groups`; or ``model.parameters()`` of a parallelized model.
+        lr: the learning rate.
+        weight_decay: the decoupled weight decay.  Vectors have none where ``params`` is the model.
+        momentum: the decay of the momentum.
+        nesterov: use Nesterov momentum.
+        ns_coefficients: of the Newton-Schulz iteration.
+        eps: the least norm that a matrix is divided by.
+        ns_steps: the number of iterations.
+        adjust_lr_fn: the scale of an update ``[out, in]``: ``"match_rms_adamw"`` is ``0.2 * sqrt(max(out, in))``, with
+            AdamW's learning rate and decay; ``"original"`` is ``sqrt(max(1, out / in))``.
+        adamw_lr: AdamW's learning rate, by default ``lr``.
+        betas: of AdamW.
+        adamw_eps: of AdamW.
+        model: the model of ``params``, if it is not parallelized.
+        ns_dtype: the dtype of the iterations and of the blocks on the wire.
+        compile: compile the iterations; a mapping has keywords of ``torch.compile``.
+        bucket_numel: the most elements of an owner's matrices in one bucket.
+
+    Raises:
+        OptionError: a value is not allowed, the roles of the parameters are unknown, or a group for Muon has a
+            parameter without matrices.
+
+    Source: K. Jordan, https://kellerjordan.github.io/posts/muon/; "match_rms_adamw": Moonlight (arXiv:2502.16982).
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime.optim import Muon
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]), nn.Linear(4, 8))
+        >>> optimizer = Muon(model, lr=1e-3)
+        >>> [(group["use_muon"], len(group["params"])) for group in optimizer.param_groups]
+        [(True, 1), (False, 2), (False, 2)]
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        *,
+        adamw_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        model: nn.Module | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
+        bucket_numel: int = _BUCKET,
+    ) -> None:
+        require_one_of("adjust_lr_fn", adjust_lr_fn, ("match_rms_adamw", "original"))
+        numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps, "eps": eps}
+        for name, value in numbers.items():
+            if value < 0 or (name == "momentum" and value >= 1):
+                raise OptionError(f"{name}={value!r}: give 0 or more{', less than 1' if name == 'momentum' else ''}")
+        self._dtype = cast(torch.dtype, floating_dtype("ns_dtype", ns_dtype))
+        self._limit, self._adamw_lr, self._model = bucket_numel, adamw_lr, model
+        options = dict(compile) if isinstance(compile, Mapping) else {}
+        self._orthogonalize = orthogonalize if compile is False else torch.compile(orthogonalize, **options)
+        self._stored: dict[Tensor, StoredMatrices] = {}
+        self._plans: dict[tuple[int, ...], MuonPlan] = {}
+        if isinstance(params, nn.Module):
+            self._model = params
+            params = param_groups(params, lr=lr, weight_decay=weight_decay, adamw_lr=adamw_lr)
+        settings = {"nesterov": nesterov, "ns_coefficients": ns_coefficients, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, {**numbers, **settings, "betas": betas, "adamw_eps": adamw_eps})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; without ``use_muon`` it becomes a group for Muon and a group for AdamW."""
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else [p[1] if isinstance(p, tuple) else p for p in given]
+        stored = self._matrices_of(parameters, needed="use_muon" not in param_group)
+        if param_group.get("use_muon"):
+            for parameter in parameters:
+                if parameter not in stored and parameter.ndim not in (2, 3):
+                    raise OptionError(
+                        f"a group with use_muon=True has a parameter of shape {tuple(parameter.shape)}, which is no "
+                        "matrix: take the groups from param_groups(model), or set use_muon=False"
+                    )
+                self._stored[parameter] = stored.get(parameter, StoredMatrices())
+        if "use_muon" in param_group:
+            super().add_param_group({**param_group, "params": parameters})
+            return
+        for use_muon in (True, False):
+            part = [parameter for parameter in parameters if (parameter in stored) is use_muon]
+            lr = {} if use_muon or self._adamw_lr is None else {"lr": self._adamw_lr}
+            if part:
+                self.add_param_group({**param_group, **lr, "params": part, "use_muon": use_muon})
+
+    def _matrices_of(self, parameters: Sequence[Tensor], *, needed: bool) -> Mapping[Tensor, StoredMatrices]:
+        """Return the matrices that parameters store, from the model that contains the parameters."""
+        models = models_with(parameters) or ([] if self._model is None else [self._model])
+        if needed and not models:
+            raise OptionError(
+                f"the roles of {len(parameters)} parameters are unknown: pass model=model, or build the optimizer "
+                "after parallelize(model, ...)"
+            )
+        return {parameter: matrices for model in models for parameter, matrices in stored_matrices(model).items()}
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step.  Collective over the mesh of the parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if not group["use_muon"]:
+                self._step_adamw(group)
+        self._step_muon([group for group in self.param_groups if group["use_muon"]])
+        return loss
+
+    def _step_muon(self, groups: Sequence[dict[str, Any]]) -> None:
+        of = {parameter: group for group in groups for parameter in group["params"] if parameter.grad is not None}
+        locals_ = {parameter: self._momentum(parameter, group) for parameter, group in of.items()}
+
+        def read(matrix: Matrix, block: Block) -> Tensor:
+            _, gradient, momentum = locals_[matrix.parameter]
+            part, group = momentum[block.local], of[matrix.parameter]
+            return gradient[block.local].lerp(part, group["momentum"]) if group["nesterov"] else part
+
+        def iterate(matrix: Matrix, full: Tensor) -> Tensor:
+            group = of[matrix.parameter]
+            arguments = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+            return self._orthogonalize(full.view(full.shape[-2:]), *arguments).view(full.shape)
+
+        def apply(matrix: Matrix, block: Block, update: Tensor) -> None:
+            group = of[matrix.parameter]
+            scale = update_scale(*matrix.out_in, group["adjust_lr_fn"])
+            local = locals_[matrix.parameter][0][block.local]
+            local.add_(update.to(local.device), alpha=-float(group["lr"]) * scale)
+
+        self._plan(of).run(read, iterate, apply, self._dtype)
+
+    def _momentum(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Decay a parameter and update its momentum; return the local parts of both and of the gradient."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum, gradient = _local(state["momentum_buffer"]), _local_gradient(parameter)
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        local = _local(parameter)
+        local.mul_(1 - float(group["lr"]) * group["weight_decay"])
+        return local, gradient, momentum
+
+    def _plan(self, of: Mapping[Tensor, Mapping[str, Any]]) -> MuonPlan:
+        """Return the plan for the parameters that have gradients now."""
+        key = tuple(map(id, of))
+        if key not in self._plans:
+            steps = {parameter: group["ns_steps"] for parameter, group in of.items()}
+            self._plans[key] = MuonPlan({p: self._stored[p] for p in of}, steps, self._limit)
+        return self._plans[key]
+
+    def _step_adamw(self, group: Mapping[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        adamw(
+            [_local(parameter) for parameter in parameters],
+            [_local_gradient(parameter) for parameter in parameters],
+            [_local(state["exp_avg"]) for state in states],
+            [_local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    """Return the local gradient in the layout and the dtype of the parameter."""
+    gradient = cast(Tensor, parameter.grad)
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        if gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return _local(gradient).to(parameter.dtype)
