@@ -68,7 +68,7 @@ class Muon(Optimizer):
         >>> model = nn.Sequential(nn.Embedding(8, 4), nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]), nn.Linear(4, 8))
         >>> optimizer = Muon(model, lr=1e-3)
         >>> [(group["use_muon"], len(group["params"])) for group in optimizer.param_groups]
-        [(True, 1), (False, 2), (False, 2)]
+        [(False, 2), (True, 1), (False, 2)]
     """
 
     def __init__(
@@ -232,7 +232,6 @@ def _local(tensor: Tensor) -> Tensor:
 def _local_gradient(parameter: Tensor) -> Tensor:
     """Return the local gradient in the layout and the dtype of the parameter."""
     gradient = cast(Tensor, parameter.grad)
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-        if gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, parameter).placements:
+        gradient = gradient.redistribute(placements=cast(DTensor, parameter).placements)
     return _local(gradient).to(parameter.dtype)

@@ -66,7 +66,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
         ('matrix', 'head')
     """
     tree = ModelTree.of(model)
-    stacks = tuple(path for path in tree.modules if tree.is_expert_stack(path) or leaf(path) == "experts")
+    stacks = tuple(path for path in tree.modules if _are_experts(tree, path))
     order = {path: place for place, path in enumerate(tree.modules)}
     last = order[tree.decoder_blocks[-1]] if tree.decoder_blocks else len(order)
     roles = {}
@@ -95,9 +95,15 @@ def _role(tree: ModelTree, path: str, stacks: tuple[str, ...], *, is_head: bool)
         return "router"
     if parameter.ndim == 3 and in_experts:
         return "expert"
-    if parameter.ndim > 2 or min(parameter.shape) < 2 or not _multiplies(tree.modules[owner]):
-        return "other"
-    return "head" if is_head else "matrix"
+    if is_head and parameter.ndim == 2:
+        return "head"
+    is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and _multiplies(tree.modules[owner])
+    return "matrix" if is_matrix else "other"
+
+
+def _are_experts(tree: ModelTree, path: str) -> bool:
+    stacked = any(parameter.ndim == 3 for parameter in tree.own_parameters(path).values())
+    return tree.is_expert_stack(path) or (leaf(path).endswith("experts") and (stacked or tree.is_numbered(path)))
 
 
 def _is_router(tree: ModelTree, owner: str, stack: str) -> bool:
@@ -149,7 +155,9 @@ def _gate_and_up(tree: ModelTree, path: str) -> StoredMatrices:
             (rows, columns), (hidden, width) = (tuple(projection.shape[-2:]) for projection in both)
             if (rows, columns) in ((2 * width, hidden), (width, 2 * hidden)):
                 dim = -2 if columns == hidden else -1
+                if leaf(named) != names[0]:
+                    return StoredMatrices(is_transposed=dim == -1)
                 sizes = (width, width) if dim == -2 else (hidden, hidden)
                 interleaved = getattr(module, "is_concatenated", True) is False
-                return StoredMatrices(dim, sizes if leaf(named) == names[0] else (), interleaved, dim == -1)
+                return StoredMatrices(dim, sizes, interleaved, dim == -1)
     return StoredMatrices(is_transposed=bool(getattr(module, "is_transposed", False)))
