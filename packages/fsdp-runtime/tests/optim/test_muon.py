@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -70,7 +70,7 @@ def _on(name: str, axes: Mapping[str, int]) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("axes", TWO)
-@pytest.mark.parametrize("name", (*DENSE, *MIXTURES))
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
 def test_muon_on_two_ranks_equals_one_process(two_ranks: RankPool, name: str, axes: Mapping[str, int]) -> None:
     for error, worst in two_ranks.run(_on, name, axes):
         assert error <= 1e-6, worst

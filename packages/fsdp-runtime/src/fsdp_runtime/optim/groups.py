@@ -13,7 +13,7 @@ from fsdp_runtime.values import require_one_of
 from tp_plans.model_tree import ModelTree, is_at_or_below
 
 #: The roles without weight decay in the recipes of GPT-3, Llama and transformers' trainer.
-NO_DECAY = ("norm", "bias", "other")
+NO_DECAY: tuple[Role, ...] = ("norm", "bias", "other")
 
 
 def param_groups(

@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.optim.groups import param_groups
 from fsdp_runtime.optim.muon_blocks import Block, Matrix
-from fsdp_runtime.optim.muon_plan import MuonPlan
+from fsdp_runtime.optim.muon_plan import MuonPlan, require_same_gradients
 from fsdp_runtime.optim.newton_schulz import COEFFICIENTS, orthogonalize, update_scale
 from fsdp_runtime.optim.roles import StoredMatrices, stored_matrices
 from fsdp_runtime.steps.guards.optimizers import models_with
@@ -112,33 +113,35 @@ class Muon(Optimizer):
         """Add a group of parameters; without ``use_muon`` it becomes a group for Muon and a group for AdamW."""
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else [p[1] if isinstance(p, tuple) else p for p in given]
-        stored = self._matrices_of(parameters, needed="use_muon" not in param_group)
-        if param_group.get("use_muon"):
+        use_muon = param_group.get("use_muon")
+        if use_muon is not False and not all(parameter in self._stored for parameter in parameters):
+            self._read_models(parameters, needed=use_muon is None)
+        if use_muon:
             for parameter in parameters:
-                if parameter not in stored and parameter.ndim not in (2, 3):
+                if parameter not in self._stored and parameter.ndim not in (2, 3):
                     raise OptionError(
                         f"a group with use_muon=True has a parameter of shape {tuple(parameter.shape)}, which is no "
                         "matrix: take the groups from param_groups(model), or set use_muon=False"
                     )
-                self._stored[parameter] = stored.get(parameter, StoredMatrices())
-        if "use_muon" in param_group:
+                self._stored.setdefault(parameter, StoredMatrices())
+        if use_muon is not None:
             super().add_param_group({**param_group, "params": parameters})
             return
-        for use_muon in (True, False):
-            part = [parameter for parameter in parameters if (parameter in stored) is use_muon]
-            lr = {} if use_muon or self._adamw_lr is None else {"lr": self._adamw_lr}
-            if part:
-                self.add_param_group({**param_group, **lr, "params": part, "use_muon": use_muon})
+        for choice in (True, False):
+            lr = {} if choice or self._adamw_lr is None else {"lr": self._adamw_lr}
+            if part := [parameter for parameter in parameters if (parameter in self._stored) is choice]:
+                self.add_param_group({**param_group, **lr, "params": part, "use_muon": choice})
 
-    def _matrices_of(self, parameters: Sequence[Tensor], *, needed: bool) -> Mapping[Tensor, StoredMatrices]:
-        """Return the matrices that parameters store, from the model that contains the parameters."""
+    def _read_models(self, parameters: Sequence[Tensor], *, needed: bool) -> None:
+        """Find the matrices that parameters store, in the models that contain the parameters."""
         models = models_with(parameters) or ([] if self._model is None else [self._model])
         if needed and not models:
             raise OptionError(
                 f"the roles of {len(parameters)} parameters are unknown: pass model=model, or build the optimizer "
                 "after parallelize(model, ...)"
             )
-        return {parameter: matrices for model in models for parameter, matrices in stored_matrices(model).items()}
+        for model in models:
+            self._stored.update(stored_matrices(model))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -153,18 +156,32 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        plan = self._plan()  # raises before a parameter changes
         for group in self.param_groups:
             if not group["use_muon"]:
                 self._step_adamw(group)
-        self._step_muon([group for group in self.param_groups if group["use_muon"]])
+        self._step_muon(plan)
         return loss
 
-    def _step_muon(self, groups: Sequence[dict[str, Any]]) -> None:
-        of = {parameter: group for group in groups for parameter in group["params"] if parameter.grad is not None}
-        locals_ = {parameter: self._momentum(parameter, group) for parameter, group in of.items()}
+    def _plan(self) -> MuonPlan:
+        """Return the plan for the matrices that have gradients now."""
+        of = {parameter: g for g in self.param_groups if g["use_muon"] for parameter in g["params"]}
+        key = tuple(id(parameter) for parameter in of if parameter.grad is not None)
+        if key not in self._plans:
+            if not all(parameter in self._stored for parameter in of):  # parallelize has replaced the parameters
+                self._read_models(list(of), needed=True)
+            stored = {parameter: self._stored[parameter] for parameter in of}
+            require_same_gradients(stored)
+            steps = {parameter: group["ns_steps"] for parameter, group in of.items() if parameter.grad is not None}
+            self._plans[key] = MuonPlan({parameter: stored[parameter] for parameter in steps}, steps, self._limit)
+        return self._plans[key]
+
+    def _step_muon(self, plan: MuonPlan) -> None:
+        of = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        tensors = {parameter: self._momentum(parameter, of[parameter]) for parameter in plan.parameters}
 
         def read(matrix: Matrix, block: Block) -> Tensor:
-            _, gradient, momentum = locals_[matrix.parameter]
+            _, gradient, momentum = tensors[matrix.parameter]
             part, group = momentum[block.local], of[matrix.parameter]
             return gradient[block.local].lerp(part, group["momentum"]) if group["nesterov"] else part
 
@@ -176,57 +193,43 @@ class Muon(Optimizer):
         def apply(matrix: Matrix, block: Block, update: Tensor) -> None:
             group = of[matrix.parameter]
             scale = update_scale(*matrix.out_in, group["adjust_lr_fn"])
-            local = locals_[matrix.parameter][0][block.local]
+            local = tensors[matrix.parameter][0][block.local]
             local.add_(update.to(local.device), alpha=-float(group["lr"]) * scale)
 
-        self._plan(of).run(read, iterate, apply, self._dtype)
+        plan.run(read, iterate, apply, self._dtype)
 
     def _momentum(self, parameter: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Decay a parameter and update its momentum; return the local parts of both and of the gradient."""
+        """Decay a parameter and update its momentum; return the local parameter, gradient and momentum."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum, gradient = _local(state["momentum_buffer"]), _local_gradient(parameter)
+        momentum, gradient = local_tensor(state["momentum_buffer"]), _local_gradient(parameter)
         momentum.lerp_(gradient, 1 - group["momentum"])
-        local = _local(parameter)
-        local.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        return local, gradient, momentum
-
-    def _plan(self, of: Mapping[Tensor, Mapping[str, Any]]) -> MuonPlan:
-        """Return the plan for the parameters that have gradients now."""
-        key = tuple(map(id, of))
-        if key not in self._plans:
-            steps = {parameter: group["ns_steps"] for parameter, group in of.items()}
-            self._plans[key] = MuonPlan({p: self._stored[p] for p in of}, steps, self._limit)
-        return self._plans[key]
+        local = local_tensor(parameter)
+        return local.mul_(1 - float(group["lr"]) * group["weight_decay"]), gradient, momentum
 
     def _step_adamw(self, group: Mapping[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter in parameters:
-            state = self.state[parameter]
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
             if not state:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        states = [self.state[parameter] for parameter in parameters]
         adamw(
-            [_local(parameter) for parameter in parameters],
+            [local_tensor(parameter) for parameter in parameters],
             [_local_gradient(parameter) for parameter in parameters],
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
+            [local_tensor(state["exp_avg"]) for state in states],
+            [local_tensor(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=group["lr"],
+            lr=float(group["lr"]),
             weight_decay=group["weight_decay"],
             eps=group["adamw_eps"],
             maximize=False,
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:
@@ -234,4 +237,4 @@ def _local_gradient(parameter: Tensor) -> Tensor:
     gradient = cast(Tensor, parameter.grad)
     if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, parameter).placements:
         gradient = gradient.redistribute(placements=cast(DTensor, parameter).placements)
-    return _local(gradient).to(parameter.dtype)
+    return local_tensor(gradient).to(parameter.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,12 @@ class MuonPlan:
     """The matrices of some parameters, with the ranks that orthogonalize them."""
 
     def __init__(self, stored: Mapping[Tensor, StoredMatrices], steps: Mapping[Tensor, int], limit: int) -> None:
-        parameters, rank = list(stored), own_rank()
-        self.group = group_of(parameters)
+        self.parameters, rank = list(stored), own_rank()
+        self.group = group_of(self.parameters)
         ranks = [rank] if self.group is None else dist.get_process_group_ranks(self.group)
-        self._require_equal(stored)
         finder = BlockFinder(ranks)
         self.matrices: list[Matrix] = []
-        for parameter in parameters:
+        for parameter in self.parameters:
             for indices in stored[parameter].indices(tuple(parameter.shape)):
                 shape = tuple(map(len, indices))
                 flops = iteration_flops(shape[-2], shape[-1], steps[parameter])
@@ -62,13 +62,6 @@ class MuonPlan:
             )
             for bucket in make_buckets(self.matrices, limit)
         ]
-
-    def _require_equal(self, stored: Mapping[Tensor, StoredMatrices]) -> None:
-        """Raise on all ranks unless the ranks have gradients for the same matrices."""
-        if self.group is not None:
-            layouts = [(tuple(parameter.shape), matrices) for parameter, matrices in stored.items()]
-            name = "the list of matrices with gradients"
-            require_equal_on_all(all_gather_objects(ModelRanks((self.group,)), {name: layouts}))
 
     def run(
         self,
@@ -93,12 +86,27 @@ class MuonPlan:
                 full[matrix.number][block.place].copy_(values)
             for matrix in bucket.owned:
                 full[matrix.number] = orthogonalize(matrix, full[matrix.number])
-            started = bucket.from_owners.start(lambda m, b, full=full: full[m.number][b.place], dtype, device)
+            started = bucket.from_owners.start(partial(_part, full), dtype, device)
             for update in returning():
                 apply(*update)
             returning = started
         for update in returning():
             apply(*update)
+
+
+def _part(full: Mapping[int, Tensor], matrix: Matrix, block: Block) -> Tensor:
+    return full[matrix.number][block.place]
+
+
+def require_same_gradients(stored: Mapping[Tensor, StoredMatrices]) -> None:
+    """Raise on all ranks unless the ranks have gradients of the same matrices."""
+    if (group := group_of(list(stored))) is not None:
+        numbered = enumerate(stored.items())
+        gradients = {
+            f"the gradient of {matrices.path or f'matrix {number}'}": "missing" if parameter.grad is None else "present"
+            for number, (parameter, matrices) in numbered
+        }
+        require_equal_on_all(all_gather_objects(ModelRanks((group,)), gradients))
 
 
 def group_of(parameters: Sequence[Tensor]) -> ProcessGroup | None:

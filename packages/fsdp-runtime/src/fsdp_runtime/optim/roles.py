@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class StoredMatrices:
     sizes: tuple[int, ...] = ()  # sizes of the fused matrices along it; empty for a single matrix
     is_interleaved: bool = False  # the fused matrices take turns, row by row
     is_transposed: bool = False  # stored ``[in, out]``
+    path: str = ""  # of the parameter
 
     def indices(self, shape: tuple[int, ...]) -> Iterator[tuple[range, ...]]:
         """Yield the indices of each matrix along every dim of the parameter."""
@@ -122,16 +123,16 @@ def stored_matrices(model: nn.Module) -> dict[Tensor, StoredMatrices]:
     roles = parameter_roles(model)
     named = {path: parameter for path, parameter in model.named_parameters() if roles[path] in MATRICES}
     tree, rows = ModelTree.of(model), _fused_rows(model, named)
-    stored = {}
+    stored: dict[Tensor, StoredMatrices] = {}
     for path, parameter in named.items():
         owner = parent(path)
-        if roles[path] == "expert" or leaf(owner) in dict(FUSED_MLPS):
-            stored[parameter] = _gate_and_up(tree, path)
-        else:
-            transposed = type(tree.modules[owner]).__name__ == "Conv1D"
-            stored[parameter] = StoredMatrices(is_transposed=transposed)
         if id(parameter) in rows:
-            stored[parameter] = StoredMatrices(sizes=rows[id(parameter)])
+            matrices = StoredMatrices(sizes=rows[id(parameter)])
+        elif roles[path] == "expert" or leaf(owner) in dict(FUSED_MLPS):
+            matrices = _gate_and_up(tree, path)
+        else:
+            matrices = StoredMatrices(is_transposed=type(tree.modules[owner]).__name__ == "Conv1D")
+        stored[parameter] = replace(matrices, path=path)
     return stored
 
 
@@ -150,9 +151,9 @@ def _gate_and_up(tree: ModelTree, path: str) -> StoredMatrices:
     named, tail = (parent(path), ".weight") if of_module else (path, "")
     module = tree.modules[parent(path)]
     for names in FUSED_MLPS:
-        both = [tree.parameters.get(join(parent(named), name) + tail) for name in names]
-        if leaf(named) in names and both[0] is not None and both[1] is not None:
-            (rows, columns), (hidden, width) = (tuple(projection.shape[-2:]) for projection in both)
+        places = [join(parent(named), name) + tail for name in names]
+        if leaf(named) in names and all(place in tree.parameters for place in places):
+            (rows, columns), (hidden, width) = (tuple(tree.parameters[place].shape[-2:]) for place in places)
             if (rows, columns) in ((2 * width, hidden), (width, 2 * hidden)):
                 dim = -2 if columns == hidden else -1
                 if leaf(named) != names[0]:
