@@ -19,6 +19,7 @@ class RuntimeState:
     reshard_after_forward: bool | None = None  # of the step ``FSDP2``; ``None`` if other code wrapped the module
     is_fsdp_root: bool = False  # ``FSDP2`` made it the root of its FSDP modules
     checkpoint_contexts: Callable[[], Any] | None = None  # the ``context_fn`` of selective checkpointing
+    activations: Any = None  # the order of the blocks with activations on the host
     compiled: Any = None  # a block's compiled call, while it runs in Python to record outputs
     recomputes_in_python: bool = False  # outside of compiled graphs
     carried: tuple[Any, ...] = ()  # state that a forward passes to its recomputation

@@ -26,16 +26,32 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
         local = local_tensor(tensor)
         if local.numel() and local.device.type != "meta" and local.untyped_storage().nbytes() == 0:
             raise freed()
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected "
-                f"version {version}"
-            )
-        return tensor
+        return unchanged(saved)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    """Return a saved tensor; raise torch's error if an operator has changed it since it had the version."""
+    tensor, version = saved
+    require_version(tensor, tensor._version, version)
+    return tensor
+
+
+def require_version(tensor: Tensor, version: int, expected: int) -> None:
+    """Raise torch's error of a saved tensor that was changed in place, if its versions differ."""
+    if version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {version}, expected "
+            f"version {expected}"
+        )
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Return a tensor's version, which grows with each in-place operator (private in torch 2.11 to 2.15)."""
+    return tensor._version
 
 
 def autograd_position() -> int:

@@ -26,6 +26,17 @@ def reduce_scatter_flat(output: Tensor, full: Tensor, group: ProcessGroup) -> di
     return work
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """Return the result of an asynchronous functional collective, complete; other tensors unchanged."""
+    # ``AsyncCollectiveTensor`` is private in torch 2.11 to 2.15, and local tensors of DTensors are such tensors.
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if not isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
+    complete: Tensor = tensor.trigger_wait()
+    return complete
+
+
 def clone_default_store() -> Store:
     """A new connection to the store of ``init_process_group``; torch 2.11 to 2.15 have no public function for it."""
     store: Any = distributed_c10d._get_default_store()

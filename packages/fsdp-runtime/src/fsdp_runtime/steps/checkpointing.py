@@ -15,15 +15,16 @@ from torch import nn
 from fsdp_runtime._torch_compat import has_forward
 from fsdp_runtime._transformers_compat.models import disable_cache
 from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.memory.activations import ActivationOrder
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.recomputation import Recomputing
+from fsdp_runtime.steps.recomputation import Offloading, Recomputing
 from fsdp_runtime.steps.routing.routers import routers_of
 from fsdp_runtime.steps.routing.session import CarriedRoutes
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts
-from fsdp_runtime.values import require_one_of
+from fsdp_runtime.values import require_bool, require_one_of
 from fsdp_runtime.wrap import wrap
 from tp_plans.naming import MLP_MODULES
 
@@ -90,12 +91,19 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
     Recomputation would append each key to a key/value cache twice, so ``use_cache`` of the model's configs is set to
     ``False`` where whole blocks recompute.
 
+    With ``offload`` the tensors that blocks keep for backward, such as the inputs of blocks that recompute, are copied to
+    host memory (pinned for an accelerator) on a stream of their own.  Backward copies them back a block ahead of its
+    use.  Parameters, buffers, masks and storages below 1,024 bytes stay on the device.  Gradients are the same, bit for
+    bit.  ``fsdp_runtime.meters.StepMeter`` reports the bytes on the host.
+
     Args:
         mode: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in backward; or a
             :class:`SelectiveCheckpoint` with the operators to keep.
+        offload: keep on the host what blocks keep for backward, in every mode.
 
     Raises:
         OptionError: an unknown mode.
+        OffloadError: in a forward, if the host's memory does not suffice.
 
     Example:
         >>> from torch import nn
@@ -107,6 +115,10 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
     """
 
     mode: CheckpointMode = "block"
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        require_bool("offload", self.offload)
 
     def check(self, setup: Setup) -> tuple[str, ...]:
         """Return the paths of the modules that recompute."""
@@ -122,9 +134,18 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
         return tuple(path for path, block in setup.structure.blocks.items() if has_forward(block))
 
     def apply(self, model: nn.Module, setup: Setup, checked: tuple[str, ...]) -> None:
-        """Make the modules recompute."""
-        if self.mode == "none":
-            return
+        """Make the modules recompute, and blocks keep tensors on the host."""
+        if self.mode != "none":
+            self._recompute(model, setup, checked)
+        if self.offload:
+            order = ActivationOrder()
+            blocks = [block for block in map(model.get_submodule, setup.structure.blocks) if has_forward(block)]
+            wrap(blocks, Offloading)
+            for block in blocks:
+                runtime_state(block).activations = order
+            logger.info("activations of %d blocks stay on the host until backward", len(blocks))
+
+    def _recompute(self, model: nn.Module, setup: Setup, checked: tuple[str, ...]) -> None:
         selective = SelectiveCheckpoint() if self.mode == "selective" else self.mode
         saved = selective.overloads() if isinstance(selective, SelectiveCheckpoint) else None
         exchanged = routers_of(setup.structure) if setup.expert_plan is not None else None

@@ -1,4 +1,4 @@
-"""The forward of a module that frees its activations and recomputes them in backward."""
+"""The forwards of modules that free their activations: to recompute them in backward, or with a copy on the host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime._transformers_compat.models import given_cache, is_cache
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.memory.activations import activations_on_host
 from fsdp_runtime.runtime_state import RUNTIME_STATE
 from fsdp_runtime.steps.saved_tensors import SelectiveContexts, contexts_of_compiled
 from fsdp_runtime.wrap import Wrapper
@@ -58,3 +59,18 @@ def _recompute_in_python(forward: Any, state: Any, module: nn.Module, args: Any,
     if contexts is None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
+
+
+class Offloading(Wrapper):
+    """Keeps the tensors that a block saves for backward on the host; outside of the block's compiled code."""
+
+    effect = "activations on the host until backward"
+
+    @partial(torch.compiler.disable, recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with its hooks, which gather and free its parameters."""
+        call = super().__call__  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        with activations_on_host(self, (args, kwargs), self.__dict__[RUNTIME_STATE].activations):  # type: ignore[arg-type]  # a module
+            return call(*args, **kwargs)

@@ -9,9 +9,11 @@ a kept result, the module's forward runs again without keeping that operator's r
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fsdp_runtime._torch_compat import TorchDispatchMode, storage_key, tree_leaves, written_arguments
+from fsdp_runtime.memory.activations import BlockActivations, running_block
 
 _unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
 
@@ -49,8 +52,9 @@ class SelectiveContexts:
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a forward and of its recomputation."""
-        kept, reused = create_selective_checkpoint_contexts(list(self.saved))  # type: ignore[no-untyped-call]
-        return _both(_Only(self.saved, kept), _WatchWrites(self.saved)), _Reused(self.saved, reused)
+        kept, reused = _caches(self.saved)
+        watched = _both(_Only(self.saved, kept), _WatchWrites(self.saved))
+        return _then_to_host(watched, kept), _Reused(self.saved, reused)
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Return ``forward()``, repeated as long as it writes into kept results."""
@@ -67,26 +71,81 @@ class SelectiveContexts:
 def contexts_of_compiled(saved: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return torch's contexts for a module that is compiled in one graph, else eager contexts."""
     # A module with code that the compiler leaves to Python, such as the code of packed rows, runs its checkpoint there.
-    kept, reused = create_selective_checkpoint_contexts(list(saved))  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling():
+        kept, reused = create_selective_checkpoint_contexts(list(saved))  # type: ignore[no-untyped-call]
         return kept, reused
-    return _Only(saved, kept), _Reused(saved, reused)
+    kept, reused = _caches(saved)
+    return _then_to_host(_Only(saved, kept), kept), _Reused(saved, reused)
+
+
+def _caches(saved: Iterable[Any]) -> tuple[Any, Any]:
+    """Return the calls that keep and reuse results: of torch's modes, or on the host with the block's activations."""
+    if (block := running_block()) is not None:
+        results = _HostResults(block)
+        return results.keep, results.reuse
+    kept, reused = create_selective_checkpoint_contexts(list(saved))  # type: ignore[no-untyped-call]
+    return kept.__torch_dispatch__, reused.__torch_dispatch__
+
+
+class _HostResults:
+    """The kept results of one forward: on the device until the forward's end, then on the host."""
+
+    # Results of collectives are complete at that end: other operators have read them.
+
+    def __init__(self, block: BlockActivations) -> None:
+        self._block = block
+        self._results: dict[Any, list[Any]] = defaultdict(list)
+
+    def keep(self, func: Any, _types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator, and keep its result."""
+        result = func(*args, **kwargs)
+        self._results[func].append(result)
+        return result
+
+    def to_host(self) -> None:
+        """Copy the results to the host."""
+        for results in self._results.values():
+            results[:] = [_mapped(self._packed, result) for result in results]
+
+    def reuse(self, func: Any, _types: Any, _args: Any, _kwargs: Any) -> Any:
+        """Return the kept result of an operator."""
+        if not (results := self._results[func]):
+            raise RuntimeError(f"the recomputation of a block runs {func} more often than the block's forward did")
+        return _mapped(lambda leaf: leaf(), results.pop(0))
+
+    def _packed(self, leaf: Any) -> Callable[[], Any]:
+        if not isinstance(leaf, Tensor):
+            return lambda: leaf
+        return partial(self._block.unpack, self._block.pack(leaf.detach()))
+
+
+def _mapped(function: Callable[[Any], Any], result: Any) -> Any:
+    """Apply a function to an operator's result, or to each element of several results."""
+    return type(result)(map(function, result)) if isinstance(result, tuple | list) else function(result)
+
+
+@contextmanager
+def _then_to_host(context: AbstractContextManager[Any], keep: Any) -> Iterator[None]:
+    with context:
+        yield
+    if isinstance(results := getattr(keep, "__self__", None), _HostResults):
+        results.to_host()
 
 
 class _Only(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes the operators with kept results on to torch's mode, which refuses a recomputation with other operators."""
+    """Passes the operators with kept results on to a call, which refuses a recomputation with other operators."""
 
     # FSDP2 gathers the parameters of a part (experts over ``ep``) in one of the two forwards only, if they are already
     # gathered in the other forward.
 
-    def __init__(self, saved: Iterable[Any], mode: Any) -> None:
+    def __init__(self, saved: Iterable[Any], run: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saved = frozenset(saved)
-        self.mode = mode
+        self.run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.saved and not _unrecorded.get():
-            return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
+            return self.run(func, types, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

@@ -1,0 +1,141 @@
+"""Copies between a device and host memory: on an accelerator from and to pinned memory, on a stream of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.errors import OffloadError
+
+
+class Copies(Protocol):
+    """Copies of one device.  A copy begins after the work that the current stream has at the call."""
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Return host memory for copies, ``[bytes]`` uint8."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Begin to copy a tensor; both tensors stay in use until the current stream or the host has waited."""
+
+    def to_host(self, source: Tensor) -> Any:
+        """Begin to copy a tensor to new host memory."""
+
+    def to_device(self, host: Any) -> Tensor:
+        """Begin to copy the result of :meth:`to_host` back to new memory of the device."""
+
+    def record(self) -> Any:
+        """Return an event behind the copies so far."""
+
+    def wait(self, event: Any) -> None:
+        """Let the current stream wait for an event; the host goes on."""
+
+    def synchronize(self, event: Any) -> None:
+        """Let the host wait for an event."""
+
+
+class HostCopies:
+    """Copies within host memory, for a model on the CPU: each copy is complete at its call."""
+
+    def empty(self, nbytes: int) -> Tensor:
+        """See :class:`Copies`."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See :class:`Copies`."""
+        target.copy_(source)
+
+    def to_host(self, source: Tensor) -> Any:
+        """See :class:`Copies`."""
+        return source.clone()
+
+    def to_device(self, host: Any) -> Tensor:
+        """See :class:`Copies`."""
+        copy: Tensor = host.clone()
+        return copy
+
+    def record(self) -> Any:
+        """See :class:`Copies`."""
+
+    def wait(self, event: Any) -> None:
+        """See :class:`Copies`."""
+
+    def synchronize(self, event: Any) -> None:
+        """See :class:`Copies`."""
+
+
+class DeviceCopies(HostCopies):
+    """Copies between an accelerator and pinned memory, on one stream beside the stream of the computation."""
+
+    # Tensors of the device belong to the stream of the computation: it makes them, and it waits for a copy before it
+    # uses or frees them. So the caching allocator may reuse their memory in the order of that stream.
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def empty(self, nbytes: int) -> Tensor:
+        """See :class:`Copies`."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See :class:`Copies`."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+
+    def to_host(self, source: Tensor) -> Any:
+        """See :class:`Copies`."""
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self.copy(host, source)
+        return host
+
+    def to_device(self, host: Any) -> Tensor:
+        """See :class:`Copies`."""
+        target = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        self.copy(target, host)
+        return target
+
+    def record(self) -> Any:
+        """See :class:`Copies`."""
+        return self._stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """See :class:`Copies`."""
+        torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def synchronize(self, event: Any) -> None:
+        """See :class:`Copies`."""
+        event.synchronize()
+
+
+#: Makes the copies of a device; a dry run and tests put another function in its place.
+make_copies: Callable[[torch.device], Copies] = cache(
+    lambda device: HostCopies() if device.type == "cpu" else DeviceCopies(device)
+)
+
+
+def require_host_memory(nbytes: int, purpose: str, fix: str) -> None:
+    """Raise :class:`OffloadError` unless the host has ``nbytes`` of available memory."""
+    available = available_host_memory()
+    if available is not None and nbytes > available:
+        raise OffloadError(f"{purpose} take {nbytes:,} bytes of host memory, and {available:,} are available: {fix}")
+
+
+def available_host_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that new allocations may take on this host, within the limit of its cgroup; Linux only."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        group = root / "sys/fs/cgroup"
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        files = (group / "memory.stat").read_text().splitlines()
+    except (OSError, StopIteration, ValueError):
+        return locals().get("available")
+    reclaimed = sum(int(line.split()[1]) for line in files if line.startswith("inactive_file"))
+    return available if limit == "max" else max(0, min(available, int(limit) - used + reclaimed))
