@@ -18,9 +18,6 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
     # torch's error names only the storage. For tensors with hooks torch does not check for in-place changes (2.11 to
     # 2.15, since pytorch/pytorch#60975), so this function checks them; the version of a tensor is not public.
 
-    def pack(tensor: Tensor) -> tuple[Tensor, int]:
-        return tensor, tensor._version
-
     def unpack(saved: tuple[Tensor, int]) -> Tensor:
         tensor, version = saved
         local = local_tensor(tensor)
@@ -28,8 +25,14 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
             raise freed()
         return unchanged(saved)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(with_version, unpack):
         yield
+
+
+def with_version(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return a saved tensor and its version, for :func:`unchanged`; with hooks, torch does not compare versions."""
+    # A record that holds the tensor's own graph would keep the graph alive after its last backward.
+    return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 
 def unchanged(saved: tuple[Tensor, int]) -> Tensor:

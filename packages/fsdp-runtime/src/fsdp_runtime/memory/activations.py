@@ -33,6 +33,7 @@ from fsdp_runtime._torch_compat import (
     unchanged,
     viewed_tensor,
     waited,
+    with_version,
     wraps_tensors,
 )
 from fsdp_runtime.memory import host_copies
@@ -111,7 +112,7 @@ class BlockActivations:
     """The storages of one forward of a block; saved tensors hold this object until their backward."""
 
     def __init__(self, module: nn.Module, arguments: Any, order: ActivationOrder) -> None:
-        tensors = [local_tensor(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         self.order, self.module = order, module
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self.copies = host_copies.make_copies(self.device)
@@ -128,7 +129,7 @@ class BlockActivations:
         """Return a saved tensor's record, in place of the tensor."""
         local = waited(local_tensor(tensor))
         if (storage := self._copied(tensor, local)) is None:
-            return tensor, tensor_version(tensor)  # with hooks, torch does not compare versions
+            return with_version(tensor)
         layout = None
         if isinstance(tensor, DTensor):
             layout = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()

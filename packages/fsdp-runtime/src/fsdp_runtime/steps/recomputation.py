@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_runtime._transformers_compat.models import given_cache, is_cache
@@ -55,10 +55,24 @@ def _recompute_in_python(forward: Any, state: Any, module: nn.Module, args: Any,
     # is bound to the current documents and routes.
     for carried in state.carried:  # a graph keeps its own values
         forward = carried.bind(module, forward)
+    forward, args, kwargs = _by_position(forward, args, kwargs)
     contexts: SelectiveContexts | None = state.checkpoint_contexts
     if contexts is None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return contexts.run(partial(checkpoint, forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
+
+
+def _by_position(forward: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return a call with activations by position: torch saves these for backward, and holds keywords in a closure."""
+    moved = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad}
+    if not moved:
+        return forward, args, kwargs
+    names, count = tuple(moved), len(args)
+
+    def call(*args: Any, **others: Any) -> Any:
+        return forward(*args[:count], **dict(zip(names, args[count:], strict=True)), **others)
+
+    return call, (*args, *moved.values()), {name: value for name, value in kwargs.items() if name not in moved}
 
 
 class Offloading(Wrapper):
