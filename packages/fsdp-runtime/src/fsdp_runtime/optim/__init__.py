@@ -1,13 +1,15 @@
-"""Optimizers on any mesh, and parameter groups by role.
+"""Optimizers for models that are sharded over a mesh: their steps do not depend on the mesh.
 
-Optimizers: ``Muon``
-Groups:     ``param_groups``, ``parameter_roles``
+Update: ``Muon``
+Memory: ``CPUOffloadAdamW``
+Groups: ``param_groups``, ``parameter_roles``
 """
 
 from __future__ import annotations
 
+from fsdp_runtime.optim.cpu_offload import CPUOffloadAdamW
 from fsdp_runtime.optim.groups import param_groups
 from fsdp_runtime.optim.muon import Muon
 from fsdp_runtime.optim.roles import parameter_roles
 
-__all__ = ["Muon", "param_groups", "parameter_roles"]
+__all__ = ["CPUOffloadAdamW", "Muon", "param_groups", "parameter_roles"]

@@ -1,0 +1,288 @@
+"""AdamW with master weights and moments in host memory.
+
+Sources of the method: ZeRO-Offload (Ren et al., arXiv:2101.06840); torchao's ``CPUOffloadOptimizer``; Megatron-LM's
+``HybridDeviceOptimizer``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from fsdp_runtime._torch_compat import local_tensor, tensor_version
+from fsdp_runtime.errors import MismatchError, OptionError
+from fsdp_runtime.memory import host_copies
+from fsdp_runtime.optim.staging import Piece, Staging, chunks_of, pieces_of
+
+logger = logging.getLogger(__name__)
+#: Parameters of these dtypes have float32 masters and moments.
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class CPUOffloadAdamW(Optimizer):
+    """AdamW with its state in host memory: the device holds shards and gradients only.
+
+    The step runs on the host, by torch's fused kernel, chunk by chunk.  While the host computes one chunk, the gradients
+    of the next chunk arrive and the parameters of the chunk before leave, through pinned memory.  The step begins when
+    it is called, so norms and clipping of all gradients come before it.  A bfloat16 or float16 parameter has a
+    float32 master in the state under ``"master"``, which its moments follow.  Parameters of other dtypes are their own
+    masters, and a step equals a step of ``torch.optim.AdamW``.  Build it over ``model.parameters()`` after
+    ``parallelize``; learning-rate schedulers, ``torch.amp.GradScaler``, :func:`fsdp_runtime.save_training_state` and
+    torch's DCP work as with ``torch.optim.AdamW``.
+
+    **Set OMP_NUM_THREADS.**  ``torchrun`` sets it to 1 for several ranks per host, and the step then takes many times
+    as long: divide the host's cores by its ranks.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas: decay rates of the first and the second moment.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        amsgrad: use the largest second moment so far.
+        maximize: ascend.
+        fraction: fraction of the parameters with state on the host, counted in elements of full tensors, from the last
+            parameter on; the others step on the device.
+
+    Raises:
+        OptionError: ``fraction`` or another option is out of its range.
+        OffloadError: the state of this host's ranks does not fit into its memory.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fsdp_runtime.optim import CPUOffloadAdamW
+        >>> model = nn.Linear(4, 2, dtype=torch.bfloat16)
+        >>> optimizer = CPUOffloadAdamW(model.parameters(), lr=1e-3)
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[model.weight]), optimizer.state[model.weight]["master"].dtype
+        (['exp_avg', 'exp_avg_sq', 'master', 'step'], torch.float32)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        fraction: float = 1.0,
+    ) -> None:
+        if not 0.0 <= fraction <= 1.0:
+            raise OptionError(f"fraction={fraction}: give the part of the parameters on the host, from 0 to 1")
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise OptionError(
+                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: give numbers of at least 0, and betas "
+                "below 1"
+            )
+        self.fraction = fraction
+        # The version of a parameter after its last step, and its master: a later write to the parameter counts.
+        self._stepped: dict[Tensor, tuple[int, Tensor]] = {}
+        self._stages: tuple[Staging, Staging] | None = None
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+        self._require_room()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; return the result of ``closure``, which computes the gradients, if one is given.
+
+        On return the host has computed all parameters, and the current stream of the device waits for the last of them.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        on_host, on_device = self._divided()
+        for group, parameters in on_device:
+            self._step_on_device(group, parameters)
+        chunks = [
+            (group, chunk) for group, parameters in on_host for chunk in chunks_of([*self._pieces(parameters)])
+        ]
+        if chunks:
+            self._step_on_host(chunks)
+        for _, parameters in (*on_host, *on_device):
+            for parameter in parameters:
+                state = self.state[parameter]
+                state["step"] += 1
+                if "master" in state:
+                    self._stepped[parameter] = tensor_version(local_tensor(parameter)), state["master"]
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a result of ``state_dict`` for the same parameters on the same mesh; state goes to its place.
+
+        Raises:
+            MismatchError: the state is of other groups, shapes, placements or of another optimizer; nothing changes.
+        """
+        saved_groups, states = state_dict["param_groups"], state_dict["state"]
+        sizes = [[len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups)]
+        if sizes[0] != sizes[1]:
+            raise MismatchError(f"the groups have {sizes[0]} parameters, and the saved ones {sizes[1]}")
+        numbers = chain.from_iterable(group["params"] for group in saved_groups)
+        pairs = list(zip(self._parameters(), numbers, strict=True))
+        for parameter, number in pairs:
+            _require_state(number, parameter, states.get(number, {}))
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        self.state.clear()
+        for parameter, number in pairs:
+            if number in states:
+                self.state[parameter] = {name: value.detach().clone() for name, value in states[number].items()}
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _on_host(self) -> set[Tensor]:
+        """Return the parameters with state on the host: the last ones, the same on every mesh."""
+        parameters, chosen, count = list(self._parameters()), set(), 0
+        total = sum(parameter.numel() for parameter in parameters)
+        for parameter in reversed(parameters):
+            if count >= self.fraction * total:
+                break
+            chosen.add(parameter)
+            count += parameter.numel()
+        return chosen
+
+    def _divided(self) -> tuple[list[tuple[dict[str, Any], list[Tensor]]], ...]:
+        """Return the groups with their parameters that have gradients: on the host, and on the device."""
+        chosen = self._on_host()
+        on_host, on_device = [], []
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                device = torch.device("cpu") if parameter in chosen else parameter.device
+                self._prepare(parameter, device, amsgrad=group["amsgrad"])
+            on_host.append((group, [parameter for parameter in trained if parameter in chosen]))
+            on_device.append((group, [parameter for parameter in trained if parameter not in chosen]))
+        return on_host, on_device
+
+    def _prepare(self, parameter: Tensor, device: torch.device, *, amsgrad: bool) -> None:
+        """Make a parameter's state where it is missing, and move loaded state to its device."""
+        state, dtype = self.state[parameter], _master_dtype(parameter)
+        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+        for name in (*names, *(("master",) if dtype != parameter.dtype else ())):
+            if name not in state:
+                state[name] = _empty_like(parameter, dtype, device)
+                local = local_tensor(state[name])
+                local.copy_(local_tensor(parameter)) if name == "master" else local.zero_()
+            elif state[name].device != device or state[name].dtype != dtype:
+                loaded, state[name] = state[name], _empty_like(parameter, dtype, device)
+                local_tensor(state[name]).copy_(local_tensor(loaded))
+        state["step"] = state["step"].cpu()
+
+    def _written(self, parameter: Tensor) -> bool:
+        """Return whether others have written to a parameter since the last step, which rounded its master to it."""
+        version, master = self._stepped.get(parameter, (None, None))
+        return master is self.state[parameter]["master"] and version != tensor_version(local_tensor(parameter))
+
+    def _pieces(self, parameters: Iterable[Tensor]) -> Iterator[Piece]:
+        for parameter in parameters:
+            state, gradient = self.state[parameter], parameter.grad
+            reads = "master" not in state or self._written(parameter)
+            yield from pieces_of(parameter, gradient, state, reads_parameter=reads)  # type: ignore[arg-type]  # not None
+
+    def _step_on_host(self, chunks: list[tuple[dict[str, Any], list[Piece]]]) -> None:
+        device = chunks[0][1][0].parameter.device
+        copies = host_copies.make_copies(device)
+        if self._stages is None:
+            self._stages = Staging(copies), Staging(copies)
+            if device.type != "cpu" and torch.get_num_threads() == 1:
+                logger.warning("the optimizer's step runs on one thread of the host: set OMP_NUM_THREADS for each rank")
+        for stage, (_, chunk) in zip(self._stages, chunks, strict=False):
+            stage.fetch(chunk)
+        for index, (group, chunk) in enumerate(chunks):
+            stage = self._stages[index % 2]
+            views = stage.arrived()
+            _compute(group, chunk, views)
+            stage.send(chunk)
+            if index + 2 < len(chunks):
+                stage.fetch(chunks[index + 2][1])
+        copies.wait(copies.record())
+
+    def _step_on_device(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
+        pieces = list(self._pieces(parameters))
+        _compute(group, pieces, [(piece.gradient, piece.parameter) for piece in pieces])
+
+    def _require_room(self) -> None:
+        nbytes = 0
+        for parameter in self._on_host():
+            dtype = _master_dtype(parameter)
+            tensors = 2 + bool(self.defaults["amsgrad"]) + (dtype != parameter.dtype)
+            nbytes += tensors * dtype.itemsize * local_tensor(parameter).numel()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        host_copies.require_host_memory(
+            ranks * nbytes,
+            f"the optimizer states of {ranks} ranks on this host",
+            "give a smaller fraction=, or train on more hosts",
+        )
+
+
+def _compute(group: Mapping[str, Any], chunk: list[Piece], views: list[tuple[Tensor, Tensor]]) -> None:
+    """Update the masters of a chunk and their state in place, and round the masters to the parameters in ``views``."""
+    masters = [piece.state.get("master", parameter) for piece, (_, parameter) in zip(chunk, views, strict=True)]
+    for piece, master, (_, parameter) in zip(chunk, masters, views, strict=True):
+        if piece.reads_parameter and master is not parameter:
+            master.copy_(parameter)
+    beta1, beta2 = group["betas"]
+    on_host = bool(chunk) and chunk[0].state["exp_avg"].device.type == "cpu"
+    adamw(
+        masters,
+        [gradient.to(master.dtype) for master, (gradient, _) in zip(masters, views, strict=True)],
+        [piece.state["exp_avg"] for piece in chunk],
+        [piece.state["exp_avg_sq"] for piece in chunk],
+        [piece.state["max_exp_avg_sq"] for piece in chunk] if group["amsgrad"] else [],
+        [piece.state["step"] for piece in chunk],
+        fused=True if on_host else None,
+        amsgrad=group["amsgrad"],
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+    for master, (_, parameter) in zip(masters, views, strict=True):
+        if master is not parameter:
+            parameter.copy_(master)
+
+
+def _master_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.float32 if parameter.dtype in _LOW else parameter.dtype
+
+
+def _empty_like(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_like(
+        parameter.detach(), dtype=dtype, device=device, memory_format=torch.contiguous_format, requires_grad=False
+    )
+
+
+def _require_state(number: int, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Raise :class:`MismatchError` unless ``state`` is a state of this optimizer for a parameter's layout."""
+    if not state:
+        return
+    if missing := {"step", "exp_avg", "exp_avg_sq"} - state.keys():
+        raise MismatchError(f"the state of parameter {number} lacks {', '.join(sorted(missing))}: it is not AdamW's")
+    for name, value in state.items():
+        layouts = [getattr(tensor, "placements", None) for tensor in (parameter, value)]
+        if name != "step" and (value.shape != parameter.shape or layouts[0] != layouts[1]):
+            raise MismatchError(
+                f"{name} of parameter {number} has shape {tuple(value.shape)} and placements {layouts[1]}, and the "
+                f"parameter {tuple(parameter.shape)} and {layouts[0]}: load a state of another mesh by "
+                "load_training_state or torch's DCP"
+            )
