@@ -20,7 +20,7 @@ from fsdp_runtime.training_state.manifest import StoredTensor
 logger = logging.getLogger(__name__)
 
 #: Placement of a state tensor: as its parameter, replicated over the mesh of a DTensor parameter, or plain.
-StatePlacement = Literal["parameter", "replicated", "plain", "plain on the cpu"]
+StatePlacement = Literal["parameter", "parameter on the cpu", "replicated", "plain", "plain on the cpu"]
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping
                 stored = tensors[f"optimizer/{index}/{name}/{key}"]
                 if placement not in get_args(StatePlacement):
                     raise ValueError(f"{key} of {name} has the placement {placement!r:.80}")
-                if placement == "parameter" and stored.shape != tensors[f"model/{name}"].shape:
+                if placement.startswith("parameter") and stored.shape != tensors[f"model/{name}"].shape:
                     raise ValueError(f"{key} of {name} has the shape {stored.shape}, unlike its parameter")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
@@ -158,8 +158,10 @@ def _placement(name: str, key: str, parameter: Tensor, value: Tensor) -> StatePl
             f"the optimizer keeps {key} of {name} as a {type(value).__name__}, which cannot be saved yet: use an "
             "optimizer that keeps plain tensors or DTensors"
         )
+    if isinstance(value, DTensor) and value.shape != parameter.shape:
+        return "replicated"
     if isinstance(value, DTensor):
-        return "parameter" if value.shape == parameter.shape else "replicated"
+        return "parameter" if value.device == parameter.device else "parameter on the cpu"
     if isinstance(parameter, DTensor) and value.numel() > 1:
         raise OptionError(
             f"the optimizer keeps {key} of {name} as a plain tensor of shape {tuple(value.shape)}, and the parameter "
@@ -171,9 +173,9 @@ def _placement(name: str, key: str, parameter: Tensor, value: Tensor) -> StatePl
 
 
 def _empty(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, placement: StatePlacement) -> Tensor:
-    if placement == "parameter":
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    device = torch.device("cpu") if placement == "plain on the cpu" else parameter.device
+    device = torch.device("cpu") if placement.endswith("on the cpu") else parameter.device
+    if placement.startswith("parameter"):
+        return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     plain = torch.empty(shape, dtype=dtype, device=device)
     if placement == "replicated" and isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
