@@ -38,6 +38,7 @@ from fsdp_runtime.steps.guards.methods import guard_methods
 from fsdp_runtime.steps.guards.optimizers import watch_optimizers
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 from fsdp_runtime.steps.outputs.step import Outputs
+from fsdp_runtime.steps.quantized.step import Quantized
 from fsdp_runtime.steps.random_states import RandomStates
 from fsdp_runtime.steps.recomputation import recomputes
 from fsdp_runtime.steps.refused_adapters import refuse_later_adapters
@@ -50,6 +51,7 @@ ORDER: tuple[type[Step[Any]], ...] = (
     TensorParallel,
     Outputs,
     ExpertParallel,
+    Quantized,
     ContextParallel,
     SharedPrefixes,
     Step,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class RuntimeState:
     one_rank: bool = False  # no other rank holds a part of the model
     fused_rows: Any = None  # rows of the matrices in fused weights by module, under ``tp``
     unloaded: Any = None  # the hooks that refuse a forward with parameters on meta
+    not_quantized: Mapping[str, str] = field(default_factory=dict)  # weights in blocks, with the reason
     source: Any = None  # the checkpoint that the weights came from
 
 

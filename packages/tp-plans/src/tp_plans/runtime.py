@@ -6,7 +6,7 @@ Exchanges of tokens: ``TokenExchange``, ``AllToAllExchange``, ``DispatchedTokens
 Runs on few ranks:   ``tiny_model``, ``on_ranks_of``, ``computes``
 Tensors:             ``full_view``, ``attach_zero_grads``, ``plain_full_tensor``, ``scale_expert_gradients``
 Host time:           ``direct``
-Bytecode:            ``referenced_names``, ``takes_argument``
+Bytecode:            ``reads_below``, ``referenced_names``, ``takes_argument``
 Text:                ``colorize``
 
 Bytecode only proposes: sizes check each proposal, or a run verifies it.  The names of exchanges, runs and tensors, and
@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tp_plans.fused import fused_rows
-from tp_plans.infer.bytecode import referenced_names, takes_argument
+from tp_plans.infer.bytecode import reads_below, referenced_names, takes_argument
 from tp_plans.module_attrs import resolve_style
 from tp_plans.styles.adapters import AdapterStyles, adapter_styles
 from tp_plans.text import colorize
@@ -57,5 +57,5 @@ else:
 
 __all__ = ["AdapterStyles", "AllToAllExchange", "DispatchedTokens", "TokenExchange", "adapter_styles"]
 __all__ += ["attach_zero_grads", "colorize", "computes", "direct", "dispatch_styles", "exchange_class"]
-__all__ += ["full_view", "fused_rows", "on_ranks_of", "plain_full_tensor", "referenced_names", "resolve_style"]
-__all__ += ["scale_expert_gradients", "takes_argument", "tiny_model"]
+__all__ += ["full_view", "fused_rows", "on_ranks_of", "plain_full_tensor", "reads_below", "referenced_names"]
+__all__ += ["resolve_style", "scale_expert_gradients", "takes_argument", "tiny_model"]

@@ -87,3 +87,10 @@ def viewed_tensor(tensor: Tensor) -> Tensor | None:
     """Return the tensor that a view shares memory with, ``None`` for a tensor that is not a view."""
     # ``Tensor._base`` of torch 2.11 to 2.15; a public name does not exist.
     return getattr(tensor, "_base", None)
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the hooks that pack and unpack saved tensors now; torch runs the innermost pair only."""
+    # ``torch.utils.checkpoint`` and activation offload are such hooks; torch 2.11 to 2.15 have no public getter.
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.recomputation import recomputes
+from fsdp_runtime.weights.quantize.packed import packed_weights
 from fsdp_runtime.wrap import effects_of
 
 
@@ -29,6 +31,8 @@ class ParallelismReport:
         replicated: parameters that are replicated over all axes.
         local_bytes: bytes of all parameters on this rank.
         full_bytes: bytes of all parameters of the model.
+        quantized: the format of each weight in packed bytes, such as ``"nf4, blocks of 64"``.
+        not_quantized: the matrices of a quantized base that keep their dtype, with the reason.
     """
 
     fsdp_modules: tuple[str, ...]
@@ -39,6 +43,8 @@ class ParallelismReport:
     replicated: tuple[str, ...]
     local_bytes: int
     full_bytes: int
+    quantized: Mapping[str, str] = field(default_factory=dict)
+    not_quantized: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         axes, wrapped = Counter(self.sharded.values()), Counter(self.wrapped.values())
@@ -49,6 +55,8 @@ class ParallelismReport:
             *(f"in front of the forward of {n} modules: {', then '.join(effects)}" for effects, n in wrapped.items()),
             *(f"sharded over {' and '.join(names)}: {count} parameters" for names, count in axes.items()),
             f"replicated on every rank (all axes): {_summary(self.replicated)}",
+            *(f"{count} weights in packed bytes: {fmt}" for fmt, count in Counter(self.quantized.values()).items()),
+            *(f"not quantized: {_summary(names)}: {reason}" for reason, names in _by_value(self.not_quantized).items()),
             f"bytes on this rank: {self.local_bytes:,} of {self.full_bytes:,}",
         ]
         return "\n".join(lines)
@@ -75,11 +83,14 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
     modules = dict(model.named_modules())
     sharded: dict[str, tuple[str, ...]] = {}
     replicated: list[str] = []
+    quantized: dict[str, str] = {}
     local_bytes = full_bytes = 0
     for entry in state_entries(model, allow_offloaded=True):
         if not isinstance(entry.tensor, nn.Parameter):
             continue
         axes = _sharded_axes(entry.tensor)
+        if (packed := packed_weights(entry.module).get(entry.attribute)) is not None:
+            quantized[entry.names[0]] = f"{packed.format.kind}, blocks of {packed.format.block}"
         for name in entry.names:
             if axes:
                 sharded[name] = axes
@@ -97,6 +108,8 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
         replicated=tuple(replicated),
         local_bytes=local_bytes,
         full_bytes=full_bytes,
+        quantized=quantized,
+        not_quantized=runtime_state(model).not_quantized,
     )
 
 
@@ -110,6 +123,13 @@ def _sharded_axes(tensor: Tensor) -> tuple[str, ...]:
         for axis, (name, placement) in enumerate(zip(names, tensor.placements, strict=True))
         if not isinstance(placement, Replicate) and mesh.size(axis) > 1
     )
+
+
+def _by_value(reasons: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    names: dict[str, tuple[str, ...]] = {}
+    for name, reason in reasons.items():
+        names[reason] = (*names.get(reason, ()), name)
+    return names
 
 
 def _summary(names: tuple[str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 Shard:    ``TensorParallel``, ``ExpertParallel``, ``ContextParallel``, ``FSDP2``
 Rows:     ``PackedSequences``, ``SharedPrefixes``
-Memory:   ``ActivationCheckpointing``
+Memory:   ``ActivationCheckpointing``, ``Quantized``
 Speed:    ``Compile``, ``Float8``
 Checks:   ``CheckInputs``
 Your own: a subclass of ``Step``

@@ -13,6 +13,7 @@ from fsdp_runtime.steps.experts.step import ExpertParallel
 from fsdp_runtime.steps.float8 import Float8
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
+from fsdp_runtime.steps.quantized.step import Quantized
 from fsdp_runtime.steps.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.steps.tensor.step import TensorParallel
 
@@ -26,6 +27,7 @@ __all__ = [
     "ExpertParallel",
     "Float8",
     "PackedSequences",
+    "Quantized",
     "Routes",
     "SelectiveCheckpoint",
     "SharedPrefixes",

@@ -226,8 +226,9 @@ def _needs_fsdp2(
     """Return whether experts are sharded over several ranks, cast or offloaded."""
     # On one rank FSDP2 would copy the parameters in every forward and backward, and the gradients.
     parameters = list(module.parameters())
+    floating = [p for p in parameters if p.is_floating_point()]
     keeps_dtypes = all(
-        dtype in (None, p.dtype) for p in parameters for dtype in (policy.param_dtype, policy.reduce_dtype)
+        dtype in (None, p.dtype) for p in floating for dtype in (policy.param_dtype, policy.reduce_dtype)
     )
     dispatched = all(isinstance(p, DTensor) for p in parameters)
     return mesh.size() > 1 or not (keeps_dtypes and dispatched) or isinstance(offload_policy, CPUOffloadPolicy)
@@ -254,7 +255,10 @@ def _shard_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
     sharded = [placement.dim for placement in getattr(parameter, "placements", ()) if isinstance(placement, Shard)]
     if local.ndim < 2 or local.shape[0] >= shards:
         return None
-    free = (dim for dim in range(1, local.ndim) if dim not in sharded and local.shape[dim] % shards == 0)
+    rows = range(
+        1, local.ndim if local.is_floating_point() else local.ndim - 1
+    )  # not within the blocks of packed bytes
+    free = (dim for dim in rows if dim not in sharded and local.shape[dim] % shards == 0)
     return next((Shard(dim) for dim in free), None)
 
 
@@ -264,7 +268,8 @@ def _replicated_parameters(model: nn.Module, fsdp: FSDP2) -> set[nn.Parameter]:
         return set()
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     dtype = fsdp.mp_policy.param_dtype if fsdp.mp_policy is not None else None
-    mismatched = [name for name, parameter in frozen.items() if dtype is not None and parameter.dtype != dtype]
+    floating = {name: parameter for name, parameter in frozen.items() if parameter.is_floating_point()}
+    mismatched = [name for name, parameter in floating.items() if dtype is not None and parameter.dtype != dtype]
     if mismatched:
         raise OptionError(
             f"frozen_params='replicate' keeps {len(mismatched)} parameters in their dtype, first {mismatched[0]} in "

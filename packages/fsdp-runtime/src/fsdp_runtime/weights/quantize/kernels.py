@@ -66,7 +66,7 @@ def nvfp4(weight: Tensor, cells: Tensor, start: tuple[int, int], amax: Tensor) -
     total = _nonzero(amax / (FP8_MAX * FP4_MAX))
     scales = (cells / FP4_MAX / total).clamp(_LEAST_GROUP_SCALE, FP8_MAX).to(FP8)
     scaled = weight.float() * _per_element((1.0 / total) / scales.float(), start, (1, NV_GROUP), weight)
-    codes = _to_fp4(scaled.clamp(-FP4_MAX, FP4_MAX))
+    codes = to_fp4(scaled.clamp(-FP4_MAX, FP4_MAX))
     return codes[..., ::2] | (codes[..., 1::2] << 4), scales, total
 
 
@@ -82,7 +82,7 @@ def _to_fp8(values: Tensor) -> Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def _to_fp4(values: Tensor) -> Tensor:
+def to_fp4(values: Tensor) -> Tensor:
     """The 4-bit e2m1 codes, one per byte, rounded to nearest with ties to even."""
     magnitude = values.abs()
     code = torch.zeros_like(values, dtype=torch.uint8)

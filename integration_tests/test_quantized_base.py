@@ -1,0 +1,119 @@
+"""A base in packed bytes under adapters: outputs and gradients of one process with the dequantized base."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from coverage.multimodal import multimodal_model
+from coverage.multimodal_inputs import multimodal_inputs
+from coverage.packing import packed_positions
+from coverage.table import entries
+from coverage.table import tiny_model as tiny_row
+from fsdp_runtime import parallelize, sequence_layout
+from fsdp_runtime.steps import Quantized
+from fsdp_runtime.weights.quantize.packed import packed_weights
+from harness.models import tiny_model
+from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, gradient_errors, logits_of, mesh_for
+from harness.ranks import RankPool
+
+#: Documents of two packed rows.
+_ROWS = ((5, 4, 3), (3, 9))
+Case = tuple[str, Mapping[str, int], Mapping[str, Any]]
+
+
+def _model(name: str) -> nn.Module:
+    if name == "vision":
+        return multimodal_model("qwen2_5_vl")
+    return tiny_row(entries()[name]) if name in entries() else tiny_model(name)
+
+
+def _adapted(name: str) -> Any:
+    torch.manual_seed(7)
+    config = peft.LoraConfig(r=2, lora_alpha=5, target_modules="all-linear")
+    model: Any = peft.get_peft_model(_model(name), config, autocast_adapter_dtype=False).double()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+@lru_cache(maxsize=1)
+def _rounded(name: str, step: Quantized) -> Any:
+    """An adapted model with the values of the quantized base; to quantize it changes no value."""
+    model = _adapted(name)
+    quantized = parallelize(copy.deepcopy(model), mesh_for({"tp": dist.get_world_size()}), plan=None, steps=(step,))
+    for path, module in quantized.named_modules():
+        for each, weight in packed_weights(module).items():
+            values = weight.dequantize(module.get_parameter(each))
+            assert 0 < (values - model.get_submodule(path).get_parameter(each)).abs().max() < 0.3
+            model.get_submodule(path).get_parameter(each).data = values.contiguous()
+    return model
+
+
+def _inputs(name: str, model: Any, *, packed: bool) -> dict[str, Tensor]:
+    if name == "vision":
+        return multimodal_inputs(model.get_base_model(), seed=1)
+    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, **({"position_ids": packed_positions(_ROWS)} if packed else {})}
+
+
+def _errors(step: Quantized, cases: list[Case]) -> dict[str, float]:
+    """The errors beyond the bounds on this rank, by case and tensor."""
+    found: dict[str, float] = {}
+    for name, axes, options in cases:
+        plain = copy.deepcopy(_rounded(name, step))
+        inputs = _inputs(name, plain, packed=bool(options.get("packed_sequences")))
+        mesh = mesh_for(axes)
+        sharded = parallelize(copy.deepcopy(plain), mesh, **options, steps=(step,))
+        alone = mesh_for({"tp": dist.get_world_size()}) if options.get("packed_sequences") else None
+        if alone is not None:
+            plain = parallelize(plain, alone, plan=None, packed_sequences=True)
+        expected = logits_of(plain, inputs)
+        weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=expected.dtype)
+        (expected * weights).sum().backward()
+        parts = {**inputs, "weights": weights, "expected": expected.detach()}
+        if "cp" in axes:
+            layout = sequence_layout(mesh, expected.shape[1])
+            parts = {key: layout.shard(each) if each.ndim > 1 else each for key, each in parts.items()}
+        actual = logits_of(sharded, {key: parts[key] for key in inputs})
+        # Every rank of dp_shard has the same rows, so that FSDP2's mean is the gradient of one process.
+        (actual * parts["weights"]).sum().backward()
+        gradients = {each: parameter.grad for each, parameter in plain.named_parameters()}
+        case = f"{name} {dict(axes)} {dict(options)}"
+        off = (actual - parts["expected"]).abs().max().item()
+        found |= {f"{case} logits": off} if not off <= OUTPUT_BOUND else {}
+        errors = gradient_errors(gradients, sharded)
+        found |= {f"{case} {each}": error for each, error in errors.items() if not error <= GRADIENT_BOUND}
+        assert any("lora_" in each for each in errors)
+        assert any(parameter.dtype == torch.uint8 for parameter in sharded.parameters())
+    return found
+
+
+_TWO: list[Case] = [
+    ("LlamaForCausalLM", {"tp": 2}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
+    ("LlamaForCausalLM", {"dp_shard": 2}, {"packed_sequences": True}),
+    ("LlamaForCausalLM", {"cp": 2}, {}),
+    ("Qwen3MoeForCausalLM", {"tp": 2}, {"sequence_parallel": True}),
+    ("Qwen3MoeForCausalLM", {"dp_shard": 2, "ep": 2}, {"activation_checkpointing": "block"}),
+    ("Qwen3MoeForCausalLM", {"dp_shard": 2}, {"packed_sequences": True}),
+    ("GptOssForCausalLM", {"tp": 2, "ep": 2}, {}),
+    ("qwen3_next", {"tp": 2}, {"sequence_parallel": True}),
+    ("qwen3_next", {"dp_shard": 2}, {"packed_sequences": True}),
+    ("vision", {"tp": 2}, {}),
+    ("vision", {"dp_shard": 2}, {}),
+]
+
+
+@pytest.mark.parametrize("step", [Quantized("nf4", block_size=16)], ids=str)
+def test_quantized_computes_one_process_with_the_dequantized_base(step: Quantized, two_ranks: RankPool) -> None:
+    assert two_ranks.run(_errors, step, _TWO) == [{}, {}]

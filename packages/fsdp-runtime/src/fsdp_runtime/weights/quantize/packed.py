@@ -1,0 +1,188 @@
+"""Frozen weights as packed bytes: the blocks of a row one after another, each with its codes and its scale.
+
+A block has consecutive elements of the last dim, so a shard of rows, or of columns in multiples of a block, has the
+values of the full tensor.  Scales are bytes too: no cast of a model or of FSDP2 rounds them.  NF4 is from "QLoRA"
+(arXiv:2305.14314), appendix E, and equals bitsandbytes; MXFP4 is from the OCP Microscaling Formats (MX) Specification
+1.0, section 5.4, and equals gpt-oss; int8 and FP8 have the scales ``amax / 127`` and ``amax / 448``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_runtime._torch_compat import has_values
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.values import require_one_of
+from fsdp_runtime.weights.quantize.kernels import FP8, FP8_MAX, to_fp4
+
+PackedKind = Literal["nf4", "int8", "fp8", "mxfp4"]
+#: The elements of a block by default.
+BLOCKS: dict[str, int] = {"nf4": 64, "int8": 128, "fp8": 128, "mxfp4": 32}
+#: The key in ``module.__dict__`` of the packed parameters by name.
+PACKED = "_fsdp_runtime_packed"
+#: Elements that are converted at a time: their float32 copies take 64 MiB.
+_AT_ONCE = 2**24
+_INT8_MAX = 127.0
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_LEVELS: dict[str, tuple[float, ...]] = {"nf4": _NF4, "mxfp4": (*_FP4, *(-level for level in _FP4))}
+#: The values of both codes of each byte ``[256, 2]``, by kind and device.
+_pairs: dict[tuple[str, torch.device], Tensor] = {}
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """A kind of codes and the number of elements that share a scale."""
+
+    kind: str
+    block: int
+
+    @classmethod
+    def of(cls, kind: object, block: object) -> PackedFormat:
+        """Return a checked format; the block is the kind's default where it is ``None``."""
+        require_one_of("Quantized format", kind, get_args(PackedKind))
+        default = BLOCKS[str(kind)]
+        if block is not None and (type(block) is not int or block < 2 or block % 2):
+            raise OptionError(f"block_size={block!r}: give an even number of elements, such as {default}, or None")
+        return cls(str(kind), default if block is None else block)  # type: ignore[arg-type]  # an int
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a block's codes."""
+        return self.block // 2 if self.kind in _LEVELS else self.block
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block: its codes and its scale."""
+        return self.code_bytes + (1 if self.kind == "mxfp4" else 4)
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """Return the bytes ``[..., blocks * block_bytes]`` of values ``[..., columns]``."""
+        columns = weight.shape[-1] // self.block * self.block_bytes
+        packed = weight.new_empty((*weight.shape[:-1], columns), dtype=torch.uint8)
+        if weight.numel() and not weight.is_meta:
+            for rows, values in zip(_rows(packed, columns), _rows(weight, columns), strict=True):
+                rows.copy_(self._quantize(values.float().view(len(values), -1, self.block)))
+        return packed
+
+    def join(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the bytes of codes ``[..., blocks, code_bytes]`` in uint8 and scales ``[..., blocks]``."""
+        scale = scales.float().contiguous().view(torch.uint8) if self.kind != "mxfp4" else scales
+        return torch.cat([codes, scale.view(*scales.shape, -1)], -1).flatten(-2)
+
+    def dequantize(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values ``[..., columns]``; each is a product in float32 that is rounded once."""
+        bytes_of_row = packed.shape[-1]
+        shape = (*packed.shape[:-1], bytes_of_row // self.block_bytes * self.block)
+        if torch.compiler.is_compiling() or packed.numel() <= _AT_ONCE:
+            return self._dequantize(packed.reshape(-1, bytes_of_row)).to(dtype).view(shape)
+        values = packed.new_empty(shape, dtype=dtype)
+        for part, rows in zip(_rows(values, bytes_of_row), _rows(packed, bytes_of_row), strict=True):
+            part.copy_(self._dequantize(rows))
+        return values
+
+    def _quantize(self, blocks: Tensor) -> Tensor:
+        """Return the bytes of float32 blocks ``[rows, blocks, block]``."""
+        amax = blocks.abs().amax(-1)
+        if self.kind == "mxfp4":
+            exponents = (((amax.view(torch.int32) >> 23) & 255) - 2).clamp(0, 254)  # 6 = 1.5 * 2**2
+            scaled = blocks / _power_of_two(exponents)[..., None]
+            return self.join(_halves(to_fp4(scaled.clamp(-6, 6))), exponents.to(torch.uint8))
+        scale = amax / {"nf4": 1.0, "int8": _INT8_MAX, "fp8": FP8_MAX}[self.kind]
+        scaled = blocks / torch.where(scale == 0, 1.0, scale)[..., None]
+        if self.kind == "int8":
+            return self.join(scaled.round_().to(torch.int8).view(torch.uint8), scale)
+        if self.kind == "fp8":
+            return self.join(scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8), scale)
+        levels = torch.tensor(_NF4, dtype=torch.float64)
+        middles = ((levels[1:] + levels[:-1]) / 2).to(scaled)
+        return self.join(_halves(torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8)), scale)
+
+    def _dequantize(self, packed: Tensor) -> Tensor:
+        """Return the float32 values of the bytes ``[rows, bytes]``."""
+        blocks = packed.reshape(len(packed), -1, self.block_bytes)
+        codes, scales = blocks[..., : self.code_bytes], blocks[..., self.code_bytes :]
+        if self.kind in _LEVELS:
+            pairs = _pairs_on(self.kind, packed)
+            values = pairs.index_select(0, codes.reshape(-1).int()).view(len(packed), -1, self.block)
+        else:
+            values = codes.contiguous().view(FP8 if self.kind == "fp8" else torch.int8).float()
+        scale = _power_of_two(scales.int()) if self.kind == "mxfp4" else scales.contiguous().view(torch.float32)
+        return values.mul_(scale).view(len(packed), -1)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """The weight that a parameter of packed bytes stands for."""
+
+    format: PackedFormat
+    shape: tuple[int, ...]  # in the model's code
+    dtype: torch.dtype
+    transposed: bool  # the bytes are of ``[experts, out, in]``, and the model's code reads ``[experts, in, out]``
+
+    @property
+    def bytes_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter of packed bytes."""
+        *rows, columns = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        return (*rows, columns // self.format.block * self.format.block_bytes)
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """Return the bytes of a weight or of a part of it."""
+        return self.format.quantize(weight.mT if self.transposed else weight)
+
+    def dequantize(self, packed: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the weight, or the part of it that the bytes hold."""
+        values = self.format.dequantize(packed, dtype or self.dtype)
+        return values.mT if self.transposed else values
+
+    def place(self, dim: int) -> int:
+        """Return the weight's dim of a dim of the bytes."""
+        return 2 * len(self.shape) - 3 - dim if self.transposed and dim >= len(self.shape) - 2 else dim
+
+
+def packed_weights(module: nn.Module) -> dict[str, PackedWeight]:
+    """Return the parameters of packed bytes of a module, by name."""
+    return vars(module).get(PACKED, {})
+
+
+def pack_parameter(module: nn.Module, name: str, weight: PackedWeight) -> None:
+    """Replace a module's parameter by its packed bytes; on the meta device, by bytes without data."""
+    packed = weight.quantize(getattr(module, name).detach())
+    module.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+    vars(module)[PACKED] = {**packed_weights(module), name: weight}
+
+
+def _rows(tensor: Tensor, columns: int) -> Sequence[Tensor]:
+    """Return a tensor as runs of rows, each of at most 2**24 bytes of ``columns`` per row."""
+    return tensor.reshape(-1, tensor.shape[-1]).split(max(1, _AT_ONCE // max(columns, 1)))
+
+
+def _halves(codes: Tensor) -> Tensor:
+    """Return 4-bit codes two per byte, the first in the low half."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Return ``2 ** (exponent - 127)`` in float32, without rounding."""
+    return torch.where(exponents == 0, 2.0**-127, (exponents << 23).view(torch.float32))
+
+
+def _pairs_on(kind: str, like: Tensor) -> Tensor:
+    """Return the table of both values of a byte; it is copied to a device once."""
+    key = kind, like.device
+    if torch.compiler.is_compiling() or (pairs := _pairs.get(key)) is None:
+        levels = _LEVELS[kind]
+        table = [[levels[byte & 15], levels[byte >> 4]] for byte in range(256)]
+        pairs = torch.tensor(table, dtype=torch.float32, device=like.device)
+        if not torch.compiler.is_compiling() and has_values(pairs):
+            _pairs[key] = pairs
+    return pairs
