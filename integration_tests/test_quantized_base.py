@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -18,8 +19,13 @@ from coverage.multimodal_inputs import multimodal_inputs
 from coverage.packing import packed_positions
 from coverage.table import entries
 from coverage.table import tiny_model as tiny_row
-from fsdp_runtime import parallelize, sequence_layout
+from fsdp_runtime import load_adapter, load_weights, parallelize, sequence_layout, stream_weights
+from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.sharded.chunks import slices_of
+from fsdp_runtime.sharded.gather import full_tensors
+from fsdp_runtime.sharded.rank_boxes import block_view
 from fsdp_runtime.steps import Quantized
+from fsdp_runtime.sync import ModelShards
 from fsdp_runtime.weights.quantize.packed import packed_weights
 from harness.models import tiny_model
 from harness.parity import GRADIENT_BOUND, OUTPUT_BOUND, gradient_errors, logits_of, mesh_for
@@ -117,3 +123,37 @@ _TWO: list[Case] = [
 @pytest.mark.parametrize("step", [Quantized("nf4", block_size=16)], ids=str)
 def test_quantized_computes_one_process_with_the_dequantized_base(step: Quantized, two_ranks: RankPool) -> None:
     assert two_ranks.run(_errors, step, _TWO) == [{}, {}]
+
+
+def _differences(name: str, step: Quantized, axes: Mapping[str, int], directory: str) -> list[str]:
+    """The tensors that differ after a load by slices, in an export, and in the shards of a weight sync."""
+    rounded = _rounded(name, step)
+    plain = parallelize(copy.deepcopy(rounded), mesh_for({"tp": dist.get_world_size()}), plan=None, steps=(step,))
+    sharded = parallelize(copy.deepcopy(rounded).to("meta"), mesh_for(axes), steps=(step,))
+    load_adapter(sharded, directory)
+    load_weights(sharded, f"{directory}/base", strict=True)
+    entries = state_entries(sharded)
+    loaded = dict(
+        zip([each.names[0] for each in entries], full_tensors([each.tensor for each in entries]), strict=True)
+    )
+    wrong = [each for each, tensor in plain.state_dict().items() if not torch.equal(loaded[each], tensor)]
+    exported = dict(stream_weights(sharded))
+    merged = dict(stream_weights(copy.deepcopy(rounded).merge_and_unload()))
+    wrong += [each for each, tensor in merged.items() if not torch.allclose(exported[each], tensor, rtol=0, atol=1e-14)]
+    shards = ModelShards(sharded)
+    shards.refresh()
+    for each, tensor in exported.items():
+        for block in shards.layout.blocks(each):
+            if block.rank == dist.get_rank():
+                view = block_view(shards.local, each, block, block.box)
+                wrong += [] if torch.equal(view, tensor[slices_of(block.box)]) else [f"{each} {block}"]
+    return wrong
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+def test_quantized_is_loaded_by_slices_and_exported(name: str, tmp_path: Path, four_ranks: RankPool) -> None:
+    step = Quantized("mxfp4", block_size=16)
+    _adapted(name).save_pretrained(tmp_path)
+    _model(name).double().save_pretrained(tmp_path / "base")
+    axes = {"dp_shard": 2, "tp": 2, **({"ep": 2} if name == "Qwen3MoeForCausalLM" else {})}
+    assert four_ranks.run(_differences, name, step, axes, str(tmp_path)) == [[]] * 4

@@ -46,9 +46,9 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
+def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Any:
     """A tensor of a subclass with a shape and no storage (torch 2.11 to 2.15: documented, and not public)."""
-    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
 
 
 def storage_key(held: Tensor | UntypedStorage) -> int:

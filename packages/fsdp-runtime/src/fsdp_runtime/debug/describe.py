@@ -14,7 +14,7 @@ from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.recomputation import recomputes
-from fsdp_runtime.weights.quantize.packed import packed_weights
+from fsdp_runtime.weights.quantize.packed import packed_weight
 from fsdp_runtime.wrap import effects_of
 
 
@@ -89,7 +89,7 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
         if not isinstance(entry.tensor, nn.Parameter):
             continue
         axes = _sharded_axes(entry.tensor)
-        if (packed := packed_weights(entry.module).get(entry.attribute)) is not None:
+        if (packed := packed_weight(entry)) is not None:
             quantized[entry.names[0]] = f"{packed.format.kind}, blocks of {packed.format.block}"
         for name in entry.names:
             if axes:

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -118,7 +118,7 @@ def _completed(ready: list[Tensor | _GatheredChunks], *, is_needed: bool) -> Ite
 
 def _pending(tensor: Tensor, to: int | None) -> _PendingGather:
     if not isinstance(tensor, DTensor):
-        return _PendingGather(tensor, [])
+        return _PendingGather(_computed(tensor), [])
     dtensor_box(tensor)  # raises if the local tensor does not have the shape its placements imply
     mesh = tensor.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
@@ -139,7 +139,12 @@ def _pending(tensor: Tensor, to: int | None) -> _PendingGather:
         # Gathers run from the last step to the first; this rank takes part until it has sent its chunks.
         steps = [] if needed is None else steps[max(needed - 1, 0) :]
     # Offloaded shards are on the CPU; collectives run on the mesh's device.
-    return _PendingGather(tensor.to_local().to(mesh.device_type), steps)
+    return _PendingGather(_computed(tensor.to_local()).to(mesh.device_type), steps)
+
+
+def _computed(local: Tensor) -> Tensor:
+    """Return the values of a tensor that computes them, such as a view of packed bytes; any other tensor unchanged."""
+    return local if type(local) in (Tensor, nn.Parameter, nn.Buffer) else local.clone()
 
 
 def _gather(pending: list[_PendingGather]) -> list[_GatheredChunks]:

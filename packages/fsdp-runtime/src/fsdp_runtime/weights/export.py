@@ -21,6 +21,7 @@ from fsdp_runtime.sharded.shard_offsets import require_layouts
 from fsdp_runtime.weights.adapters import LoraFactors, base_state_entries, exact_dtype, lora_factors, merge_lora
 from fsdp_runtime.weights.conversion import TensorSpec, trace_conversion
 from fsdp_runtime.weights.naming import Names, exported_names
+from fsdp_runtime.weights.quantize.dequantized import dequantized_entries
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def export_groups(
         raise OptionError(f"dtype={dtype!r}: weights are exported in a floating-point dtype, such as torch.bfloat16")
     base_entries = base_state_entries(base, entries, exported=True)
     require_unquantized(base_entries)
+    base_entries = dequantized_entries(base_entries)
     factors = lora_factors(base, entries, base_entries)
     tensors, mapping = exported_names(base.module, base_entries, names)
     require_layouts(tensors)

@@ -27,6 +27,7 @@ from fsdp_runtime.weights.adapters import base_state_entries, require_materializ
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 from fsdp_runtime.weights.naming import WeightMap
 from fsdp_runtime.weights.new_modules import deviation, how_to_load, initial_value, map_into, submodule
+from fsdp_runtime.weights.quantize.packed import fill_packed, packed_weight
 from fsdp_runtime.weights.stored_values import ValueSources, differing_ties, require_equal_ties
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,10 @@ def load_weights(
             present = refresh_buffers(base_entries)
             with raise_on_all(ranks):
                 for entry in present:
-                    if (name := names[entry.names[0]]) is not None:
+                    name, packed = names[entry.names[0]], packed_weight(entry)
+                    if name is not None and packed is not None:
+                        fill_packed(entry.tensor, packed, *sources(name))
+                    elif name is not None:
                         fill_local(entry.tensor, *sources(name))
                     else:
                         fill_from(entry.tensor, initial_value(base.module, entry, new_modules or {}))
@@ -188,7 +192,7 @@ def _compare(
         name: problem
         for entry in entries
         if (problem := _problem(entry, names[name := entry.names[0]], weights, checkpoint)) is not None
-        and (name not in lacking or deviation(entry, new) is None)
+        and (name not in lacking or deviation(entry, new) is None or packed_weight(entry) is not None)
     }
     if problems:
         listed = "\n  ".join(problems.values())
@@ -210,7 +214,8 @@ _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 
 def _problem(entry: StateEntry, name: str | None, weights: WeightMap, checkpoint: HubCheckpoint) -> str | None:
-    shape = tuple(entry.tensor.shape)
+    packed = packed_weight(entry)
+    shape = tuple(entry.tensor.shape) if packed is None else packed.shape
     if name is None:
         return f"{' = '.join(entry.names)}: missing; the model has shape {shape}"
     origin = weights.by_model_name[name]
@@ -222,9 +227,10 @@ def _problem(entry: StateEntry, name: str | None, weights: WeightMap, checkpoint
     files = " and ".join(sorted({str(part.file) for part in stored}))
     if origin.shape != shape:
         return f"{label}: shape {origin.shape} in {files}, {shape} in the model"
-    if entry.tensor.is_floating_point() and (quantized := {part.dtype for part in stored} - _FLOATING):
+    dtype = entry.tensor.dtype if packed is None else packed.dtype
+    if dtype.is_floating_point and (quantized := {part.dtype for part in stored} - _FLOATING):
         return (
-            f"{label}: {', '.join(sorted(quantized))} in {files} needs scales to be converted to {entry.tensor.dtype}: "
+            f"{label}: {', '.join(sorted(quantized))} in {files} needs scales to be converted to {dtype}: "
             "dequantize the checkpoint first"
         )
     return None

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.state import StateEntry
+from fsdp_runtime.sharded.chunks import Chunk, ReadBox, fill_box, inside, local_part
 from fsdp_runtime.values import require_one_of
 from fsdp_runtime.weights.quantize.kernels import FP8, FP8_MAX, to_fp4
+from tp_plans.boxes import box_shape, split_box
 
 PackedKind = Literal["nf4", "int8", "fp8", "mxfp4"]
 #: The elements of a block by default.
@@ -144,14 +147,36 @@ class PackedWeight:
         values = self.format.dequantize(packed, dtype or self.dtype)
         return values.mT if self.transposed else values
 
+    def shape_of(self, packed: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the part of the weight that bytes of a shape hold."""
+        *rows, columns = (*packed[:-1], packed[-1] // self.format.block_bytes * self.format.block)
+        return (*rows[:-1], columns, rows[-1]) if self.transposed else (*rows, columns)
+
     def place(self, dim: int) -> int:
         """Return the weight's dim of a dim of the bytes."""
         return 2 * len(self.shape) - 3 - dim if self.transposed and dim >= len(self.shape) - 2 else dim
 
 
+def fill_packed(tensor: Tensor, weight: PackedWeight, chunks: Sequence[Chunk], read: ReadBox) -> None:
+    """Quantize this rank's shard of a weight from chunks of stored tensors, some rows at a time."""
+    fmt, (part, box) = weight.format, local_part(tensor)
+    start, stop = (side // fmt.block_bytes * fmt.block for side in box[-1])
+    values_box = (*box[:-1], (start, stop))
+    for rows in split_box(values_box, max(_AT_ONCE // 4, stop - start)):
+        in_model = (*rows[:-2], rows[-1], rows[-2]) if weight.transposed else rows
+        values = torch.empty(box_shape(in_model), dtype=weight.dtype)
+        fill_box(values, in_model, chunks, read)
+        part[inside(values_box, rows)[:-1]] = weight.quantize(values.to(part.device))
+
+
 def packed_weights(module: nn.Module) -> dict[str, PackedWeight]:
     """Return the parameters of packed bytes of a module, by name."""
     return vars(module).get(PACKED, {})
+
+
+def packed_weight(entry: StateEntry) -> PackedWeight | None:
+    """Return the weight of a state entry of packed bytes, ``None`` for any other."""
+    return packed_weights(entry.module).get(entry.attribute)
 
 
 def pack_parameter(module: nn.Module, name: str, weight: PackedWeight) -> None:
