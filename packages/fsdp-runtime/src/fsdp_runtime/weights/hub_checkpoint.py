@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from fsdp_runtime.sharded.paths import file_version, is_file_name, require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
 from fsdp_runtime.sharded.work_directory import machine
 from fsdp_runtime.weights.companion_files import COMPANIONS
-from tp_plans.boxes import Box
+from tp_plans.boxes import Box, full_box
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,6 +33,21 @@ class HubTensor:
     dtype: str  # in safetensors' notation, as "BF16"
 
 
+class StoredValues(Protocol):
+    """A weight with values that are computed from several stored tensors."""
+
+    transposed: bool
+
+    def box(self, box: Box) -> Box:
+        """Return the stored box of a box of the weight."""
+
+    def values(self, read: Callable[..., Tensor], box: Box) -> Tensor:
+        """Return the values of a stored box."""
+
+    def packed(self, read: Callable[..., Tensor], box: Box, fmt: Any) -> Tensor | None:
+        """Return the bytes of a stored box in a packed format."""
+
+
 class HubCheckpoint(SafetensorsReader):
     """The tensors of a Hugging Face checkpoint; opening it reads headers only."""
 
@@ -42,16 +57,35 @@ class HubCheckpoint(SafetensorsReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__("download or save it again")
         self.bytes_read = 0
+        self.stored: Mapping[str, StoredValues] = {}  # quantized weights, which several tensors of the files hold
         self.folder: Path | None = None  # the checkpoint's folder; ``None`` if ``path`` is a file of another name
         try:
             self.tensors: Mapping[str, HubTensor] = self._read_headers(path)
+            self._in_files = self.tensors
         except BaseException:
             self.close()
             raise
 
+    def show(self, tensors: Mapping[str, HubTensor], stored: Mapping[str, StoredValues]) -> None:
+        """Show tensors in the place of the tensors in the files; ``stored`` computes the values of some."""
+        self._in_files, self.tensors, self.stored = self.tensors, tensors, stored
+
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Return a box of a tensor, on the CPU, in the checkpoint's dtype; other bytes are not read."""
-        tensor = self.read_box(self.tensors[name].file, name, box)
+        if (weight := self.stored.get(name)) is None:
+            return self.read_part(name, box)
+        in_model = full_box(self.tensors[name].shape) if box is None else box
+        values = weight.values(self.read_part, weight.box(in_model))
+        return values.mT if weight.transposed else values
+
+    def read_codes(self, name: str, box: Box, fmt: Any) -> Tensor | None:
+        """Return a box of a quantized weight in the bytes of a packed format, ``None`` without such codes."""
+        weight = self.stored.get(name)
+        return None if weight is None else weight.packed(self.read_part, weight.box(box), fmt)
+
+    def read_part(self, name: str, box: Box | None = None) -> Tensor:
+        """Return a box of a tensor of the files."""
+        tensor = self.read_box(self._in_files[name].file, name, box)
         self.bytes_read += tensor.nbytes
         return tensor
 

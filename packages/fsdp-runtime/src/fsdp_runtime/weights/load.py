@@ -28,6 +28,7 @@ from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 from fsdp_runtime.weights.naming import WeightMap
 from fsdp_runtime.weights.new_modules import deviation, how_to_load, initial_value, map_into, submodule
 from fsdp_runtime.weights.quantize.packed import fill_packed, packed_weight
+from fsdp_runtime.weights.quantize.stored import read_stored_weights
 from fsdp_runtime.weights.stored_values import ValueSources, differing_ties, require_equal_ties
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ def load_weights(
         checkpoint = open_on_all(path, ranks)
         with checkpoint:
             with raise_on_all(ranks) as matched, first_rank_speaks(ranks.groups):
+                read_stored_weights(checkpoint)
                 base_entries = base_state_entries(base, entries)
                 require_materialized_adapters(base, entries)
                 require_layouts({entry.names[0]: entry.tensor for entry in base_entries})
@@ -159,7 +161,7 @@ def load_weights(
                 for entry in present:
                     name, packed = names[entry.names[0]], packed_weight(entry)
                     if name is not None and packed is not None:
-                        fill_packed(entry.tensor, packed, *sources(name))
+                        fill_packed(entry.tensor, packed, *sources(name), checkpoint.read_codes)
                     elif name is not None:
                         fill_local(entry.tensor, *sources(name))
                     else:

@@ -10,13 +10,16 @@ rank computes the factors' gradient of its experts: the sum over all ranks is co
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import LoraLayer, active_factors, is_out_first
 from fsdp_runtime._torch_compat import own_parameters
+from fsdp_runtime.steps.quantized.compute import current_rebuilt
 from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans.layouts import shard_ranges
 from tp_plans.runtime import attach_zero_grads, full_view
@@ -60,8 +63,10 @@ class _Experts(Wrapper):
             for wrapper in module.__dict__.get(_WRAPPERS, ()):
                 name = wrapper.parameter_name
                 before[name] = parameters[name]
-                for product, scaling in _products(module, wrapper, before[name]):
-                    parameters[name] = parameters[name].baddbmm(*product, alpha=scaling)
+                products = list(_products(module, wrapper, before[name]))
+                parameters[name] = _sum(before[name], products)
+                if not torch.compiler.is_compiling() and (rebuilt := current_rebuilt()) is not None:
+                    rebuilt.derive(before[name], parameters[name], partial(_sum_of_part, products))
             adapted = [parameters[name] for name in before]
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -70,7 +75,21 @@ class _Experts(Wrapper):
         return output if output.requires_grad else attach_zero_grads(output, [*adapted, *args, *kwargs.values()])
 
 
-def _products(module: nn.Module, wrapper: Any, weight: Tensor) -> Iterator[tuple[tuple[Tensor, Tensor], float]]:
+_Product = tuple[tuple[Tensor, Tensor], float]
+
+
+def _sum(stack: Tensor, products: Iterable[_Product]) -> Tensor:
+    for product, scaling in products:
+        stack = stack.baddbmm(*product, alpha=scaling)
+    return stack
+
+
+def _sum_of_part(products: Iterable[_Product], stack: Tensor, experts: slice) -> Tensor:
+    """Return the sum for a slice of the experts, as backward rebuilds it."""
+    return _sum(stack, [((a[experts].detach(), b[experts].detach()), scaling) for (a, b), scaling in products])
+
+
+def _products(module: nn.Module, wrapper: Any, weight: Tensor) -> Iterator[_Product]:
     """Yield the factors of each active adapter for this rank's experts; their product has the weight's shape."""
     experts: int = wrapper.num_experts
     local = range(experts)

@@ -68,9 +68,9 @@ class QuantizedExperts(Wrapper):
         rebuilt = RebuiltTensors()
         try:
             for name, weight in weights.items():
-                part = partial(_experts, weight.dequantize, stored[name], dtype)
-                parameters[name] = part()
-                rebuilt.add(parameters[name], part)
+                parameters[name] = weight.dequantize(stored[name], dtype)
+                if not torch.compiler.is_compiling():
+                    rebuilt.add(parameters[name], partial(_experts, weight.dequantize, stored[name], dtype))
             if torch.compiler.is_compiling():  # the compiler chooses the tensors that a graph keeps
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             with rebuilding(rebuilt):
@@ -79,9 +79,7 @@ class QuantizedExperts(Wrapper):
             parameters.update(stored)
 
 
-def _experts(
-    dequantize: Callable[..., Tensor], packed: Tensor, dtype: torch.dtype, experts: slice = slice(None)
-) -> Tensor:
+def _experts(dequantize: Callable[..., Tensor], packed: Tensor, dtype: torch.dtype, experts: slice) -> Tensor:
     return dequantize(packed[experts], dtype)
 
 
@@ -119,8 +117,12 @@ class RebuiltTensors:
 
     def add(self, stack: Tensor, rebuild: Callable[..., Tensor]) -> None:
         """Add a stack ``[experts, ...]``; ``rebuild`` returns it for a slice of experts, in the same strides."""
-        if not torch.compiler.is_compiling():
-            self._stacks[storage_key(stack)] = stack, rebuild
+        self._stacks[storage_key(stack)] = stack, rebuild
+
+    def derive(self, stack: Tensor, derived: Tensor, rebuild: Callable[[Tensor, slice], Tensor]) -> None:
+        """Add a stack that is computed from a known one; ``rebuild`` gets the known stack's experts."""
+        if (known := self._stacks.get(storage_key(stack))) is not None and derived is not stack:
+            self.add(derived, lambda experts: rebuild(known[1](experts), experts))
 
     def handle_of(self, tensor: Tensor) -> _Rebuilt | None:
         """Return the handle of a view of a stack; ``None`` for any other tensor."""

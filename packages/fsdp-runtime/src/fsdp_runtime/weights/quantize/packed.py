@@ -8,7 +8,7 @@ values of the full tensor.  Scales are bytes too: no cast of a model or of FSDP2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._torch_compat import has_values
-from fsdp_runtime.errors import OptionError
+from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import StateEntry
-from fsdp_runtime.sharded.chunks import Chunk, ReadBox, fill_box, inside, local_part
+from fsdp_runtime.sharded.chunks import Chunk, ReadBox, fill_box, in_dims, inside, local_part
 from fsdp_runtime.values import require_one_of
 from fsdp_runtime.weights.quantize.kernels import FP8, FP8_MAX, to_fp4
-from tp_plans.boxes import box_shape, split_box
+from tp_plans.boxes import Box, box_shape, split_box
 
 PackedKind = Literal["nf4", "int8", "fp8", "mxfp4"]
 #: The elements of a block by default.
@@ -31,13 +31,15 @@ PACKED = "_fsdp_runtime_packed"
 #: Elements that are converted at a time: their float32 copies take 64 MiB.
 _AT_ONCE = 2**24
 _INT8_MAX = 127.0
-_NF4 = (
+NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_LEVELS: dict[str, tuple[float, ...]] = {"nf4": _NF4, "mxfp4": (*_FP4, *(-level for level in _FP4))}
+_LEVELS: dict[str, tuple[float, ...]] = {"nf4": NF4, "mxfp4": (*_FP4, *(-level for level in _FP4))}
+#: Returns a box of a stored weight in the bytes of a format, or ``None``.
+ReadCodes = Callable[[str, Box, "PackedFormat"], Tensor | None]
 #: The values of both codes of each byte ``[256, 2]``, by kind and device.
 _pairs: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -106,7 +108,7 @@ class PackedFormat:
             return self.join(scaled.round_().to(torch.int8).view(torch.uint8), scale)
         if self.kind == "fp8":
             return self.join(scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8), scale)
-        levels = torch.tensor(_NF4, dtype=torch.float64)
+        levels = torch.tensor(NF4, dtype=torch.float64)
         middles = ((levels[1:] + levels[:-1]) / 2).to(scaled)
         return self.join(_halves(torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8)), scale)
 
@@ -157,16 +159,41 @@ class PackedWeight:
         return 2 * len(self.shape) - 3 - dim if self.transposed and dim >= len(self.shape) - 2 else dim
 
 
-def fill_packed(tensor: Tensor, weight: PackedWeight, chunks: Sequence[Chunk], read: ReadBox) -> None:
-    """Quantize this rank's shard of a weight from chunks of stored tensors, some rows at a time."""
+def fill_packed(tensor: Tensor, weight: PackedWeight, chunks: Sequence[Chunk], read: ReadBox, codes: ReadCodes) -> None:
+    """Quantize this rank's shard of a weight from chunks of stored tensors, or take stored codes, by runs of rows."""
     fmt, (part, box) = weight.format, local_part(tensor)
     start, stop = (side // fmt.block_bytes * fmt.block for side in box[-1])
     values_box = (*box[:-1], (start, stop))
     for rows in split_box(values_box, max(_AT_ONCE // 4, stop - start)):
         in_model = (*rows[:-2], rows[-1], rows[-2]) if weight.transposed else rows
-        values = torch.empty(box_shape(in_model), dtype=weight.dtype)
-        fill_box(values, in_model, chunks, read)
-        part[inside(values_box, rows)[:-1]] = weight.quantize(values.to(part.device))
+        target = part[inside(values_box, rows)[:-1]]
+        if not _copy_codes(target, rows, weight, chunks, codes):
+            values = torch.empty(box_shape(in_model), dtype=weight.dtype)
+            fill_box(values, in_model, chunks, read)
+            target.copy_(weight.quantize(values.to(part.device)))
+
+
+def _copy_codes(target: Tensor, rows: Box, weight: PackedWeight, chunks: Sequence[Chunk], codes: ReadCodes) -> bool:
+    """Copy the stored codes and scales of some rows; return ``False`` if the checkpoint has no such codes."""
+    fmt = weight.format
+    for chunk in chunks:
+        box = (*rows[:-2], rows[-1], rows[-2]) if weight.transposed else rows
+        if (piece := chunk.intersect(box)) is None:
+            continue
+        packed = codes(piece.source, piece.source_box, fmt)
+        if packed is None:
+            return False
+        kept = piece.dims == tuple(range(len(box))) if weight.transposed else piece.dims[-1] == len(piece.start) - 1
+        if not kept:
+            raise ConversionError(
+                f"{piece.source}: its codes cannot be rearranged across the rows of the model's weight"
+            )
+        place = piece.target if not weight.transposed else (*piece.target[:-2], piece.target[-1], piece.target[-2])
+        where = inside(rows, place)
+        columns = slice(*(side // fmt.block * fmt.block_bytes for side in (where[-1].start, where[-1].stop)))
+        shape = target[(*where[:-1], columns)].shape
+        target[(*where[:-1], columns)] = packed if weight.transposed else in_dims(packed, piece.dims, shape)
+    return True
 
 
 def packed_weights(module: nn.Module) -> dict[str, PackedWeight]:

@@ -1,0 +1,174 @@
+"""Quantized weights in checkpoints: one tensor of codes with tensors of scales beside it, read as one weight.
+
+Schemes: bitsandbytes' nf4 (nested scales included) and int8, FP8 with scales per block, row or tensor (DeepSeek-V3,
+compressed-tensors), int8 per row (compressed-tensors), and gpt-oss' MXFP4.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.errors import ConversionError
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
+from fsdp_runtime.weights.quantize.packed import NF4, PackedFormat
+from tp_plans.boxes import Box
+
+_BNB = ".quant_state.bitsandbytes__"
+#: Name endings of tensors beside codes of a scheme that is not read.
+_UNKNOWN = (".weight_packed", ".weight_zero_point", ".weight_scale_2", ".qweight", f"{_BNB}fp4")
+_ReadPart = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A quantized weight of a checkpoint; boxes are of its matrix ``[..., out, in]``."""
+
+    kind: str
+    codes: str  # name of the stored codes
+    scales: str
+    shape: tuple[int, ...]  # of the matrix
+    cell: tuple[int, int]  # rows and columns that share a scale
+    divisor: float = 1.0  # of the stored scales
+    state: Mapping[str, Any] | None = None  # bitsandbytes' state of nf4
+    transposed: bool = False  # the model's weight is ``[experts, in, out]``
+
+    def box(self, box: Box) -> Box:
+        """Return the box of the matrix for a box of the model's weight."""
+        return (*box[:-2], box[-1], box[-2]) if self.transposed else box
+
+    def packed(self, read: _ReadPart, box: Box, fmt: PackedFormat) -> Tensor | None:
+        """Return a box in the bytes of a format; ``None`` for a format of another kind."""
+        if self.kind != fmt.kind:
+            return None
+        columns = (*box[-1], self.cell[1])
+        if any(column % fmt.block for column in columns) and (self.cell[1] < self.shape[-1] or box[-1][0] % fmt.block):
+            raise ConversionError(
+                f"{self.codes}: {self.cell[1]} columns share a stored scale, and columns {box[-1][0]} to {box[-1][1]} "
+                f"are read in blocks of {fmt.block}: take a block_size that divides {self.cell[1]}"
+            )
+        codes = self._codes(read, box).unflatten(-1, (-1, fmt.code_bytes))
+        return fmt.join(codes, self._scales(read, box, fmt.block))
+
+    def values(self, read: _ReadPart, box: Box) -> Tensor:
+        """Return the float32 values of a box."""
+        if self.kind in ("int8", "fp8"):
+            dtype = torch.int8 if self.kind == "int8" else torch.float8_e4m3fn
+            return self._codes(read, box).view(dtype).float() * self._scales(read, box, 1)
+        fmt, (start, stop) = PackedFormat(self.kind, self.cell[1]), box[-1]
+        around = (*box[:-1], (start // fmt.block * fmt.block, -(-stop // fmt.block) * fmt.block))
+        codes = self._codes(read, around).unflatten(-1, (-1, fmt.code_bytes))
+        packed = fmt.join(codes, self._scales(read, around, fmt.block))
+        return fmt.dequantize(packed, torch.float32).narrow(-1, start % fmt.block, stop - start)
+
+    def _codes(self, read: _ReadPart, box: Box) -> Tensor:
+        """Return the codes of a box as bytes, the first of two codes in the low half."""
+        (start, stop), last = box[-1], self.shape[-1]
+        if self.kind in ("int8", "fp8"):
+            return read(self.codes, box).view(torch.uint8)
+        if self.kind == "mxfp4":
+            return read(self.codes, (*box[:-1], (start // 32, stop // 32), (0, 16))).flatten(-2)
+        rows = read(self.codes, ((box[0][0] * last // 2, box[0][1] * last // 2), (0, 1))).view(-1, last // 2)
+        codes = rows[:, start // 2 : stop // 2]
+        return (codes >> 4) | (codes << 4)
+
+    def _scales(self, read: _ReadPart, box: Box, block: int) -> Tensor:
+        """Return the scale at the first column of each block of a box."""
+        (first, last), (start, stop) = box[-2:]
+        if self.kind == "mxfp4":
+            return read(self.scales, (*box[:-1], (start // 32, stop // 32)))
+        if self.state is not None:
+            per_row = self.shape[-1] // self.cell[1]
+            amax = self._nf4_amax(read, first * per_row, last * per_row).view(-1, per_row)
+            return amax.repeat_interleave(self.cell[1] // block, 1)[:, start // block : stop // block]
+        scales = read(self.scales).float() / self.divisor
+        scales = scales.view(-1, scales.shape[-1] if scales.ndim > 1 else 1)
+        rows, columns = torch.arange(first, last) // self.cell[0], torch.arange(start, stop, block) // self.cell[1]
+        return scales[rows[:, None], columns]
+
+    def _nf4_amax(self, read: _ReadPart, start: int, stop: int) -> Tensor:
+        amax, state = read(self.scales, ((start, stop),)), self.state or {}
+        if "nested_blocksize" not in state:
+            return amax.float()
+        weight = self.scales.removesuffix(".absmax")
+        outer = read(f"{weight}.nested_absmax")[torch.arange(start, stop) // state["nested_blocksize"]]
+        return read(f"{weight}.nested_quant_map")[amax.int()] * outer + state["nested_offset"]
+
+
+def read_stored_weights(checkpoint: HubCheckpoint) -> None:
+    """Let a checkpoint show each quantized weight as one tensor in float32, and read its values."""
+    # Headers decide, and bitsandbytes' state of a weight; only the size of FP8 blocks is in ``config.json``.
+    tensors = dict(checkpoint.tensors)
+    stored = dict(_found(checkpoint))
+    for name, weight in stored.items():
+        parts = [part for part in tensors if part in (weight.codes, weight.scales) or _is_beside(part, name)]
+        file = tensors[weight.codes].file
+        for part in parts:
+            del tensors[part]
+        shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if weight.transposed else weight.shape
+        tensors[name] = HubTensor(file, shape, "F32")
+    checkpoint.show(tensors, stored)
+
+
+def _is_beside(part: str, name: str) -> bool:
+    others = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", f"{_BNB}nf4")
+    return part in (*(name + end for end in others), f"{name.removesuffix('weight')}weight_format", f"{name}_shape")
+
+
+def _found(checkpoint: HubCheckpoint) -> Iterator[tuple[str, StoredWeight]]:
+    tensors = checkpoint.tensors
+    for name, tensor in tensors.items():
+        if unknown := next((end for end in _UNKNOWN if name.endswith(end)), None):
+            raise ConversionError(
+                f"{name} in {tensor.file} is of a scheme that is not read ({unknown}): bitsandbytes nf4 and int8, FP8, "
+                "int8 per row and MXFP4 are; take one of these checkpoints, or dequantize it first"
+            )
+        base = name.removesuffix("weight")
+        if name.endswith("_blocks") and (scales := f"{name.removesuffix('_blocks')}_scales") in tensors:
+            shape = (*tensor.shape[:-2], tensor.shape[-2] * 32)
+            yield name.removesuffix("_blocks"), StoredWeight("mxfp4", name, scales, shape, (1, 32), transposed=True)
+        elif f"{name}{_BNB}nf4" in tensors:
+            yield name, _bitsandbytes(checkpoint, name)
+        elif tensor.dtype == "I8" and f"{base}SCB" in tensors:
+            yield name, StoredWeight("int8", name, f"{base}SCB", tensor.shape, (1, tensor.shape[1]), divisor=127.0)
+        elif kind := {"F8_E4M3": "fp8", "I8": "int8"}.get(tensor.dtype):
+            scales = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in tensors), "")
+            if scales and len(tensor.shape) == 2:
+                cell = _cell(checkpoint.folder, name, tensor, tensors[scales])
+                yield name, StoredWeight(kind, name, scales, tensor.shape, cell)
+
+
+def _cell(folder: Path | None, name: str, codes: HubTensor, scales: HubTensor) -> tuple[int, int]:
+    """Return the rows and columns that share a scale, from the shapes and the config's size of a block."""
+    rows, columns = codes.shape
+    if scales.shape in ((), (1,), (1, 1)):
+        return rows, columns
+    if scales.shape in ((rows,), (rows, 1)):
+        return 1, columns
+    block = (128, 128)
+    if folder is not None and (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config") or {}
+        block = tuple(config.get("weight_block_size") or block)
+    if scales.shape != (-(-rows // block[0]), -(-columns // block[1])):
+        raise ConversionError(
+            f"{name} {codes.shape} has scales {scales.shape}, and blocks of {block} need "
+            f"{(-(-rows // block[0]), -(-columns // block[1]))}: set weight_block_size in its config.json"
+        )
+    return block
+
+
+def _bitsandbytes(checkpoint: HubCheckpoint, name: str) -> StoredWeight:
+    state = json.loads(bytes(checkpoint.read(f"{name}{_BNB}nf4").tolist()))
+    shape, block = tuple(state["shape"]), state["blocksize"]
+    if len(shape) != 2 or shape[1] % block or tuple(checkpoint.read(f"{name}.quant_map").tolist()) != NF4:
+        raise ConversionError(
+            f"{name} of shape {shape} has nf4 blocks of {block} that cross its rows, or other levels than nf4: "
+            "dequantize the checkpoint first"
+        )
+    return StoredWeight("nf4", name, f"{name}.absmax", shape, (1, block), state=state)
