@@ -12,7 +12,9 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from coverage.multimodal import multimodal_model
 from coverage.multimodal_inputs import multimodal_inputs
@@ -157,3 +159,26 @@ def test_quantized_is_loaded_by_slices_and_exported(name: str, tmp_path: Path, f
     _model(name).double().save_pretrained(tmp_path / "base")
     axes = {"dp_shard": 2, "tp": 2, **({"ep": 2} if name == "Qwen3MoeForCausalLM" else {})}
     assert four_ranks.run(_differences, name, step, axes, str(tmp_path)) == [[]] * 4
+
+
+def _gpt_oss_differences(directory: str) -> list[str]:
+    """The experts with other values than transformers gives the codes of a checkpoint as OpenAI stores it."""
+    model = _model("GptOssForCausalLM").requires_grad_(False).to("meta")
+    sharded = parallelize(model, mesh_for({"tp": 2}), steps=(Quantized("mxfp4"),))
+    load_weights(sharded, directory, strict=True)
+    stored = load_file(f"{directory}/model.safetensors")
+    loaded = dict(stream_weights(sharded, dtype=torch.bfloat16))
+    codes = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
+    assert len(codes) == 4
+    expected = {name: convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"]) for name in codes}
+    return [name for name, values in expected.items() if not torch.equal(loaded[name], values)]
+
+
+def test_quantized_takes_the_codes_of_gpt_oss(tmp_path: Path, two_ranks: RankPool) -> None:
+    tensors = {name: tensor.contiguous() for name, tensor in _model("GptOssForCausalLM").state_dict().items()}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16)).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 130, (experts, rows, columns // 32)).to(torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert two_ranks.run(_gpt_oss_differences, str(tmp_path)) == [[], []]

@@ -125,7 +125,7 @@ def test_load_weights_quantizes_codes_of_another_format(tmp_path: Path) -> None:
         ({"0.0.0.weight_packed": torch.zeros(2)}, "0.0.0.weight_packed .* is of a scheme that is not read"),
         (
             {f"{_NAMES[0]}_scale_inv": torch.zeros(3, 2)},
-            r"has scales \(3, 2\), and blocks of \(128, 128\) need \(2, 2\)",
+            r"has scales \(3, 2\), .* need \(2, 2\)",
         ),
     ],
 )
