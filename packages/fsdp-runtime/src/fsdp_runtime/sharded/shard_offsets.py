@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Replicate as Replicated
 
 from fsdp_runtime._torch_compat import is_strided
 from fsdp_runtime.errors import WeightsError
@@ -53,6 +55,15 @@ def local_box(
         start[step.dim] += offset
         size[step.dim] = length
     return tuple((first, first + length) for first, length in zip(start, size, strict=True))
+
+
+def sharded_by_rows(local: Tensor, shape: Sequence[int], like: DTensor) -> DTensor:
+    """Return a DTensor of a shape over this rank's part of it: sharded as ``like``, and replicated on the last dim."""
+    placements = [Replicated() if getattr(each, "dim", None) == like.ndim - 1 else each for each in like.placements]
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def dtensor_box(tensor: DTensor) -> Box:

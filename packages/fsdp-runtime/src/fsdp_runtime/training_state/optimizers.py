@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.state import StateEntry
+from fsdp_runtime.sharded.shard_offsets import sharded_by_rows
 from fsdp_runtime.training_state.manifest import StoredTensor
 
 logger = logging.getLogger(__name__)
 
-#: Placement of a state tensor: as its parameter, replicated over the mesh of a DTensor parameter, or plain.
-StatePlacement = Literal["parameter", "parameter on the cpu", "replicated", "plain", "plain on the cpu"]
+#: Placement of a state tensor: as its parameter; as its parameter's rows, with another last dim; replicated over the
+#: mesh of a DTensor parameter; or plain.
+StatePlacement = Literal["parameter", "parameter on the cpu", "rows", "replicated", "plain", "plain on the cpu"]
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ def _placement(name: str, key: str, parameter: Tensor, value: Tensor) -> StatePl
             f"the optimizer keeps {key} of {name} as a {type(value).__name__}, which cannot be saved yet: use an "
             "optimizer that keeps plain tensors or DTensors"
         )
+    if 1 < value.ndim == parameter.ndim and value.shape[:-1] == parameter.shape[:-1] and value.shape != parameter.shape:
+        return "rows"
     if isinstance(value, DTensor) and value.shape != parameter.shape:
         return "replicated"
     if isinstance(value, DTensor):
@@ -176,6 +180,10 @@ def _empty(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, placem
     device = torch.device("cpu") if placement.endswith("on the cpu") else parameter.device
     if placement.startswith("parameter"):
         return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    if placement == "rows" and isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        rows = torch.empty((*local.shape[:-1], shape[-1]), dtype=dtype, device=local.device)
+        return sharded_by_rows(rows, shape, parameter)
     plain = torch.empty(shape, dtype=dtype, device=device)
     if placement == "replicated" and isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
