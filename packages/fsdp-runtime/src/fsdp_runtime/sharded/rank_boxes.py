@@ -27,9 +27,7 @@ class BoxOwners:
 
     def near(self, tensor: Tensor, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
         """Yield the boxes on ranks that overlap ``wanted``, with the ranks of each box."""
-        key: Hashable = tuple(tensor.shape)
-        if isinstance(tensor, DTensor):
-            key = key, tensor.placements, tensor.device_mesh
+        key = layout_key(tensor)
         if key not in self._found:
             owners: dict[Box, list[int]] = {}
             for rank, box in rank_boxes(tensor, self._everyone):
@@ -44,6 +42,13 @@ class BoxOwners:
 def _sides(boxes: Sequence[Box]) -> Tensor:
     """Starts and stops of boxes, ``[boxes, dims, 2]``."""
     return torch.tensor(boxes, dtype=torch.int64, device="cpu").view(len(boxes), len(boxes[0]), 2)
+
+
+def layout_key(tensor: Tensor) -> Hashable:
+    """Key of a layout: equal for tensors with the same shape and placements on one mesh."""
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape)
+    return tuple(tensor.shape), tensor.placements, tensor.device_mesh
 
 
 def rank_boxes(tensor: Tensor, everyone: Sequence[int]) -> list[tuple[int, Box]]:
