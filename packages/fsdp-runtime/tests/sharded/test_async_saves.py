@@ -17,7 +17,7 @@ from torch.optim import AdamW
 
 from fsdp_runtime import OptionError, parallelize, save_weights
 from fsdp_runtime.errors import WeightsError
-from fsdp_runtime.sharded import async_saves, host_staging
+from fsdp_runtime.sharded import async_saves
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 from fsdp_runtime.sync import Quantization
 from fsdp_runtime.training_state import load_training_state, save_training_state
@@ -64,7 +64,7 @@ def _files(directory: Path) -> dict[str, bytes]:
 
 
 def _save_and_train(directory: Path, axes: dict[str, int], options: dict[str, Any]) -> None:
-    host_staging._SLAB = 2**12  # most tensors are in several pieces
+    async_saves._SLAB = 2**12  # most tensors are in several pieces
     model = _model(axes, options.pop("architecture", "LlamaForCausalLM"))
     expected = save_weights(model, directory / "sync", max_shard_size=100_000, **options)
     with _writes_wait() as event:
@@ -116,7 +116,7 @@ class Run:
 
 
 def _resumed(directory: Path, axes: dict[str, int]) -> None:
-    host_staging._SLAB = 2**12
+    async_saves._SLAB = 2**12
     run = Run(axes)
     run.steps(2)
     expected_state = save_training_state(directory / "sync", run.model, run.optimizer, step=2)

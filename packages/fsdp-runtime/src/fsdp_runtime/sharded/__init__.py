@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_runtime.sharded.async_saves import flat_bytes
 from fsdp_runtime.sharded.chunks import identity_chunk, inside
 from fsdp_runtime.sharded.collectives import (
     all_gather_objects,
@@ -15,7 +16,6 @@ from fsdp_runtime.sharded.collectives import (
 )
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.hashing import WORDS, hash_box
-from fsdp_runtime.sharded.host_staging import flat_bytes
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.rank_boxes import BoxOwners, block_view, stored_part
 from fsdp_runtime.sharded.safetensors_io import WeightInfo

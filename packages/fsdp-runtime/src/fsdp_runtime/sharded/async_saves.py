@@ -1,22 +1,96 @@
-"""Asynchronous saves in a thread: their futures and process groups, at most one save at a time."""
+"""Asynchronous saves: copies of tensors in host memory, and threads that write them, at most one save at a time."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Generic, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime._torch_compat import local_group
 from fsdp_runtime.sharded.collectives import ModelRanks
+from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 
 T = TypeVar("T")
+#: Bytes of a piece of host memory; pinned memory comes in powers of two.
+_SLAB = 2**26
+
+
+class HostStaging:
+    """Bytes of tensors, copied to host memory; the memory is pinned for tensors on an accelerator."""
+
+    def __init__(self) -> None:
+        self._room: dict[str, Tensor] = {}
+        self.nbytes = 0
+
+    def copy(self, tensor: Tensor) -> list[Tensor]:
+        """Start to copy a tensor; return its bytes in pieces of uint8, complete after :meth:`synchronize`."""
+        flat, pieces = flat_bytes(tensor.detach()), []
+        while flat.numel():
+            piece = self._take(flat.numel(), flat.device.type)
+            piece.copy_(flat[: len(piece)], non_blocking=True)
+            pieces.append(piece)
+            flat = flat[len(piece) :]
+        return pieces
+
+    def synchronize(self) -> None:
+        """Return once every copy is complete; drop the unused memory."""
+        if any(kind != "cpu" for kind in self._room):
+            torch.accelerator.synchronize()
+        self._room.clear()
+
+    def _take(self, nbytes: int, kind: str) -> Tensor:
+        """Return unused host memory: at most ``nbytes``, at least one byte."""
+        room = self._room.pop(kind, None)
+        if room is None:
+            room = torch.empty(_SLAB, dtype=torch.uint8, pin_memory=kind != "cpu")
+            self.nbytes += _SLAB
+        if len(room) > nbytes:
+            self._room[kind] = room[nbytes:]
+        return room[:nbytes]
+
+
+class StagedWriter:
+    """Pending writes to a file, in host memory; :meth:`finish` writes them."""
+
+    def __init__(self, file: SafetensorsWriter, staging: HostStaging) -> None:
+        self._file, self._staging = file, staging
+        self._writes: list[tuple[str, int, list[Tensor]]] = []
+
+    def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
+        """Stage a :meth:`SafetensorsWriter.write`, with a copy of the tensor; return the tensor's bytes."""
+        self._writes.append((name, start * tensor.itemsize, self._staging.copy(tensor)))
+        return tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the copies, and close the file once they are on the disk."""
+        for name, start, pieces in drained(self._writes):
+            for piece in drained(pieces):
+                start += self._file.write(name, piece, start)
+        self._file.finish()
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, ``[bytes]`` uint8."""
+    flat = tensor.contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+
+
+def drained(items: list[T]) -> Iterator[T]:
+    """Yield the items of a list in order, and empty the list."""
+    items.reverse()
+    while items:
+        yield items.pop()
+
+
 #: Longest wait for the other ranks' writes; the exit of another rank's process is noticed at once.
 _TIMEOUT = timedelta(hours=1)
 
@@ -36,32 +110,23 @@ class SaveFuture(Generic[T]):
     """
 
     def __init__(self, finish: Callable[[], T]) -> None:
-        self._finish: Callable[[], T] | None = finish
-        self._result: T | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="save")
-        self._thread.start()
+        self._future = ThreadPoolExecutor(1, "save").submit(_logged, finish)
 
     def done(self) -> bool:
         """Return whether the save has ended, with or without an error."""
-        return not self._thread.is_alive()
+        return self._future.done()
 
     def wait(self) -> T:
         """Return the save's result once it has ended, or raise its error.  Not collective."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]  # set by the thread
+        return self._future.result()
 
-    def _run(self) -> None:
-        try:
-            if self._finish is not None:
-                self._result = self._finish()
-        except Exception as error:  # raised by ``wait``
-            self._error = error
-            logger.exception("an asynchronous save failed; earlier saves are unchanged")
-        finally:
-            self._finish = None  # frees the host memory that it holds
+
+def _logged(finish: Callable[[], T]) -> T:
+    try:
+        return finish()
+    except Exception:
+        logger.exception("an asynchronous save failed; earlier saves are unchanged")
+        raise
 
 
 def save_in_thread(
@@ -69,7 +134,13 @@ def save_in_thread(
 ) -> SaveFuture[T]:
     """Complete a save in a thread, which then closes ``resources``.  Collective."""
     # ``finish`` gets the ranks with a separate process group: its collectives do not mix with training's collectives.
-    separate = _with_own_group(ranks, everyone)
+    separate = ranks
+    if ranks.groups:
+        world, group = _groups.get(tuple(everyone), (None, None))
+        if group is None or world is not dist.group.WORLD:
+            group = local_group(list(everyone), ranks.groups, timeout=_TIMEOUT, backend="gloo")
+            _groups[tuple(everyone)] = dist.group.WORLD, group
+        separate = replace(ranks, groups=(group,))
     moved = resources.pop_all()
 
     def run() -> T:
@@ -84,16 +155,4 @@ def save_in_thread(
 
 def wait_for_running() -> None:
     """Return once this process's unfinished saves have ended."""
-    for save in [save for save in _running if not save.done()]:
-        save._thread.join()
-
-
-def _with_own_group(ranks: ModelRanks, everyone: Sequence[int]) -> ModelRanks:
-    """The same ranks, connected by one gloo group for saves only."""
-    if not ranks.groups:
-        return ranks
-    world, group = _groups.get(tuple(everyone), (None, None))
-    if group is None or world is not dist.group.WORLD:
-        group = local_group(list(everyone), ranks.groups, timeout=_TIMEOUT, backend="gloo")
-        _groups[tuple(everyone)] = dist.group.WORLD, group
-    return replace(ranks, groups=(group,))
+    wait([save._future for save in _running])

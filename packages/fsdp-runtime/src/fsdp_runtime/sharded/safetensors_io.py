@@ -12,6 +12,8 @@ import hashlib
 import json
 import math
 import os
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -119,9 +121,11 @@ class SafetensorsWriter:
 
     # A write keeps the file open until :meth:`close`: its descriptor reports a failed write-back.
 
-    def __init__(self, path: Path, tensors: Sequence[WeightInfo]) -> None:
+    def __init__(self, path: Path, tensors: Sequence[WeightInfo], *, with_checksums: bool = False) -> None:
         self._layout = SafetensorsLayout(tensors)
-        self._path, self._descriptor, self._unstarted = path, -1, 0
+        self.path, self._descriptor, self._unstarted = path, -1, 0
+        # CRC-32 of each written tensor, for tensors that are written in order
+        self.checksums = defaultdict[str, int](int) if with_checksums else None
         create_file(path, self._layout.header, self._layout.nbytes)
 
     def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
@@ -131,6 +135,8 @@ class SafetensorsWriter:
             self._open()
             offset = self._layout.offset(name) + start * flat.itemsize
             write_all(self._descriptor, memory_of(flat), offset)
+        if self.checksums is not None:
+            self.checksums[name] = zlib.crc32(memory_of(flat), self.checksums[name])
         self._unstarted += flat.nbytes
         if self._unstarted >= _STARTED_AFTER:
             self._unstarted = 0
@@ -152,10 +158,10 @@ class SafetensorsWriter:
 
     def _open(self) -> None:
         if self._descriptor < 0:
-            self._descriptor = os.open(self._path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+            self._descriptor = os.open(self.path, os.O_RDWR | getattr(os, "O_BINARY", 0))
 
     def _naming_errors(self) -> AbstractContextManager[None]:
-        return naming_write_errors(self._path, self._layout.nbytes)
+        return naming_write_errors(self.path, self._layout.nbytes)
 
     def finish(self) -> None:
         """Close the file once it is on the disk."""

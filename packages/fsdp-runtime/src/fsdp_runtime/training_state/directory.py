@@ -47,7 +47,13 @@ def commit(work: Path, step: int, keep: int | None) -> Path:
     final = _place(work, step)
     removable.add(final.name)
     try:
-        _update_index(directory)
+        while (names := _saved_states(directory)) != _listed(directory):
+            new = unused_path(directory)
+            try:
+                new.write_bytes((json.dumps({"states": names}, indent=2) + "\n").encode())
+                move_into_place(new, directory / INDEX)
+            finally:
+                new.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s is saved; %s could not be written (%s); the next save writes it", final, INDEX, error)
     if keep is not None:
@@ -91,16 +97,6 @@ def _listed(directory: Path) -> list[str]:
             f"{index} is damaged ({error!r}): pass the directory of one state in {directory}"
         ) from error
     return names
-
-
-def _update_index(directory: Path) -> None:
-    while (names := _saved_states(directory)) != _listed(directory):
-        new = unused_path(directory)
-        try:
-            new.write_bytes((json.dumps({"states": names}, indent=2) + "\n").encode())
-            move_into_place(new, directory / INDEX)
-        finally:
-            new.unlink(missing_ok=True)
 
 
 def _place(work: Path, step: int) -> Path:

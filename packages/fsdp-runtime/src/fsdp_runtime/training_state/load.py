@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import CheckpointError, MismatchError
+from fsdp_runtime.model.generators import require_rng_states, set_rng_states
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, settings_at_source, source_folder
@@ -29,19 +31,17 @@ from fsdp_runtime.sharded.collectives import (
     require_equal_on_all,
 )
 from fsdp_runtime.sharded.paths import require_path
-from fsdp_runtime.sharded.safetensors_io import SafetensorsReader
+from fsdp_runtime.sharded.safetensors_io import SafetensorsReader, memory_of
 from fsdp_runtime.sharded.shard_offsets import require_layouts
 from fsdp_runtime.training_state.directory import newest_state
-from fsdp_runtime.training_state.manifest import MANIFEST, Manifest, StoredTensor, checksum, read_manifest
+from fsdp_runtime.training_state.manifest import MANIFEST, Manifest, StoredTensor, read_manifest
 from fsdp_runtime.training_state.optimizers import (
     as_list,
     parameter_names,
-    require_same_class,
-    require_same_groups,
+    require_same_optimizer,
     require_saved_optimizer,
     restore_optimizer,
 )
-from fsdp_runtime.training_state.rng_state import require_rng_states, set_rng_states
 from fsdp_runtime.training_state.safe_pickle import read_object
 from fsdp_runtime.training_state.save import SHARED_FILE, Stateful, mesh_sizes, rng_file
 from tp_plans.boxes import Box
@@ -93,9 +93,6 @@ def load_training_state(
         device: the device to materialize on, by default the current device of the mesh's type; see
             :func:`materialize`.
         verify: check the checksum of every tensor first; the ranks share this work.
-
-    Returns:
-        The step, the user's data, and whether the random number generators were restored.
 
     Raises:
         CheckpointError: a file is missing, truncated, corrupt, written to while it was read, or outside the directory.
@@ -185,9 +182,7 @@ def _check(
         )
     names = parameter_names(entries, optimizers)
     for index, (optimizer, saved) in enumerate(zip(optimizers, shared["optimizers"], strict=False)):
-        require_same_class(index, optimizer, saved)
-    for index, (optimizer, saved) in enumerate(zip(optimizers, shared["optimizers"], strict=False)):
-        require_same_groups(index, optimizer, names, saved)
+        require_same_optimizer(index, optimizer, names, saved)
     if scheduler is not None and shared["scheduler"] is None:
         raise MismatchError("a scheduler was given, and none was saved: pass scheduler=None")
 
@@ -253,7 +248,7 @@ class _StateReader(SafetensorsReader):
             for chunk in self.manifest.tensors[name].chunks:
                 file = self._directory / chunk.file
                 tensor = self._read(file, name)
-                if tuple(tensor.shape) != chunk.shape or checksum(tensor.contiguous()) != chunk.checksum:
+                if tuple(tensor.shape) != chunk.shape or crc32(memory_of(tensor.contiguous())) != chunk.checksum:
                     raise CheckpointError(f"{file}: {name} differs from the saved values: resume from an older state")
 
 

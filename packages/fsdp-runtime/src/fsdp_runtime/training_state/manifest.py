@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.fsync import write_and_fsync
 from fsdp_runtime.sharded.paths import is_file_name
-from fsdp_runtime.sharded.safetensors_io import memory_of
 from tp_plans.boxes import Box, intersection, volume
 
 T = TypeVar("T")
@@ -87,11 +85,6 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
         raise CheckpointError(
             f"{path} is not what save_training_state writes ({error}): resume from an older state"
         ) from error
-
-
-def checksum(tensor: Tensor, before: int = 0) -> int:
-    """Return the CRC-32 of a contiguous CPU tensor's bytes, after bytes with the CRC ``before``."""
-    return zlib.crc32(memory_of(tensor), before)
 
 
 # Parsing of a manifest file: every value is checked, also after a correct checksum.

@@ -79,8 +79,10 @@ def parameter_names(entries: Sequence[StateEntry], optimizers: Sequence[Optimize
     return names
 
 
-def require_same_class(index: int, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Refuse the saved state of another class; accept a state without a class name with a warning."""
+def require_same_optimizer(
+    index: int, optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
+) -> None:
+    """Refuse the saved state of another class or of other groups; a state without a class name gets a warning."""
     if (name := saved.get("class")) is None:
         logger.warning(
             "optimizer %d is a %s; the training state does not name the saved class, so it is not compared",
@@ -92,14 +94,6 @@ def require_same_class(index: int, optimizer: Optimizer, saved: Mapping[str, Any
             f"optimizer {index} is a {_class_name(optimizer)}, and the state of a {name} was saved: build that "
             "optimizer, or pass optimizer=None to load the rest"
         )
-
-
-def _class_name(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def require_same_groups(index: int, optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
-    """Raise :class:`MismatchError` unless an optimizer's groups hold the saved parameters."""
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     expected = [group["params"] for group in saved["groups"]]
     if len(groups) != len(expected):
@@ -110,6 +104,10 @@ def require_same_groups(index: int, optimizer: Optimizer, names: Mapping[int, st
                 f"group {number} of optimizer {index} has {len(have)} parameters and the saved one {len(want)}; in "
                 f"only one of them: {', '.join(differing[:8])}. Build the optimizer as for the saved run"
             )
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def require_saved_optimizer(path: Path, index: int, saved: Any, tensors: Mapping[str, StoredTensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.generators import rng_states
 from fsdp_runtime.model.state import StateEntry, require_memory, state_entries
-from fsdp_runtime.sharded.async_saves import SAVES_WAIT, SaveFuture, save_in_thread, wait_for_running
+from fsdp_runtime.sharded.async_saves import (
+    SAVES_WAIT,
+    HostStaging,
+    SaveFuture,
+    StagedWriter,
+    save_in_thread,
+    wait_for_running,
+)
 from fsdp_runtime.sharded.chunks import local_part
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
@@ -25,15 +33,13 @@ from fsdp_runtime.sharded.collectives import (
     raise_on_all,
     require_equal_on_all,
 )
-from fsdp_runtime.sharded.host_staging import HostStaging, drained
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
 from fsdp_runtime.sharded.shard_offsets import require_layouts, shard_steps
 from fsdp_runtime.sharded.work_directory import work_directory
 from fsdp_runtime.training_state.directory import commit
-from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor, checksum
+from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor
 from fsdp_runtime.training_state.optimizers import as_list, optimizer_metadata, optimizer_tensors, parameter_names
-from fsdp_runtime.training_state.rng_state import rng_states
 from fsdp_runtime.training_state.safe_pickle import serialize, write_object
 from fsdp_runtime.values import require_no_removed
 from tp_plans.boxes import Box
@@ -112,15 +118,11 @@ def save_training_state(
         extra: the user's own data, equal on every rank: tensors, numbers, strings, lists, tuples and dicts.
         keep: number of older states to keep beside the new state; ``None`` for all.  States that another job saved
             after this job's first load from or save to the directory are neither counted nor removed.
-        asynchronous: return once this rank's part is copied to host memory; a thread writes the copy while training
-            goes on and changes the tensors.  The saved state is the same, bit for bit.  A later save of this
-            process waits until the thread has ended.
+        asynchronous: return a :class:`~fsdp_runtime.sharded.async_saves.SaveFuture` once this rank's part is copied to
+            host memory; a thread writes the copy while training goes on and changes the tensors.  The saved state is
+            the same, bit for bit.  ``wait()`` returns its directory and raises the thread's errors.  A later save of
+            this process waits until the thread has ended.
         removed: options of earlier releases, refused with the reason.
-
-    Returns:
-        The directory of the new state; with ``asynchronous`` a
-        :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`: its ``wait()`` returns the directory and raises the
-        thread's errors.
 
     Raises:
         OptionError: a value cannot be saved in a form that is safe to load, a number is negative, the model is on the
@@ -168,40 +170,31 @@ def save_training_state(
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(folder, ranks))
         with raise_on_all(ranks):
-            chunks = _staged_chunks(tensors, ranks, HostStaging() if asynchronous else None)
+            writes = _started_writes(work, tensors, ranks, resources, asynchronous=asynchronous)
         objects = {rng_file(ranks.index): rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
         described = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
-        save = _Save(work, step, keep, mesh_sizes(entries), chunks, objects, described)
+        save = _Save(work, step, keep, mesh_sizes(entries), writes, objects, described)
         if not asynchronous:
             return save.finish(ranks)
         return save_in_thread(save.finish, ranks, list(agreed.values), resources)
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """A chunk that this rank writes; ``pieces`` yields its bytes on the host, in order, once."""
-
-    header: WeightInfo
-    start: tuple[int, ...]
-    pieces: Iterator[Tensor]
-
-
 @dataclass
 class _Save:
-    """The writes and the commit of a save, while training waits or after the tensors were copied."""
+    """The end of the writes and the commit of a save, while training waits or after the tensors were copied."""
 
     work: Path  # directory of the unfinished state
     step: int
     keep: int | None
     mesh: Mapping[str, int]
-    chunks: list[_Chunk]  # the chunks that this rank writes
+    writes: Callable[[], dict[str, StoredChunk]]  # completes this rank's shards
     objects: Mapping[str, bytes]  # this rank's other files
     described: Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of every tensor
 
     def finish(self, ranks: ModelRanks) -> Path:
         """Write this rank's files, and put the state into effect after all ranks; return its directory.  Collective."""
         with raise_on_all(ranks) as written:
-            chunks = _write_shards(self.work, f"rank-{ranks.index:05d}.safetensors", self.chunks)
+            chunks = self.writes()
             files: dict[str, tuple[int, int]] = {}
             for name, content in self.objects.items():
                 files |= write_object(self.work, name, content)
@@ -280,30 +273,24 @@ def _writes(tensor: Tensor, index: int, ranks: ModelRanks) -> bool:
 
 
 @torch.no_grad()
-def _staged_chunks(tensors: Mapping[str, Tensor], ranks: ModelRanks, staging: HostStaging | None) -> list[_Chunk]:
-    """Return this rank's chunks, copied to host memory now; without ``staging``, each is copied at its write."""
-    chunks = []
-    for name, box, local in chunks_to_write(tensors, ranks):
-        header = WeightInfo(name, local.dtype, tuple(local.shape))
-        pieces = _on_host(local) if staging is None else drained(staging.copy(local))
-        chunks.append(_Chunk(header, tuple(start for start, _ in box), pieces))
-    if staging is not None:
-        staging.synchronize()
-    return chunks
+def _started_writes(
+    work: Path, tensors: Mapping[str, Tensor], ranks: ModelRanks, resources: ExitStack, *, asynchronous: bool
+) -> Callable[[], dict[str, StoredChunk]]:
+    """Write this rank's chunks, or copy them to host memory; return a function that completes the file."""
+    chunks = list(chunks_to_write(tensors, ranks))
+    headers = [WeightInfo(name, local.dtype, tuple(local.shape)) for name, _, local in chunks]
+    file = SafetensorsWriter(work / f"rank-{ranks.index:05d}.safetensors", headers, with_checksums=True)
+    resources.callback(file.close)
+    staging = HostStaging()
+    writer = StagedWriter(file, staging) if asynchronous else file
+    for name, _, local in chunks:
+        writer.write(name, local)
+    staging.synchronize()
+    starts = {name: tuple(start for start, _ in box) for name, box, _ in chunks}
 
+    def finish() -> dict[str, StoredChunk]:
+        writer.finish()
+        checksums: Mapping[str, int] = file.checksums or {}
+        return {h.name: StoredChunk(file.path.name, starts[h.name], h.shape, checksums.get(h.name, 0)) for h in headers}
 
-def _on_host(local: Tensor) -> Iterator[Tensor]:
-    yield local.contiguous().cpu()
-
-
-def _write_shards(work: Path, file_name: str, chunks: Sequence[_Chunk]) -> dict[str, StoredChunk]:
-    stored = {}
-    with SafetensorsWriter(work / file_name, [chunk.header for chunk in chunks]) as file:
-        for chunk in chunks:
-            header, crc, start = chunk.header, 0, 0
-            for piece in chunk.pieces:
-                file.write(header.name, piece, start)
-                start += piece.numel()
-                crc = checksum(piece, crc)
-            stored[header.name] = StoredChunk(file_name, chunk.start, header.shape, crc)
-    return stored
+    return finish

@@ -9,7 +9,6 @@ from fsdp_runtime.weights.adapters import saved_tensors as saved_tensors
 from fsdp_runtime.weights.export import ExportedTensor as ExportedTensor
 from fsdp_runtime.weights.export import ExportGroup as ExportGroup
 from fsdp_runtime.weights.export import MergedShards as MergedShards
-from fsdp_runtime.weights.held_tensors import HeldTensors as HeldTensors
 from fsdp_runtime.weights.load import LoadReport, load_weights
 from fsdp_runtime.weights.load_adapter import init_adapters, load_adapter
 from fsdp_runtime.weights.multi_token_heads import multi_token_weights
@@ -18,6 +17,7 @@ from fsdp_runtime.weights.quantize.formats import QuantizationFormat as Quantiza
 from fsdp_runtime.weights.save import save_weights
 from fsdp_runtime.weights.stream import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from fsdp_runtime.weights.stream import Bucket as Bucket
+from fsdp_runtime.weights.stream import HeldTensors as HeldTensors
 from fsdp_runtime.weights.stream import WeightExport as WeightExport
 from fsdp_runtime.weights.stream import stream_weights
 

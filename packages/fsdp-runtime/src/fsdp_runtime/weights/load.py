@@ -97,9 +97,6 @@ def load_weights(
             the modules beside it in ``new_modules``.
         removed: options of earlier releases, refused with the reason.
 
-    Returns:
-        The number of tensors loaded, the bytes that this rank read, and the names that the model lacks.
-
     Raises:
         CheckpointError: a file is missing, truncated, corrupt, or outside the directory of the index that names it, or
             another process replaced the checkpoint while ranks opened it, or wrote to its files while they were read.

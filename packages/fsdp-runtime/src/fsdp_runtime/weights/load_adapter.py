@@ -83,7 +83,12 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
     """
     entries = state_entries(model)
     tensors = adapter_tensors(model, entries, adapter)
-    _require_plain_adapters(model)
+    layers = list(lora_layers(base_model(model)))
+    if odd := next((layer for layer in layers if layer.odd), None):
+        raise OptionError(
+            f"{odd.path} has adapters that are merged, or not plain LoRA on a linear layer or on stacked experts "
+            f"({odd.odd}): unmerge them"
+        )
     settings = adapter_settings(model, adapter)
     if (how := settings.get("init_lora_weights")) is None:
         raise OptionError(f"{adapter!r} is of type {settings['peft_type']}, not low-rank: call load_adapter")
@@ -96,7 +101,7 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
         )
     _materialize(model, entries, tensors.values())
     reshard_all(model)
-    experts = {layer.path: layer.number for layer in lora_layers(base_model(model))}
+    experts = {layer.path: layer.number for layer in layers}
     for name, tensor in tensors.items():
         stacked = experts.get(name.removeprefix(f"{BASE}.").rpartition(".lora_")[0], 1)
         fill_from(tensor, _initial(name, tensor.shape, how, seed, stacked))
@@ -137,7 +142,9 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
     with raise_on_all(ranks) as step:
         folder = require_path("directory", directory)
         step.value = {"adapter": adapter}
-        _require_unmerged_adapters(model)
+        wrappers = (place for place in places(base_model(model)) if place.wrapper)
+        if merged := next((place.path for place in wrappers if getattr(place.module, "merged", False)), None):
+            raise OptionError(f"{merged} has adapters that are merged into its weight: unmerge them first")
         tensors = saved_tensors(model, entries, adapter, embeddings=False)
         with_embeddings = saved_tensors(model, entries, adapter, embeddings=True)
         saved = _saved_settings(folder)
@@ -156,22 +163,6 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             for name, tensor in tensors.items():
                 fill_local(tensor, [identity_chunk(name, tensor.shape)], checkpoint.read)
             checkpoint.require_unchanged()
-
-
-def _require_unmerged_adapters(model: nn.Module) -> None:
-    wrappers = (place for place in places(base_model(model)) if place.wrapper)
-    merged = (place.path for place in wrappers if getattr(place.module, "merged", False))
-    if path := next(merged, None):
-        raise OptionError(f"{path} has adapters that are merged into its weight: unmerge them first")
-
-
-def _require_plain_adapters(model: nn.Module) -> None:
-    """Check that the adapters are plain LoRA on linear layers or stacked experts, and not merged."""
-    if layer := next((layer for layer in lora_layers(base_model(model)) if layer.odd), None):
-        raise OptionError(
-            f"{layer.path} has adapters that are merged, or not plain LoRA on a linear layer or on stacked experts "
-            f"({layer.odd}): unmerge them"
-        )
 
 
 def _materialize(model: nn.Module, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:

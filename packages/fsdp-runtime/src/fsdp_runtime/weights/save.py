@@ -22,7 +22,14 @@ from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.model.unloaded import require_loaded
-from fsdp_runtime.sharded.async_saves import SAVES_WAIT, SaveFuture, save_in_thread, wait_for_running
+from fsdp_runtime.sharded.async_saves import (
+    SAVES_WAIT,
+    HostStaging,
+    SaveFuture,
+    StagedWriter,
+    save_in_thread,
+    wait_for_running,
+)
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
     first_rank_speaks,
@@ -31,7 +38,6 @@ from fsdp_runtime.sharded.collectives import (
     require_equal_on_all,
 )
 from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, naming_total, write_and_fsync
-from fsdp_runtime.sharded.host_staging import HostStaging, StagedWriter
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
 from fsdp_runtime.sharded.work_directory import machine, others_at_work, remove_work, work_directory
@@ -134,13 +140,11 @@ def save_weights(
         dtype: the tensors' dtype, as in :class:`~fsdp_runtime.sync.WeightExport`; the config gets the same dtype.
         names: the tensors' names, as in ``WeightExport``.
         quantize: low precision of linear layers, as in ``WeightExport``; the config records it.
-        asynchronous: return once this rank's files are gathered and copied to host memory; a thread writes them while
-            training goes on and changes the weights.  A later save of this process waits until the thread has ended.
+        asynchronous: return a :class:`~fsdp_runtime.sharded.async_saves.SaveFuture` once this rank's files are gathered
+            and copied to host memory; a thread writes them while training goes on and changes the weights.  ``wait()``
+            returns the report and raises the thread's errors.  A later save of this process waits until the thread has
+            ended.
         removed: options of earlier releases, refused with the reason.
-
-    Returns:
-        The bytes that this rank wrote; with ``asynchronous`` a :class:`~fsdp_runtime.sharded.async_saves.SaveFuture`:
-        its ``wait()`` returns the bytes and raises the thread's errors.
 
     Raises:
         ConversionError: the model's tensors differ from the class's tensors (``names="model"`` works) or are quantized.
