@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_runtime import ModelError, OptionError
 from fsdp_runtime.batching import GroupMember, SampleError, pack_tree
-from fsdp_runtime.batching.prefix_tree import prefix_tree
+from fsdp_runtime.batching.tree_row import prefix_tree
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 
 # Few token ids, so that samples share prefixes by chance; some are prefixes of others, some equal.

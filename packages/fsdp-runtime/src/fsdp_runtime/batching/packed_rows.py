@@ -61,13 +61,10 @@ class PackedRow:
         return PackedRow(self.samples, self.lengths, *tensors)
 
     def unpack(self, values: Tensor) -> dict[Hashable, Tensor]:
-        """Return the values of each sample.
+        """Return the values of each sample ``[length]``, as views.
 
         Args:
             values: ``[1, seq]`` or ``[seq]``, a value per token, such as log-probabilities of :attr:`targets`.
-
-        Returns:
-            ``[length]`` for each sample, views of ``values``.
 
         Raises:
             SampleError: ``values`` does not have one value for each token of the row.
@@ -110,9 +107,6 @@ def pack(
             ``1 / (6 * hidden_size)`` for an ordinary decoder.
         padding_id: the token id of padding.
         ignore_index: the target of tokens that are not scored.
-
-    Returns:
-        The rows of every rank, with ``unpack`` back to samples.
 
     Raises:
         SampleError: ``samples`` is empty, a sample is longer than a row, or a loss mask has another length than its

@@ -6,14 +6,14 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fsdp_runtime.batching.micro_batches import MicroBatches, micro_batches_of
 from fsdp_runtime.batching.packed_rows import read_samples, require_rows_long_enough
 from fsdp_runtime.batching.partition import Items
-from fsdp_runtime.batching.prefix_tree import prefix_tree
 from fsdp_runtime.batching.samples import PAIR_COST, Sample, row_sizes
-from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, tree_row
+from fsdp_runtime.batching.tree_row import GroupMember, Tree, TreeRow, common_prefix_length, prefix_tree, tree_row
 from fsdp_runtime.errors import SampleError
 
 #: Bytes of a token id in a sample.
@@ -37,7 +37,7 @@ def pack_tree(
     A prompt of ``P`` tokens with ``G`` responses of ``R`` tokens takes ``P + G * R`` tokens, not ``G * (P + R)``.  The
     samples of a group form a prefix tree, found from their tokens: responses to one prompt, turns of a conversation
     with several continuations, or equal samples.  Attention follows the paths of the tree, so log-probabilities,
-    entropies and all gradients equal separate rows.
+    entropies and all gradients equal separate rows.  The key of a sample is ``(group, index in the group)``.
 
     The model must have been parallelized with the step ``SharedPrefixes``.
 
@@ -53,9 +53,6 @@ def pack_tree(
         distinct_lengths: the largest number of different lengths of rows.
         pair_cost: the work of attention between two tokens, in units of the other work of a token.
         padding_id: the token id of padding.
-
-    Returns:
-        The rows of every rank, with ``unpack`` back to samples; a sample's key is ``(group, index in the group)``.
 
     Raises:
         SampleError: a group is empty, a sample is longer than a row, or a loss mask has another length than its sample.
@@ -107,28 +104,17 @@ def _divided(group: int, samples: Sequence[Sample], capacity: int) -> list[TreeP
     """Divide a group's samples into parts with trees that fit into a row; neighbours share the longest prefixes."""
     parts: list[TreePart] = []
     keys = [ctypes.string_at(sample.token_ids.data_ptr(), _ID_BYTES * sample.length) for sample in samples]
-    previous = b""
+    previous = torch.empty(0, dtype=torch.int64)
     for index in sorted(range(len(samples)), key=keys.__getitem__):  # common prefixes come together in any order of ids
-        length, shared = samples[index].length, _common_bytes(previous, keys[index]) // _ID_BYTES
+        length, shared = samples[index].length, common_prefix_length(previous, samples[index].token_ids)
         if not parts or parts[-1].tokens + length - shared > capacity:
             parts.append(TreePart(group, []))
             shared = 0
-        part, previous = parts[-1], keys[index]
+        part, previous = parts[-1], samples[index].token_ids
         part.members.append(index)
         part.tokens += length - shared
         part.attended_pairs += (length * (length + 1) - shared * (shared + 1)) // 2
     return parts
-
-
-def _common_bytes(one: bytes, other: bytes) -> int:
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _tree(part: TreePart, samples: Sequence[Sample]) -> Tree:

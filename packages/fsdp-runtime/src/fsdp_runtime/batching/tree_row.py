@@ -1,4 +1,10 @@
-"""One row of prefix trees: inputs, masks, predicting tokens, and values by sample."""
+"""One row of prefix trees: inputs, masks, predicting tokens, and values by sample.
+
+The tokens of a prefix tree are in pre-order: every token comes after its ancestors, and the descendants of a token
+follow it without a gap.  So one number per token, the end of its subtree, decides whether token ``k`` is on the path to
+token ``q``: ``k <= q < subtree_end[k]``.  Sequences in lexicographic order visit the tokens of their tree in pre-order:
+each sequence adds the tokens after its longest common prefix with the previous sequence.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,54 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_runtime.batching.prefix_tree import PrefixTree
 from fsdp_runtime.errors import ModelError, SampleError
 from fsdp_runtime.steps.context.exchange import sum_over_ranks
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.documents.shared_prefixes import takes_shared_prefixes
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
+    """The distinct prefixes of sequences: ``[tokens]`` int64 in pre-order."""
+
+    token_ids: Tensor
+    positions: Tensor  # the number of ancestors of each token
+    subtree_end: Tensor  # the index after the last descendant of each token
+    paths: tuple[Tensor, ...]  # for each sequence, the indices of its tokens
+
+
+def prefix_tree(sequences: Sequence[Tensor]) -> PrefixTree:
+    """Return the prefix tree of non-empty CPU sequences of int64 token ids; common prefixes are shared in full."""
+    keys = [sequence.tolist() for sequence in sequences]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    added: list[Tensor] = []
+    closed: list[tuple[Tensor, int]] = []  # tokens, and the index at which their subtrees end
+    paths: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(sequences)
+    path = paths[0]
+    previous = sequences[order[0]][:0]
+    depths: list[Tensor] = []
+    total = 0
+    for index in order:
+        sequence = sequences[index]
+        shared = common_prefix_length(previous, sequence)
+        closed.append((path[shared:], total))
+        path = torch.cat([path[:shared], torch.arange(total, total + len(sequence) - shared)])
+        added.append(sequence[shared:])
+        depths.append(torch.arange(shared, len(sequence)))
+        paths[index], previous, total = path, sequence, total + len(sequence) - shared
+    closed.append((path, total))
+    subtree_end = torch.empty(total, dtype=torch.int64)
+    for tokens, end in closed:
+        subtree_end[tokens] = end
+    return PrefixTree(torch.cat(added), torch.cat(depths), subtree_end, tuple(paths))
+
+
+def common_prefix_length(one: Tensor, other: Tensor) -> int:
+    """Return the number of equal tokens at the beginning of two sequences."""
+    length = min(len(one), len(other))
+    differ = (one[:length] != other[:length]).nonzero()
+    return int(differ[0]) if len(differ) else length
+
 
 #: A mask function for ``flex_attention``: of batch, head, query and key index.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -115,13 +164,10 @@ class TreeRow:
         return self.mask_mod(own)(zero, zero, index.view(1, 1, -1, 1), index.view(1, 1, 1, -1))
 
     def select(self, values: Tensor) -> Tensor:
-        """Return the logits or hidden states that predict :attr:`targets`.
+        """Return the logits or hidden states ``[scored, features]`` that predict :attr:`targets`, differentiable.
 
         Args:
             values: ``[1, seq, features]``, plain or a DTensor; sharded tokens are gathered, features stay sharded.
-
-        Returns:
-            ``[scored, features]``, differentiable.
 
         Raises:
             SampleError: ``values`` does not have one value for each token of the row.
@@ -171,13 +217,10 @@ class TreeRow:
         return dict(zip(self.samples, parts, strict=True))
 
     def shard(self, layout: SequenceLayout) -> TreeRow:
-        """Return this rank's part of a row over ``cp``; no communication.
+        """Return this rank's ``seq / cp`` tokens of a row, and the targets that they predict; no communication.
 
         Args:
             layout: ``sequence_layout(mesh, row.input_ids.shape[1])``.
-
-        Returns:
-            A row with ``seq / cp`` tokens, and the targets that these tokens predict.
 
         Raises:
             LayoutError: the layout has another length.
