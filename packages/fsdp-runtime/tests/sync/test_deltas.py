@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fsdp_runtime.sync import WeightSyncError
-from fsdp_runtime.sync.codec import HEADER_BYTES, apply_changes, encode_changes
+from fsdp_runtime.sync.deltas import HEADER_BYTES, apply_changes, encode_changes
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.uint8)
 

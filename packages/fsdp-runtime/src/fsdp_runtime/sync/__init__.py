@@ -32,6 +32,7 @@ from __future__ import annotations
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sharded import WeightInfo
 from fsdp_runtime.sync.adapter_transfer import AdapterTransfer
+from fsdp_runtime.sync.adapter_transfer import require_servable as require_servable
 from fsdp_runtime.sync.broadcast import flatten_bucket, send_weights, unflatten_bucket
 from fsdp_runtime.sync.digests import digest, digest_layout, verify_transfer
 from fsdp_runtime.sync.execute import execute_transfer
@@ -40,6 +41,7 @@ from fsdp_runtime.sync.model_layout import ModelShards
 from fsdp_runtime.sync.vllm_source import WeightSource
 from fsdp_runtime.sync.weight_sync import SyncReport, WeightSync
 from fsdp_runtime.sync.weight_transfer import WeightTransfer
+from fsdp_runtime.sync.weight_transfer import on_every_rank as on_every_rank
 from fsdp_runtime.weights import Quantization, WeightExport
 
 __all__ = [

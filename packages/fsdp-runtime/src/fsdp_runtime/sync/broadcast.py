@@ -65,13 +65,10 @@ def send_weights(
 
 
 def flatten_bucket(bucket: Bucket) -> Tensor:
-    """Return the bytes of a bucket's tensors as one tensor, without gaps.
+    """Return the bytes of a bucket's tensors as one tensor ``[bytes]``, uint8, without gaps.
 
     Args:
         bucket: names and tensors, as :meth:`WeightExport.buckets` yields them.
-
-    Returns:
-        ``[bytes]``, uint8.
 
     Raises:
         OptionError: the bucket is empty.
@@ -88,14 +85,11 @@ def flatten_bucket(bucket: Bucket) -> Tensor:
 
 
 def unflatten_bucket(weights: Sequence[WeightInfo], flat: Tensor) -> Bucket:
-    """Return the names and tensors of a flat bucket: the inverse of :func:`flatten_bucket`.
+    """Return the names and tensors of a flat bucket, as views of ``flat``: the inverse of :func:`flatten_bucket`.
 
     Args:
         weights: metadata of the bucket, in order.
         flat: ``[bytes]``, uint8.
-
-    Returns:
-        Names and tensors, views of ``flat``.
 
     Raises:
         OptionError: ``flat`` does not have the bytes of the weights.

@@ -21,7 +21,7 @@ from tp_plans.transfer import TransferLayout, TransferPlan, plan_cover
 
 
 def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[str, int]:
-    """Return one number per exported weight, independent of the model's sharding.
+    """Return one number per exported weight, by name in model order on every rank, independent of the sharding.
 
     A 64-bit hash of every element's bits and position in the full tensor; one rank hashes each element,
     and the ranks' sums are added.  Not cryptographic.  Collective over the model's ranks: one all-reduce
@@ -30,9 +30,6 @@ def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[s
     Args:
         model: plain or parallelized.
         export: names, dtype and precision of the hashed weights, as in :class:`ModelShards`.
-
-    Returns:
-        Digests by exported name, in model order, on every rank.
 
     Raises:
         ConversionError, OptionError: as :class:`ModelShards`.
@@ -52,7 +49,7 @@ def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[s
 def digest_layout(
     layout: TransferLayout, local: Mapping[str, Tensor], *, group: ProcessGroup | None = None
 ) -> dict[str, int]:
-    """Return the digests of a layout's tensors, equal to :func:`digest` of a model with the same values.
+    """Return the digests of a layout's tensors by checkpoint name, as :func:`digest` of a model with the same values.
 
     For an engine's side of a transfer.  Of replicas only one rank is hashed; :func:`verify_transfer` compares all.
     Collective over the group.
@@ -61,9 +58,6 @@ def digest_layout(
         layout: a layout on the ranks of ``group``.
         local: this rank's local tensors.
         group: the process group; ``None`` for the world, or for this process alone.
-
-    Returns:
-        Digests by checkpoint name.
 
     Raises:
         WeightSyncError: a local tensor is missing or too small.

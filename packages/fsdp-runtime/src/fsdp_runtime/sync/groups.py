@@ -31,6 +31,7 @@ def transfer_group(
     The group is separate from a job's world: it numbers its own ranks, needs no ``init_process_group``, and leaves
     other groups unchanged.  After a rank has died, the other ranks form a new group under another name with the
     replacement, and the trainer goes on.  Leave it with ``torch.distributed.destroy_process_group(group)``.
+    :func:`execute_transfer`, :class:`WeightSync` and :func:`verify_transfer` take it.
 
     Args:
         store: the meeting point of the ranks, such as a ``torch.distributed.TCPStore`` that the trainer's first rank
@@ -40,9 +41,6 @@ def transfer_group(
         name: the same on every rank, and unique among the groups of a store.
         backend: ``"gloo"``, ``"nccl"`` or another backend of torch.
         timeout: maximum wait for the other ranks, and torch's timeout of the group's operations.
-
-    Returns:
-        The group; pass it to :func:`execute_transfer`, :class:`WeightSync` or :func:`verify_transfer`.
 
     Raises:
         OptionError: the rank is not below ``world_size``, torch has no such backend, or the name is in use.

@@ -74,7 +74,11 @@ class ModelShards:
         local: dict[str, Tensor] = {}
         owners = BoxOwners(everyone)
         for group in groups:
-            _require_blocks(group)
+            if converted := next((item.name for item in group.tensors if item.chunks is None), None):
+                raise ConversionError(
+                    f"{converted} is computed from the model's tensors, not a rearrangement of blocks of them: send it "
+                    'with stream_weights, or use names="model"'
+                )
             adapters = {part for each in group.adapters.values() for f in each for part in (f.a_name, f.b_name)}
             local |= {name: local_tensor(each).detach() for name, each in group.sources.items() if name not in adapters}
             for item in group.tensors:
@@ -152,12 +156,3 @@ def _adapter_groups(base: nn.Module, tensors: Mapping[str, Tensor], dtype: torch
         item = ExportedTensor(name, exported, shape, [identity_chunk(name, shape)])
         groups.append(ExportGroup({name: tensor}, [item], None, {}, {name: exported}))
     return groups
-
-
-def _require_blocks(group: ExportGroup) -> None:
-    converted = next((item.name for item in group.tensors if item.chunks is None), None)
-    if converted is not None:
-        raise ConversionError(
-            f"{converted} is computed from the model's tensors, not a rearrangement of blocks of them: send it with "
-            'stream_weights, or use names="model"'
-        )

@@ -103,7 +103,10 @@ class QuantizedShards:
                 blocks[part.name].append(StoredBlock(block.rank, box, local, (0,) * len(dims), dims))
             if block.rank == rank:
                 self._own.append(_OwnBlock(name, block, locals_))
-        cut = [_cut_cells(stored, dim, shape[dim], self._quantization.cell[dim]) for dim in range(2)]
+        cut: list[tuple[int, ...]] = []  # the cells of each dim that a block's border cuts
+        for dim, cell in enumerate(self._quantization.cell):
+            borders = {border for block in stored for border in block.box[dim] if border != shape[dim]}
+            cut.append(tuple(sorted({border // cell for border in borders if border % cell})))
         if self._quantization.needs_amax or cut[0] or cut[1]:
             amax = self._count if self._quantization.needs_amax else None
             first = self._count + (amax is not None)
@@ -184,12 +187,6 @@ def _cell_box(quantization: Quantization, box: Box) -> Box:
     if quantization.cell == (1, 1):
         return ((0, 1), (0, 1))
     return tuple((start // cell, -(-stop // cell)) for (start, stop), cell in zip(box, quantization.cell, strict=True))
-
-
-def _cut_cells(stored: Sequence[StoredBlock], dim: int, size: int, cell: int) -> tuple[int, ...]:
-    """Indices of the cells of a dim that a block's border cuts."""
-    borders = {border for block in stored for border in block.box[dim]}
-    return tuple(sorted({border // cell for border in borders if border % cell and border != size}))
 
 
 def _part_box(quantization: Quantization, name: str, place: int, block: StoredBlock) -> Box:

@@ -139,11 +139,9 @@ class WeightSync:
         return self._version
 
     def versions(self) -> dict[int, int]:
-        """Read back the version of each destination rank.  Collective over the plan's ranks.
+        """Read back the version of each destination rank, equal on every rank.  Collective over the plan's ranks.
 
-        Returns:
-            Versions by rank, equal on every rank; -1 for a rank without a version of this source, such as a restarted
-            rank.
+        A rank without a version of this source, such as a restarted rank, has -1.
 
         Raises:
             WeightSyncError: a rank did not take part in time.
@@ -159,9 +157,6 @@ class WeightSync:
 
         Args:
             version: the number of the new version, larger than the last; the same on every rank.
-
-        Returns:
-            The versions, and the bytes that this rank sent and received.
 
         Raises:
             OptionError: ``version`` differs between ranks or is not larger than the last version.  The error is the

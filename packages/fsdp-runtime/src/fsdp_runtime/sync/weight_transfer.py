@@ -46,6 +46,8 @@ class WeightTransfer:
 
     Raises:
         OptionError: the URL is invalid, or the time is not positive.
+        WeightSyncError: in every method: the server does not answer in time, is not paused or resumed after the call,
+            or does not have the sent weights.
 
     Example:
         >>> from fsdp_runtime.sync import WeightTransfer
@@ -76,11 +78,7 @@ class WeightTransfer:
         self._thread: threading.Thread | None = None
 
     def init_weight_transfer(self) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            WeightSyncError: the server does not answer within ``timeout_s``.
-        """
+        """Wait until the server answers."""
         end = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -95,21 +93,13 @@ class WeightTransfer:
                 time.sleep(min(0.5, self._timeout_s / 20))
 
     def pause(self) -> None:
-        """Pause the server.
-
-        Raises:
-            WeightSyncError: the server does not answer in time, or is not paused afterwards.
-        """
+        """Pause the server."""
         self.client.pause(self._mode)
         if not self.client.is_paused():
             raise WeightSyncError("the server accepted a pause and is not paused: no weights were sent")
 
     def resume(self) -> None:
-        """Resume the server.
-
-        Raises:
-            WeightSyncError: the server does not answer in time, is still paused, or lacks the last sent weights.
-        """
+        """Resume the server; it has to have the last sent weights."""
         self._require_version()
         self.client.resume()
         if self.client.is_paused():
@@ -119,11 +109,7 @@ class WeightTransfer:
             )
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Send pairs of names and tensors, after a copy to host memory; for a trainer that calls only rank 0.
-
-        Raises:
-            WeightSyncError: the server did not take the weights.
-        """
+        """Send pairs of names and tensors, after a copy to host memory; for a trainer that calls only rank 0."""
         pairs = [(name, tensor.detach().cpu(), tensor.device) for name, tensor in iterator]
         if isinstance(self._source, _HostWeights):
             self._source.pairs = pairs
@@ -134,14 +120,11 @@ class WeightTransfer:
         self._send(self._next_version(None), sender=True)
 
     def send(self, model: nn.Module, version: int | None = None) -> None:
-        """Send a sharded model's weights; collective over the world: rank 0 talks to the server.
+        """Send a sharded model's weights; collective over the world: rank 0 talks to the server, and all ranks raise.
 
         Args:
             model: the model, the same in every call.
             version: version of the weights, larger than the last; by default the next number.
-
-        Raises:
-            WeightSyncError: the server did not take the weights; raised on every rank.
         """
         if self._group is None and dist.is_initialized():
             limit = timedelta(seconds=2 * self._timeout_s + GRACE_S)
