@@ -83,7 +83,7 @@ def _ends_at_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Passed
 
     monkeypatch.setattr(FsdpRuntimeEngineConfig, "axes", property(reached))
-    monkeypatch.setattr(engine, "enable_full_determinism", lambda seed: None)
+    monkeypatch.setattr(engine.verl_api, "enable_full_determinism", lambda seed: None)
 
 
 @pytest.mark.parametrize(("kind", "name"), REFUSED)

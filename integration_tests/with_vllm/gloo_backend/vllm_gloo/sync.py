@@ -268,7 +268,7 @@ class EngineSync:
             dist.broadcast_object_list(outcome, group=self._group, group_src=0)
         if outcome[1] is not None:
             raise WeightSyncError(outcome[1])
-        return outcome[0]  # type: ignore[no-any-return]
+        return outcome[0]
 
     def _message(self, error: Exception, version: str) -> str:
         """Say what happened and which version the engine has, and close the session that the update began."""

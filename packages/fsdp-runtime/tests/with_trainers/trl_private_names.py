@@ -13,7 +13,7 @@ import trl.trainer.utils
 
 from fsdp_runtime.trainers import _trl_compat
 from fsdp_runtime.trainers.distillation import divergence_loss
-from fsdp_runtime.trainers.fused_head import add_fused_lm_head
+from fsdp_runtime.trainers.logits import add_fused_lm_head
 
 SCORING = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer)
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)

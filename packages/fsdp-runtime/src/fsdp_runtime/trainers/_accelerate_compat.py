@@ -15,11 +15,9 @@ def is_prepared(value: Any) -> bool:
 
 def schedulers(accelerator: Any) -> list[Any]:
     """Return the schedulers that an accelerator has prepared."""
-    registered: list[Any] = accelerator._schedulers
-    return registered
+    return accelerator._schedulers
 
 
 def registered_objects(accelerator: Any) -> list[Any]:
     """Return the objects given to ``register_for_checkpointing``."""
-    registered: list[Any] = accelerator._custom_objects
-    return registered
+    return accelerator._custom_objects

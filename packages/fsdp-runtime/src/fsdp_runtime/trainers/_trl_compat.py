@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -28,19 +28,20 @@ def modules_of(trainer_class: type) -> list[ModuleType]:
 @contextmanager
 def replaced(trainer_class: type, functions: Mapping[str, Any]) -> Iterator[None]:
     """Replace the global names that a trainer's modules have by these functions inside the ``with``."""
-    changes = [
-        (vars(module), name, vars(module)[name], function)
-        for module in modules_of(trainer_class)
-        for name, function in functions.items()
-        if name in vars(module)
-    ]
-    for namespace, name, _, function in changes:
-        namespace[name] = function
-    try:
+    spaces = [vars(module) for module in modules_of(trainer_class)]
+    changes = ((space, name, new) for space in spaces for name, new in functions.items() if name in space)
+    with swapped(changes):
         yield
-    finally:
-        for namespace, name, before, _ in changes:
-            namespace[name] = before
+
+
+@contextmanager
+def swapped(changes: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Give names in namespaces other values inside the ``with``."""
+    with ExitStack() as earlier:
+        for namespace, name, value in changes:
+            earlier.callback(namespace.__setitem__, name, namespace[name])
+            namespace[name] = value
+        yield
 
 
 #: Methods of TRL's trainers that the mixins work through: batches over the ranks, hidden states, logits and the loss.
@@ -148,9 +149,6 @@ def reference_columns(trainer_class: type) -> tuple[str, str]:
     """Return the columns of the reference's log-probabilities, in the order of ``compute_ref_log_probs``."""
     import trl
 
-    # KTO has the second column only if its loss estimates a KL divergence.
-    return (
-        ("ref_logps", "ref_KL_logps")
-        if issubclass(trainer_class, trl.KTOTrainer)
-        else ("ref_chosen_logps", "ref_rejected_logps")
-    )
+    if issubclass(trainer_class, trl.KTOTrainer):  # the second column only if its loss estimates a KL divergence
+        return "ref_logps", "ref_KL_logps"
+    return "ref_chosen_logps", "ref_rejected_logps"

@@ -18,9 +18,7 @@ from fsdp_runtime import save_adapter, stream_weights
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.steps import SharedPrefixes
-from fsdp_runtime.sync import WeightTransfer
-from fsdp_runtime.sync.adapter_transfer import require_servable
-from fsdp_runtime.sync.weight_transfer import on_every_rank
+from fsdp_runtime.sync import WeightTransfer, on_every_rank, require_servable
 from fsdp_runtime.trainers._trl_compat import BEGINS, MANIFEST, PEAK_FLOPS, TREE, global_of, replaced
 from fsdp_runtime.trainers.training_arguments import check_tokens
 from fsdp_runtime.trainers.trl_trainers import TrlMixin
@@ -130,9 +128,7 @@ class AsyncGRPOMixin(TrlMixin):
         if self.accelerator.is_main_process:
             # The server reads an adapter's files late: they outlive its unloading by one version.
             shutil.rmtree(folder / f"{self._lora_name}-v{stale - 1}", ignore_errors=True)
-            self.model_version = version
-            if self.rollout_worker:
-                self.rollout_worker.update_model_version(version)
+        self._name_version(version)
         return paused, paused, sent
 
     def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
@@ -146,11 +142,14 @@ class AsyncGRPOMixin(TrlMixin):
             self._on_first(self.weight_transfer, "send_weights", self._gathered())
         sent = time.time()
         self._on_first(self.weight_transfer, "resume")
+        self._name_version(version)
+        return paused, paused, sent
+
+    def _name_version(self, version: int) -> None:
         if self.accelerator.is_main_process:
             self.model_version = version
             if self.rollout_worker:
                 self.rollout_worker.update_model_version(version)
-        return paused, paused, sent
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Gather every weight to rank 0's host memory, and iterate over them there."""

@@ -27,7 +27,7 @@ from fsdp_runtime import FSDP2, adopt_mesh, materialize, parallelize, sequence_l
 from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh import axis_size
-from fsdp_runtime.steps.context.sharding import padded
+from fsdp_runtime.steps.context.step import padded
 from fsdp_runtime.trainers._automodel_compat import (
     allow_expert_parallelism,
     keep_attention_masks,
@@ -58,11 +58,11 @@ class MeshParallelizer(ModelParallelizer):
         """Apply every parallelism that Automodel's ``MeshContext`` asks for, in place; return the same model."""
         config, mesh = mesh_context.strategy_config, mesh_context.device_mesh
         if not isinstance(config, FSDP2Config) or mesh is None or mesh.size() == 1:
-            parallel: nn.Module = super().parallelize(model, mesh_context)
-            return parallel
+            return super().parallelize(model, mesh_context)
         options = _options(config, mesh_context)
-        if mesh_context.tp_size > 1:
-            _refuse_own_adapters(model)
+        for path, module in model.named_modules() if mesh_context.tp_size > 1 else ():
+            if isinstance(module, LinearLoRA):
+                raise OptionError(f"peft: {path} computes its adapter on whole layers: use distributed.tp_size=1")
         adopted = _adopted(mesh_context)
         divisor = axis_size(adopted, "dp_replicate") * axis_size(adopted, "dp_shard") * axis_size(adopted, "cp")
         fsdp = _fsdp(config, mesh_context, float(divisor))
@@ -132,12 +132,6 @@ def _adopted(mesh_context: Any) -> DeviceMesh:
     return adopt_mesh(mesh[axes], expert_mesh=expert_mesh, efsdp="ep_shard")
 
 
-def _refuse_own_adapters(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, LinearLoRA):
-            raise OptionError(f"peft: {path} computes its adapter on whole layers: use distributed.tp_size=1")
-
-
 class _Sharder:
     """Give recipes the tokens of this rank of ``cp``; the model's own attention spans the ranks."""
 
@@ -160,7 +154,8 @@ class _Sharder:
         full = -(-length // multiple) * multiple
         layout = sequence_layout(self.mesh, full)
         fills = {"input_ids": padding_token_id, "labels": -100}
-        batch.setdefault("position_ids", torch.arange(length, device=_device(batch)).expand(1, -1))
+        device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+        batch.setdefault("position_ids", torch.arange(length, device=device).expand(1, -1))
         for name, value in batch.items():
             if isinstance(value, Tensor):
                 dim = value.dim() - 1 if name == "position_ids" else 1
@@ -170,10 +165,6 @@ class _Sharder:
                 row = _counted_on(value, full) if counts else padded(value, full, fills.get(name, 0))
                 batch[name] = layout.shard(row, dim=dim)
         return nullcontext, batch, ShardLayout(original_seq_len=length, padded_seq_len=full)
-
-
-def _device(batch: dict[str, Any]) -> torch.device:
-    return next(value.device for value in batch.values() if isinstance(value, Tensor))
 
 
 def _counted_on(positions: Tensor, length: int) -> Tensor:

@@ -45,15 +45,11 @@ class DistillationMixin(GeneratingMixin):
                 hidden = trunk(**own).last_hidden_state
         else:
             hidden = super()._get_last_hidden_state(unwrapped_model, input_ids, attention_mask, logits_to_keep, **media)
-        full: Tensor = plain_full_tensor(hidden, hidden.device_mesh) if isinstance(hidden, DTensor) else hidden
-        return full
+        return plain_full_tensor(hidden, hidden.device_mesh) if isinstance(hidden, DTensor) else hidden
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced(type(self), {DIVERGENCE: self._divergence}):
+        with replaced(type(self), {DIVERGENCE: lambda *a, **options: divergence_loss(*a, rows=self._rows, **options)}):
             return super()._compute_loss(*args, **kwargs)
-
-    def _divergence(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return divergence_loss(*args, rows=self._rows, **kwargs)
 
 
 def _redirected(redirect: Any, wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -181,5 +177,4 @@ class GKDMixin(TrlMixin):
             return total / valid.sum().clamp(min=1)
         # TRL divides by the labels of all ranks, and a mean over ranks takes the place of their sum.
         ranks: int = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        mean: Tensor = total * ranks / num_items_in_batch
-        return mean
+        return total * ranks / num_items_in_batch

@@ -8,15 +8,7 @@ from typing import Any
 import transformers
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.trainers._trl_compat import (
-    generates,
-    is_async_grpo,
-    is_gkd,
-    is_trl,
-    nearest,
-    own_methods,
-    reads_head_weights,
-)
+from fsdp_runtime.trainers import _trl_compat as of_trl
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
 
 _DOC = """``{module}.{name}`` on a mesh.
@@ -57,25 +49,25 @@ def on_mesh(trainer_class: type) -> Any:
         raise OptionError(f"{trainer_class!r} does not derive from transformers.Trainer")
     if issubclass(trainer_class, MeshTrainerMixin):
         return trainer_class
-    if own := own_methods(trainer_class):
+    if own := of_trl.own_methods(trainer_class):
         raise OptionError(
             f"{trainer_class.__name__} cannot train on a mesh: {', '.join(own)} would take sharded logits or weights "
             "for full ones, or count every rank of tp as a data-parallel one; use a trainer of trl itself, such as "
-            f"trl.{nearest(trainer_class)}, or a subclass that leaves these methods as they are there"
+            f"trl.{of_trl.nearest(trainer_class)}, or a subclass that leaves these methods as they are there"
         )
     mixin: type = MeshTrainerMixin
-    if is_trl(trainer_class):
+    if of_trl.is_trl(trainer_class):
         from fsdp_runtime.trainers.distillation import DistillationMixin
         from fsdp_runtime.trainers.trl_trainers import GeneratingMixin, TrlMixin
 
-        mixin = GeneratingMixin if generates(trainer_class) else TrlMixin
-        if reads_head_weights(trainer_class):
+        mixin = GeneratingMixin if of_trl.generates(trainer_class) else TrlMixin
+        if of_trl.reads_head_weights(trainer_class):
             mixin = DistillationMixin
-        if is_async_grpo(trainer_class):
+        if of_trl.is_async_grpo(trainer_class):
             from fsdp_runtime.trainers.async_grpo import AsyncGRPOMixin
 
             mixin = AsyncGRPOMixin
-        elif is_gkd(trainer_class):
+        elif of_trl.is_gkd(trainer_class):
             from fsdp_runtime.trainers.distillation import GKDMixin
 
             mixin = GKDMixin

@@ -24,9 +24,14 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime._transformers_compat.models import scores_rows
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh import axis_size
-from fsdp_runtime.steps.context.sharding import SequenceLayout, padded
-from fsdp_runtime.steps.context.step import attention_of, inputs_of, under_context_parallelism
-from fsdp_runtime.steps.documents.isolation import BOUNDARIES
+from fsdp_runtime.steps.context.step import (
+    BOUNDARIES,
+    SequenceLayout,
+    attention_of,
+    inputs_of,
+    padded,
+    under_context_parallelism,
+)
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.wrap import effects_of, hook_model
 
@@ -47,8 +52,7 @@ class FullRows:
     def gather(self, values: Tensor) -> Tensor:
         """Return ``[batch, length, ...]`` from this rank's tokens; each rank keeps its own part of the gradient."""
         permutation = self.layout.permutation.to(values.device)
-        full: Tensor = rl_logprobs().gather_sequence(values, permutation, self.group, dim=1)
-        return full[:, : self.length]
+        return rl_logprobs().gather_sequence(values, permutation, self.group, dim=1)[:, : self.length]
 
 
 _EFFECT = "takes full rows"

@@ -1,7 +1,14 @@
-"""Losses and log-probabilities from logits that are sharded on the vocabulary."""
+"""Losses and log-probabilities from logits that are sharded on the vocabulary.
+
+TRL's trainers call ``model(..., labels=labels, fused_lm_head=True)`` for log-probabilities in place of logits; its own
+``add_fused_lm_head`` gathers the head's full weight on every rank.  The function here runs the sharded head.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -17,7 +24,7 @@ from fsdp_runtime._transformers_compat.models import calls_loss_function, with_l
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.trainers.full_rows import FullRows, rows_in_force, take_full_rows
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
-from fsdp_runtime.wrap import hook_forward
+from fsdp_runtime.wrap import hook_forward, replace_forward
 
 
 def full(values: Any) -> Any:
@@ -56,7 +63,7 @@ def causal_lm_loss(loss_function: Callable[..., Tensor]) -> Callable[..., Tensor
         count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         own = shift_labels if rows is None else rows.shard(shift_labels, ignore_index)
         logprobs = rl_logprobs().token_statistics(logits, own, ignore_index=ignore_index).logprobs
-        total: Tensor = -(logprobs if rows is None else rows.gather(logprobs)).sum()
+        total = -(logprobs if rows is None else rows.gather(logprobs)).sum()
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
     return loss
@@ -98,21 +105,16 @@ def label_smoother_for(label_smoother: Callable[..., Tensor], model: nn.Module) 
     return smooth
 
 
-def take_sharded_logits(model: Any) -> None:
-    """Replace the loss of a Hugging Face model by a loss that takes sharded logits; once per model."""
+def compute_losses_on(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a sharded model compute its loss from sharded logits, and from full rows under context parallelism."""
     # Other losses than the causal language model's, and losses that the model's own code computes, get gathered
     # logits (``fsdp_runtime.steps.outputs.labels.gather_logits_for_labels``).
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if calls_loss_function(model) and (own := model.loss_function) is ForCausalLMLoss:
-        model.loss_function = causal_lm_loss(own)
-        model.loss_function.takes_sharded_logits = True
-
-
-def compute_losses_on(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a sharded model compute its loss from sharded logits, and from full rows under context parallelism."""
-    if hasattr(base_model(model), "loss_function"):
-        take_sharded_logits(base_model(model))
+    base = base_model(model)
+    if getattr(base, "loss_function", None) is ForCausalLMLoss and calls_loss_function(base):
+        base.loss_function = causal_lm_loss(ForCausalLMLoss)
+        base.loss_function.takes_sharded_logits = True
     take_full_rows(model, mesh)
 
 
@@ -169,8 +171,7 @@ def scored_positions(labels: Tensor) -> int:
 
 def next_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Return the label that each position is to predict, from labels that are not shifted."""
-    targets: Tensor = rl_logprobs().next_token_targets(labels, ignore_index=ignore_index)
-    return targets
+    return rl_logprobs().next_token_targets(labels, ignore_index=ignore_index)
 
 
 def per_position(
@@ -207,3 +208,64 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, fields: tup
             plain = total.full_tensor() if isinstance(total, DTensor) else total
             values["mean_logits"] = (plain / (logits.size(-1) * temperature)).masked_fill(~scored, 0.0)
     return values
+
+
+_FIELDS = frozenset({"log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs"})
+
+
+def add_fused_lm_head(
+    model: Any,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> None:
+    """Patch ``model.forward`` as ``trl.trainer.utils.add_fused_lm_head`` does, with the same arguments."""
+    # The model is no ``PeftModel``; ``outputs`` may be ``log_probs``, ``entropy``, ``is_top1``, ``mean_logits`` and
+    # ``log_sum_sq_probs``.
+    if cast_lm_head_to_fp32:
+        raise OptionError("cast_lm_head_to_fp32=True replaces the sharded head: keep it False, or load float32 weights")
+    if unknown := sorted(set(outputs) - _FIELDS):
+        raise OptionError(f"per-token {', '.join(unknown)} cannot be computed from sharded logits")
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    forward = model.forward
+    takes_logits_to_keep = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+    @functools.wraps(type(model).forward)  # generate validates its arguments against this signature
+    def fused_forward(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Any = None,
+        shift_labels: Any = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not fused_lm_head:
+            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
+        kwargs["use_cache"] = False
+        rows = rows_in_force()
+        if rows is not None:  # the hook of full rows has taken them: the model runs on this rank's tokens
+            labels, num_items_in_batch = rows.given.get("labels"), rows.given.get("num_items_in_batch")
+            shift_labels = rows.given.get("shift_labels")
+        elif takes_logits_to_keep and shift_labels is None:
+            kwargs["logits_to_keep"] = scored_positions(labels)
+        plain = forward(*args, **kwargs)
+        targets = next_labels(labels) if shift_labels is None else shift_labels
+        statistics = per_position(plain.logits, targets, temperature=temperature, fields=outputs, rows=rows)
+        mask = targets != -100
+        if shift_labels is None:  # the last position predicts no label
+            mask, statistics = mask[:, :-1], {name: value[:, :-1] for name, value in statistics.items()}
+        loss, aux_loss = _loss(self.config, plain, statistics["log_probs"], mask, num_items_in_batch)
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **statistics)
+
+    replace_forward(model, types.MethodType(fused_forward, model))
+
+
+def _loss(config: Any, plain: Any, log_probs: Tensor, mask: Tensor, items: Any) -> tuple[Tensor, Any]:
+    """Return the loss with a mixture's auxiliary loss, and the auxiliary loss."""
+    loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
+    if (aux_loss := getattr(plain, "aux_loss", None)) is not None:
+        loss = loss + getattr(config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+    return loss, aux_loss

@@ -7,14 +7,12 @@ differ only in ``cp`` or ``tp`` compute on the same batch, so to the loop they a
 from __future__ import annotations
 
 import inspect
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
@@ -31,8 +29,9 @@ from fsdp_runtime._torch_compat import flatten_axes
 from fsdp_runtime.errors import BackendError, OptionError, OtherRankError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size, require_axes
-from fsdp_runtime.model import Generators
+from fsdp_runtime.model import rng_states, set_rng_states
 from fsdp_runtime.trainers._accelerate_compat import is_prepared
+from fsdp_runtime.trainers._trl_compat import swapped
 from fsdp_runtime.trainers.accelerator_settings import accelerator_settings, check_ranks
 from fsdp_runtime.trainers.accelerator_state import StateMixin
 from fsdp_runtime.trainers.logits import compute_losses_on
@@ -138,8 +137,7 @@ class MeshAccelerator(StateMixin, Accelerator):
         """Shard the model if it is not sharded, and apply autocast if ``mixed_precision`` asks for it."""
         self._shard(model)
         placement = False if is_sharded(model) else device_placement
-        prepared: nn.Module = super().prepare_model(model, device_placement=placement, evaluation_mode=True)
-        return prepared
+        return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Wrap an optimizer; its state stays on its parameters' devices."""
@@ -220,8 +218,7 @@ class MeshAccelerator(StateMixin, Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm of all gradients, each shard counted once; return the norm before clipping."""
-        norm: Tensor = rl_logprobs().clip_grad_norm_(parameters, max_norm, norm_type)
-        return norm
+        return rl_logprobs().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every element of the gradients."""
@@ -238,8 +235,7 @@ class MeshAccelerator(StateMixin, Accelerator):
     @property
     def is_last_process(self) -> bool:
         """True on one rank only, the last of the world."""
-        last: bool = self.state.is_last_process
-        return last
+        return self.state.is_last_process
 
     def check_trigger(self) -> bool:
         """Return True on all ranks if any rank, also of ``tp`` and ``cp``, has called ``set_trigger``."""
@@ -310,12 +306,9 @@ class MeshAccelerator(StateMixin, Accelerator):
         """Give every rank of ``cp`` and ``tp`` the random state of the first, so that they sample the same tokens."""
         if (group := self.model_group) is None:
             return
-        generators = Generators(self.device.type)
-        generators.set(generators.first_of(group))
-        others: list[Any] = [random.getstate(), numpy.random.get_state()]
-        dist.broadcast_object_list(others, group=group, group_src=0)
-        random.setstate(others[0])
-        numpy.random.set_state(others[1])
+        states = [rng_states()]
+        dist.broadcast_object_list(states, group=group, group_src=0)
+        set_rng_states(states[0])
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         local = tensor.detach().contiguous() if tensor.ndim else tensor.detach().clone()[None]
@@ -373,9 +366,5 @@ def replaced_globals(function: Callable[..., Any], **replacements: Any) -> Itera
     namespace: dict[str, Any] = inspect.unwrap(function).__globals__
     if missing := [name for name in replacements if name not in namespace]:
         raise BackendError(f"{namespace['__name__']} has no {missing[0]}: install the version that the extra pins")
-    before: Mapping[str, Any] = {name: namespace[name] for name in replacements}
-    namespace.update(replacements)
-    try:
+    with swapped((namespace, name, function) for name, function in replacements.items()):
         yield
-    finally:
-        namespace.update(before)

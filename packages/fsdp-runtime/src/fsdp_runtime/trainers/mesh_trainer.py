@@ -19,6 +19,7 @@ from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import require_axes
 from fsdp_runtime.sharded import first_rank_speaks
 from fsdp_runtime.steps.outputs.generation import gather_logits
+from fsdp_runtime.trainers import training_arguments as arguments
 from fsdp_runtime.trainers.accelerator_state import STATE_FOLDER
 from fsdp_runtime.trainers.logits import (
     CountOfLabels,
@@ -31,16 +32,6 @@ from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator, over_mesh
 from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
 from fsdp_runtime.trainers.step_values import LogStepValues
-from fsdp_runtime.trainers.training_arguments import (
-    adapted,
-    check_arguments,
-    check_model,
-    check_optimizer,
-    check_samples,
-    check_tokens,
-    size_of,
-    warn_of_repeated,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +85,10 @@ class MeshTrainerMixin(LogStepValues):
         if sharded and parallelize_kwargs:
             raise OptionError("parallelize_kwargs for a model that is sharded already: pass it before parallelize")
         if args is not None:
-            args = adapted(args, options, sharded=sharded)
-            check_arguments(args, dispatched=self._takes_dispatched_batches)
+            args = arguments.adapted(args, options, sharded=sharded)
+            arguments.check_arguments(args, dispatched=self._takes_dispatched_batches)
             if kwargs.get("optimizers", (None, None))[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None:
-                check_optimizer(args)
+                arguments.check_optimizer(args)
         rl_logprobs()  # raises where it is missing
         self.mesh = mesh
         self._reads_logits = getattr(args, "label_smoothing_factor", 0) > 0
@@ -127,14 +118,14 @@ class MeshTrainerMixin(LogStepValues):
 
     def _check(self, model: nn.Module, args: Any) -> None:
         if is_sharded(model):
-            check_model(model, self.mesh, recompute=bool(getattr(args, "activation_checkpointing", False)))
+            arguments.check_model(model, self.mesh, recompute=bool(getattr(args, "activation_checkpointing", False)))
         elif on_meta := next((name for name, tensor in model.named_parameters() if tensor.is_meta), None):
             raise ModelError(f"{on_meta} is on the meta device: call parallelize and load_weights before the trainer")
 
     def _check_data(self) -> None:
-        check_tokens(base_model(self.model), self.processing_class)
+        arguments.check_tokens(base_model(self.model), self.processing_class)
         batch, drop_last = self._train_batch_size, self.args.dataloader_drop_last
-        check_samples(self.train_dataset, batch, self.mesh, drop_last=drop_last)
+        arguments.check_samples(self.train_dataset, batch, self.mesh, drop_last=drop_last)
         held_out = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"evaluation": self.eval_dataset}
         for name, dataset in held_out.items():
             self._check_evaluated(name, dataset)
@@ -142,11 +133,11 @@ class MeshTrainerMixin(LogStepValues):
     @first_rank_speaks()
     def _check_evaluated(self, name: str, dataset: Any) -> None:
         """Warn, once per size, if the last batch of an evaluation is filled up."""
-        size = size_of(dataset)
+        size = arguments.size_of(dataset)
         if size not in self._evaluated:
             self._evaluated.add(size)
             batch, ranks = self.args.eval_batch_size, submesh(self.mesh, "dp").size()
-            warn_of_repeated(name, dataset, batch, ranks, drop_last=self.args.dataloader_drop_last)
+            arguments.warn_of_repeated(name, dataset, batch, ranks, drop_last=self.args.dataloader_drop_last)
 
     def _shard_other(self, model: nn.Module, args: Any = None) -> nn.Module:
         """Shard a further model, or a model that is made later."""
@@ -181,8 +172,7 @@ class MeshTrainerMixin(LogStepValues):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of one optimizer step over all ranks of ``dp``."""
-        size: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
-        return size
+        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's part of the operations of a forward and backward on ``inputs``."""
@@ -219,8 +209,7 @@ class MeshTrainerMixin(LogStepValues):
         labels = inputs.get("shift_labels", inputs["labels"])
         shifts = self._loss_shifts_labels and "shift_labels" not in inputs
         own = (labels[..., 1:] if shifts else labels).ne(-100).sum()
-        share: Tensor = own / self.accelerator.reduce(own).clamp(min=1)
-        return share
+        return own / self.accelerator.reduce(own).clamp(min=1)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, or predict, on a data set that may differ from the trainer's."""

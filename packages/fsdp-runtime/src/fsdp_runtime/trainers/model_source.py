@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -19,6 +19,8 @@ from fsdp_runtime.steps.context.step import under_context_parallelism
 
 #: Arguments of ``from_pretrained`` that concern one process alone, or are its defaults here.
 _DROPPED = ("device_map", "low_cpu_mem_usage", "use_cache")
+#: Arguments of ``from_pretrained`` for the config.
+_OF_CONFIG = ("revision", "trust_remote_code", "num_labels", "attn_implementation")
 #: The prefix of attention functions that ``parallelize`` registers with transformers.
 _OWN_ATTENTION = "context_parallel_"
 
@@ -77,8 +79,10 @@ class ModelSource:
             raise OptionError("quantization_config: shards of quantized weights are not trained; load in bfloat16")
         if str(settings.get("attn_implementation")).startswith(_OWN_ATTENTION):  # of a policy that is sharded
             del settings["attn_implementation"]
-        settings["dtype"] = _dtype(settings.get("dtype", "float32"))
-        config = transformers.AutoConfig.from_pretrained(path, **_for_config(settings))
+        if (dtype := settings.setdefault("dtype", "float32")) != "auto":
+            settings["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        of_config = {name: settings[name] for name in _OF_CONFIG if settings.get(name) is not None}
+        config = transformers.AutoConfig.from_pretrained(path, **of_config)
         saved = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0], None)
         cls = architecture or saved or transformers.AutoModelForCausalLM
         if saved is None or (cls is not saved and auto_class_builds(cls, config) is not saved):
@@ -109,14 +113,3 @@ def keep_reference_adapter(model: Any) -> None:
     """Let ``add_adapter`` of a sharded ``PeftModel`` leave ``ref`` as it is; the trainer then copies the weights in."""
     refuse = model.add_adapter
     model.__dict__["add_adapter"] = lambda name, *args, **kwargs: name == "ref" or refuse(name, *args, **kwargs)
-
-
-def _dtype(name: Any) -> Any:
-    import torch
-
-    return getattr(torch, name) if isinstance(name, str) and name != "auto" else name
-
-
-def _for_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("revision", "trust_remote_code", "num_labels", "attn_implementation")
-    return {name: settings[name] for name in names if settings.get(name) is not None}

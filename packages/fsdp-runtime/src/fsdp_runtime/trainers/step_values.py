@@ -71,7 +71,10 @@ class _MeasuredSteps(transformers.TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Begin to measure a step that will be logged."""
-        if not _will_be_logged(args, state) or (meter := self._meter_of(model)) is None:
+        step = state.global_step + 1
+        every = state.logging_steps if args.logging_strategy == "steps" else 0
+        is_logged = (every and step % every == 0) or (step == 1 and args.logging_first_step)
+        if not is_logged or (meter := self._meter_of(model)) is None:
             return
         lengths: list[int] = []
         traffic = not self._counted and not any(map(is_compiled, model.modules()))
@@ -115,12 +118,6 @@ class _MeasuredSteps(transformers.TrainerCallback):
                 self._failed = True
                 logger.info("steps are not measured: %s", error)
         return self._meter
-
-
-def _will_be_logged(args: Any, state: Any) -> bool:
-    step = state.global_step + 1
-    every = state.logging_steps if args.logging_strategy == "steps" else 0
-    return bool(every and step % every == 0) or (step == 1 and args.logging_first_step)
 
 
 @contextmanager

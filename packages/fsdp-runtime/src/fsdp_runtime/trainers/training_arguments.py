@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,48 +24,32 @@ _OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "
 _SAMPLING = frozenset({"random", "sequential"})
 
 #: Refused, except by trainers that read all batches on the first rank.
-_DISPATCHED = "accelerator_config's dispatch_batches"
-#: For each refused option: a test whether it is set, its name, and the alternative.
-_REFUSED: tuple[tuple[Callable[[Any], bool], str, str], ...] = (
-    (lambda args: bool(args.fsdp), "fsdp", "use parallelize(..., fsdp=FSDP2(...))"),
-    (lambda args: bool(args.deepspeed), "deepspeed", "use MeshSpec(dp_shard=...)"),
-    (
-        lambda args: args.parallelism_config is not None,
-        "parallelism_config",
-        "the trainer's mesh is the model's: use MeshSpec(...)",
-    ),
-    (lambda args: args.fp16, "fp16", "its gradient scaler does not know of shards: use bf16=True"),
-    (
-        lambda args: args.fp16_full_eval or args.bf16_full_eval,
-        "fp16_full_eval and bf16_full_eval",
-        "they convert the shards: load the model in that dtype",
-    ),
-    (
-        lambda args: args.auto_find_batch_size,
-        "auto_find_batch_size",
-        "ranks run out of memory at different times: find the size with fsdp-runtime estimate",
-    ),
-    (lambda args: args.neftune_noise_alpha is not None, "neftune_noise_alpha", "noise differs by rank: leave it out"),
-    (
-        lambda args: getattr(args, "enable_jit_checkpoint", False),
-        "enable_jit_checkpoint",
-        "ranks could save at different steps: use fsdp_runtime.monitor.stop_on_signal",
-    ),
-    (lambda args: args.eval_use_gather_object, "eval_use_gather_object", "objects are not gathered: return tensors"),
-    (
-        lambda args: args.accelerator_config.dispatch_batches is True,
-        _DISPATCHED,
-        "every rank reads its own batches: set dispatch_batches=False",
-    ),
-    (lambda args: args.n_gpu > 1, "DataParallel over several GPUs of one process", "start one process a GPU: torchrun"),
-)
+_DISPATCHED, _REPLICAS = "accelerator_config's dispatch_batches", "DataParallel over several GPUs of one process"
+#: The alternative to each refused option.
+_REFUSED = {
+    "fsdp": "use parallelize(..., fsdp=FSDP2(...))",
+    "deepspeed": "use MeshSpec(dp_shard=...)",
+    "parallelism_config": "the trainer's mesh is the model's: use MeshSpec(...)",
+    "fp16": "its gradient scaler does not know of shards: use bf16=True",
+    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "it converts the shards: load the model in that dtype"),
+    "auto_find_batch_size": "ranks run out of memory at different times: find the size with fsdp-runtime estimate",
+    "neftune_noise_alpha": "noise differs by rank: leave it out",
+    "enable_jit_checkpoint": "ranks could save at different steps: use fsdp_runtime.monitor.stop_on_signal",
+    "eval_use_gather_object": "objects are not gathered: return tensors",
+    _DISPATCHED: "every rank reads its own batches: set dispatch_batches=False",
+    _REPLICAS: "start one process a GPU: torchrun",
+}
 
 
 def check_arguments(args: Any, *, dispatched: bool = False) -> None:
     """Raise :class:`OptionError` for the options of ``TrainingArguments`` that the trainers cannot serve."""
-    for is_set, name, instead in _REFUSED:
-        if is_set(args) and not (dispatched and name is _DISPATCHED):
-            raise OptionError(f"{name} cannot be used on a model that parallelize has sharded: {instead}")
+    options = {name: getattr(args, name, None) for name in _REFUSED}
+    options["neftune_noise_alpha"] = args.neftune_noise_alpha is not None
+    options[_DISPATCHED] = args.accelerator_config.dispatch_batches is True and not dispatched
+    options[_REPLICAS] = args.n_gpu > 1
+    for name, value in options.items():
+        if value:
+            raise OptionError(f"{name} cannot be used on a model that parallelize has sharded: {_REFUSED[name]}")
     sampling = str(getattr(args, "train_sampling_strategy", "random"))
     if sampling not in _SAMPLING:
         raise OptionError(

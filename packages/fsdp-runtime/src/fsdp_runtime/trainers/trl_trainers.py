@@ -23,15 +23,8 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.steps.context.step import inputs_of, under_context_parallelism, whole_rows
 from fsdp_runtime.steps.outputs.generation import full_logits
-from fsdp_runtime.trainers._trl_compat import (
-    adds_reference_adapter,
-    global_of,
-    pairs_within_batches,
-    reference_columns,
-    replaced,
-    takes_reference,
-)
-from fsdp_runtime.trainers.fused_head import add_fused_lm_head
+from fsdp_runtime.trainers import _trl_compat as of_trl
+from fsdp_runtime.trainers.logits import add_fused_lm_head
 from fsdp_runtime.trainers.mesh_trainer import MeshTrainerMixin
 from fsdp_runtime.trainers.model_source import is_sharded, keep_reference_adapter, with_reference_adapter
 from fsdp_runtime.trainers.training_arguments import check_tokens
@@ -54,16 +47,16 @@ class TrlMixin(MeshTrainerMixin):
         functions: dict[str, Any] = {
             "add_fused_lm_head": add_fused_lm_head,
             "create_model_from_path": self._create_model,
-            "get_peft_model": self._add_adapter,
+            "get_peft_model": lambda model, config, **_: self._adapted or self._source.shard(model, config),
             "hash_module": lambda model: "",  # of plain weights; names the file that _precompute_ref_logps goes without
         }
         if getattr(args, "use_vllm", False):
             functions["VLLMGeneration"] = server_generation(type(self))
         self._by_name = isinstance(model, str)
         self._adapter, self._adapted = kwargs.get("peft_config"), None
-        self._given_reference = kwargs.pop("ref_model", None) if not takes_reference(type(self)) else None
-        self._adds_reference = adds_reference_adapter(type(self), args, kwargs.get("ref_model"))
-        with replaced(type(self), functions):
+        self._given_reference = kwargs.pop("ref_model", None) if not of_trl.takes_reference(type(self)) else None
+        self._adds_reference = of_trl.adds_reference_adapter(type(self), args, kwargs.get("ref_model"))
+        with of_trl.replaced(type(self), functions):
             super().__init__(model, mesh=mesh, args=args, **kwargs)
         self._refuse_router_logits_over_cp()
 
@@ -114,13 +107,9 @@ class TrlMixin(MeshTrainerMixin):
         self._adopt(model)
         return model
 
-    def _add_adapter(self, model: Any, config: Any, **options: Any) -> nn.Module:
-        """Shard the model in its adapter, in place of peft's ``get_peft_model``."""
-        return self._source.shard(model, config) if self._adapted is None else self._adapted
-
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any) -> Any:
         """Prepare a data set; KTO's mismatched pairs stay within the samples of one batch of all ranks."""
-        if pairs_within_batches(type(self)):
+        if of_trl.pairs_within_batches(type(self)):
             args = copy.copy(args)
             args.per_device_train_batch_size *= submesh(self.mesh, "dp").size()
         return super()._prepare_dataset(dataset, processing_class, args, *rest)
@@ -139,7 +128,7 @@ class TrlMixin(MeshTrainerMixin):
             )
             for batch in self.accelerator.prepare(batches)
         ]
-        for column, parts in zip(reference_columns(type(self)), zip(*columns, strict=True), strict=False):
+        for column, parts in zip(of_trl.reference_columns(type(self)), zip(*columns, strict=True), strict=False):
             dataset = dataset.add_column(column, torch.cat(parts).float().cpu().numpy())
         return dataset
 
@@ -214,7 +203,7 @@ class GeneratingMixin(TrlMixin):
         logs_images = attributes.get("log_multimodal", False)
         attributes["log_multimodal"] = False  # TRL gathers images over the ranks with images
         try:
-            with replaced(type(self), gathering):
+            with of_trl.replaced(type(self), gathering):
                 batch = super()._generate_and_score_completions(inputs)
         finally:
             attributes["log_multimodal"] = logs_images
@@ -304,7 +293,7 @@ def _check_evaluation(args: Any, mesh: DeviceMesh) -> None:
 
 def server_generation(trainer_class: type) -> type:
     """Return TRL's ``VLLMGeneration`` with the weights of :func:`fsdp_runtime.stream_weights`."""
-    base: Any = global_of(trainer_class, "VLLMGeneration")
+    base: Any = of_trl.global_of(trainer_class, "VLLMGeneration")
 
     class MeshGeneration(base):
         """TRL's generation that requests the prompts of one ``tp`` group once."""
@@ -315,7 +304,7 @@ def server_generation(trainer_class: type) -> type:
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             """Generate for the prompts of all ranks of ``dp``."""
-            with replaced(base, {"gather_object": self.accelerator.gather_objects}):
+            with of_trl.replaced(base, {"gather_object": self.accelerator.gather_objects}):
                 return super().generate(*args, **kwargs)
 
     return MeshGeneration

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForCausalLM, T5Config, T5ForConditionalGeneration
 
 from fsdp_runtime import parallelize
-from fsdp_runtime.trainers.logits import take_sharded_logits
+from fsdp_runtime.trainers.logits import compute_losses_on
 from harness.layers import gradient_mismatches
 from harness.models import tiny_model
 from harness.parity import mesh_for
@@ -47,8 +47,9 @@ def _with_loss_of_trainers() -> list[bool]:
     """Return whether losses are right, and which logits stay sharded, with the loss that our trainers give a model."""
     found = []
     for plain in (tiny_model("Qwen3ForCausalLM"), _bart()):
-        model: Any = parallelize(copy.deepcopy(plain), mesh_for({"tp": 2}))
-        take_sharded_logits(model)
+        mesh = mesh_for({"tp": 2})
+        model: Any = parallelize(copy.deepcopy(plain), mesh)
+        compute_losses_on(model, mesh)
         wanted, output = (each(input_ids=TOKENS, labels=LABELS) for each in (plain, model))
         # transformers' loss is computed in float32
         found += [torch.allclose(output.loss.float(), wanted.loss.float()), isinstance(output.logits, DTensor)]

@@ -56,7 +56,10 @@ from fsdp_runtime.steps.context.methods import (
     require_plain_attention,
 )
 from fsdp_runtime.steps.context.sharding import LOAD_BALANCERS, LoadBalancer
+from fsdp_runtime.steps.context.sharding import SequenceLayout as SequenceLayout
+from fsdp_runtime.steps.context.sharding import padded as padded
 from fsdp_runtime.steps.context.verify import verify_context_parallelism
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES as BOUNDARIES
 from fsdp_runtime.steps.documents.recurrences import mixes_by_functions
 from fsdp_runtime.steps.outputs.attention_maps import refuse_attention_maps
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP

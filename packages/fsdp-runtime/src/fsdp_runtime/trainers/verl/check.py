@@ -54,8 +54,9 @@ def check() -> Iterator[CheckLine]:
     tested = Version(TESTED[0]) <= release < Version(TESTED[1])
     wanted = f"tested with {TESTED[0]} and later, below {TESTED[1]}"
     yield CheckLine("ok" if tested else "warning", f"verl {release}, {wanted}")
-    missing = list(_missing())
-    yield from missing
+    missing = [name for name in _NEEDED if not _is_installed(name)]
+    for name in missing:
+        yield CheckLine("error", f"{name} is not installed, and {_NEEDED[name]} needs it: pip install {name}")
     if error := _import_error("verl"):
         yield CheckLine("error", f"import verl fails: {error}")
         return
@@ -65,12 +66,11 @@ def check() -> Iterator[CheckLine]:
         yield from _interface()
 
 
-def _missing() -> Iterator[CheckLine]:
-    for name, fails in _NEEDED.items():
-        try:
-            version(name)
-        except PackageNotFoundError:
-            yield CheckLine("error", f"{name} is not installed, and {fails} needs it: pip install {name}")
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
 
 
 def _import_error(module: str) -> str:
@@ -100,6 +100,7 @@ def _plugins() -> Iterator[CheckLine]:
 
 def _registered() -> Iterator[CheckLine]:
     """The engine of each kind of model on this machine's device, and the config groups."""
+    import torch
     from hydra.core.config_store import ConfigStore
     from verl.utils.device import get_device_name
 
@@ -112,7 +113,11 @@ def _registered() -> Iterator[CheckLine]:
         name = NAME if "engine" in group else f"{NAME}_{group}"
         if f"{name}.yaml" not in store.list(group):
             yield CheckLine("error", f"config group {group} has no {name}")
-    yield _device(get_device_name())
+    if (device := get_device_name()) == "cuda" and not torch.cuda.is_available():
+        machine = "verl takes this machine for one with cuda, and there is none"
+        yield CheckLine("warning", f"{machine}: docs/examples/verl runs on the CPU")
+    else:
+        yield CheckLine("ok", f"verl runs on {device}")
 
 
 def _has_engine(kind: str, device: str) -> bool:
@@ -130,17 +135,6 @@ def _has_engine(kind: str, device: str) -> bool:
         if before is not None:
             os.environ[variable] = before
     return True
-
-
-def _device(device: str) -> CheckLine:
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        return CheckLine(
-            "warning",
-            "verl takes this machine for one with cuda, and there is none: docs/examples/verl runs on the CPU",
-        )
-    return CheckLine("ok", f"verl runs on {device}")
 
 
 def _interface() -> Iterator[CheckLine]:

@@ -48,27 +48,21 @@ class Checkpoints:
                 keep=0,
             )
         if dist.get_rank() == 0:  # first, so that the config has the dtype of the weights that are saved
-            self._save_configs(folder / _HUGGING_FACE)
+            target = folder / _HUGGING_FACE
+            target.mkdir(parents=True, exist_ok=True)
+            generation = self._model_config.get("generation_config", None)
+            for part in (self._model_config.get_processor(), self._model_config.hf_config, generation):
+                if part is not None:
+                    part.save_pretrained(target)
         if "hf_model" in contents:
             save_weights(self._model, folder / _HUGGING_FACE)
         if hasattr(self._model, "peft_config"):
             save_adapter(self._model, folder / _ADAPTER)
         if dist.get_rank() == 0:
-            self._remove_older(folder, keep)
+            self._saved = [*(saved for saved in self._saved if saved != folder), folder]
+            while keep and len(self._saved) > keep:
+                shutil.rmtree(self._saved.pop(0), ignore_errors=True)
         dist.barrier()
-
-    def _save_configs(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (processor := self._model_config.get_processor()) is not None:
-            processor.save_pretrained(folder)
-        self._model_config.hf_config.save_pretrained(folder)
-        if (generation := self._model_config.get("generation_config", None)) is not None:
-            generation.save_pretrained(folder)
-
-    def _remove_older(self, folder: Path, keep: int | None) -> None:
-        self._saved = [*(each for each in self._saved if each != folder), folder]
-        while keep and len(self._saved) > keep:
-            shutil.rmtree(self._saved.pop(0), ignore_errors=True)
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint of this engine, saved on any mesh, or the Hugging Face weights of a verl checkpoint."""

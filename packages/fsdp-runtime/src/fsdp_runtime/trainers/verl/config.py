@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh import MeshSpec
-from fsdp_runtime.trainers.verl.field_types import require_types
-from fsdp_runtime.trainers.verl.flags import refuse
+from fsdp_runtime.trainers.verl.flags import refuse, require_types
 from fsdp_runtime.trainers.verl.verl_api import ActorConfig, CriticConfig, EngineConfig, HFModelConfig, PrecisionType
 
 STRATEGY = "fsdp_runtime"
@@ -101,11 +100,6 @@ class FsdpRuntimeEngineConfig(EngineConfig):
             cp = ulysses
         spec = MeshSpec(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=self.tp, ep=self.ep)
         return spec.resolve(dist.get_world_size()) if dist.is_initialized() else spec
-
-    @property
-    def context_method(self) -> Any:
-        """The method by which attention spans the ranks of ``cp``."""
-        return "ulysses" if self.ulysses_sequence_parallel_size > 1 else self.context_parallel
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -205,7 +199,7 @@ def engine_config(**given: Any) -> FsdpRuntimeEngineConfig:
 def to_dtype(name: str, value: Any) -> torch.dtype:
     """Return the dtype of a verl name."""
     try:
-        dtype: torch.dtype = PrecisionType.to_dtype(value)
+        dtype = PrecisionType.to_dtype(value)
     except RuntimeError:
         raise OptionError(f"{name}={value!r} is no dtype: write fp32 or bf16") from None
     if dtype == torch.float16:

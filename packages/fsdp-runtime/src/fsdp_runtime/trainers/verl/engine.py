@@ -1,52 +1,38 @@
-"""The engine: verl's ``BaseEngine`` over ``parallelize``, for language models and for critics."""
+"""The engine: verl's ``BaseEngine`` over ``parallelize``, for language models and for critics.
+
+verl moves parameters, gradients and optimizer state to the host between phases.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from fsdp_runtime import no_sync, stream_weights, submesh
+from fsdp_runtime import no_sync, offload, onload, stream_weights, submesh
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.memory.offload import Part
 from fsdp_runtime.sharded import first_rank_speaks
-from fsdp_runtime.sync.adapter_transfer import require_servable
+from fsdp_runtime.sync import require_servable
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
-from fsdp_runtime.trainers.verl import export
-from fsdp_runtime.trainers.verl.batch_checks import vocabulary_of
+from fsdp_runtime.trainers.verl import export, verl_api
 from fsdp_runtime.trainers.verl.checkpoints import Checkpoints
 from fsdp_runtime.trainers.verl.config import check_configs, to_dtype
-from fsdp_runtime.trainers.verl.micro_batches import cut
-from fsdp_runtime.trainers.verl.model import (
-    build_module,
-    optimizer_of,
-    parallelized,
-    scheduler_of,
-    trained_parameters,
-)
+from fsdp_runtime.trainers.verl.micro_batches import cut, vocabulary_of
+from fsdp_runtime.trainers.verl.model import build_module, optimizer_of, parallelized, scheduler_of, trained_parameters
 from fsdp_runtime.trainers.verl.replay import nested_routes, recorded_or_replayed, way_of
-from fsdp_runtime.trainers.verl.residency import Residency
 from fsdp_runtime.trainers.verl.rows import idle_rows, rows_of
 from fsdp_runtime.trainers.verl.scores import TokenScores, TokenValues
-from fsdp_runtime.trainers.verl.verl_api import (
-    BaseEngine,
-    BaseEngineCtx,
-    enable_full_determinism,
-    get_device_id,
-    get_device_name,
-    postprocess_batch_func,
-    tensordict_utils,
-)
 
 logger = logging.getLogger(__name__)
 
 
-class FsdpRuntimeEngine(BaseEngine):
+class FsdpRuntimeEngine(verl_api.BaseEngine):
     """The shared engine of both kinds of models, from verl's model, optimizer and checkpoint configs and its own."""
 
     value_head = False
@@ -64,9 +50,9 @@ class FsdpRuntimeEngine(BaseEngine):
         self._adapter_is_off = False
         self._shards: export.Shards | None = None
         if engine_config.full_determinism:
-            enable_full_determinism(engine_config.seed)
+            verl_api.enable_full_determinism(engine_config.seed)
         # verl's worker asks for ranks of dp before initialize().
-        self.mesh = engine_config.axes.build(device_type=get_device_name())
+        self.mesh = engine_config.axes.build(device_type=verl_api.get_device_name())
         self._dp = submesh(self.mesh, "dp")
 
     @property
@@ -154,8 +140,7 @@ class FsdpRuntimeEngine(BaseEngine):
         """Advance the schedule and return the learning rate of the first group."""
         self._require_training()
         self.lr_scheduler.step()
-        rate: float = self.lr_scheduler.get_last_lr()[0]
-        return rate
+        return self.lr_scheduler.get_last_lr()[0]
 
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
@@ -168,7 +153,7 @@ class FsdpRuntimeEngine(BaseEngine):
         words = vocabulary_of(self.model_config.hf_config)
         micro_batches = cut(data, self.get_data_parallel_group(), cp=self.engine_config.axes.cp, words=words)
         accumulates = self.engine_config.use_no_sync_for_gradient_accumulation
-        keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
+        keeps = forward_only or verl_api.tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
         outputs = []
         for index in range(micro_batches.count):
             idle = index >= len(micro_batches.batches)
@@ -187,14 +172,14 @@ class FsdpRuntimeEngine(BaseEngine):
             if not keeps:
                 output.pop("model_output")
             outputs.append(output)
-        return postprocess_batch_func(output_lst=outputs, indices=micro_batches.indices, data=data)
+        return verl_api.postprocess_batch_func(output_lst=outputs, indices=micro_batches.indices, data=data)
 
     def _forward(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> tuple[Any, dict[str, Any]]:
         """Run one micro-batch and its loss."""
-        micro_batch = micro_batch.to(get_device_id())
+        micro_batch = micro_batch.to(verl_api.get_device_id())
         packs = bool(self.model_config.use_remove_padding)
         rows = rows_of(micro_batch, self.mesh, self.engine_config, packs=packs)
-        asked = tensordict_utils.get_non_tensor_data(micro_batch, "enable_routing_replay", None)
+        asked = verl_api.tensordict_utils.get_non_tensor_data(micro_batch, "enable_routing_replay", None)
         way = way_of(
             "disabled" if self._adapter_is_off else self.engine_config.router_replay.mode,
             forward_only=forward_only,
@@ -223,11 +208,11 @@ class FsdpRuntimeEngine(BaseEngine):
         """Move parts to the host (``"cpu"``) or to the device (its name); a part already there stays."""
         if grad and not model:
             raise OptionError("gradients move with the model: give model=True")
-        if self.engine_config.offload_policy or get_device_name() == "cpu":
+        if self.engine_config.offload_policy or verl_api.get_device_name() == "cpu":
             return  # FSDP2 keeps them on the host, or there is no other memory
-        wanted: dict[Part, bool] = {"parameters": model, "buffers": model, "gradients": grad, "optimizer": optimizer}
+        parts = {"parameters": model, "buffers": model, "gradients": grad, "optimizer": optimizer}
         move = self._residency.offload if device == "cpu" else self._residency.onload
-        move(part for part, moves in wanted.items() if moves)
+        move(part for part, moves in parts.items() if moves)
 
     def _sync_dtype(self) -> torch.dtype | None:
         name = self.engine_config.sync_dtype
@@ -325,7 +310,7 @@ class ValueModelEngine(FsdpRuntimeEngine):
     scorer = TokenValues
 
 
-class _Mode(BaseEngineCtx):
+class _Mode(verl_api.BaseEngineCtx):
     """verl's context of a phase, with the module's mode."""
 
     def __enter__(self) -> None:
@@ -342,3 +327,35 @@ class _Mode(BaseEngineCtx):
 def _require_no_hdfs(path: str | None) -> None:
     if path is not None:
         raise OptionError(f"hdfs_path={path!r}: checkpoints are written to a local path; copy them from there")
+
+
+class Residency:
+    """Move parts of a model to the host and back, each part once even if verl asks again."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._away: set[Any] = set()  # names of parts
+
+    def offload(self, parts: Iterable[str]) -> None:
+        """Move parts to the host that are on the device."""
+        leaving: list[Any] = [p for p in parts if p not in self._away and (p != "optimizer" or self._optimizer)]
+        if leaving:
+            offload(self._model, self._optimizer, parts=leaving)
+            self._away.update(leaving)
+
+    def onload(self, parts: Iterable[str]) -> None:
+        """Move parts back that are on the host."""
+        returning: list[Any] = [part for part in parts if part in self._away]
+        if returning:
+            onload(self._model, parts=returning)
+            self._away.difference_update(returning)
+
+    @contextmanager
+    def present(self, *parts: str) -> Iterator[None]:
+        """Keep parts on the device inside, and move them back after."""
+        away = [part for part in parts if part in self._away]
+        self.onload(away)
+        try:
+            yield
+        finally:
+            self.offload(away)

@@ -15,12 +15,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model import state_entries
 from fsdp_runtime.sharded import WORDS, block_view
 from fsdp_runtime.sync import ModelShards
-from fsdp_runtime.trainers.verl.verl_api import (
-    BlockPlacement,
-    ShardSpec,
-    replace_lora_wrapper,
-    translate_flat_indices,
-)
+from fsdp_runtime.trainers.verl import verl_api
 from fsdp_runtime.weights import WeightExport, adapter_tensors
 
 #: The name of the adapter that verl trains.
@@ -40,7 +35,7 @@ def base_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, T
     config = model.peft_config[ADAPTER]
     with model.disable_adapter():
         for name, tensor in stream_weights(model, dtype=dtype):
-            yield replace_lora_wrapper(name, config), tensor
+            yield verl_api.replace_lora_wrapper(name, config), tensor
 
 
 class Shards:
@@ -55,7 +50,7 @@ class Shards:
         self._sent: dict[tuple[str, int], Tensor] = {}
         self._is_primed = False
 
-    def blocks(self) -> Iterator[tuple[str, int, Tensor, BlockPlacement, bool]]:
+    def blocks(self) -> Iterator[tuple[str, int, Tensor, verl_api.BlockPlacement, bool]]:
         """Yield each block's name, number, values, place and whether this rank sends it, in one order on all ranks."""
         # A tensor has as many entries as the most blocks on a rank; a rank with fewer blocks yields empty entries.
         self._shards.refresh()
@@ -71,20 +66,20 @@ class Shards:
                     own.append(block)
             for number in range(max(counts.values())):
                 if number >= len(own):
-                    nothing = BlockPlacement((0,) * len(shape), (0,) * len(shape), shape)
+                    nothing = verl_api.BlockPlacement((0,) * len(shape), (0,) * len(shape), shape)
                     device = next(iter(local.values())).device
                     yield name, number, torch.empty(0, dtype=dtype, device=device), nothing, False
                     continue
                 block = own[number]
                 values = block_view(local, name, block, block.box).to(dtype).reshape(-1)
                 sizes = tuple(stop - start for start, stop in block.box)
-                place = BlockPlacement(sizes, tuple(start for start, _ in block.box), shape)
+                place = verl_api.BlockPlacement(sizes, tuple(start for start, _ in block.box), shape)
                 yield name, number, values, place, owner[block.box] == self._rank
 
-    def specs(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+    def specs(self) -> Iterator[tuple[str, Tensor, verl_api.ShardSpec]]:
         """Yield ``(name, values, ShardSpec)``, the entries of ``get_per_tensor_param_shard``."""
         for name, _, values, place, sends in self.blocks():
-            spec = ShardSpec(place.full_shape, place=place, gather_group=dist.group.WORLD, contributes=sends)
+            spec = verl_api.ShardSpec(place.full_shape, place=place, gather_group=dist.group.WORLD, contributes=sends)
             yield name, values, spec
 
     def remember(self) -> None:
@@ -105,10 +100,9 @@ class Shards:
             if sends:
                 index = _differing(values, self._sent[name, number].to(values.device))
                 self._keep(name, number, values)
-            where = translate_flat_indices(index, place).to(torch.int32) if len(index) else index.to(torch.int32)
-            counts = torch.tensor([len(index)])
+            where = (verl_api.translate_flat_indices(index, place) if len(index) else index).to(torch.int32)
             dtype = str(values.dtype).removeprefix("torch.")
-            yield [(name, place.full_shape)], dtype, counts, where, values[index], dist.group.WORLD
+            yield [(name, place.full_shape)], dtype, torch.tensor([len(index)]), where, values[index], dist.group.WORLD
 
     def _keep(self, name: str, number: int, values: Tensor) -> None:
         kept = self._sent.get((name, number))

@@ -1,7 +1,8 @@
-"""Cut a batch into verl's micro-batches, the same number on every rank of ``dp``.
+"""Check a batch and cut it into verl's micro-batches, the same number on every rank of ``dp``.
 
 verl splits its batches evenly and by tokens; a rank that has fewer samples than its peers have micro-batches gets idle
-ones, so that all ranks take part in each collective.  Every rank refuses a batch that cannot be cut.
+ones, so that all ranks take part in each collective.  Every rank refuses a batch that cannot be cut, and values that
+make a model or loss fail on one rank alone.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_runtime.errors import FsdpRuntimeError, OptionError
-from fsdp_runtime.trainers.verl.batch_checks import require_sound
-from fsdp_runtime.trainers.verl.verl_api import get_device_id, prepare_micro_batches, tensordict_utils
+from fsdp_runtime.trainers.verl.verl_api import DatasetPadMode, get_device_id, prepare_micro_batches, tensordict_utils
 
 
 @dataclass(frozen=True)
@@ -33,41 +33,22 @@ def cut(data: Any, group: Any, *, cp: int, words: int | None) -> CutBatch:
     """Cut a batch, and write values of all ranks for verl's losses into it; one small collective."""
     # The ``cp`` ranks that share each row share the limit of tokens too.
     own, names = _own(data, cp, words), sorted(name for name, value in data.items() if isinstance(value, Tensor))
-    facts = _gathered([own.tokens, len(own.batches), own.error is not None, crc32(" ".join(names).encode())], group)
-    tokens, numbers, errors, fields = zip(*facts, strict=True)
+    facts = [own.tokens, len(own.batches), own.error is not None, crc32(" ".join(names).encode())]
+    local, ranks = torch.tensor(facts, dtype=torch.int64, device=get_device_id()), dist.get_world_size(group)
+    of_ranks = local.new_empty(ranks * len(local))
+    dist.all_gather_into_tensor(of_ranks, local, group=group)
+    tokens, numbers, errors, fields = of_ranks.view(ranks, -1).T.tolist()
     if any(errors) or len({*fields}) > 1:
         _refuse(own.error, names, group)
     batches, indices, count = own.batches, own.indices, max(numbers)
-    if own.rules.limit and len(batches) < (most := min(count, len(data) // own.rules.forced)):
+    if own.limit and len(batches) < (most := min(count, len(data) // own.forced)):
         more, indices_of_more = prepare_micro_batches(data, same_micro_num_in_dp=False, min_num_micro_batch=most)
         if len(more) <= count:  # verl cuts further if a balanced cut passes the token limit; idle ones serve too
             batches, indices = more, indices_of_more
-    of_all = {"dp_size": len(facts), "batch_num_tokens": sum(tokens)}
+    of_all = {"dp_size": ranks, "batch_num_tokens": sum(tokens)}
     for each in (data, *batches):
         tensordict_utils.assign_non_tensor(each, **of_all)
     return CutBatch(batches, indices, count)
-
-
-class _Rules(NamedTuple):
-    """A batch's settings for its cut: samples that stay together; a token limit with ``cp``, or samples per part."""
-
-    forced: int
-    limit: int
-    cp: int
-    samples: int
-
-
-def _rules_of(data: Any, cp: int) -> _Rules:
-    forced = _number(data, "force_group_size") or 1
-    if tensordict_utils.get_non_tensor_data(data, "use_dynamic_bsz", True):
-        limit = _number(data, "max_token_len_per_gpu")
-        if limit is None:
-            raise OptionError("use_dynamic_bsz=True needs a limit of tokens: set max_token_len_per_gpu, or False")
-        return _Rules(forced, limit, cp, 1)
-    samples = _number(data, "micro_batch_size_per_gpu")
-    if samples is None:
-        raise OptionError("use_dynamic_bsz=False needs micro_batch_size_per_gpu")
-    return _Rules(forced, 0, cp, samples)
 
 
 def _number(data: Any, name: str) -> int | None:
@@ -78,12 +59,13 @@ def _number(data: Any, name: str) -> int | None:
 
 
 class _Own(NamedTuple):
-    """One rank's cut of its batch with the number of counted tokens, or its error."""
+    """One rank's cut of its batch, or its error."""
 
-    rules: _Rules = _Rules(1, 0, 1, 1)
+    forced: int = 1  # samples that stay together
+    limit: int = 0  # of tokens; 0 for a fixed number of samples
     batches: Sequence[Any] = ()
     indices: Any = None
-    tokens: int = 0
+    tokens: int = 0  # that count
     error: Exception | None = None
 
 
@@ -91,23 +73,12 @@ def _own(data: Any, cp: int, words: int | None) -> _Own:
     """Cut a rank's batch; return its error, because its peers do not wait for a rank that has raised."""
     try:
         require_sound(data, words)
-        rules = _rules_of(data, cp)
-        _require_divides(data, rules)
+        forced, limit = _require_divides(data, cp)
         tensordict_utils.assign_non_tensor(data, sp_size=cp)
         batches, indices = prepare_micro_batches(data, same_micro_num_in_dp=False)
-        return _Own(rules, batches, indices, int(data["loss_mask"].sum()))
+        return _Own(forced, limit, batches, indices, int(data["loss_mask"].sum()))
     except Exception as error:  # noqa: BLE001  # whatever is wrong with one rank's batch
         return _Own(error=error)
-
-
-def _gathered(own: list[int], group: Any) -> list[list[int]]:
-    """Return the numbers of each rank of ``dp``, in one collective."""
-    size, device = dist.get_world_size(group), get_device_id()
-    local = torch.tensor(own, dtype=torch.int64, device=device)
-    every = torch.empty(size * len(local), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(every, local, group=group)
-    counts: list[list[int]] = every.view(size, -1).tolist()
-    return counts
 
 
 def _refuse(error: Exception | None, names: list[str], group: Any) -> NoReturn:
@@ -128,20 +99,77 @@ def _refuse(error: Exception | None, names: list[str], group: Any) -> NoReturn:
     )
 
 
-def _require_divides(data: Any, rules: _Rules) -> None:
-    """Check that a batch of samples divides into micro-batches."""
+def _require_divides(data: Any, cp: int) -> tuple[int, int]:
+    """Check that a batch divides into micro-batches; return the samples that stay together and the limit of tokens."""
+    forced, limit, step = _number(data, "force_group_size") or 1, 0, 1
+    if tensordict_utils.get_non_tensor_data(data, "use_dynamic_bsz", True):
+        if (limit := _number(data, "max_token_len_per_gpu") or 0) == 0:
+            raise OptionError("use_dynamic_bsz=True needs a limit of tokens: set max_token_len_per_gpu, or False")
+    elif (step := _number(data, "micro_batch_size_per_gpu") or 0) == 0:
+        raise OptionError("use_dynamic_bsz=False needs micro_batch_size_per_gpu")
     samples, lengths = len(data), data["input_ids"].offsets().diff()
-    groups = lengths.view(-1, rules.forced).sum(1) if samples % rules.forced == 0 else lengths
-    for what, counts in {"sequence": lengths, "group": groups}.items() if rules.limit else ():
-        if (longest := int(counts.max())) > rules.limit * rules.cp:
+    groups = lengths.view(-1, forced).sum(1) if samples % forced == 0 else lengths
+    for what, counts in {"sequence": lengths, "group": groups}.items() if limit else ():
+        if (longest := int(counts.max())) > limit * cp:
             raise OptionError(
-                f"the longest {what} has {longest} tokens, more than the limit of {rules.limit} a rank"
-                + (f" times cp={rules.cp}" if rules.cp > 1 else "")
-                + f": set the limit (max_token_len_per_gpu) to {-(-longest // rules.cp)}, or shorten samples"
+                f"the longest {what} has {longest} tokens, more than the limit of {limit} a rank"
+                + (f" times cp={cp}" if cp > 1 else "")
+                + f": set the limit (max_token_len_per_gpu) to {-(-longest // cp)}, or shorten samples"
             )
-    if samples % (step := rules.forced * rules.samples):
-        name = f"groups of {step}" if rules.limit else f"micro-batches of {step}"
+    if samples % (step := forced * step):
+        name = f"groups of {step}" if limit else f"micro-batches of {step}"
         raise OptionError(
             f"{samples} samples do not divide into {name}: change the batch size, micro_batch_size_per_gpu or "
             "force_group_size, or set use_dynamic_bsz=True"
         )
+    return forced, limit
+
+
+def vocabulary_of(hf_config: Any) -> int | None:
+    """Return the number of token ids that a model takes, ``None`` if its config has no number."""
+    words = getattr(hf_config.get_text_config(), "vocab_size", None)
+    # Some models have placeholders of images and sounds after their vocabulary, and replace them before they embed.
+    named = [f"{kind}_token_{number}" for kind in ("image", "video", "audio") for number in ("id", "index")]
+    placeholders = [getattr(hf_config, name, None) for name in named]
+    return words and max(words, *(1 + value for value in placeholders if value is not None), 0)
+
+
+def require_sound(data: Any, words: int | None) -> None:
+    """Check samples, their tokens and temperatures; ``words`` as :func:`vocabulary_of` returns it."""
+    ids = data["input_ids"]
+    no_padding = DatasetPadMode.NO_PADDING
+    if tensordict_utils.get_non_tensor_data(data, "pad_mode", no_padding) != no_padding or not ids.is_nested:
+        raise OptionError("data.pad_mode must be no_padding: this engine reads nested batches")
+    if not len(data):
+        raise OptionError("it has no samples: give a batch of at least as many samples as ranks of dp")
+    lengths = ids.offsets().diff()
+    _require("has no tokens: leave it out", lengths > 0)
+    of_samples = data["loss_mask"].is_nested and "response_mask" not in data  # else the mask covers responses only
+    for name in ("position_ids", "loss_mask") if of_samples else ("position_ids",):
+        counts = data[name].offsets().diff()
+        _require(f"has {{}} {name} for {{}} tokens: give one a token", counts == lengths, counts, lengths)
+    flat, samples = ids.values(), torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    if flat.is_floating_point():
+        raise OptionError(f"input_ids are {flat.dtype}: give token ids as int64")
+    inside = (flat >= 0) & (flat < words) if words else flat >= 0
+    problem = f"has the token id {{}}, outside of the model's vocabulary of {words}: tokenize it for this model"
+    _require(problem, inside, flat, samples=samples)
+    given = tensordict_utils.get_non_tensor_data(data, "temperature", 1.0)  # a batch of SFT has no temperature
+    given = torch.as_tensor(given, dtype=torch.float32)
+    if given.shape not in ((), lengths.shape):
+        raise OptionError(f"temperature has shape {[*given.shape]}: give a number, or one of each sample")
+    given = given.expand(len(lengths))
+    fine = (given > 0) & given.isfinite()
+    _require("has the temperature {:g}: give a positive one, 1 where greedy tokens are scored", fine, given)
+    prompts, mask = data.get("prompts", None), data.get("attention_mask", None)
+    if prompts is not None and (prompts.is_nested or mask is not None):
+        counts = prompts.offsets().diff() if prompts.is_nested else mask[:, : prompts.shape[1]].sum(1)
+        _require("has an empty prompt, so that nothing scores its first token: give it a token", counts > 0)
+
+
+def _require(problem: str, fine: Tensor, *values: Tensor, samples: Tensor | None = None) -> None:
+    """Raise for the first invalid entry, with its values; ``samples``: the sample of each entry."""
+    if not fine.all():
+        at = int(fine.logical_not().nonzero()[0])
+        sample = at if samples is None else int(samples[at])
+        raise OptionError(f"sample {sample} " + problem.format(*(each[at].item() for each in values)))

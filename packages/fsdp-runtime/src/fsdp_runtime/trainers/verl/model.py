@@ -13,14 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_runtime import FSDP2, init_adapters, load_adapter, load_weights, meta_device, parallelize
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.steps import ContextParallel, ExpertParallel, Step
+from fsdp_runtime.trainers.verl import verl_api
 from fsdp_runtime.trainers.verl.config import FsdpRuntimeEngineConfig
-from fsdp_runtime.trainers.verl.verl_api import (
-    build_optimizer,
-    convert_to_regular_types,
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-    get_hf_auto_model_class,
-)
 
 #: Attributes under which vision-language models of transformers keep their vision tower.
 _VISION_TOWERS = ("visual", "vision_tower", "vision_model")
@@ -34,7 +28,7 @@ def build_module(model_config: Any, config: FsdpRuntimeEngineConfig, *, value_he
         if value_head:
             module = _value_model(hf_config, dtype=config.parameter_dtype, **code)
         else:
-            auto = get_hf_auto_model_class(hf_config=hf_config)
+            auto = verl_api.get_hf_auto_model_class(hf_config=hf_config)
             module = auto.from_config(hf_config, dtype=config.parameter_dtype, **code)
         if config.freeze_vision_tower:
             _vision_tower(module).requires_grad_(False)
@@ -49,13 +43,12 @@ def _value_model(hf_config: Any, **options: Any) -> nn.Module:
     hf_config.classifier_dropout, hf_config.hidden_dropout, hf_config.summary_dropout_prob = 0.0, "0", 0.0
     auto: Any = AutoModelForTokenClassification
     try:
-        module: nn.Module = auto.from_config(hf_config, **options)
+        return auto.from_config(hf_config, **options)
     except ValueError as error:
         raise ModelError(
             f"transformers has no token classifier for {type(hf_config).__name__}, which a critic needs: choose a "
             "critic.model.path of another architecture"
         ) from error
-    return module
 
 
 def _vision_tower(module: nn.Module) -> nn.Module:
@@ -83,12 +76,12 @@ def _with_adapter(module: nn.Module, model_config: Any) -> nn.Module:
                 task_type=TaskType.CAUSAL_LM,
                 r=model_config.lora_rank,
                 lora_alpha=model_config.lora_alpha,
-                target_modules=convert_to_regular_types(model_config.target_modules),
-                target_parameters=convert_to_regular_types(model_config.get("target_parameters", None)),
-                exclude_modules=convert_to_regular_types(model_config.exclude_modules),
+                target_modules=verl_api.convert_to_regular_types(model_config.target_modules),
+                target_parameters=verl_api.convert_to_regular_types(model_config.get("target_parameters", None)),
+                exclude_modules=verl_api.convert_to_regular_types(model_config.exclude_modules),
                 bias="none",
             )
-        return get_peft_model(module, adapter)  # type: ignore[no-any-return]
+        return get_peft_model(module, adapter)
     except (TypeError, ValueError) as error:
         raise OptionError(f"peft refuses the model's settings of LoRA: {error}") from error
 
@@ -104,6 +97,7 @@ def parallelized(
     computes = None if config.compute_dtype == config.parameter_dtype == torch.float32 else config.compute_dtype
     reduces = None if config.gradient_dtype == (computes or torch.float32) else config.gradient_dtype
     policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=reduces)
+    method: Any = "ulysses" if config.ulysses_sequence_parallel_size > 1 else config.context_parallel
     given = {each.name: getattr(config, each.name) for each in fields(FSDP2) if hasattr(config, each.name)}
     given["mp_policy"] = policy if computes is not None or reduces is not None else None
     given["offload_policy"] = CPUOffloadPolicy() if config.offload_policy else None
@@ -112,7 +106,7 @@ def parallelized(
         mesh,
         plan=config.plan,
         sequence_parallel=config.sequence_parallel,
-        context_parallel=ContextParallel(config.context_method, load_balancer=config.load_balancer),  # type: ignore[arg-type]
+        context_parallel=ContextParallel(method, load_balancer=config.load_balancer),  # type: ignore[arg-type]
         packed_sequences=bool(model_config.use_remove_padding),
         activation_checkpointing=recompute,  # type: ignore[arg-type]
         compile=config.compile,
@@ -138,10 +132,9 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 def optimizer_of(model: nn.Module, optim: Any) -> torch.optim.Optimizer:
     """Build the optimizer of verl's config, of any class named there."""
     try:
-        optimizer: torch.optim.Optimizer = build_optimizer(trained_parameters(model), optim)
+        return verl_api.build_optimizer(trained_parameters(model), optim)
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise OptionError(f"optim: {optim.optimizer_impl}.{optim.optimizer} cannot be built: {error}") from error
-    return optimizer
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, optim: Any) -> Any:
@@ -150,9 +143,9 @@ def scheduler_of(optimizer: torch.optim.Optimizer, optim: Any) -> Any:
     if warmup is None or warmup <= 0:
         warmup = int(optim.lr_warmup_steps_ratio * steps)
     if optim.lr_scheduler_type == "constant":
-        return get_constant_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=warmup)
+        return verl_api.get_constant_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=warmup)
     if optim.lr_scheduler_type == "cosine":
-        return get_cosine_schedule_with_warmup(
+        return verl_api.get_cosine_schedule_with_warmup(
             optimizer=optimizer,
             num_warmup_steps=warmup,
             num_training_steps=steps,

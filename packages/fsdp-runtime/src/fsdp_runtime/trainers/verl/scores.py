@@ -70,8 +70,7 @@ class TokenScores:
             of_head = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
             return _scores(partial(function, *given, **of_head), rows, **options)
 
-        scores: dict[str, Tensor] = forward_with_lm_head(self._model, at_head, **rows.inputs, use_cache=False)
-        return scores
+        return forward_with_lm_head(self._model, at_head, **rows.inputs, use_cache=False)
 
 
 def _from_logits(logits: Tensor, rows: Rows, **options: bool) -> dict[str, Tensor]:
