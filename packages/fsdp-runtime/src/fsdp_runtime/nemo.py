@@ -145,9 +145,6 @@ def nvfsdp_strategy_parallelize(
     Arguments keep nvFSDP's names; ``preserve_fp32_weights`` and ``grad_reduce_in_fp32`` became dtypes of a policy, and
     ``check_for_nan_in_grad`` is ``report_nan_in_param_grad``.  Where one rank holds all shards nothing is wrapped.
 
-    Returns:
-        The wrapped model and the optimizer.
-
     Raises:
         BackendError: the extra ``megatron-fsdp`` is not installed, or there is no CUDA device.
         ModelError: no module is of the named classes, or the model is already parallelized.
@@ -341,7 +338,12 @@ def _resolve_plan(
 ) -> Plan | TorchPlan:
     """Return a plan, or torch's styles as given: only their head counts can be checked."""
     if isinstance(plan, str) and "." in plan:
-        plan = _load_plan(plan)
+        path, plan = plan, import_class_from_path(plan)
+        if callable(plan) and not isinstance(plan, type):
+            try:
+                plan = plan()
+            except Exception as error:
+                raise OptionError(f"plan {path!r}: calling it raised {type(error).__name__}: {error}") from error
     if isinstance(plan, Mapping) and plan and all(isinstance(style, ParallelStyle) for style in plan.values()):
         _check_edited(plan)
         structure = _structure(model)
@@ -349,17 +351,6 @@ def _resolve_plan(
             _check_heads(structure, tp_mesh.size(), may_share=False)
         return dict(plan)
     return plan_for(model, "auto" if plan is None else plan, sequence_parallel=sequence_parallel, mesh=tp_mesh)
-
-
-def _load_plan(path: str) -> Any:
-    """Import the object at a dotted path, and call it if it is a function."""
-    value = import_class_from_path(path)
-    if isinstance(value, type) or not callable(value):
-        return value
-    try:
-        return value()
-    except Exception as error:
-        raise OptionError(f"plan {path!r}: calling it raised {type(error).__name__}: {error}") from error
 
 
 def _check_edited(plan: Mapping[str, ParallelStyle]) -> None:

@@ -25,22 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp_runtime._torch_compat import (
-    copied_versions,
-    gathered_copies,
-    gathered_units,
-    has_gradient_hooks,
-    in_backward,
-    in_forward,
-    initialize_root,
-    modules_of,
-    parameter_hooks,
-    replaced_parameters,
-    reset_after_error,
-    show_shards,
-    tree_leaves,
-    unreduced_gradients,
-)
+from fsdp_runtime import _torch_compat as fsdp2
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.memory.gradient_accumulation import drop_cleared_gradients, watch_accumulation
 from fsdp_runtime.memory.unshard import is_held
@@ -58,22 +43,22 @@ def keep_readers_on_shards(root: Any) -> None:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refresh(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if not in_backward():
+        if not fsdp2.in_backward():
             _refresh(root)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(_module: nn.Module, _args: Any, outputs: Any) -> None:
-        if in_backward():
+        if fsdp2.in_backward():
             return
-        reset_after_error(root)  # the forward raised
+        fsdp2.reset_after_error(root)  # the forward raised
         if torch.is_grad_enabled():
-            watch_accumulation(root, [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)])
+            watch_accumulation(root, [leaf for leaf in fsdp2.tree_leaves(outputs) if isinstance(leaf, Tensor)])
         for state in states:
             state.versions = ()
-        for unit in gathered_units(root):
+        for unit in fsdp2.gathered_units(root):
             if not is_held(unit):
-                show_shards(unit) if torch.is_grad_enabled() else unit.reshard()
-            runtime_state(unit).versions = copied_versions(unit)
+                fsdp2.show_shards(unit) if torch.is_grad_enabled() else unit.reshard()
+            runtime_state(unit).versions = fsdp2.copied_versions(unit)
 
     hook_forward(root, "gathers parameters that changed since the last forward", before=refresh, first=True)
     hook_forward(root, "frees the parameters of a forward without gradients", after=leave, always=True)
@@ -82,26 +67,26 @@ def keep_readers_on_shards(root: Any) -> None:
 
 
 def _refresh(root: Any) -> None:
-    for module, name in replaced_parameters(root):
+    for module, name in fsdp2.replaced_parameters(root):
         path = next((path for path, other in root.named_modules() if other is module), type(module).__name__)
         raise ModelError(
             f"{path}.{name} was replaced after parallelize, and FSDP2 would compute with the earlier tensor: write the "
             "new values in place, under no_grad with parameter.copy_(values)"
         )
-    initialize_root(root)
-    reset_after_error(root)
-    if torch.is_grad_enabled() and has_gradient_hooks(root):
+    fsdp2.initialize_root(root)
+    fsdp2.reset_after_error(root)
+    if torch.is_grad_enabled() and fsdp2.has_gradient_hooks(root):
         refuse_gradient_hooks(root)
-    for unit in gathered_units(root):
-        if runtime_state(unit).versions not in (None, copied_versions(unit)):
+    for unit in fsdp2.gathered_units(root):
+        if runtime_state(unit).versions not in (None, fsdp2.copied_versions(unit)):
             unit.reshard()
-        for copy, shard in gathered_copies(unit).items():
+        for copy, shard in fsdp2.gathered_copies(unit).items():
             copy.requires_grad_(shard.requires_grad)
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
     """Refuse hooks on gradients, because FSDP2 does not run them."""
-    hooked = [name for name, parameter in model.named_parameters() if parameter_hooks(parameter)[0]]
+    hooked = [name for name, parameter in model.named_parameters() if fsdp2.parameter_hooks(parameter)[0]]
     if hooked:
         raise ModelError(
             f"{len(hooked)} parameters have hooks of register_hook, first {hooked[0]}, which FSDP2 does not run: "
@@ -113,8 +98,8 @@ def shards_of_copies() -> dict[nn.Parameter, nn.Parameter]:
     """Return the shard of each gathered copy that modules hold between passes."""
     # A write to ``parameter.data`` changes no version, so the next forward gathers again.
     shards: dict[nn.Parameter, nn.Parameter] = {}
-    for unit in () if in_backward() else _units():
-        if not is_held(unit) and (copies := gathered_copies(unit)) and not in_forward(unit):
+    for unit in () if fsdp2.in_backward() else _units():
+        if not is_held(unit) and (copies := fsdp2.gathered_copies(unit)) and not fsdp2.in_forward(unit):
             shards.update(copies)
             runtime_state(unit).versions = ()
     return shards
@@ -122,9 +107,9 @@ def shards_of_copies() -> dict[nn.Parameter, nn.Parameter]:
 
 def free_copies(module: nn.Module) -> bool:
     """Free the gathered copies of a module's model; return ``False`` if a pass or ``unsharded`` needs them."""
-    for root in [root for root in _roots if module in modules_of(root)]:
+    for root in [root for root in _roots if module in fsdp2.modules_of(root)]:
         units = runtime_state(root).units
-        if in_backward() or in_forward(root) or any(map(is_held, units)):
+        if fsdp2.in_backward() or fsdp2.in_forward(root) or any(map(is_held, units)):
             return False
         for unit in units:
             unit.reshard()
@@ -149,19 +134,19 @@ def _parameters(optimizer: Optimizer) -> set[nn.Parameter]:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     parameters, name = _parameters(optimizer), type(optimizer).__name__
-    copies = [copy for unit in _units() for copy in gathered_copies(unit, now=False) if copy in parameters]
+    copies = [copy for unit in _units() for copy in fsdp2.gathered_copies(unit, now=False) if copy in parameters]
     if copies:
         raise ModelError(
             f"this {name} holds {len(copies)} gathered copies of FSDP2's parameters (first of shape "
             f"{tuple(copies[0].shape)}), which modules hold inside of 'with unsharded(model):', so its step would "
             "change nothing: build the optimizer from model.parameters()"
         )
-    if in_backward():
+    if fsdp2.in_backward():
         return
     for root in _roots:
         if not parameters.isdisjoint(shard for shard, _ in runtime_state(root).marks):
             drop_cleared_gradients(root)
-    if waiting := parameters.intersection(shard for unit in _units() for shard in unreduced_gradients(unit)):
+    if waiting := parameters.intersection(shard for unit in _units() for shard in fsdp2.unreduced_gradients(unit)):
         raise ModelError(
             f"{len(waiting)} parameters have gradients that are not reduced, and a step of this {name} would leave "
             "them out: run the last backward of a step outside of 'with no_sync(model):'"
@@ -169,12 +154,12 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    if in_backward():  # one step per parameter; FSDP2 has sharded the parameter already
+    if fsdp2.in_backward():  # one step per parameter; FSDP2 has sharded the parameter already
         return
     written = _parameters(optimizer)
     for root in _roots:
         units = runtime_state(root).units
-        if any(not written.isdisjoint(gathered_copies(unit).values()) for unit in units):
-            reset_after_error(root)
+        if any(not written.isdisjoint(fsdp2.gathered_copies(unit).values()) for unit in units):
+            fsdp2.reset_after_error(root)
             for unit in units:
                 unit.reshard()

@@ -61,15 +61,10 @@ def collective_call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Coll
     # In-place operators on one flat tensor take the output first; all other operators take the input first.
     inputs = tensors[1] if name.endswith("_base_") else tensors[0]
     nbytes = sum(leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    staying = _staying(inputs, args[4], ranks) if name == "alltoall_base_" and isinstance(inputs, Tensor) else None
-    return CollectiveCall(kind, ranks, nbytes, staying)
-
-
-def _staying(values: Tensor, parts: list[int], ranks: tuple[int, ...]) -> int | None:
-    """Return the bytes of an all-to-all's input that stay on this rank; ``None`` for equal parts."""
-    if not parts:
-        return None
-    return values.nbytes // max(values.shape[0], 1) * parts[ranks.index(dist.get_rank())]
+    kept = None
+    if name == "alltoall_base_" and isinstance(inputs, Tensor) and args[4]:  # the rows for each rank, if unequal
+        kept = nbytes // max(inputs.shape[0], 1) * args[4][ranks.index(dist.get_rank())]
+    return CollectiveCall(kind, ranks, nbytes, kept)
 
 
 def axis_names(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:

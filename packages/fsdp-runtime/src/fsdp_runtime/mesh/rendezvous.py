@@ -37,9 +37,6 @@ def rank_info_from_env(environment: Mapping[str, str] | None = None) -> RankInfo
     Args:
         environment: environment variables, by default this process's.
 
-    Returns:
-        Rank, world size, local rank and rendezvous URL.
-
     Raises:
         MeshError: variables are missing, or a variable is not an integer.
 

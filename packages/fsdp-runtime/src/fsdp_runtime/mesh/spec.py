@@ -105,12 +105,10 @@ class MeshSpec:
         """Build the ``DeviceMesh`` with all four axes and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
         Starts ``torch.distributed`` if it is not running, from torchrun's or Slurm's environment, else as one process.
+        :func:`submesh` returns flattened axes.
 
         Args:
             device_type: ``"cuda"``, ``"cpu"``, …; by default the accelerator of this machine, else the CPU.
-
-        Returns:
-            The mesh; get flattened axes with :func:`submesh`.
 
         Raises:
             MeshError: the sizes do not fill the world, or environment variables are missing.
@@ -159,6 +157,8 @@ def adopt_mesh(
 ) -> DeviceMesh:
     """Return an existing mesh under this package's axis names, over the same process groups.
 
+    The result has all four axes; missing axes have size 1.
+
     Args:
         mesh: a mesh with named axes, any subset of the four, in the order of ``MeshSpec``.
         dp_replicate: the mesh's name for the axis of replicas.
@@ -170,9 +170,6 @@ def adopt_mesh(
             and ``ep``, in this order.
         efsdp: the expert mesh's name for the axis that shards experts.
         ep: its name for the expert-parallel axis.
-
-    Returns:
-        A mesh with all four axes; missing axes have size 1.
 
     Raises:
         MeshError: the mesh has an axis that no argument names, its axes are in another order, or this rank is not in
@@ -221,9 +218,6 @@ def submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     Args:
         mesh: a mesh with axes named as in ``MeshSpec``; a flattened axis consists of its parts in the mesh.
         axis: the axis name.
-
-    Returns:
-        A mesh with one axis.
 
     Raises:
         MeshError: the mesh has neither the axis nor a part of it.

@@ -148,7 +148,10 @@ class StepMeter:
         seconds = time.perf_counter() - begin
         if counter is not None:
             self._traffic = dict(counter.sent)
-        tokens, flops = self._over_dp(float(sum(lengths)), self._flops.step(lengths))
+        total = torch.tensor([sum(lengths), self._flops.step(lengths)], dtype=torch.float64, device=self._device)
+        if self._mesh is not None and (data := submesh(self._mesh, "dp")).size() > 1:
+            dist.all_reduce(total, group=data.get_group())
+        tokens, flops = total.tolist()
         self._last = StepValues(
             seconds=seconds,
             phases=self._phases,
@@ -173,14 +176,6 @@ class StepMeter:
         self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - begin
         if counts:
             self._peaks[name] = max(self._peaks.get(name, 0), torch.cuda.max_memory_allocated(self._device))
-
-    def _over_dp(self, *values: float) -> list[float]:
-        data = None if self._mesh is None else submesh(self._mesh, "dp")
-        if data is None or data.size() == 1:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=data.get_group())
-        return [float(value) for value in total.tolist()]
 
 
 class _CountTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]

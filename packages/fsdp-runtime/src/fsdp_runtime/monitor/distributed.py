@@ -253,9 +253,6 @@ def monitor_ranks(*, timeout: float = 60.0) -> Iterator[RankMonitor]:
         timeout: seconds.  A thread sends ten heartbeats in this time, also while the main thread waits; only a
             rank that holds Python's global interpreter lock for that long would count as lost.
 
-    Yields:
-        The monitor, for its :meth:`RankMonitor.phase`.
-
     Raises:
         LostRankError: another rank is lost.
         OptionError: the timeout is not positive.

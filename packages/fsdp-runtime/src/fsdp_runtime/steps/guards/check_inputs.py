@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import LayoutError, OptionError
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.setup import Setup
@@ -80,7 +81,12 @@ class InputCheck:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise ``LayoutError`` where ranks were given different inputs."""
-        if torch.compiler.is_compiling() or not self._is_due(training=module.training):
+        if torch.compiler.is_compiling():
+            return
+        forward = self.seen[module.training]
+        self.seen[module.training] += 1
+        is_nth = isinstance(self.every, int) and forward % self.every == 0
+        if forward >= _FIRST[module.training] and not is_nth:
             return
         inputs = {**{str(index): value for index, value in enumerate(args)}, **kwargs, "training": module.training}
         if any(isinstance(value, Tensor) and value.is_meta for _, value in _leaves((), inputs)):
@@ -89,11 +95,6 @@ class InputCheck:
             _compare(inputs, self.tp, "tp")
         if self.cp is not None:
             _compare(dict(_shared_over_cp(inputs)), self.cp, "cp")
-
-    def _is_due(self, *, training: bool) -> bool:
-        forward = self.seen[training]
-        self.seen[training] += 1
-        return forward < _FIRST[training] or (isinstance(self.every, int) and forward % self.every == 0)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _gather(values: dict[str, Any], group: ProcessGroup) -> list[dict[str, Any]]
 def _sent(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return repr(value)[:40]
-    return _local(value).detach().cpu() if value.numel() <= _SENT else str(list(value.shape))
+    return local_tensor(value).detach().cpu() if value.numel() <= _SENT else str(list(value.shape))
 
 
 def _difference(values: Sequence[Any], ranks: Sequence[int]) -> str:
@@ -211,8 +212,4 @@ def _digest(name: str, value: Any) -> Tensor:
     shape = crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode())
     if isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements):
         return torch.tensor(shape, dtype=torch.int64)  # each rank has a shard
-    return hash_words(_local(value)) + shape
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return hash_words(local_tensor(value)) + shape

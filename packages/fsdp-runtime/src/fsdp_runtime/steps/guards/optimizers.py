@@ -69,7 +69,10 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
         _compare(optimizer, plain, shards or _shards_beside(plain))
     # Optimizers of other packages may write to their groups, as schedule-free optimizers do; a division loses this.
     if type(optimizer).__module__.startswith("torch.optim."):
-        _divide(optimizer)
+        groups = optimizer.param_groups
+        parts = [part for group in groups for part in _parts(group)]
+        if len(parts) > len(groups):
+            optimizer.__dict__[_GROUPS], optimizer.param_groups = groups, parts
 
 
 def _shards_beside(plain: Sequence[Tensor]) -> list[DTensor]:
@@ -116,14 +119,6 @@ def _differs(tensor: Tensor, groups: Mapping[str, ProcessGroup], device: str) ->
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     tolerance = max(_TOLERANCE, 4 * torch.finfo(tensor.dtype).eps)
     return bool(bounds.sum(0).max() > tolerance * bounds.abs().max())
-
-
-def _divide(optimizer: Optimizer) -> None:
-    groups = optimizer.param_groups
-    parts = [part for group in groups for part in _parts(group)]
-    if len(parts) > len(groups):
-        optimizer.__dict__[_GROUPS] = groups
-        optimizer.param_groups = parts
 
 
 def _restore(optimizer: Optimizer, *_: Any) -> None:

@@ -40,9 +40,6 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
     Args:
         model: the model, parallelized or not.
 
-    Yields:
-        The routes, ``[tokens, k]`` integers by the path of the router.
-
     Raises:
         ModelError: the model has no mixture, a mixture's selection cannot be identified, or a mixture is inside a
             result of ``torch.compile``.

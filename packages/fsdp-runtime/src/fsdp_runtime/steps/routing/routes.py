@@ -65,9 +65,6 @@ class Routes(Mapping[str, Tensor]):
         Args:
             tokens: ``[n]`` int64, indices of tokens; -1 for a token without a route, such as padding.
 
-        Returns:
-            Routes of ``n`` tokens.
-
         Raises:
             RoutesError: ``tokens`` is no row of integers, or a token does not exist (checked for routes on the CPU).
         """
@@ -161,9 +158,16 @@ def checked_routes(routers: Routers, routes: Routes | Mapping[str, Tensor] | Ten
     layers = _by_path(routers, routes)
     trusted = isinstance(routes, Routes) and routes.is_recorded
     for path, ids in layers.items():
-        _check_shape(routers.by_path[path], ids)
+        router = routers.by_path[path]
+        if ids.ndim != 2 or not is_integer(ids):
+            raise RoutesError(f"routes of {path} are {tuple(ids.shape)} {ids.dtype}: give integers [tokens, k]")
+        if router.top_k is not None and ids.shape[-1] != router.top_k:
+            raise RoutesError(
+                f"routes of {path} have {ids.shape[-1]} experts per token, and it selects {router.top_k}: leave out "
+                "shared experts"
+            )
         if not trusted:
-            _check_ids(routers.by_path[path], ids)
+            _check_ids(router, ids)
     counts = {path: len(ids) for path, ids in layers.items()}
     if len(set(counts.values())) > 1:
         raise RoutesError(f"the routes of different layers have different numbers of tokens: {counts}")
@@ -224,16 +228,6 @@ def _by_path(routers: Routers, routes: Any) -> dict[str, Tensor]:
         f"routes of {len(routes)} layers: this model has {len(known)} routers in {routers.layers} blocks; give one "
         "layer for each of either"
     )
-
-
-def _check_shape(router: Router, ids: Tensor) -> None:
-    if ids.ndim != 2 or not is_integer(ids):
-        raise RoutesError(f"routes of {router.path} are {tuple(ids.shape)} {ids.dtype}: give integers [tokens, k]")
-    if router.top_k is not None and ids.shape[-1] != router.top_k:
-        raise RoutesError(
-            f"routes of {router.path} have {ids.shape[-1]} experts per token, and it selects {router.top_k}: leave out "
-            "shared experts"
-        )
 
 
 def _check_ids(router: Router, ids: Tensor) -> None:

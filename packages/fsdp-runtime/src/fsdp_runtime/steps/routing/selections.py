@@ -140,14 +140,11 @@ class SparseMixerSelection(Selection):
                 self.choice = torch.cat(self.experts, dim=-1)
         values = scores.gather(-1, chosen)
         if step == 0:
-            values = self._threshold(result.values.reshape(-1, 1), values)
+            largest = result.values.reshape(-1, 1)
+            distance = (largest - values) / torch.maximum(values.abs(), largest)
+            values = torch.where(distance > 2 * cast(float, self.router.module.router_jitter_noise), values, largest)
         shape = result.indices.shape
         return torch.return_types.max((values.reshape(shape), chosen.reshape(shape)))
-
-    def _threshold(self, largest: Tensor, wanted: Tensor) -> Tensor:
-        noise = cast(float, self.router.module.router_jitter_noise)
-        distance = (largest - wanted) / torch.maximum(wanted.abs(), largest)
-        return torch.where(distance > 2 * noise, wanted, largest)
 
 
 SELECTIONS: dict[str, type[Selection]] = {
