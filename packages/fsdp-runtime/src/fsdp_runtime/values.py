@@ -1,4 +1,4 @@
-"""Checks of the values of options, for all steps."""
+"""Checks of the values of options, for all steps, and published rates of accelerators."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from fsdp_runtime.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
+#: Dense bfloat16 operations per second of accelerators, as published by their makers, without sparsity.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12, "MI325X": 1307e12}
 #: Short names of dtypes; torch's names are accepted too.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fsdp_runtime.dry_run.traffic_totals import bytes_sent_by_axis
 from fsdp_runtime.dry_run.types import Estimate
 from fsdp_runtime.errors import EstimateError
-from fsdp_runtime.meters.peak_flops import PEAK_FLOPS
+from fsdp_runtime.values import PEAK_FLOPS
 
 
 @dataclass(frozen=True, kw_only=True)

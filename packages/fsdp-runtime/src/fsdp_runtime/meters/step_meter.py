@@ -20,7 +20,7 @@ from fsdp_runtime.errors import OptionError
 from fsdp_runtime.mesh.collectives import axis_names, collective_call
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.meters.model_flops import ModelFlops
-from fsdp_runtime.meters.peak_flops import PEAK_FLOPS
+from fsdp_runtime.values import PEAK_FLOPS
 
 
 @dataclass(frozen=True)

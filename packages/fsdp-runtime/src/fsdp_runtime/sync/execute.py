@@ -107,7 +107,8 @@ def run_rounds(
         shared = None
         if shared_memory:
             handshake = Handshake(sides.plan.ranks or (sides.rank,), peers, device, SHARED_BUCKETS)
-            shared = stack.enter_context(SharedBuckets(rounds, sides.rank, handshake))
+            shared = SharedBuckets(rounds, sides.rank, handshake)
+            stack.callback(shared.close)
         rank_rounds = RankRounds(rounds, sides, peers, device, shared)
         for number, messages in enumerate(rounds):
             rank_rounds.run(messages)

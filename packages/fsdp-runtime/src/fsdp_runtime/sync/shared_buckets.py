@@ -27,7 +27,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SharedBuckets:
-    """The buckets of this rank and of the other ranks of its host; a context manager."""
+    """The buckets of this rank and of the other ranks of its host."""
 
     # The group carries only the offset of a message in the sender's bucket.
 
@@ -78,12 +78,6 @@ class SharedBuckets:
         for each in self._maps.values():
             with suppress(BufferError):  # a view still exists: the view's end closes the memory
                 each.close()
-
-    def __enter__(self) -> SharedBuckets:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _host() -> int:

@@ -26,20 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["GRPOTrainer", "MeshAccelerator", "MeshTrainerMixin", "SFTTrainer", "Trainer", "on_mesh"]
 
-_ACCELERATOR, _MIXIN, _FACTORY, _TRANSFORMERS, _TRL = (
-    f"{__name__}.{file}"
-    for file in ("mesh_accelerator", "mesh_trainer", "factory", "transformers_trainer", "trl_classes")
-)
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "GRPOTrainer": _TRL,
-        "MeshAccelerator": _ACCELERATOR,
-        "MeshTrainerMixin": _MIXIN,
-        "SFTTrainer": _TRL,
-        "Trainer": _TRANSFORMERS,
-        "on_mesh": _FACTORY,
-    },
-    extras={_ACCELERATOR: "trainer", _MIXIN: "trainer", _FACTORY: "trainer", _TRANSFORMERS: "trainer", _TRL: "trl"},
-)
+_FILES = {
+    "GRPOTrainer": "trl_classes",
+    "MeshAccelerator": "mesh_accelerator",
+    "MeshTrainerMixin": "mesh_trainer",
+    "SFTTrainer": "trl_classes",
+    "Trainer": "transformers_trainer",
+    "on_mesh": "factory",
+}
+_HOMES = {name: f"{__name__}.{file}" for name, file in _FILES.items()}
+_EXTRAS = {home: "trl" if home.endswith("trl_classes") else "trainer" for home in _HOMES.values()}
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, extras=_EXTRAS)

@@ -84,23 +84,6 @@ class AsyncGRPOMixin(TrlMixin):
         on_every_rank(lambda: loaders.append(super(AsyncGRPOMixin, self).get_train_dataloader()), None)
         return loaders[0]
 
-    def begin(self) -> None:
-        """Set up the transfer, send the first weights and start the rollouts, once."""
-        if self._begun:
-            return
-        self._begun = True
-        self._on_first(self.weight_transfer, "init_weight_transfer")
-        self._sync_weight()
-        self._on_first(self.rollout_worker, "start")
-
-    def share_progress(self) -> None:
-        """Give every rank the prompt groups that rank 0 has trained on, so that all ranks end together."""
-        is_first = self.accelerator.is_main_process
-        own = (self._groups_before_resume, self._trained_groups) if is_first else None
-        shared = on_every_rank(lambda: own, None)[0]
-        if not is_first:  # rank 0's collator adds to its own set
-            self._groups_before_resume, self._trained_groups = shared
-
     def _init_lora_sync(self, model: Any) -> bool:
         """Send the adapter alone if the server takes it, as TRL decides, and reads it as peft does."""
         if not super()._init_lora_sync(model):
@@ -183,12 +166,21 @@ class _OnEveryRank(transformers.TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Begin, with the first weights."""
-        self._trainer.begin()
+        """Set up the transfer, send the first weights and start the rollouts, once."""
+        trainer = self._trainer
+        if not trainer._begun:
+            trainer._begun = True
+            trainer._on_first(trainer.weight_transfer, "init_weight_transfer")
+            trainer._sync_weight()
+            trainer._on_first(trainer.rollout_worker, "start")
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Share the progress that a later callback reads to end the last epoch."""
-        self._trainer.share_progress()
+        """Give every rank the prompt groups that rank 0 has trained on, so that all ranks end together."""
+        trainer, is_first = self._trainer, self._trainer.accelerator.is_main_process
+        progress = (trainer._groups_before_resume, trainer._trained_groups) if is_first else None
+        shared = on_every_rank(lambda: progress, None)[0]
+        if not is_first:  # rank 0's collator adds to its own set
+            trainer._groups_before_resume, trainer._trained_groups = shared
 
 
 def _with_subtree_ends(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -53,8 +53,6 @@ from fsdp_runtime.weights.stream import ExportedModel, WeightExport, started_ahe
 
 _SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
-#: Writes tensors immediately, or later from host memory.
-Writer = SafetensorsWriter | StagedWriter
 #: Options of earlier releases.
 _REMOVED = {
     "max_shard_bytes": "it is max_shard_size",
@@ -218,7 +216,9 @@ def _write_files(
     total = sum(SafetensorsLayout(items).nbytes for share in plan.values() for _, items in share.files)
     with raise_on_all(ranks), naming_total(total):
         written = [SafetensorsWriter(work / name, items) for name, items in contents]  # with their full sizes
-    files: Sequence[Writer] = written if staging is None else [StagedWriter(file, staging) for file in written]
+    files: Sequence[SafetensorsWriter | StagedWriter] = (
+        written if staging is None else [StagedWriter(file, staging) for file in written]
+    )
     file_of = {item.name: file for file, (_, items) in zip(files, contents, strict=True) for item in items}
     last = {items[-1].name for _, items in contents}
     for written_file in written:
