@@ -50,8 +50,8 @@ def check_ranks(accelerator: Accelerator, mesh: DeviceMesh) -> None:
     kinds = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     if state.distributed_type in kinds or state.parallelism_config is not None:
         raise OptionError(
-            f"an earlier Accelerator of this process is set up for {state.distributed_type.value}: make the one on a "
-            "mesh first, or alone"
+            f"accelerate is set up for {state.distributed_type.value}: start the script with torchrun, and make the "
+            "Accelerator on a mesh before any other"
         )
     if state.mixed_precision not in _PRECISIONS:
         precision = f"mixed_precision={state.mixed_precision!r}"
@@ -59,5 +59,5 @@ def check_ranks(accelerator: Accelerator, mesh: DeviceMesh) -> None:
     if state.num_processes != mesh.size():
         raise OptionError(
             f"accelerate counts {state.num_processes} processes and the mesh has {mesh.size()} ranks: start the script "
-            "with torchrun, and build the mesh over all ranks"
+            "with torchrun, build the mesh over all ranks, and on CPUs set use_cpu=True in the training arguments"
         )

@@ -353,6 +353,7 @@ class DealtRows:
 
 def over_mesh(accelerator: Accelerator, mesh: DeviceMesh) -> MeshAccelerator:
     """Turn an accelerator, with all its settings, into a :class:`MeshAccelerator` over ``mesh``, in place."""
+    check_ranks(accelerator, mesh)
     accelerator.__class__ = MeshAccelerator
     over: MeshAccelerator = accelerator
     over.mesh = mesh

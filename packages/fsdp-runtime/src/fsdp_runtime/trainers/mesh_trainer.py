@@ -95,7 +95,7 @@ class MeshTrainerMixin(LogStepValues):
         self._evaluated: set[int] = set()
         self._source = ModelSource(mesh, options, seed=getattr(args, "seed", 0))
         if isinstance(model, nn.Module):
-            self._check(model, args)
+            arguments.check_model(model, self.mesh, args)
         if callable(own := kwargs.get("compute_loss_func")):
             kwargs = {**kwargs, "compute_loss_func": loss_of_sharded_logits(own)}
         model, kwargs = self._shard_models(model, kwargs)
@@ -116,12 +116,6 @@ class MeshTrainerMixin(LogStepValues):
             )
         return self._source.shard(model), kwargs
 
-    def _check(self, model: nn.Module, args: Any) -> None:
-        if is_sharded(model):
-            arguments.check_model(model, self.mesh, recompute=bool(getattr(args, "activation_checkpointing", False)))
-        elif on_meta := next((name for name, tensor in model.named_parameters() if tensor.is_meta), None):
-            raise ModelError(f"{on_meta} is on the meta device: call parallelize and load_weights before the trainer")
-
     def _check_data(self) -> None:
         arguments.check_tokens(base_model(self.model), self.processing_class)
         batch, drop_last = self._train_batch_size, self.args.dataloader_drop_last
@@ -141,7 +135,7 @@ class MeshTrainerMixin(LogStepValues):
 
     def _shard_other(self, model: nn.Module, args: Any = None) -> nn.Module:
         """Shard a further model, or a model that is made later."""
-        self._check(model, args)
+        arguments.check_model(model, self.mesh, args)
         model = self._source.shard(model)
         self._adopt(model)
         return model
@@ -158,13 +152,6 @@ class MeshTrainerMixin(LogStepValues):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, over the ranks of ``dp``."""
         super().create_accelerator_and_postprocess()
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise OptionError("accelerate is set up for DeepSpeed or FSDP: start the script with torchrun")
-        if self.args.world_size != self.mesh.size():
-            raise OptionError(
-                f"accelerate counts {self.args.world_size} processes and the mesh has {self.mesh.size()} ranks: start "
-                "the script with torchrun, and on CPUs set use_cpu=True in the training arguments"
-            )
         self.accelerator = over_mesh(self.accelerator, self.mesh)
         if self.accelerator.dataloader_config.dispatch_batches is None:
             self.accelerator.dataloader_config.dispatch_batches = False

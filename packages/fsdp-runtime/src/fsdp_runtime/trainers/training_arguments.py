@@ -16,6 +16,7 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size
 from fsdp_runtime.steps import Compile
+from fsdp_runtime.trainers.model_source import is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +98,15 @@ def _refuse_two_checkpointings(option: str) -> NoReturn:
     raise OptionError(f"{option}, and the training arguments recompute too: set their gradient_checkpointing=False")
 
 
-def check_model(model: Any, mesh: DeviceMesh, *, recompute: bool) -> None:
-    """Raise :class:`ModelError` unless the model is parallelized on ``mesh`` and has its weights."""
+def check_model(model: Any, mesh: DeviceMesh, args: Any) -> None:
+    """Raise :class:`ModelError` unless the model has its weights and, if it is sharded, is sharded on ``mesh``."""
     if on_meta := next((name for name, tensor in model.named_parameters() if tensor.is_meta), None):
-        raise ModelError(f"{on_meta} is on the meta device: call load_weights before the trainer")
-    if recompute and (recomputing := describe_parallelism(model).recomputing):
-        _refuse_two_checkpointings(f"{recomputing[0]} recomputes its activations by parallelize")
-    check_on_mesh(model, mesh)
+        raise ModelError(f"{on_meta} is on the meta device: call parallelize and load_weights before the trainer")
+    if is_sharded(model):
+        recomputes = getattr(args, "activation_checkpointing", False)
+        if recomputes and (recomputing := describe_parallelism(model).recomputing):
+            _refuse_two_checkpointings(f"{recomputing[0]} recomputes its activations by parallelize")
+        check_on_mesh(model, mesh)
 
 
 def check_on_mesh(model: Any, mesh: DeviceMesh) -> None:

@@ -1,6 +1,6 @@
 """TRL's trainers on a mesh: their shared part, and trainers that sample from the trained model.
 
-They take log-probabilities from a patched ``model.forward`` (see ``fused_head``).
+They take log-probabilities from a patched ``model.forward`` (see ``logits.add_fused_lm_head``).
 """
 
 from __future__ import annotations
