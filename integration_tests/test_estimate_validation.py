@@ -137,9 +137,11 @@ def predicted(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
     master = options.pop("master", False)
     told: dict[str, Any] = {"fsdp": parse_fsdp(master_dtype="fp32")} if master else {"dtype": torch.float32}
     told["attention_kernels"] = "none"  # the real step runs on a CPU, whose attention has no workspaces of a GPU's
-    found = estimate(
-        config_of(name), axes, seq_len=LENGTH, micro_batch=BATCH, rank=rank, logprobs=logprobs, **told, **options
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RL_LOGPROBS_BACKEND", "torch")  # the operators of the real step
+        found = estimate(
+            config_of(name), axes, seq_len=LENGTH, micro_batch=BATCH, rank=rank, logprobs=logprobs, **told, **options
+        )
     traffic: dict[str, Any] = {}
     for item in found.traffic:
         axis = "world" if item.ranks == found.settings.world_size > 2 else item.axis  # "dp", where that is all ranks

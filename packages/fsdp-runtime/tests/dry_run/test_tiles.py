@@ -117,6 +117,16 @@ def test_a_tile_has_the_size_and_the_operands_that_it_has_on_an_accelerator() ->
     assert tile < peak.total < 3 * tile
 
 
+def test_losses_hold_the_tensors_of_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    temporaries = {}
+    for backend in ("", "torch"):  # Triton's kernels by default
+        monkeypatch.setenv("RL_LOGPROBS_BACKEND", backend)
+        peaks = {each.phase: each for each in run(lambda: wide(2**13), logprobs="logits", seq_len=4096).memory.phases}
+        temporaries[backend] = peaks["loss"].total - peaks["forward"].total
+        assert peaks["backward"].nbytes.logits >= 2 * 4096 * 2**13 * 2
+    assert temporaries[""] < 4096 * 2**13 * 2 // 10 < temporaries["torch"]
+
+
 def wide(vocabulary: int) -> nn.Module:
     model = Model().to(torch.bfloat16)
     model.embedding = nn.Embedding(vocabulary, WIDTH)

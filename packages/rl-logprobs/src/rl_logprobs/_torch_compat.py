@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rl_logprobs.errors import OptionError
+from rl_logprobs.tensors import is_accelerator_assumed
 
 
 def local_shape_and_offset(
@@ -176,6 +177,9 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     # (pytorch/pytorch#150812). There the product needs a temporary of its size.
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+        return
+    if is_accelerator_assumed():  # a dry run needs no value, and the flop counter takes no ``addmm`` with ``out_dtype``
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
         return
     if left.device.type == "cuda" and _sums_wide_products():
         with torch.autocast("cuda", enabled=False):

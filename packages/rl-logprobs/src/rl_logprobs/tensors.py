@@ -16,8 +16,8 @@ _accelerator_assumed: ContextVar[bool] = ContextVar("accelerator_assumed", defau
 @contextmanager
 def assume_accelerator() -> Iterator[None]:
     """Compute on CPU tensors as on accelerator tensors within the context."""
-    # For a dry run: its CPU or fake tensors represent tensors on an accelerator. Applies to the current thread, which
-    # also runs the backward pass of CPU tensors.
+    # For a dry run: its CPU or fake tensors represent tensors on an accelerator. Triton's kernels get their results'
+    # memory and are not launched. Applies to the current thread, which also runs the backward pass of CPU tensors.
     token = _accelerator_assumed.set(True)
     try:
         yield

@@ -32,9 +32,10 @@ def test_triton_serves_gpus_and_torch_other_devices(unset):
     assert chosen_backend("torch", GPU) == "torch"
     assert chosen_backend(None, CPU) == "torch"
     assert not runs_triton(CPU)
-    with traced_on_accelerator():  # tensors without values reach no kernel
-        assert chosen_backend(None, GPU) == "torch"
-    unset.setenv(VARIABLE, "torch")
+    with traced_on_accelerator():  # on any tensors; no kernel is launched
+        assert runs_triton(CPU)
+        unset.setenv(VARIABLE, "torch")
+        assert not runs_triton(CPU)
     assert not runs_triton(GPU)
 
 

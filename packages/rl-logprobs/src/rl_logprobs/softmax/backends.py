@@ -25,11 +25,11 @@ def chosen_backend(backend: Backend | None, device: torch.device) -> Backend:
     """Return the backend of a call on a device's tensors; for None ``RL_LOGPROBS_BACKEND``'s, or the default."""
     chosen = backend if backend is not None else os.environ.get(VARIABLE) or None
     if chosen is None:
-        return "triton" if device.type == "cuda" and not is_accelerator_assumed() and _triton_imports() else "torch"
+        return "triton" if is_accelerator_assumed() or (device.type == "cuda" and _triton_imports()) else "torch"
     if chosen not in get_args(Backend):
         raise OptionError(f"backend must be one of {', '.join(get_args(Backend))}, got {chosen!r}")
-    if chosen == "torch":
-        return "torch"
+    if chosen == "torch" or is_accelerator_assumed():
+        return chosen
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise OptionError(
             f"backend 'triton' needs logits on a GPU, these are on {device}; leave backend out (or set "
@@ -46,7 +46,8 @@ def runs_triton(device: torch.device) -> bool:
     """Return whether a call without ``backend=`` runs Triton's kernels on a device's tensors."""
     # Unlike ``chosen_backend`` it takes the variable for the devices that can run Triton.
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return (device.type == "cuda" or interpreted) and chosen_backend(None, device) == "triton"
+    runs = device.type == "cuda" or interpreted or is_accelerator_assumed()
+    return runs and chosen_backend(None, device) == "triton"
 
 
 def kernels_check(device: torch.device) -> bool:
