@@ -163,6 +163,28 @@ def test_estimate_counts_a_tied_weight_its_gradient_and_moments_once(mesh: dict[
     assert untied.optimizer_state - once.optimizer_state == pytest.approx(2 * weight, rel=0.05)
 
 
+def test_gradients_of_a_tied_weight_are_added_in_place() -> None:
+    rows = 2**12
+
+    def model() -> nn.Module:
+        decoder = Decoder([Block()])
+        decoder.embedding, decoder.head = nn.Embedding(rows, WIDTH), nn.Linear(WIDTH, rows, bias=False)
+        decoder.head.weight = decoder.embedding.weight
+        return decoder
+
+    memory = run(model, {"dp_shard": 1}, optimizer="none", constants=()).memory
+    weight = rows * WIDTH * 2
+    assert 3 * weight < memory.peak.total < 3.5 * weight  # the weight and its two gradients, without another sum
+
+
+def test_estimate_counts_the_workspaces_of_cublas_as_allocated() -> None:
+    with_cublas, without = (run(constants=names).memory for names in (["cublas"], ()))
+    assert with_cublas.peak.total - without.peak.total == with_cublas.resident.workspaces == 64 * 2**20
+    assert with_cublas.reserved is not None
+    assert without.reserved is not None
+    assert with_cublas.reserved - without.reserved >= 60 * 2**20
+
+
 def test_every_fsdp_module_except_the_last_and_the_root_is_gathered_twice() -> None:
     gathered = {item.phase: item.count for item in plain().traffic if item.kind == "all_gather"}
     assert gathered == {"forward": 13, "backward": 11}

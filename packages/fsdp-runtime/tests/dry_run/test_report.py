@@ -20,9 +20,16 @@ from fsdp_runtime.dry_run.candidates import rank_candidates
 from fsdp_runtime.dry_run.report import html
 from fsdp_runtime.dry_run.report import progress as progress_module
 from fsdp_runtime.dry_run.report.charts import chart_picture, charts_of
+from fsdp_runtime.dry_run.report.format import format_bytes
 from fsdp_runtime.dry_run.report.html import html_report
 from fsdp_runtime.dry_run.report.progress import ProgressLine
-from fsdp_runtime.dry_run.report.sections import CATEGORY_NAMES, estimate_sections, sweep_sections, text_lines
+from fsdp_runtime.dry_run.report.sections import (
+    CATEGORY_NAMES,
+    estimate_sections,
+    sizes_by_name,
+    sweep_sections,
+    text_lines,
+)
 from fsdp_runtime.dry_run.sweep_types import Candidate, Sweep
 from fsdp_runtime.mesh.spec import FLATTENED
 from harness.estimates import GIB, made_estimate, made_settings, made_traffic
@@ -62,8 +69,8 @@ def test_every_category_of_memory_has_a_name_and_a_row() -> None:
     )
     text = _text(made_estimate(memory=memory))
     assert all(
-        re.search(rf"^  {name} .*\b{at + 1}\.00 MiB", text, re.MULTILINE)
-        for at, name in enumerate(CATEGORY_NAMES.values())
+        re.search(rf"^  {name} .*\b{re.escape(format_bytes(size))}", text, re.MULTILINE)
+        for name, size in sizes_by_name(nbytes).items()
     )
     assert "on the host" in text
     assert "peak: loss (aten.exp.default)" in text

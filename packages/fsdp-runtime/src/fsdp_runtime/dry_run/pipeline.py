@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_runtime import resolve_parallelism
 from fsdp_runtime.dry_run.advice import advice_for
-from fsdp_runtime.dry_run.allocator.constants import WORKSPACE, constant_costs
+from fsdp_runtime.dry_run.allocator.constants import constant_costs
 from fsdp_runtime.dry_run.allocator.replay import reserved_bytes
 from fsdp_runtime.dry_run.assumptions import quantization_assumptions, untrained_assumptions
 from fsdp_runtime.dry_run.build_model import build_model
@@ -262,7 +262,6 @@ def _memory(
             smaller=trace.smaller,
             repeated=trace.repeated,
             micro_batches=step.micro_batches,
-            workspace=WORKSPACE if "cublas" in step.constants else 0,
             on_host=on_host,
         )
     return Memory(

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime import describe_parallelism, sequence_layout
 from fsdp_runtime._torch_compat import local_tensor, viewed_tensor
 from fsdp_runtime.dry_run.allocator.caching import AllocatorSettings
+from fsdp_runtime.dry_run.allocator.constants import WORKSPACES
 from fsdp_runtime.dry_run.build_model import vocabulary_size
 from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs_on_accelerator
 from fsdp_runtime.dry_run.parse_args import parse_allocator, parse_dtype
@@ -133,6 +134,9 @@ def trace_step(
         recorder.register(model.parameters(), "parameters")
         recorder.register(model.buffers(), "buffers")
         recorder.register(inputs.values(), "inputs")
+        sizes = WORKSPACES if "cublas" in step.constants else ()
+        workspaces = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        recorder.register(workspaces, "workspaces")
         if optimizer is not None:
             recorder.register(optimizer.state_tensors(), "optimizer_state")
         recorder.register(accumulated, "gradients")

@@ -31,6 +31,7 @@ class MemoryBreakdown:
         inputs: token ids and other inputs of the step.
         temporaries: all others: intermediate results, gradients before they are reduced, recomputed activations, flat
             communication buffers.
+        workspaces: cuBLAS's memory for its handles in forward and in backward, from the first step on.
     """
 
     parameters: int = 0
@@ -42,6 +43,7 @@ class MemoryBreakdown:
     buffers: int = 0
     inputs: int = 0
     temporaries: int = 0
+    workspaces: int = 0
 
     @property
     def total(self) -> int:
@@ -89,8 +91,8 @@ class Memory:
         after_backward: live before the optimizer: gradients included.
         phases: the peak of each phase, in the order of the step.
         host: bytes on the host instead of the device (``CPUOffloadPolicy``): parameters, gradients, optimizer state.
-        reserved: bytes of the allocator's segments in the third step, its fragmentation and library workspaces
-            included; ``None`` if it was not modelled.
+        reserved: bytes of the allocator's segments in the third step, with its fragmentation; ``None`` if it was not
+            modelled.
         constants: bytes that a process on a GPU takes outside of the allocator, by name; rough.
     """
 

@@ -14,8 +14,8 @@ from fsdp_runtime.errors import EstimateError
 
 #: The costs that can be counted.
 CONSTANTS = ("context", "nccl", "cublas")
-#: Bytes of cuBLAS's workspace for one handle, within the memory that the allocator reserves.
-WORKSPACE = 32 * 2**20
+#: Bytes of cuBLAS's workspaces, which its handles in forward and in backward take from the allocator.
+WORKSPACES = (32 * 2**20,) * 2
 
 _CONTEXT = round(1.2 * 2**30)
 #: Channels of a communicator inside a node, and bytes of one: a buffer of 4 MiB (``NCCL_BUFFSIZE``) and buffers of

@@ -34,14 +34,13 @@ def reserved_bytes(
     smaller: Tape | None,
     repeated: RepeatedBlocks | None,
     micro_batches: int,
-    workspace: int,
     on_host: Collection[str],
 ) -> int | None:
     """Return the most bytes that the allocator reserves in a step; ``None`` if the tape's blocks allocate differently.
 
     The allocator releases cached blocks if the device lacks memory: ``available`` bytes, ``None`` for any
-    number.  ``smaller`` is the tape of a trace with one fewer group of blocks, ``workspace`` the bytes that cuBLAS
-    allocates for good, and ``on_host`` categories that are not on the device.
+    number.  ``smaller`` is the tape of a trace with one fewer group of blocks.  ``on_host`` are categories that are not
+    on the device.
     """
     try:
         entries = [entry for entry in expand(tape, repeated) if entry.category not in on_host]
@@ -54,7 +53,7 @@ def reserved_bytes(
     for each in (*limited, settings):
         allocator = CachingAllocator(each)
         with suppress(OutOfDeviceMemoryError):
-            _Replay(entries, added, allocator, workspace).run(micro_batches)
+            _Replay(entries, added, allocator).run(micro_batches)
             break
     return allocator.peak_reserved
 
@@ -87,13 +86,13 @@ class _Replay:
         entries: Sequence[TapeEntry],
         added: Mapping[str, Sequence[int]],  # by category, and by phase without blocks
         allocator: CachingAllocator,
-        workspace: int,
     ) -> None:
         self._entries: dict[str, list[TapeEntry]] = defaultdict(list)  # by phase without blocks, others under "pass"
         for entry in entries:
             self._entries[entry.phase if entry.phase in ("", *_UPDATE) else "pass"].append(entry)
-        self._added, self._allocator, self._workspace = added, allocator, workspace
-        self._handles = {"forward", "backward"} if workspace else set()  # threads without a handle of cuBLAS
+        self._added, self._allocator = added, allocator
+        self._workspaces = [entry.delta for entry in self._entries[""] if entry.category == "workspaces"]
+        self._without_handle = {"forward", "backward"}  # threads that have not called cuBLAS
         self._live: dict[Hashable, MemoryBlock] = {}
         self._kept: list[MemoryBlock] = []
 
@@ -148,6 +147,6 @@ class _Replay:
         if entry.delta > 0:
             self._live[entry.storage] = self._allocator.allocate(entry.delta, _STREAMS[entry.stream])
             # A thread's first product makes its handle. A large free block may lose the room of a tensor by it.
-            if entry.phase in self._handles and "mm" in entry.operator:
-                self._handles.remove(entry.phase)
-                self._allocator.allocate(self._workspace)
+            if entry.phase in self._without_handle and "mm" in entry.operator and self._workspaces:
+                self._without_handle.remove(entry.phase)
+                self._allocator.allocate(self._workspaces.pop())

@@ -22,6 +22,7 @@ CATEGORY_NAMES = {
     "logits": "logits",
     "inputs": "inputs",
     "temporaries": "temporaries",
+    "workspaces": "workspaces of cuBLAS",
 }
 
 _NONE = "-"

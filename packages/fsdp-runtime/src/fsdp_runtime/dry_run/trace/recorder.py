@@ -31,10 +31,10 @@ from fsdp_runtime.dry_run.trace.data_dependent_ops import (
 from fsdp_runtime.dry_run.trace.fusion import FusedStorage, Fusion
 from fsdp_runtime.dry_run.trace.kernels import (
     AttentionKernels,
-    attention_workspace,
     bytes_moved,
     flops_of,
     kind_of,
+    workspace_of,
 )
 from fsdp_runtime.dry_run.trace.module_tracker import ModuleTracker
 from fsdp_runtime.dry_run.types import Assumption, Phase
@@ -55,6 +55,8 @@ class UntraceableError(EstimateError):
             "have: remove it from the model for the estimate, or give the model as a function that replaces it"
         )
 
+
+_SUM = torch.ops.aten.add.Tensor
 
 Stream = Literal["compute", "gather", "reduce"]
 
@@ -122,6 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._modules = modules
         self._phase: Phase = "forward"
         self._live: dict[int, StorageInfo] = {}  # by storage key
+        self._sum: tuple[int, int] | None = None  # the keys of a gradient and of its sum, by the last operator
         self._streams: dict[Any, Stream] = {torch.cpu.current_stream(): "compute"}
 
     @contextmanager
@@ -176,6 +179,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             remember_origin(func, args, result)
         self._count(func, args, kwargs, result)
         self._record_results(func, args, result)
+        self._sum = None
+        if func is _SUM and self._phase == "backward" and not self._modules.running_modules():
+            self._sum = storage_key(args[0]), storage_key(result)
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -206,7 +212,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage_key(leaf) not in self._live:
                 event = self._event(str(func)) if event is None else event
                 self._allocated(leaf, event)
-        if event is not None and (workspace := attention_workspace(func, args, self._attention)):
+        if event is not None and (workspace := workspace_of(func, args, self._attention)):
             info = self._new_storage(event, workspace)
             self._changed(info, event, -workspace)
 
@@ -241,6 +247,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _freed(self, key: int) -> None:
         info = self._live.pop(key)
+        if self._sum is not None and self._sum[0] == key:
+            # Autograd adds up gradients in place if it holds the only reference to one, but not fake tensors: a
+            # subclass (``accumulate`` in ``torch/csrc/autograd/input_buffer.cpp``).
+            total = self._live[self._sum[1]]
+            if self.recording.allocations[-1] == (total.created_at, total.index, info.nbytes):
+                self.recording.allocations.pop()
+                self._live[self._sum[1]] = info
+                return
         self._changed(info, len(self.recording.events) - 1, -info.nbytes)
 
     def _resized(self, storage: Any) -> None:
