@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import rl_logprobs
-from fsdp_runtime.gpu_check import bench, kernels, parity, ranks
+from fsdp_runtime.gpu_check import bench, kernels, parity, ranks, step_settings
 from fsdp_runtime.gpu_check.__main__ import main
 from fsdp_runtime.gpu_check.bench_peers import Contender
 from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, within
 from fsdp_runtime.gpu_check.machine import World, accelerator
-from fsdp_runtime.gpu_check.memory import compared
+from fsdp_runtime.gpu_check.memory import StepCost, compared, expected_cost, summary
 from harness.processes import preloaded_context
 from harness.ranks import RankPool
 
@@ -109,9 +111,57 @@ def test_bounds_decide():
     assert within("Parity", "a", 0.3, 0.2).state == "failed"
 
 
-def test_a_peak_far_from_the_dry_run_fails():
-    near, far = (compared("peak of a step", int(2**30 * f), 2**30) for f in (1.01, 1.2))
-    assert [f.state for f in (near, far)] == ["passed", "failed"]
+@pytest.fixture
+def tiny_steps(monkeypatch):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 16}
+    for name, size in {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2}.items():
+        monkeypatch.setitem(step_settings.SIZES, name, size)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    monkeypatch.setattr(step_settings, "EXPERTS", experts)
+    return [replace(each, tokens=(1, 8)) for each in step_settings.SETTINGS if not each.compiled]
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_every_setting_of_memory_takes_steps(tiny_steps, monkeypatch):
+    stepped = []
+    real = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (real(self), stepped.append(len(self.state))))
+    for setting in tiny_steps:
+        step = setting.step_on(torch.device("cpu"))
+        step()
+        step()
+    assert len(stepped) == 2 * len(tiny_steps)
+    assert all(stepped)
+
+
+def test_the_dry_run_of_a_setting_has_its_bytes_and_seconds(tiny_steps):
+    for name in ("float32 masters", "LoRA", "mixture"):
+        cost = expected_cost(next(each for each in tiny_steps if each.name == name), "NVIDIA H200")
+        assert cost.reserved >= cost.allocated > 64 * 2**20
+        assert cost.seconds > 0
+
+
+def test_bytes_far_from_the_dry_run_fail():
+    expected = StepCost(2**30, 2**30, 0.1)
+    costs = [StepCost(int(2**30 * a), int(2**30 * r), 0.15) for a, r in ((1.01, 1.02), (1.2, 1.0), (1.0, 1.2))]
+    assert [compared("a step", cost, expected).state for cost in costs] == ["passed", "failed", "failed"]
+    assert "estimate -1.0%" in compared("a step", costs[0], expected).figure
+    assert "1.50 of the expected time" in compared("a step", costs[0], expected).figure
+
+
+def test_summary_predicts_a_step_by_the_factor_of_the_others():
+    measured = [StepCost(100, 110, seconds) for seconds in (0.2, 0.2, 0.4)]
+    bytes_, times = summary(measured, [StepCost(101, 110, 0.1)] * 3)
+    assert bytes_.figure == "allocated 1.0%, reserved 0.0%"
+    assert times.figure.startswith("2.00 (2.00 to 4.00)")
+    assert times.figure.endswith("within 50% in the median")
 
 
 def test_worlds_name_their_backend():

@@ -1,80 +1,105 @@
-"""The peak of a step on one device against the dry run's."""
+"""Memory and time of training steps on one device against the dry run's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import time
+from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
-from typing import Any, Literal
+from statistics import median
+from typing import Literal, NamedTuple
 
 import torch
 
-from fsdp_runtime import MeshSpec, parallelize
+from fsdp_runtime.dry_run.step_time import HARDWARE, step_time
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import World, optional
+from fsdp_runtime.gpu_check.step_settings import SETTINGS, StepSetting
+from fsdp_runtime.meters.step_meter import synchronize
 
-LENGTH, BATCH = 2048, 2
-#: The dry run is expected within this part of the allocator's peak.
-TOLERANCE = 0.05
+#: The dry run is expected within this part of the allocator's allocated and reserved bytes.
+TOLERANCE = 0.08
+#: Steps before a timed one: the first makes the optimizer's state, and a compiled one its graphs.
+WARM_UP = 2
+
+
+class StepCost(NamedTuple):
+    """The most bytes that the allocator handed out and reserved, and the seconds of a step; 0 for unknown ones."""
+
+    allocated: int
+    reserved: int
+    seconds: float
 
 
 def check_memory(world: World, device: torch.device) -> Iterator[CheckResult]:
-    """Yield the allocated peak of forward, loss, backward and AdamW on one rank, and the dry run's."""
-    if device.type == "cpu":
-        yield CheckResult("Memory", "a step against the dry run", "a CPU has no allocator that counts", state="not run")
+    """Yield bytes and seconds of every setting on one rank beside the dry run's, and the medians."""
+    lacking = [name for name in ("rl_logprobs", "peft") if optional(name) is None]
+    if device.type == "cpu" or lacking:
+        reason = f"{' and '.join(lacking)} are not installed" if lacking else "a CPU has no allocator that counts"
+        yield CheckResult("Memory", "steps against the dry run", reason, state="not run")
         return
-    rl_logprobs = optional("rl_logprobs")
-    if rl_logprobs is None:
-        yield CheckResult("Memory", "a step against the dry run", "rl-logprobs is not installed", state="not run")
-        return
-    measured = _peak(device, rl_logprobs.token_logprobs)
-    with get_context("spawn").Pool(1) as pool:  # a dry run needs a process without a process group
-        expected = pool.apply(expected_peak)
-    yield compared(f"peak of a step ({world.name})", measured, expected)
+    measured: dict[str, StepCost] = {}
+    for setting in SETTINGS:
+        try:
+            measured[setting.name] = measured_cost(setting, device)
+        except torch.OutOfMemoryError:
+            yield CheckResult("Memory", setting.name, "the device is too small", state="not run")
+    settings = [setting for setting in SETTINGS if setting.name in measured]
+    with get_context("spawn").Pool(4) as pool:  # a dry run needs a process without a process group
+        costs = pool.starmap(expected_cost, [(setting, torch.cuda.get_device_name(device)) for setting in settings])
+    expected = dict(zip(measured, costs, strict=True))
+    for name, cost in measured.items():
+        yield compared(f"{name} ({world.name})", cost, expected[name])
+    yield from summary([*measured.values()], costs)
 
 
-def compared(what: str, measured: int, expected: int) -> CheckResult:
-    """Return a measured peak with the dry run's, in bytes; it passes within ``TOLERANCE``."""
-    ratio = expected / measured
-    figure = f"{measured / 2**30:.3f} GiB; the dry run says {expected / 2**30:.3f} GiB, {ratio:.3f} of it"
-    state: Literal["passed", "failed"] = "passed" if abs(ratio - 1) <= TOLERANCE else "failed"
+def expected_cost(setting: StepSetting, device_name: str = "") -> StepCost:
+    """Return the dry run's bytes, and its seconds where the device's rates are known; without a process group."""
+    dry_run = setting.estimate()
+    hardware = next((name for name in HARDWARE if name in device_name), None)
+    seconds = 0.0 if hardware is None else step_time(dry_run, hardware).expected
+    return StepCost(dry_run.memory.peak.total, dry_run.memory.reserved or 0, seconds)
+
+
+def measured_cost(setting: StepSetting, device: torch.device) -> StepCost:
+    """Return the bytes of all steps on a device, and the seconds of the fastest of some."""
+    gc.collect()  # the model of the setting before
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    step = setting.step_on(device)
+    seconds = []
+    for _ in range(WARM_UP + 3):
+        begin = time.perf_counter()
+        step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return StepCost(allocated, reserved, min(seconds[WARM_UP:]))
+
+
+def compared(what: str, measured: StepCost, expected: StepCost) -> CheckResult:
+    """Return a measured cost with the dry run's; it passes if both kinds of bytes are within ``TOLERANCE``."""
+    kinds = zip(("allocated", "reserved"), measured, expected, strict=False)
+    figures = [f"{kind} {nbytes / 2**30:.2f} GiB, estimate {other / nbytes - 1:+.1%}" for kind, nbytes, other in kinds]
+    times = f", {measured.seconds / expected.seconds:.2f} of the expected time" if expected.seconds else ""
+    errors = (abs(other / nbytes - 1) for nbytes, other in zip(measured[:2], expected[:2], strict=True))
+    state: Literal["passed", "failed"] = "passed" if max(errors) <= TOLERANCE else "failed"
+    figure = "; ".join([*figures, f"{measured.seconds * 1e3:.0f} ms{times}"])
     return CheckResult("Memory", what, figure, f"within {TOLERANCE:.0%}", state)
 
 
-def config() -> Any:
-    """Return a Llama of 0.4 G parameters."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=1536,
-        intermediate_size=4096,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        vocab_size=32_000,
-        use_cache=False,
-    )
-
-
-def expected_peak() -> int:
-    """Return the bytes that the dry run predicts; call it in a process without a process group."""
-    from fsdp_runtime.dry_run import estimate
-
-    dry_run = estimate(config(), {"dp_shard": 1}, seq_len=LENGTH, micro_batch=BATCH, clip=False)
-    return dry_run.memory.peak.total
-
-
-def _peak(device: torch.device, score: Callable[..., Any]) -> int:
-    from transformers import AutoModelForCausalLM
-
-    torch.cuda.reset_peak_memory_stats(device)
-    with device:
-        model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    parallelize(model, MeshSpec(dp_shard=1).build(device_type=device.type))
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 32_000, (BATCH, LENGTH), device=device)
-    for _ in range(2):  # the second has the optimizer's state from its beginning
-        logits = model(input_ids=tokens).logits
-        score(logits, tokens, shift=True).mean().neg().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.cuda.max_memory_allocated(device)
+def summary(measured: Sequence[StepCost], expected: Sequence[StepCost]) -> Iterator[CheckResult]:
+    """Yield the median errors of bytes, and the factor of this device for ``StepTime.expected``."""
+    pairs = [*zip(measured, expected, strict=True)]
+    if not pairs:
+        return
+    errors = [median(abs(two[at] / one[at] - 1) for one, two in pairs) for at in (0, 1)]
+    figure = f"allocated {errors[0]:.1%}, reserved {errors[1]:.1%}"
+    yield CheckResult("Memory", f"median error of {len(pairs)} settings", figure)
+    factors = sorted(one.seconds / two.seconds for one, two in pairs if two.seconds)
+    if factors:
+        # A setting's own time is not among these that predict it.
+        others = [median([*factors[:at], *factors[at + 1 :]] or factors) for at in range(len(factors))]
+        error = median(abs(other / factor - 1) for other, factor in zip(others, factors, strict=True))
+        text = f"{median(factors):.2f} ({factors[0]:.2f} to {factors[-1]:.2f}); the others' median predicts a step "
+        yield CheckResult("Memory", "time over the expected time", f"{text}within {error:.0%} in the median")
