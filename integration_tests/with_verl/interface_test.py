@@ -46,6 +46,28 @@ def test_verl_has_the_signatures_that_are_used() -> None:
     assert {path: here for path, here in changed.items() if here != SIGNATURES[path]} == {}
 
 
+@pytest.mark.parametrize(
+    ("device", "named", "fused"),
+    [
+        ("cuda", {}, True),
+        ("cuda", {"override_optimizer_config": {"eps": 1e-3}}, True),
+        ("cuda", {"override_optimizer_config": {"foreach": True}}, None),
+        ("cuda", {"optimizer": "SGD"}, None),
+        ("cpu", {}, None),
+    ],
+)
+def test_fused_on_gpus_names_torchs_adam_alone(device: str, named: dict[str, Any], fused: bool | None) -> None:
+    from verl.workers.config import FSDPOptimizerConfig
+
+    from fsdp_runtime.trainers.verl.model import fused_on_gpus
+
+    given = FSDPOptimizerConfig(lr=1e-3, **named)
+    options = fused_on_gpus(given, {device}).override_optimizer_config or {}
+    assert options.get("fused") is fused
+    assert {**options, "fused": None} == {**named.get("override_optimizer_config", {}), "fused": None}
+    assert "fused" not in (given.override_optimizer_config or {})
+
+
 def test_every_method_of_verls_engine_is_given() -> None:
     from fsdp_runtime.trainers.verl.engine import FsdpRuntimeEngine
     from fsdp_runtime.trainers.verl.verl_api import BaseEngine

@@ -259,6 +259,14 @@ def test_advice_is_due_where_reserved_bytes_and_constants_fill_the_device() -> N
     assert advice_for(made_settings(), memory, 2 * memory.device) == ()
 
 
+@pytest.mark.parametrize(("reserved", "grow", "advised"), [(40, False, True), (40, True, False), (35, False, False)])
+def test_advice_names_expandable_segments_where_blocks_are_unused(reserved: int, grow: bool, advised: bool) -> None:
+    memory = replace(made_estimate(peak=34 * 2**30).memory, reserved=reserved * 2**30)
+    advice = advice_for(made_settings(), memory, memory.device, segments_grow=grow)
+    saved = [item.saves for item in advice if "expandable_segments:True" in item.change]
+    assert saved == ([memory.fragmentation] if advised else [])
+
+
 def test_a_quantized_checkpoint_is_told_with_the_refusal_of_its_weights() -> None:
     model = twelve()
     assert quantization_assumptions(model) == []

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from fsdp_runtime.dry_run.types import Advice, Memory, Settings
 
+#: Part of the live bytes from which free blocks between live ones are worth segments that grow.
+_FRAGMENTED = 0.05
 
-def advice_for(settings: Settings, memory: Memory, device_memory: int | None) -> tuple[Advice, ...]:
+
+def advice_for(
+    settings: Settings, memory: Memory, device_memory: int | None, *, segments_grow: bool = False
+) -> tuple[Advice, ...]:
     """Return changes that lower the peak, largest savings first; none if the process leaves 10 % of the device free."""
     if device_memory is None or memory.device <= 0.9 * device_memory:
         return ()
     savings = _known(settings, memory)
+    if not segments_grow and (memory.fragmentation or 0) > _FRAGMENTED * memory.peak.total:
+        change = "PYTORCH_ALLOC_CONF=expandable_segments:True: segments that grow leave fewer blocks unused"
+        savings[change] = memory.fragmentation
     savings[f"tp={2 * settings.mesh['tp']}, or twice the ranks in dp_shard"] = None
     by_savings = sorted(savings.items(), key=lambda item: -(item[1] or 0))
     return tuple(Advice(change=change, saves=saves) for change, saves in by_savings)

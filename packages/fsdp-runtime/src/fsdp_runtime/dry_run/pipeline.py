@@ -114,7 +114,12 @@ def run(
             *quantization_assumptions(model),
         ),
         device_memory=device_memory,
-        advice=advice_for(settings, memory, device_memory),
+        advice=advice_for(
+            settings,
+            memory,
+            device_memory,
+            segments_grow=step.allocator is not None and step.allocator.expandable_segments,
+        ),
         seconds=time.perf_counter() - started,
     )
 

@@ -61,7 +61,8 @@ def _triton_imports() -> bool:
         import_module("triton")
     except Exception as error:  # noqa: BLE001  # a broken installation is as good as none
         _log.warning(
-            "Triton cannot be imported (%s): torch's operators serve this GPU, at a fraction of the rate", error
+            "Triton cannot be imported (%s): torch's operators serve this GPU, at a tenth of the rate; install triton",
+            error,
         )
         return False
     return True

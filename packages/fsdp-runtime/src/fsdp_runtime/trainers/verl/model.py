@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import fields
 from typing import Any
 
@@ -131,10 +132,23 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def optimizer_of(model: nn.Module, optim: Any) -> torch.optim.Optimizer:
     """Build the optimizer of verl's config, of any class named there."""
+    parameters = trained_parameters(model)
+    optim = fused_on_gpus(optim, {parameter.device.type for parameter in parameters})
     try:
-        return verl_api.build_optimizer(trained_parameters(model), optim)
+        return verl_api.build_optimizer(parameters, optim)
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise OptionError(f"optim: {optim.optimizer_impl}.{optim.optimizer} cannot be built: {error}") from error
+
+
+def fused_on_gpus(optim: Any, device_types: set[str]) -> Any:
+    """Return the config with ``fused=True`` for torch's Adam on GPUs, unless it names an implementation."""
+    named, is_torchs = optim.override_optimizer_config or {}, optim.optimizer_impl == "torch.optim"
+    is_adam = is_torchs and optim.optimizer in ("Adam", "AdamW")
+    if not is_adam or device_types != {"cuda"} or named.keys() & {"fused", "foreach", "differentiable"}:
+        return optim
+    optim = copy(optim)
+    object.__setattr__(optim, "override_optimizer_config", {**named, "fused": True})  # verl freezes its configs
+    return optim
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, optim: Any) -> Any:
