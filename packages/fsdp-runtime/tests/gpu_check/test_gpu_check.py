@@ -2,47 +2,74 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.attention.flex_attention
+import torch.nn.attention.varlen
 
 import rl_logprobs
-from fsdp_runtime.gpu_check import bench, kernels, parity, ranks, step_settings
-from fsdp_runtime.gpu_check.__main__ import main
+from fsdp_runtime.gpu_check import bench, bench_attention, bench_steps, kernels, parity, ranks, step_settings
+from fsdp_runtime.gpu_check.__main__ import checks_of, main
 from fsdp_runtime.gpu_check.bench_peers import Contender
 from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, within
-from fsdp_runtime.gpu_check.machine import World, accelerator
+from fsdp_runtime.gpu_check.machine import World, accelerator, worlds
 from fsdp_runtime.gpu_check.memory import StepCost, compared, expected_cost, summary
+from fsdp_runtime.gpu_check.models import build
+from fsdp_runtime.gpu_check.settings import Setting, settings
+from fsdp_runtime.steps import Compile, PackedSequences
 from harness.processes import preloaded_context
 from harness.ranks import RankPool
 
 
-def test_one_rank_on_the_cpu_passes_and_writes_a_page(tmp_path, capsys, monkeypatch):
+def test_chosen_checks_on_the_cpu_pass_and_write_a_page(tmp_path, capsys):
     preloaded_context()
-    monkeypatch.setattr(ranks.mp, "spawn", partial(ranks.mp.start_processes, start_method="forkserver"))
     page = tmp_path / "report.md"
-    assert main(["--device", "cpu", "--max-ranks", "1", "--output", str(page)]) == 0
+    arguments = ["--device", "cpu", "--max-ranks", "2", "--output", str(page)]
+    assert main([*arguments, "--only", "parity: dense, dp_shard=2, float32"]) == 0
     text = page.read_text()
-    assert "0 failed" in text
-    assert "| LlamaForCausalLM, dp_shard=1, float32 (1 rank on cpu, gloo) |" in text
-    assert "| log-probabilities, triton | Triton needs an accelerator |  | not run |" in text
+    assert text.splitlines()[2].startswith("1 checks passed, 0 failed, 0 were not run. It took ")
+    assert "| dense, dp_shard=2, float32 (2 ranks on cpu, staged) |" in text
+    assert "2 ranks on cpu, staged: 1 checks" in capsys.readouterr().err
+    assert main([*arguments, "--only", "offload", "--max-minutes", "1e-9"]) == 0
+    assert "| bytes (1 rank on cpu, gloo) | the time is over |  | not run |" in page.read_text()
 
 
-def test_a_bench_on_the_cpu_writes_its_figures_as_a_page_and_as_json(tmp_path, capsys):
+def test_every_world_has_its_checks():
+    alone = {f"{check.section}: {check.what}" for checks in checks_of(World("cuda", 1, 1)) for check in checks}
+    assert {name.partition(":")[0] for name in alone} == {
+        *("Parity", "Training", "Host waits", "Offload", "Kernels", "Memory")
+    }
+    numbers = [len(checks_of(World("cuda", size, 1))[0]) for size in (2, 4, 8)]
+    own_devices = [len(checks_of(World("cuda", size, 8))[0]) for size in (2, 4, 8)]
+    assert numbers[0] == own_devices[0] > 30
+    assert [own - shared for own, shared in zip(own_devices, numbers, strict=True)] == [0, 16, 16]
+
+
+def test_a_bench_on_the_cpu_writes_its_figures_as_a_page_and_as_json(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "SECONDS", 0.01)
     page = tmp_path / "bench.md"
     assert main(["--device", "cpu", "--bench", "--output", str(page)]) == 0
     text, data = page.read_text(), json.loads(page.with_suffix(".json").read_text())
-    sections = ["Ceilings", "From logits", "From hidden states", "Norm and clipping"]
+    sections = ["Ceilings", "From logits", "From hidden states", "Norm and clipping", "Packed rows", "Steps"]
     assert list(dict.fromkeys(row["section"] for row in data["rows"])) == sections
     assert all(f"## {section}" in text for section in sections)
     ours = [row for row in data["rows"] if row["what"] == "rl-logprobs"]
     assert [row["error"] < 1e-5 for row in ours] == [True, True]
     assert all(row["forward_ms"] > 0 and row["both_rate"] > 0 and not row["note"] for row in ours)
+    attention = [row for row in data["rows"] if row["section"] == "Packed rows"]
+    assert len(attention) == 2
+    assert all(row["error"] < 2**-6 for row in attention)  # of bfloat16
+    steps = [row for row in data["rows"] if row["section"] == "Steps"]
+    assert [row["what"] for row in steps] == ["ours", "transformers"] * 2
+    assert all(row["both_ms"] > 0 and row["note"].endswith("k tokens a second") for row in steps)
 
 
 def test_a_bench_names_contenders_that_fail_or_come_after_its_time():
@@ -53,31 +80,72 @@ def test_a_bench_names_contenders_that_fail_or_come_after_its_time():
 
     contenders = [Contender("broken", fails), Contender("whole", lambda x: x.sum(-1))]
     inputs, exact = [torch.ones(3, 4, dtype=torch.float64, requires_grad=True)], torch.full((3,), 4.5)
-    broken, whole = short._contend("From logits", "3 x 4", contenders, inputs, exact)
+    measure = partial(short._scored, inputs=inputs, exact=exact, floors=(1.0, 1.0))
+    broken, whole = short._contend("From logits", "3 x 4", contenders, measure)
     assert broken.note.startswith("RuntimeError: no kernel")
-    assert whole.error == 0.5
+    assert (whole.section, whole.shape, whole.error) == ("From logits", "3 x 4", 0.5)
     assert "no kernel for this \\| device" in bench.page([broken, whole], [])
     late = bench.Bench(torch.device("cpu"), bench.SMALL, budget=-1.0)
-    (row,) = late._contend("From logits", "3 x 4", contenders[1:], inputs, exact)
+    (row,) = late._contend("From logits", "3 x 4", contenders[1:], measure)
     assert row.note.startswith("not run")
 
 
-def test_calls_of_the_kernel_check_give_the_same_twice_on_the_cpu(monkeypatch):
-    monkeypatch.setenv(kernels.VARIABLE, "torch")
-    for what, call in kernels.calls(rl_logprobs, torch.device("cpu")).items():
-        assert kernels.largest_difference(call, ("torch", "torch")) == 0.0, what
-    assert os.environ[kernels.VARIABLE] == "torch"
+def _attend_flat(query, key, value, *, cu_seqlens):
+    """Causal attention of documents as ``[tokens, heads, size]``, each alone."""
+    lengths = cu_seqlens.diff().tolist()
+    parts = zip(*(row.transpose(0, 1).split(lengths, 1) for row in (query, key, value)), strict=True)
+    attended = [torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+    return torch.cat(attended, 1).transpose(0, 1)
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="this machine has an accelerator")
-def test_a_machine_without_a_device_is_told_so(capsys):
-    assert main([]) == 0
-    assert "nothing was checked" in capsys.readouterr().out
-    assert main(["--device", "cuda"]) == 2
-    assert "this machine has no accelerator; use cpu" in capsys.readouterr().err
+def _varlen_attn(*args, **options):
+    bound = inspect.signature(torch.nn.attention.varlen.varlen_attn).bind(*args, **options).arguments
+    assert bound["window_size"] == (-1, 0)
+    assert bound["max_q"] == bound["max_k"] == int(bound["cu_seq_q"].diff().max())
+    return _attend_flat(bound["query"], bound["key"], bound["value"], cu_seqlens=bound["cu_seq_q"])
 
 
-def _parity(setting: parity.Setting, factor: float) -> float:
+def _flash(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal):
+    assert causal
+    return _attend_flat(query, key, value, cu_seqlens=cu_seqlens_k)
+
+
+def test_kernels_of_packed_rows_compute_each_document_alone(monkeypatch):
+    modules = {
+        "torch.nn.attention.varlen": SimpleNamespace(varlen_attn=_varlen_attn),
+        "flash_attn": SimpleNamespace(flash_attn_varlen_func=_flash),
+        "torch.nn.attention.flex_attention": torch.nn.attention.flex_attention,
+    }
+    monkeypatch.setattr(bench_attention, "optional", modules.get)
+    compiled = torch.compile  # of flex attention's own code in Python
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, **how) if how else function)
+    rows = [torch.randn(1, 2, 3 * 8, 16) for _ in range(3)]
+    exact = bench_attention.exact_attention(3, rows)
+    contenders = bench_attention.kernels(3, 8, torch.device("cpu"))
+    assert [contender.name for contender in contenders] == [
+        "compiled flex, block mask", "torch.nn.attention.varlen.varlen_attn", "flash_attn.flash_attn_varlen_func",
+    ]  # fmt: skip
+    for contender in contenders:
+        assert (contender.call(*rows) - exact).abs().max() < 1e-5, contender.name
+
+
+def test_steps_of_ours_and_of_transformers_have_one_loss():
+    case = replace(bench_steps.SMALL_STEPS[1], length=16)
+    ours, theirs = (bench_steps.step_call(case, name, torch.device("cpu"))() for name in ("ours", "transformers"))
+    assert abs(float(ours) * 16 / 15 - float(theirs)) < 1e-2  # our mean counts the last token of a row
+    packed = replace(case, options={"packed_sequences": True}, documents=2)
+    alone = bench_steps.step_call(packed, "ours", torch.device("cpu"))()
+    assert alone != ours  # documents begin at position 0
+
+
+def test_a_cpu_traces_blocks_and_generates_no_code():
+    options = {"compile": True, "sequence_parallel": True}
+    assert parity.on_device(options, torch.device("cuda")) == options
+    traced = Compile({"backend": "aot_eager"})
+    assert parity.on_device(options, torch.device("cpu")) == {"compile": traced, "sequence_parallel": True}
+
+
+def _parity(setting: Setting, factor: float) -> float:
     """The largest difference, with the gradient of one norm multiplied after ``parallelize``."""
     parallelize = parity.parallelize
 
@@ -86,23 +154,40 @@ def _parity(setting: parity.Setting, factor: float) -> float:
 
     def planted(*args, **options):
         model = parallelize(*args, **options)
-        model.model.norm.weight.register_post_accumulate_grad_hook(_scale)
+        norm = next(module for name, module in model.named_modules() if name.endswith("model.norm"))
+        norm.weight.register_post_accumulate_grad_hook(_scale)
         return model
 
-    parity.parallelize = planted
+    parity.parallelize = planted if factor != 1.0 else parallelize
     try:
-        return parity.largest_difference(parity.build(setting.experts).float(), setting, torch.device("cpu"))
+        return parity.largest_difference(build(setting.kind).float(), setting, torch.device("cpu"))
     finally:
         parity.parallelize = parallelize
 
 
-@pytest.mark.parametrize("setting", parity.settings(2), ids=str)
+#: Each axis and each kind of model once; the command runs all.
+SETTINGS = [
+    setting
+    for setting in settings(2)
+    if (setting.kind == "mixture" and "ep" in setting.sizes)
+    or (setting.kind not in ("dense", "mixture") and "tp" in setting.sizes)
+    or setting.packed
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_two_ranks_equal_one_process(two_ranks: RankPool, setting):
     assert max(two_ranks.run(_parity, setting, 1.0)) <= parity.BOUNDS[torch.float32]
 
 
-def test_a_wrong_gradient_is_found(two_ranks: RankPool):
-    assert min(two_ranks.run(_parity, parity.settings(2)[1], 1.5)) > parity.BOUNDS[torch.bfloat16]
+@pytest.mark.parametrize("setting", [Setting({"tp": 2}), next(s for s in SETTINGS if s.packed)], ids=str)
+def test_a_wrong_gradient_is_found(two_ranks: RankPool, setting):
+    assert min(two_ranks.run(_parity, setting, 1.5)) > parity.BOUNDS[torch.bfloat16]
+
+
+def test_documents_that_read_one_another_are_found(two_ranks: RankPool):
+    leaking = Setting({"dp_shard": 2}, {"packed_sequences": PackedSequences(isolate=False)}, "hybrid", packed="sdpa")
+    assert min(two_ranks.run(_parity, leaking, 1.0)) > parity.BOUNDS[torch.bfloat16]
 
 
 def test_bounds_decide():
@@ -166,8 +251,8 @@ def test_summary_predicts_a_step_by_the_factor_of_the_others():
 
 def test_worlds_name_their_backend():
     assert World("cuda", 2, 2).backend == "nccl"
-    assert World("cuda", 2, 1).backend == "gloo"
-    assert World("cuda", 2, 1).name == "2 ranks on cuda, gloo, sharing a device"
+    assert World("cuda", 2, 1).name == "2 ranks on cuda, staged, sharing a device"
+    assert [world.backend for world in worlds("cpu", 4)] == ["gloo", "staged", "staged"]
 
 
 def test_cells_of_the_page_hold_their_text():

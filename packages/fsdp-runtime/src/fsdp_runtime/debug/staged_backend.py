@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Store
 
 from fsdp_runtime._torch_compat import gloo_beneath
 
@@ -56,7 +57,7 @@ class _StagedGroup(ProcessGroup):
     """A process group whose calls are gloo's calls of copies on the host."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub has one of two signatures
         self.gloo = gloo_beneath(self, store, timeout, dist.Backend.backend_capability[STAGED])
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name

@@ -12,22 +12,15 @@ from pathlib import Path
 import torch
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.gpu_check import training
 from fsdp_runtime.gpu_check.bench import bench
 from fsdp_runtime.gpu_check.check_result import CheckResult, markdown, verdict
 from fsdp_runtime.gpu_check.kernels import check_kernels
 from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
 from fsdp_runtime.gpu_check.memory import check_memory
-from fsdp_runtime.gpu_check.parity import BOUNDS, check_setting, check_transfer
+from fsdp_runtime.gpu_check.parity import BOUNDS, check_setting
 from fsdp_runtime.gpu_check.ranks import Check, run_checks
 from fsdp_runtime.gpu_check.settings import settings
-from fsdp_runtime.gpu_check.training import (
-    STEPS,
-    check_files,
-    check_host_waits,
-    check_offload,
-    check_routes,
-    check_steps,
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,23 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def checks_of(world: World) -> list[list[Check]]:
     """Return the checks of a world; each list runs in separate processes."""
     size, shared = world.size, world.size > world.devices
-    parity = [
+    checks = [
         Check("Parity", f"{setting}, {str(dtype).removeprefix('torch.')}", partial(check_setting, setting, dtype))
         for setting in settings(size, shared=shared)
         for dtype in BOUNDS
         if setting.half or dtype == torch.float32
     ]
-    runs = [{"dp_shard": size}, {"tp": size}] if size < 4 else [{"dp_shard": size // 2, "tp": 2}]
-    training = [
-        Check("Training", f"{STEPS} steps, {sizes}", partial(check_steps, sizes)) for sizes in runs[: min(size, 2)]
-    ]
+    meshes = [{"dp_shard": size}, {"tp": size}][:size] if size < 4 else [{"dp_shard": size // 2, "tp": 2}]
+    checks += [Check("Training", f"steps, {mesh}", partial(training.check_steps, mesh)) for mesh in meshes]
     if size > 1:
-        weights = [Check("Weights", "transfer", check_transfer), Check("Weights", "files", check_files)]
-        return [[*parity, *training, Check("Routes", "recorded and replayed", check_routes), *weights]]
+        routes = Check("Routes", "recorded and replayed", training.check_routes)
+        return [[*checks, routes, Check("Weights", "sent, saved and loaded", training.check_weights)]]
+    checks += [Check("Host waits", kind, partial(training.check_host_waits, kind)) for kind in ("dense", "mixture")]
+    checks += [
+        Check("Offload", "bytes", training.check_offload),
+        Check("Kernels", "Triton against torch", check_kernels),
+    ]
     memory = [Check("Memory", "steps against the dry run", check_memory)]
-    waits = [Check("Host waits", kind, partial(check_host_waits, kind)) for kind in ("dense", "mixture")]
-    kernels = Check("Kernels", "Triton against torch", check_kernels)
-    checks = [*parity, *training, *waits, Check("Offload", "bytes", check_offload), kernels]
     return [memory + checks] if world.device_type == "cpu" else [memory, checks]  # a CPU has no allocator that counts
 
 

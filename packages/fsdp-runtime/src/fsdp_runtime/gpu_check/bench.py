@@ -6,11 +6,13 @@ the rate of a copy by the bytes that must move, or of a bfloat16 product of 8,19
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,23 +137,30 @@ class Bench:
         return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
 
     def _contend(
-        self, section: str, shape: str, contenders: Sequence[Contender], inputs: Sequence[Tensor], exact: Tensor | None
+        self, section: str, shape: str, contenders: Sequence[Contender], measure: Callable[[Contender], Row]
     ) -> Iterator[Row]:
-        """Yield the row of each contender, a function of the inputs that returns log-probabilities or a mean."""
+        """Yield the row of each contender, or a row with the reason why it has no figures."""
         for contender in contenders:
             if time.perf_counter() - self.begin > self.budget:
                 yield Row(section, contender.name, shape, note=f"not run: {self.budget:.0f} seconds are over")
                 continue
             try:
-                yield self._row(section, shape, contender, inputs, exact)
+                row = replace(measure(contender), section=section, shape=shape)
             except Exception as error:  # noqa: BLE001  # of a peer that does not run here
-                yield Row(section, contender.name, shape, note=f"{type(error).__name__}: {str(error)[:120]}")
+                row = Row(section, contender.name, shape, note=f"{type(error).__name__}: {str(error)[:120]}")
+            yield row
             if self.device.type == "cuda":
+                gc.collect()  # a model and its hooks refer to one another
                 torch.cuda.empty_cache()
 
-    def _row(
-        self, section: str, shape: str, contender: Contender, inputs: Sequence[Tensor], exact: Tensor | None
+    def _scored(
+        self, contender: Contender, inputs: Sequence[Tensor], exact: Tensor, floors: tuple[float, float]
     ) -> Row:
+        """Return the row of a function of the inputs, with the least milliseconds of forward and of both passes.
+
+        Its output is compared with the first values of ``exact``, unless it is a mean or has the entropy in it.
+        """
+
         def forward() -> Any:
             with torch.no_grad():
                 return contender.call(*inputs)
@@ -160,13 +169,13 @@ class Bench:
             output = contender.call(*inputs)
             return torch.autograd.grad(output.sum() if output.dim() else output, list(inputs))
 
-        output = forward()
-        error = None
-        if exact is not None and output.dim() == exact.dim() and not contender.name.endswith("entropy"):
+        output, error = forward(), None
+        if output.dim() == exact.dim() and not contender.name.endswith("with entropy"):
             error = float((output[: len(exact)].double() - exact).abs().max())
         del output
         forward_ms, (both_ms, host_ms) = self.milliseconds(forward), self._timed(both)
-        return Row(section, contender.name, shape, forward_ms, both_ms, None, None, host_ms, self._peak(both), error)
+        rates = floors[0] / forward_ms, floors[1] / both_ms
+        return Row("", contender.name, "", forward_ms, both_ms, *rates, host_ms, self._peak(both), error)
 
     def _logits(self, copied: float) -> Iterator[Row]:
         for tokens, columns in self.sizes.logits:
@@ -176,9 +185,9 @@ class Bench:
                 parts = zip(torch.split(logits, 256), torch.split(targets, 256), strict=True)
                 exact = torch.cat([_exact(*part) for part in parts])
             read = logits.nbytes / copied * 1e3  # milliseconds to read the logits once
+            measure = partial(self._scored, inputs=[logits], exact=exact, floors=(read, 4 * read))
             contenders = logit_contenders(targets, self.device)
-            for row in self._contend("From logits", f"{tokens} x {columns}", contenders, [logits], exact):
-                yield _rated(row, read, 4 * read)
+            yield from self._contend("From logits", f"{tokens} x {columns}", contenders, measure)
 
     def _heads(self, multiplied: float) -> Iterator[Row]:
         for name, tokens, features, columns in self.sizes.heads:
@@ -189,10 +198,10 @@ class Bench:
             with torch.no_grad():
                 exact = _exact(hidden[some].float() @ weight.float().t(), targets[some])
             product = 2 * tokens * features * columns / multiplied * 1e3
-            contenders = head_contenders(targets, self.device)
             inputs = [hidden, weight.requires_grad_()]
-            for row in self._contend("From hidden states", f"{name}, {tokens} tokens", contenders, inputs, exact):
-                yield _rated(row, product, 3 * product)
+            measure = partial(self._scored, inputs=inputs, exact=exact, floors=(product, 3 * product))
+            contenders = head_contenders(targets, self.device)
+            yield from self._contend("From hidden states", f"{name}, {tokens} tokens", contenders, measure)
 
     def _norms(self, copied: float) -> Iterator[Row]:
         number, elements = self.sizes.gradients
@@ -203,56 +212,41 @@ class Bench:
             for parameter in parameters:
                 parameter.grad = torch.randn(size, device=self.device).to(dtype)
             read = number * size * dtype.itemsize / copied * 1e3
-            for contender in norm_contenders(parameters):
-                if time.perf_counter() - self.begin > self.budget:
-                    yield Row("Norm and clipping", contender.name, shape, note=f"not run: {self.budget:.0f} s are over")
-                    continue
-                done, launched = self._timed(contender.call)
-                yield Row("Norm and clipping", contender.name, shape, done, None, read / done, None, launched)
+            measure = partial(self._called, floor=read)
+            yield from self._contend("Norm and clipping", shape, norm_contenders(parameters), measure)
             del parameters
+
+    def _called(self, contender: Contender, floor: float) -> Row:
+        done, launched = self._timed(contender.call)
+        return Row("", contender.name, "", done, None, floor / done, None, launched)
 
     def _attention(self, multiplied: float) -> Iterator[Row]:
         for number, length in self.sizes.documents:
             shape = (1, HEADS, number * length, HEAD_SIZE)
             rows = [torch.randn(shape, device=self.device).bfloat16().requires_grad_() for _ in range(3)]
-            product = (
-                2 * number * length**2 * HEADS * HEAD_SIZE / multiplied * 1e3
-            )  # two, half of each below the diagonal
-            contenders, exact = attention_contenders(number, length, self.device), exact_attention(number, rows)
-            for row in self._contend("Packed rows", f"{number} documents of {length}", contenders, rows, exact):
-                yield _rated(row, product, 3.5 * product)
+            product = 2 * number * length**2 * HEADS * HEAD_SIZE / multiplied * 1e3  # two, each with half of the pairs
+            exact, floors = exact_attention(number, rows), (product, 3.5 * product)
+            measure = partial(self._scored, inputs=rows, exact=exact, floors=floors)
+            contenders = attention_contenders(number, length, self.device)
+            yield from self._contend("Packed rows", f"{number} documents of {length}", contenders, measure)
 
     def _steps(self) -> Iterator[Row]:
         for case in self.sizes.steps:
-            for name in ("ours", "transformers"):
-                if time.perf_counter() - self.begin > self.budget:
-                    yield Row("Steps", name, case.name, note=f"not run: {self.budget:.0f} seconds are over")
-                    continue
-                try:
-                    step = step_call(case, name == "ours", self.device)
-                    step()
-                    (done, launched), extra = self._timed(step), self._peak(step)
-                except Exception as error:  # noqa: BLE001  # a device without the memory
-                    yield Row("Steps", name, case.name, note=f"{type(error).__name__}: {str(error)[:120]}")
-                    continue
-                peak = None if extra is None else extra + torch.cuda.memory_allocated(self.device) / 2**20
-                rate = f"{case.batch * case.length / done:.1f}k tokens a second"
-                yield Row("Steps", name, case.name, None, done, None, None, launched, peak, note=rate)
-                del step
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()
+            contenders = [Contender(name, partial(step_call, case, name)) for name in ("ours", "transformers")]
+            yield from self._contend("Steps", case.name, contenders, partial(self._stepped, case=case))
+
+    def _stepped(self, contender: Contender, case: Step) -> Row:
+        step = contender.call(self.device)
+        step()
+        (done, launched), peak = self._timed(step), self._peak(step)
+        if peak is not None:
+            peak += torch.cuda.memory_allocated(self.device) / 2**20
+        rate = f"{case.batch * case.length / done:.1f}k tokens a second"
+        return Row("", contender.name, "", None, done, None, None, launched, peak, note=rate)
 
 
 def _exact(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.log_softmax(logits.double(), -1).gather(-1, targets[:, None])[:, 0]
-
-
-def _rated(row: Row, forward_floor: float, both_floor: float) -> Row:
-    """Return a row with its fractions of a ceiling, given the least milliseconds that it allows."""
-    if row.forward_ms is None or row.both_ms is None:
-        return row
-    rates = {"forward_rate": forward_floor / row.forward_ms, "both_rate": both_floor / row.both_ms}
-    return Row(**{**asdict(row), **rates})
 
 
 def bench(device: torch.device, output: Path, sizes: Sizes | None = None, budget: float = BUDGET) -> list[Row]:

@@ -15,25 +15,17 @@ ROWS, LENGTH, VOCABULARY = 8, 64, 512
 #: Tokens of a row on a CPU, where a step in bfloat16 may take ten times as long as one in float32.
 LENGTH_ON_CPU = 16
 IMAGE_TOKEN, TOKENS_PER_IMAGE, PIXELS = VOCABULARY - 1, 4, 8
-_TEXT: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "vocab_size": VOCABULARY,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 32,
-    "use_cache": False,
+_TEXT: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "use_cache": False}
+_TEXT |= {"vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
 }
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 128, "norm_topk_prob": True}
 _TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-_DELTA_NET = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
+_DELTA_NET: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 8}
+_DELTA_NET |= {"linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
 
 def build(kind: str) -> nn.Module:
@@ -42,12 +34,11 @@ def build(kind: str) -> nn.Module:
     Kinds are ``"dense"``, ``"mixture"``, ``"routed"`` (experts for two of eight), ``"value head"``, ``"images"``,
     ``"hybrid"`` (a gated delta net and an attention) and ``"LoRA"``.
     """
-    import transformers
-
+    transformers: Any = optional("transformers")
     match kind:
         case "mixture" | "routed":
             experts = _EXPERTS | ({"num_experts_per_tok": 2} if kind == "routed" else {})
-            model: Any = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_TEXT, **experts))
+            model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_TEXT, **experts))
         case "value head":
             model = transformers.Qwen3ForTokenClassification(transformers.Qwen3Config(**_TEXT, num_labels=1))
         case "images":

@@ -1,9 +1,8 @@
-"""Compare loss and every gradient of a step on every axis with one process; move weights from mesh to mesh."""
+"""Compare loss and every gradient of a step on every axis with one process."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -14,16 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-import tp_plans
 from fsdp_runtime import MeshSpec, parallelize, sequence_layout, submesh
 from fsdp_runtime.gpu_check.check_result import CheckResult, within
 from fsdp_runtime.gpu_check.machine import World
 from fsdp_runtime.gpu_check.models import build, inputs_of, loss_of
 from fsdp_runtime.gpu_check.ranks import NotRun
 from fsdp_runtime.gpu_check.settings import KERNELS, Setting
-from fsdp_runtime.meters.step_meter import synchronize
 from fsdp_runtime.steps import Compile
-from fsdp_runtime.sync import ModelShards, execute_transfer, verify_transfer
 
 #: Largest differences, relative to the largest element of a tensor.  float32 without TF32; bfloat16 has 8 bits, and its
 #: gradients are sums of products that are rounded in another order.
@@ -45,8 +41,8 @@ def check_setting(setting: Setting, dtype: torch.dtype, world: World, device: to
 
 
 def worst(value: float, device: torch.device) -> float:
-    """Return the largest value of all ranks."""
-    largest = torch.tensor(value, device=device)
+    """Return the largest value of all ranks, infinity for NaN."""
+    largest = torch.tensor(value if value == value else float("inf"), device=device)  # gloo's maximum loses NaN
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)
 
@@ -112,35 +108,14 @@ def gradient_difference(model: nn.Module, reference: nn.Module) -> float:
     return float(torch.tensor(differences).max())  # NaN stays
 
 
-def _lengths(targets: Tensor) -> list[tuple[int, int, int]]:
+def _lengths(targets: Tensor) -> list[list[int]]:
     """Return the lengths of the documents of each row, which differ from row to row."""
-    return [(3 + row, 4, targets.shape[1] - 7 - row) for row in range(len(targets))]
+    return [[3 + row, 4, targets.shape[1] - 7 - row] for row in range(len(targets))]
 
 
 def _documents_alone(model: nn.Module, tokens: Tensor, targets: Tensor) -> Iterator[float]:
     """Run each document as a row of its own, forward and backward, and yield its share of the loss."""
     for row, lengths in enumerate(_lengths(targets)):
-        documents = zip(*(part[row : row + 1].split(lengths, 1) for part in (tokens, targets)), strict=True)
-        for ids, document_targets in documents:
+        parts = (torch.split(part[row : row + 1], lengths, 1) for part in (tokens, targets))
+        for ids, document_targets in zip(*parts, strict=True):
             yield backward(loss_of(model, {"input_ids": ids}, document_targets, targets.numel()))
-
-
-def check_transfer(world: World, device: torch.device) -> Iterator[CheckResult]:
-    """Yield whether weights of ``dp_shard`` arrive on ``tp``, and the seconds that they took."""
-    trainer, engine = (MeshSpec(**{axis: world.size}).build(device_type=device.type) for axis in ("dp_shard", "tp"))
-    source = ModelShards(parallelize(build("dense").to(device), trainer))
-    model = build("dense").to(device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    target = ModelShards(parallelize(model, engine))
-    plan = tp_plans.transfer.plan_transfer(source.layout, target.layout)
-    synchronize(device)
-    begin = time.perf_counter()
-    execute_transfer(plan, source=source, destination=target.local)
-    synchronize(device)
-    seconds = time.perf_counter() - begin
-    verify_transfer(plan, source=source, destination=target.local)
-    total = sum(plan.bytes_sent(rank) for rank in range(dist.get_world_size()))
-    figure = f"every block arrived; {total / 2**20:.1f} MiB sent in {seconds:.3f} s"
-    yield CheckResult("Weights", f"sent from dp_shard to tp ({world.name})", figure, "hashes of all blocks", "passed")

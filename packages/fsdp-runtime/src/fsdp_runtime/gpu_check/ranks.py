@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fsdp_runtime.debug import register_staged_backend
 from fsdp_runtime.gpu_check.check_result import CheckResult
@@ -90,15 +91,14 @@ def _run_rank(rank: int, world: World, checks: Sequence[Check], folder: str, dea
     register_staged_backend()
     store = dist.FileStore(str(Path(folder, "store")), world.size)  # type: ignore[attr-defined]
     dist.init_process_group(world.backend, store=store, rank=rank, world_size=world.size, timeout=TIMEOUT)
-    agreement = _Agreement(dist.PrefixStore("agreement", store), rank, world.size, deadline)
-    with Path(folder, "findings").open("a") as file:
+    agreement = _Agreement(PrefixStore("agreement", store), rank, world.size, deadline)
+    with Path(folder, "findings").open("a", buffering=1) as file:  # a line is there if the process ends after it
         for number, check in enumerate(checks):
             if rank == 0:
                 file.write(f"{number}\n")
             for result in _findings(check, world, device, agreement):
                 if rank == 0:
                     file.write(json.dumps(asdict(_show(result))) + "\n")
-                    file.flush()
     dist.destroy_process_group()
 
 
@@ -131,7 +131,7 @@ def _findings(check: Check, world: World, device: torch.device, agreement: _Agre
 class _Agreement:
     """What all ranks know after each finding, by the store: the first error, and whether rank 0 finds the time over."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, deadline: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, deadline: float) -> None:
         self.store, self.rank, self.size, self.deadline = store, rank, size, deadline
         self.number = 0
         self.first_error("")

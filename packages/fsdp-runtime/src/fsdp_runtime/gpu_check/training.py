@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import tp_plans
 from fsdp_runtime import (
     MeshSpec,
     load_weights,
@@ -32,6 +34,8 @@ from fsdp_runtime.gpu_check.machine import World, optional
 from fsdp_runtime.gpu_check.models import build, inputs_of, loss_of
 from fsdp_runtime.gpu_check.parity import BOUNDS, backward, gradient_difference, own_part, worst
 from fsdp_runtime.gpu_check.ranks import NotRun
+from fsdp_runtime.meters.step_meter import synchronize
+from fsdp_runtime.sync import ModelShards, execute_transfer, verify_transfer
 
 STEPS, RATE = 20, 1e-3
 #: The norm that clips some steps of a run, and the largest relative difference of its losses and norms.
@@ -93,7 +97,7 @@ def check_routes(world: World, device: torch.device) -> Iterator[CheckResult]:
     parallelize(model, mesh)
 
     def own(layers: Tensor) -> Tensor:
-        rows = layers.transpose(0, 1).unflatten(0, targets.shape).contiguous()
+        rows = layers.transpose(0, 1).reshape(*targets.shape, *layers.shape[::2])
         return own_part(mesh, {"routes": rows}, targets)[0]["routes"].flatten(0, 1).transpose(0, 1)
 
     own_inputs, own_targets, tokens = own_part(mesh, inputs, targets)
@@ -110,49 +114,65 @@ def check_routes(world: World, device: torch.device) -> Iterator[CheckResult]:
     yield within("Routes", f"replayed, ep={world.size} ({world.name})", difference, BOUNDS[torch.float32])
 
 
-def check_files(world: World, device: torch.device) -> Iterator[CheckResult]:
-    """Yield the difference of weights that ``dp_shard`` saves and ``tp`` loads."""
-    trainer, other = (MeshSpec(**{axis: world.size}).build(device_type=device.type) for axis in ("dp_shard", "tp"))
+def check_weights(world: World, device: torch.device) -> Iterator[CheckResult]:
+    """Yield whether weights of ``dp_shard`` arrive on ``tp``: sent from shards to shards, and by files."""
+    trainer, engine = (MeshSpec(**{axis: world.size}).build(device_type=device.type) for axis in ("dp_shard", "tp"))
     reference = build("dense").to(device)
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder, src=0)
-    save_weights(parallelize(copy.deepcopy(reference), trainer), folder[0])
-    model = copy.deepcopy(reference)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    load_weights(parallelize(model, other), folder[0])
-    difference = worst(parameter_difference(model, reference), device)
+    model, received = parallelize(copy.deepcopy(reference), trainer), parallelize(_zeros(reference), engine)
+    source, target = ModelShards(model), ModelShards(received)
+    plan = tp_plans.transfer.plan_transfer(source.layout, target.layout)
+    synchronize(device)
+    begin = time.perf_counter()
+    execute_transfer(plan, source=source, destination=target.local)
+    synchronize(device)
+    seconds = time.perf_counter() - begin
+    verify_transfer(plan, source=source, destination=target.local)
+    total = sum(plan.bytes_sent(rank) for rank in range(dist.get_world_size()))
+    figure = f"every block arrived; {total / 2**20:.1f} MiB sent in {seconds:.3f} s"
+    yield CheckResult("Weights", f"sent from dp_shard to tp ({world.name})", figure, "hashes of all blocks", "passed")
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders, src=0)
+        save_weights(model, folders[0])
+        loaded = parallelize(_zeros(reference), engine)
+        load_weights(loaded, folders[0])
+        difference = worst(parameter_difference(loaded, reference), device)
     yield within("Weights", f"saved from dp_shard, loaded on tp ({world.name})", difference, 0.0)
+
+
+def _zeros(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with zeros in its parameters."""
+    zeros = copy.deepcopy(model)
+    nn.utils.vector_to_parameters(
+        torch.zeros_like(nn.utils.parameters_to_vector(zeros.parameters())), zeros.parameters()
+    )
+    return zeros
 
 
 def parameter_difference(model: nn.Module, reference: nn.Module) -> float:
     """Return the largest difference of two models' parameters."""
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    full = ((p.full_tensor() if isinstance(p, DTensor) else p, expected) for p, expected in pairs)
-    return max(float((parameter - expected).abs().max()) for parameter, expected in full)
+    with torch.no_grad():
+        full = [(p.full_tensor() if isinstance(p, DTensor) else p, expected) for p, expected in pairs]
+        return max(float((parameter - expected).abs().max()) for parameter, expected in full)
 
 
 def check_offload(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield the bytes that an offload frees; it raises if the device does not get them back."""
-    model = build("dense").to(device)
+    before = build("dense").to(device)
+    model = copy.deepcopy(before)
     parallelize(model, MeshSpec(dp_shard=world.size).build(device_type=device.type))
-    before = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     inputs, targets = inputs_of("dense", device, torch.float32)
     backward(loss_of(model, inputs, targets, targets.numel()))
     optimizer.step()
-    report = offload(model, optimizer, device=device)
-    moved = onload(model)
-    backward(loss_of(model, inputs, targets, targets.numel()))
+    report, returned = offload(model, optimizer, device=device), onload(model)
+    optimizer.step()
     difference = parameter_difference(model, before)
-    freed = (
-        ""
-        if report.allocated_before is None
-        else f", allocated {report.allocated_before - report.allocated_after:,} less"
-    )
-    figure = f"{report.total:,} bytes moved{freed}; {moved.total:,} back, difference {difference:.2g}"
-    state: Any = "passed" if moved.total == report.total and difference == 0 else "failed"
+    figure = f"{report.total:,} bytes moved, {returned.total:,} back, difference {difference:.2g}"
+    if report.allocated_before is not None and report.allocated_after is not None:
+        figure += f"; {report.allocated_before - report.allocated_after:,} of {report.allocated_before:,} bytes freed"
+    state: Any = "passed" if returned.total == report.total and difference == 0 else "failed"
     yield CheckResult("Offload", f"parameters, gradients, optimizer ({world.name})", figure, "all, unchanged", state)
 
 
