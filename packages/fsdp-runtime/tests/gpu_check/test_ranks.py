@@ -18,13 +18,13 @@ from fsdp_runtime.gpu_check.machine import World
 from fsdp_runtime.gpu_check.ranks import Check, NotRun, run_checks
 from harness.processes import preloaded_context
 
-WORLD = World("cpu", 2, 2)
+WORLD = World("cpu", 2, 1)  # ranks that share a device
 
 
 def _passes(world: World, device: torch.device) -> Iterator[CheckResult]:
-    total = torch.ones(1, device=device)
+    total = torch.tensor([1 + int(os.environ["LOCAL_RANK"])], device=device)  # 0 is the only device
     dist.all_reduce(total)
-    yield CheckResult("Sums", "first", f"{total.item():g} by {dist.get_backend()}", state="passed")
+    yield CheckResult("Sums", "first", f"{total.item()} by {dist.get_backend()}", state="passed")
     yield CheckResult("Sums", "second", "again", state="passed")
 
 
@@ -73,7 +73,7 @@ def test_run_checks_reports_errors_and_goes_on(capfd) -> None:
         ("ends a rank", "failed", "process 1 terminated with exit code 3"),
     ]
     assert found[5:] == [("first", "passed", "2 by staged"), ("second", "passed", "again")]
-    assert "passed    Sums: first: 2 by staged" in capfd.readouterr().err
+    assert "failed    Errors: ends a rank (2 ranks on cpu, staged): process 1" in capfd.readouterr().err
 
 
 def test_run_checks_begins_no_check_after_its_deadline() -> None:

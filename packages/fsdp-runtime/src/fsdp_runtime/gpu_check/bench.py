@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -93,6 +94,7 @@ class Bench:
         for section in (*sections, self._steps()):
             for row in section:
                 self.rows.append(row)
+                sys.stderr.write(f"  {row.section}: {row.what}, {row.shape}\n")
         return self.rows
 
     def _copied(self) -> float:

@@ -40,7 +40,7 @@ def kernels(number: int, length: int, device: torch.device) -> list[Contender]:
         *(None, None, total, total),
         device=device,
     )
-    attend: Any = torch.compile(flex.flex_attention)
+    attend: Any = torch.compile(flex.flex_attention, dynamic=False)
     contenders = [Contender("compiled flex, block mask", lambda *rows: attend(*rows, block_mask=block_mask))]
     for module, name, causal in (
         ("torch.nn.attention.varlen", "varlen_attn", {"window_size": (-1, 0)}),

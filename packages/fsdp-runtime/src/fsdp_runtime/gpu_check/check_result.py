@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,11 @@ class CheckResult:
     bound: str = ""  # the expected bound; empty without an expectation
     # ``"failed"`` if the figure is out of its bound or the check raised; ``"not run"`` says why in ``figure``
     state: Literal["passed", "failed", "measured", "not run"] = "measured"
+
+
+def largest(values: Iterable[float]) -> float:
+    """Return the largest value, infinity for NaN, which ``max`` may lose."""
+    return max(value if value == value else float("inf") for value in values)
 
 
 def within(section: str, what: str, value: float, bound: float, unit: str = "") -> CheckResult:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_runtime.gpu_check.check_result import CheckResult, within
+from fsdp_runtime.gpu_check.check_result import CheckResult, largest, within
 from fsdp_runtime.gpu_check.machine import World, optional
 
 #: The rounding of a dtype's results.
@@ -38,7 +38,7 @@ def check_kernels(world: World, device: torch.device) -> Iterator[CheckResult]:
                 statistics = rl_logprobs.token_statistics(leaf * 1.0, targets, entropy=True, backend=backend)
                 (gradient,) = torch.autograd.grad((statistics.logprobs + 0.1 * statistics.entropy).sum(), leaf)
                 results.append((statistics.logprobs, statistics.entropy, gradient))
-            worst = max(
+            worst = largest(
                 float((a.float() - b.float()).abs().max() / a.float().abs().max())
                 for a, b in zip(*results, strict=True)
             )
@@ -97,4 +97,4 @@ def largest_difference(call: Callable[[], list[Any]], backends: tuple[str, str] 
         os.environ.pop(VARIABLE)
         if before is not None:
             os.environ[VARIABLE] = before
-    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True))
+    return largest(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True))

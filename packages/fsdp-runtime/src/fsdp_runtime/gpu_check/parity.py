@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime import MeshSpec, parallelize, sequence_layout, submesh
-from fsdp_runtime.gpu_check.check_result import CheckResult, within
+from fsdp_runtime.gpu_check.check_result import CheckResult, largest, within
 from fsdp_runtime.gpu_check.machine import World
 from fsdp_runtime.gpu_check.models import build, inputs_of, loss_of
 from fsdp_runtime.gpu_check.ranks import NotRun
@@ -42,9 +42,9 @@ def check_setting(setting: Setting, dtype: torch.dtype, world: World, device: to
 
 def worst(value: float, device: torch.device) -> float:
     """Return the largest value of all ranks, infinity for NaN."""
-    largest = torch.tensor(value if value == value else float("inf"), device=device)  # gloo's maximum loses NaN
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest)
+    every = torch.tensor(largest([value]), device=device)  # gloo's maximum loses NaN
+    dist.all_reduce(every, dist.ReduceOp.MAX)
+    return float(every)
 
 
 def largest_difference(model: nn.Module, setting: Setting, device: torch.device) -> float:
@@ -64,7 +64,7 @@ def largest_difference(model: nn.Module, setting: Setting, device: torch.device)
     total = torch.tensor(backward(loss_of(model, inputs, targets, tokens)), device=device)
     dist.all_reduce(total)
     mean = float(total) / (dist.get_world_size() // setting.sizes.get("cp", 1))
-    return max(abs(mean - expected) / abs(expected), gradient_difference(model, reference))
+    return largest([abs(mean - expected) / abs(expected), gradient_difference(model, reference)])
 
 
 def backward(loss: Tensor) -> float:
@@ -105,7 +105,7 @@ def gradient_difference(model: nn.Module, reference: nn.Module) -> float:
             continue
         full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         differences.append(float((full - wanted).abs().max() / wanted.abs().max().clamp(min=floor)))
-    return float(torch.tensor(differences).max())  # NaN stays
+    return largest(differences)
 
 
 def _lengths(targets: Tensor) -> list[list[int]]:

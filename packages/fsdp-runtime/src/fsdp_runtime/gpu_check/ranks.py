@@ -81,7 +81,7 @@ def _failure(world: World, checks: Sequence[Check], folder: str, deadline: float
 
 
 def _run_rank(rank: int, world: World, checks: Sequence[Check], folder: str, deadline: float) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world.size))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % world.devices), WORLD_SIZE=str(world.size))
     device = world.device(rank)
     if device.type == "cpu":
         torch.set_num_threads(1)

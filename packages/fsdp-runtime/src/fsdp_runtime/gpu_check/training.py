@@ -29,7 +29,7 @@ from fsdp_runtime import (
     replay_routes,
     save_weights,
 )
-from fsdp_runtime.gpu_check.check_result import CheckResult, within
+from fsdp_runtime.gpu_check.check_result import CheckResult, largest, within
 from fsdp_runtime.gpu_check.machine import World, optional
 from fsdp_runtime.gpu_check.models import build, inputs_of, loss_of
 from fsdp_runtime.gpu_check.parity import BOUNDS, backward, gradient_difference, own_part, worst
@@ -51,7 +51,8 @@ def check_steps(sizes: dict[str, int], world: World, device: torch.device) -> It
     parallelize(model, mesh)
     expected = list(_run(reference, None, nn.utils.clip_grad_norm_, device))
     figures = list(_run(model, mesh, clip, device))
-    difference = max(abs(a - b) / b for pair in zip(figures, expected, strict=True) for a, b in zip(*pair, strict=True))
+    pairs = zip((v for step in figures for v in step), (v for step in expected for v in step), strict=True)
+    difference = largest(abs(value - single) / single for value, single in pairs)
     what = f"losses and norms of {STEPS} steps, fused AdamW, {_axes(sizes)} ({world.name})"
     yield within("Training", what, worst(difference, device), RUN_BOUND)
 
@@ -68,8 +69,8 @@ def _axes(sizes: dict[str, int]) -> str:
     return " ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def _run(model: nn.Module, mesh: DeviceMesh | None, clip: Any, device: torch.device) -> Iterator[tuple[float, float]]:
-    """Yield the loss of all ranks and the norm of the gradients before clipping, of each step."""
+def _run(model: nn.Module, mesh: DeviceMesh | None, clip: Any, device: torch.device) -> Iterator[tuple[float, ...]]:
+    """Yield the loss of all ranks and the norm of the gradients before and after clipping, of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     inputs, targets = inputs_of("dense", device, torch.float32)
     tokens = targets.numel()
@@ -77,12 +78,12 @@ def _run(model: nn.Module, mesh: DeviceMesh | None, clip: Any, device: torch.dev
         inputs, targets, tokens = own_part(mesh, inputs, targets)
     for _ in range(STEPS):
         loss = torch.tensor(backward(loss_of(model, inputs, targets, tokens)), device=device)
-        norm = clip(model.parameters(), MAX_NORM)
+        norms = [float(clip(model.parameters(), limit)) for limit in (MAX_NORM, float("inf"))]
         optimizer.step()
         optimizer.zero_grad()
         if mesh is not None:
             dist.all_reduce(loss, dist.ReduceOp.AVG)
-        yield float(loss), float(norm)
+        yield float(loss), *norms
 
 
 def check_routes(world: World, device: torch.device) -> Iterator[CheckResult]:
@@ -154,7 +155,7 @@ def parameter_difference(model: nn.Module, reference: nn.Module) -> float:
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     with torch.no_grad():
         full = [(p.full_tensor() if isinstance(p, DTensor) else p, expected) for p, expected in pairs]
-        return max(float((parameter - expected).abs().max()) for parameter, expected in full)
+        return largest(float((parameter - expected).abs().max()) for parameter, expected in full)
 
 
 def check_offload(world: World, device: torch.device) -> Iterator[CheckResult]:
@@ -207,5 +208,5 @@ def synchronizing_calls(places: Counter[str]) -> Iterator[None]:
             yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    texts = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    texts = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
     places.update(f"{Path(warning.filename).name}:{warning.lineno}" for warning in texts)
