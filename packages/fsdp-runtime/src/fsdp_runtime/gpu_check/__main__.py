@@ -20,7 +20,7 @@ from fsdp_runtime.gpu_check.machine import World, accelerator, machine, worlds
 from fsdp_runtime.gpu_check.memory import check_memory
 from fsdp_runtime.gpu_check.parity import BOUNDS, check_setting
 from fsdp_runtime.gpu_check.ranks import Check, run_checks
-from fsdp_runtime.gpu_check.settings import settings
+from fsdp_runtime.gpu_check.settings import Setting, settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def checks_of(world: World) -> list[list[Check]]:
         if dtype == torch.float32 or (setting.half and not (shared and size > 2))
     ]
     meshes = [{"dp_shard": size}, {"tp": size}][:size] if size < 4 else [{"dp_shard": size // 2, "tp": 2}]
-    checks += [Check("Training", f"steps, {mesh}", partial(training.check_steps, mesh)) for mesh in meshes]
+    checks += [Check("Training", f"steps, {Setting(mesh)}", partial(training.check_steps, mesh)) for mesh in meshes]
     if size > 1:
         routes = Check("Routes", "recorded and replayed", training.check_routes)
         return [[*checks, routes, Check("Weights", "sent, saved and loaded", training.check_weights)]]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsdp_runtime.gpu_check.bench_attention import attention_contenders, exact_attention
 from fsdp_runtime.gpu_check.bench_peers import Contender, head_contenders, logit_contenders, norm_contenders
-from fsdp_runtime.gpu_check.bench_steps import SMALL_STEPS, STEPS, Step, step_call
+from fsdp_runtime.gpu_check.bench_steps import SMALL_STEPS, STEPS, StepCase, step_call
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import machine, optional
 from fsdp_runtime.meters.step_meter import synchronize
@@ -48,7 +48,7 @@ class Sizes:
     )
     gradients: tuple[int, int] = (300, 7_158_278)  # 4 GiB of bfloat16
     documents: Sequence[tuple[int, int]] = ((16, 1024), (8, 4096), (64, 512))
-    steps: Sequence[Step] = STEPS
+    steps: Sequence[StepCase] = STEPS
     copy: int = 2**32
     product: int = 8192
 
@@ -237,7 +237,7 @@ class Bench:
             contenders = [Contender(name, partial(step_call, case, name)) for name in ("ours", "transformers")]
             yield from self._contend("Steps", case.name, contenders, partial(self._stepped, case=case))
 
-    def _stepped(self, contender: Contender, case: Step) -> Row:
+    def _stepped(self, contender: Contender, case: StepCase) -> Row:
         step = contender.call(self.device)
         step()
         (done, launched), peak = self._timed(step), self._peak(step)

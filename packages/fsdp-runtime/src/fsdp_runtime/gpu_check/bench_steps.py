@@ -14,7 +14,7 @@ from fsdp_runtime.gpu_check.machine import optional
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCase:
     """A model's config, the rows of a batch, and options of ``parallelize``; AdamW is fused."""
 
     name: str
@@ -30,19 +30,19 @@ _SMALL = {**_QWEN, "hidden_size": 1024, "intermediate_size": 3072, "tie_word_emb
 _LARGE = {**_QWEN, "hidden_size": 2048, "intermediate_size": 6144, "tie_word_embeddings": True}
 _TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 STEPS = (
-    Step("Qwen3-0.6B, 2 x 4096", _SMALL, 2, 4096),
-    Step("Qwen3-0.6B, 2 x 4096, compiled", _SMALL, 2, 4096, {"compile": True}),
-    Step("Qwen3-0.6B, 2 x 8 documents of 512", _SMALL, 2, 4096, {"packed_sequences": True}, 8),
-    Step("Qwen3-1.7B, 2 x 4096, blocks recomputed", _LARGE, 2, 4096, {"activation_checkpointing": "block"}),
+    StepCase("Qwen3-0.6B, 2 x 4096", _SMALL, 2, 4096),
+    StepCase("Qwen3-0.6B, 2 x 4096, compiled", _SMALL, 2, 4096, {"compile": True}),
+    StepCase("Qwen3-0.6B, 2 x 8 documents of 512", _SMALL, 2, 4096, {"packed_sequences": True}, 8),
+    StepCase("Qwen3-1.7B, 2 x 4096, blocks recomputed", _LARGE, 2, 4096, {"activation_checkpointing": "block"}),
 )
 #: A CPU tries the logic.
 SMALL_STEPS = (
-    Step("tiny", {**_QWEN, **_TINY}, 2, 16, {"packed_sequences": True}, 2),
-    Step("tiny, recomputed", {**_QWEN, **_TINY}, 2, 16, {"activation_checkpointing": "block"}),
+    StepCase("tiny", {**_QWEN, **_TINY}, 2, 16, {"packed_sequences": True}, 2),
+    StepCase("tiny, recomputed", {**_QWEN, **_TINY}, 2, 16, {"activation_checkpointing": "block"}),
 )
 
 
-def step_call(case: Step, name: str, device: torch.device) -> Callable[[], Tensor]:
+def step_call(case: StepCase, name: str, device: torch.device) -> Callable[[], Tensor]:
     """Return a function that makes one step of a new model with random weights, and returns the loss.
 
     The name is ``"ours"`` or ``"transformers"``.

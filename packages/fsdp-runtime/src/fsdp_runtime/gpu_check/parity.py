@@ -114,7 +114,7 @@ def _lengths(targets: Tensor) -> list[list[int]]:
 
 
 def _documents_alone(model: nn.Module, tokens: Tensor, targets: Tensor) -> Iterator[float]:
-    """Run each document as a row of its own, forward and backward, and yield its share of the loss."""
+    """Run each document as a row, forward and backward, and yield its share of the loss."""
     for row, lengths in enumerate(_lengths(targets)):
         parts = (torch.split(part[row : row + 1], lengths, 1) for part in (tokens, targets))
         for ids, document_targets in zip(*parts, strict=True):

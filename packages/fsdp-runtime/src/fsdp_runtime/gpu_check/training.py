@@ -34,6 +34,7 @@ from fsdp_runtime.gpu_check.machine import World, optional
 from fsdp_runtime.gpu_check.models import build, inputs_of, loss_of
 from fsdp_runtime.gpu_check.parity import BOUNDS, backward, gradient_difference, own_part, worst
 from fsdp_runtime.gpu_check.ranks import NotRun
+from fsdp_runtime.gpu_check.settings import Setting
 from fsdp_runtime.meters.step_meter import synchronize
 from fsdp_runtime.sync import ModelShards, execute_transfer, verify_transfer
 
@@ -53,7 +54,7 @@ def check_steps(sizes: dict[str, int], world: World, device: torch.device) -> It
     figures = list(_run(model, mesh, clip, device))
     pairs = zip((v for step in figures for v in step), (v for step in expected for v in step), strict=True)
     difference = largest(abs(value - single) / single for value, single in pairs)
-    what = f"losses and norms of {STEPS} steps, fused AdamW, {_axes(sizes)} ({world.name})"
+    what = f"losses and norms of {STEPS} steps, fused AdamW, {Setting(sizes)} ({world.name})"
     yield within("Training", what, worst(difference, device), RUN_BOUND)
 
 
@@ -63,10 +64,6 @@ def clipping() -> Any:
     if rl_logprobs is None:
         raise NotRun("rl-logprobs is not installed")
     return rl_logprobs.clip_grad_norm_
-
-
-def _axes(sizes: dict[str, int]) -> str:
-    return " ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _run(model: nn.Module, mesh: DeviceMesh | None, clip: Any, device: torch.device) -> Iterator[tuple[float, ...]]:
@@ -144,9 +141,8 @@ def check_weights(world: World, device: torch.device) -> Iterator[CheckResult]:
 def _zeros(model: nn.Module) -> nn.Module:
     """Return a copy of a model with zeros in its parameters."""
     zeros = copy.deepcopy(model)
-    nn.utils.vector_to_parameters(
-        torch.zeros_like(nn.utils.parameters_to_vector(zeros.parameters())), zeros.parameters()
-    )
+    for parameter in zeros.parameters():
+        nn.init.zeros_(parameter)
     return zeros
 
 
