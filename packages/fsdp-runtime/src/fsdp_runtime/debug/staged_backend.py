@@ -54,7 +54,7 @@ def register_staged_backend() -> str:
 
 
 class _StagedGroup(ProcessGroup):
-    """A process group whose calls are gloo's calls of copies on the host."""
+    """A process group that calls gloo with copies on the host."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub has one of two signatures
