@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fsdp_runtime import MeshSpec, describe_parallelism, parallelize, sequence_layout
 from fsdp_runtime.errors import OffloadError
-from fsdp_runtime.memory import activations, host_copies
-from fsdp_runtime.memory.activations import HOST_BYTES
+from fsdp_runtime.memory import host_copies
+from fsdp_runtime.memory.host_copies import HELD_BYTES
 from fsdp_runtime.steps import ActivationCheckpointing, Compile
 from harness.lazy_copies import LazyCopies
 from harness.models import tiny_inputs, tiny_model
@@ -29,7 +29,7 @@ def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyCopies]:
     monkeypatch.setattr(host_copies, "make_copies", lambda _device: copies)
     yield copies
     assert copies.faults == []
-    assert HOST_BYTES.now == 0
+    assert HELD_BYTES.now == 0
 
 
 def _logits(model: nn.Module, shift: int = 0) -> Tensor:
@@ -125,7 +125,9 @@ def test_backward_refuses_a_tensor_that_was_written_after_it_was_saved(lazy: Laz
 def test_activations_of_compiled_blocks_give_the_same_bits(lazy: LazyCopies) -> None:
     plain = tiny_model("Qwen3ForCausalLM")
     compiled = {"compile": Compile({"backend": "aot_eager"})}
-    models = [_one_process(ActivationCheckpointing("none", on), **compiled)(copy.deepcopy(plain)) for on in (False, True)]
+    models = [
+        _one_process(ActivationCheckpointing("none", on), **compiled)(copy.deepcopy(plain)) for on in (False, True)
+    ]
     for model in models:
         _two_backwards(model)
     _assert_equal_bits(*models)
@@ -133,7 +135,7 @@ def test_activations_of_compiled_blocks_give_the_same_bits(lazy: LazyCopies) -> 
 
 
 def test_a_forward_without_room_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "HOST_BYTES", activations.HostBytes())
+    monkeypatch.setattr(HELD_BYTES, "checked", 0)
     monkeypatch.setattr(host_copies, "available_host_memory", lambda: 1000)
     model = _one_process(ActivationCheckpointing("block", offload=True))(tiny_model("Qwen3ForCausalLM"))
     with pytest.raises(OffloadError, match=r"take 268,435,456 bytes of host memory, and 1,000 are available"):
@@ -166,7 +168,7 @@ def _on_a_mesh(axes: dict[str, int], name: str, options: dict[str, Any], mode: s
             if "cp" in axes:
                 inputs = sequence_layout(mesh, length=12).shard_batch(inputs)
             first, second = (model(**inputs, use_cache=False).logits for _ in range(2))
-            nbytes = HOST_BYTES.now
+            nbytes = HELD_BYTES.now
             first.square().sum().backward()
             second.sin().sum().backward()
             gradients.append({n: getattr(p.grad, "_local_tensor", p.grad) for n, p in model.named_parameters()})

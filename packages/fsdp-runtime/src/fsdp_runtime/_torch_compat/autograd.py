@@ -19,8 +19,7 @@ def check_saved_tensors(freed: Callable[[], Exception]) -> Iterator[None]:
     # 2.15, since pytorch/pytorch#60975), so this function checks them; the version of a tensor is not public.
 
     def unpack(saved: tuple[Tensor, int]) -> Tensor:
-        tensor, version = saved
-        local = local_tensor(tensor)
+        local = local_tensor(saved[0])
         if local.numel() and local.device.type != "meta" and local.untyped_storage().nbytes() == 0:
             raise freed()
         return unchanged(saved)

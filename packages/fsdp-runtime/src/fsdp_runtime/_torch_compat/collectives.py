@@ -33,7 +33,7 @@ def waited(tensor: Tensor) -> Tensor:
 
     if not isinstance(tensor, AsyncCollectiveTensor):
         return tensor
-    complete: Tensor = tensor.trigger_wait()
+    complete: Tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
     return complete
 
 

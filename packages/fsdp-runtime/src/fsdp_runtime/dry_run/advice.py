@@ -31,6 +31,10 @@ def _known(settings: Settings, memory: Memory) -> dict[str, int | None]:
     if settings.activation_checkpointing == "none" and peak.activations:
         saved = peak.activations - peak.activations // max(1, settings.blocks)
         savings["activation_checkpointing='block': keep one hidden state per block"] = saved
+    elif not settings.offload_activations and peak.activations:
+        # Backward holds the activations of the block that it computes, and of the block before.
+        saved = peak.activations - 2 * peak.activations // max(2, settings.blocks)
+        savings["ActivationCheckpointing(..., offload=True): keep blocks' inputs on the host until backward"] = saved
     if settings.logprobs == "logits" and peak.logits:
         savings["logprobs='linear': compute the loss from hidden states, without logits"] = peak.logits
     if not settings.sequence_parallel and tp > 1 and peak.activations:
@@ -43,6 +47,8 @@ def _known(settings: Settings, memory: Memory) -> dict[str, int | None]:
     if not settings.offload and states:
         change = "CPUOffloadPolicy() in fsdp=, or --offload: keep parameters, gradients and optimizer state on the host"
         savings[change] = states
+        change = "optimizer='adamw_cpu_offload': CPUOffloadAdamW(...), keep optimizer state on the host"
+        savings |= {change: peak.optimizer_state} if peak.optimizer_state else {}
     if batch > 1:
         saved = (peak.activations + peak.logits + peak.temporaries) * (batch - 1) // batch
         savings["micro_batch=1, with gradient accumulation for the rest of the batch"] = saved

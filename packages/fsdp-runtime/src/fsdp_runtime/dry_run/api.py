@@ -72,7 +72,8 @@ def estimate(
         frozen_dtype: dtype of stored parameters without gradients, such as ``torch.float32`` beside LoRA of code that
             loads models in it; ``dtype`` by default.
         optimizer: ``"adamw"`` (default) or ``"sgd"`` (with momentum), torch's with ``foreach`` as on an accelerator;
-            ``"adamw_fused"`` and ``"adamw_single"``, without the temporaries of ``foreach``; or ``"none"``.
+            ``"adamw_fused"`` and ``"adamw_single"``, without the temporaries of ``foreach``; ``"adamw_cpu_offload"``
+            for :class:`fsdp_runtime.optim.CPUOffloadAdamW`; or ``"none"``.
         logprobs: the loss, the mean of token log-probabilities: ``"logits"`` (default) by
             ``rl_logprobs.token_logprobs``, ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states;
             the loss of other code, ``"transformers"``, ``"cross-entropy"`` (of logits in their own dtype),
@@ -87,8 +88,8 @@ def estimate(
         routing: on a mesh with ``ep``, the routes of a mixture's tokens: ``"balanced"`` (default), as if its router
             chose any experts equally often; or ``"worst"``, every token of every rank to as many of this rank's
             experts as possible.
-        offload_activations: move tensors kept for backward to the host and back; with blocks that recompute,
-            their inputs.
+        offload_activations: move tensors kept for backward to the host and back, also outside of blocks, as TRL's
+            ``OffloadActivations`` does; for blocks give ``ActivationCheckpointing(..., offload=True)``.
         attention_kernels: count the workspaces of these kernels in backward: ``"flash2"`` (default: FlashAttention 2,
             also torch's own), ``"flash3"`` or ``"none"``.
         allocator: options of the CUDA caching allocator as in ``PYTORCH_ALLOC_CONF``, such as

@@ -23,7 +23,7 @@ from fsdp_runtime.dry_run.parse_args import dtype_name, plan_name
 from fsdp_runtime.dry_run.scale.repeated_blocks import RepeatedBlocks, TracedModel, find_repeated_blocks
 from fsdp_runtime.dry_run.scale.scaling import peaks, scale_up
 from fsdp_runtime.dry_run.scale.summary import Summary, Tape, wildcard
-from fsdp_runtime.dry_run.step import StepConfig, trace_step
+from fsdp_runtime.dry_run.step import ON_HOST, StepConfig, trace_step
 from fsdp_runtime.dry_run.trace.assumed_routes import assumed_exchange, routing_assumptions
 from fsdp_runtime.dry_run.trace.attention import kernels_of_attention
 from fsdp_runtime.dry_run.trace.fake_world import fake_world
@@ -58,6 +58,7 @@ _LEFT_OUT = "depends on values: the module is left out of the estimate and retur
 
 #: Categories that are on the host with ``offload``.
 _OFFLOADED = ("parameters", "gradients", "optimizer_state")
+_STATE = ("optimizer_state",)
 
 
 def run(
@@ -92,7 +93,7 @@ def run(
     report("done", _STEPS, _STEPS)
     settings = _settings(model, spec, rank, step, trace, parallelism)
     exchanged = next(iter(parallelism.setup.expert_plan or ()), "")
-    on_host = _OFFLOADED if settings.offload else ()
+    on_host = _OFFLOADED if settings.offload else _STATE if step.optimizer in ON_HOST else ()
     memory = _memory(trace, step, settings.world_size, device_memory, on_host)
     return Estimate(
         settings=settings,
@@ -129,7 +130,7 @@ def _settings(
 ) -> Settings:
     setup = parallelism.setup
     layers, tokens = setup.required(TensorParallel), setup.required(ContextParallel)
-    sharding = setup.required(FSDP2)
+    sharding, recomputed = setup.required(FSDP2), setup.required(ActivationCheckpointing)
     # Fields that the step and its settings share, by name; resolved values have precedence.
     as_given = {each.name: getattr(step, each.name) for each in fields(Settings) if hasattr(step, each.name)}
     resolved = {
@@ -141,7 +142,8 @@ def _settings(
         "plan": plan_name(layers.plan),
         "sequence_parallel": layers.sequence_parallel,
         "context_parallel": tokens.method,
-        "activation_checkpointing": str(setup.required(ActivationCheckpointing).mode),
+        "activation_checkpointing": str(recomputed.mode),
+        "offload_activations": step.offload_activations or recomputed.offload,
         "dtype": dtype_name(step.dtype),
         "master_dtype": None if sharding.stored_dtype is None else dtype_name(sharding.stored_dtype),
         "logprobs": step.logprobs if isinstance(step.logprobs, str) else "custom",
@@ -274,7 +276,7 @@ def _memory(
         after_forward=_without(ends["forward"], on_host),
         after_backward=_without(ends["backward"], on_host),
         phases=tuple(replace(peak, nbytes=_without(peak.nbytes, on_host)) for peak in peaks(summary)),
-        host=_without(at_end, at_end.by_category().keys() - on_host),
+        host=replace(_without(at_end, at_end.by_category().keys() - on_host), activations=summary.on_host),
         reserved=reserved,
         constants=constants,
     )

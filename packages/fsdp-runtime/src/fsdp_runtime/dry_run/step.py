@@ -24,6 +24,7 @@ from fsdp_runtime.dry_run.losses import clip_function, resolve_loss, rl_logprobs
 from fsdp_runtime.dry_run.parse_args import parse_allocator, parse_dtype
 from fsdp_runtime.dry_run.scale.repeated_blocks import TracedModel
 from fsdp_runtime.dry_run.scale.summary import Summary, add_up, summarize, wildcard
+from fsdp_runtime.dry_run.trace.activations_on_host import uncounted_copies
 from fsdp_runtime.dry_run.trace.assumed_routes import Routing
 from fsdp_runtime.dry_run.trace.fake_world import fake_tensors_without_data
 from fsdp_runtime.dry_run.trace.kernels import AttentionKernels
@@ -41,8 +42,11 @@ OPTIMIZERS: dict[str, tuple[Callable[[list[Any]], torch.optim.Optimizer] | None,
     "adamw_fused": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True), 2),
     "adamw_single": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=False), 2),
     "sgd": (lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True), 1),
+    "adamw_cpu_offload": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True), 2),
     "none": (None, 0),
 }
+#: Optimizers with their state on the host: the step takes no memory of the device.
+ON_HOST = ("adamw_cpu_offload",)
 
 #: Keywords of earlier versions of ``estimate``, which are fields of ``fsdp=``.
 _MOVED = {"master_dtype", "offload", "reshard_after_forward"}
@@ -119,11 +123,12 @@ def trace_step(
     vocabulary = vocabulary_size(model, structure.embedding)
     parallelism.on(model, structure).apply(model)
     replicated = _replicated(model)
-    with fake_tensors_without_data(), rl_logprobs_on_accelerator() as tile_multiplicity:
+    fakes, host = fake_tensors_without_data(), uncounted_copies()
+    with fakes, rl_logprobs_on_accelerator() as tile_multiplicity, host as on_host:
         _allocate(model)
         inputs = _inputs(model, mesh, step)
         make, _ = OPTIMIZERS[step.optimizer]
-        optimizer = None if make is None else _LocalOptimizer(make, model, without_grad)
+        optimizer = None if make is None else _LocalOptimizer(make, model, without_grad, step.optimizer in ON_HOST)
         accumulated = _accumulated_gradients(model, without_grad) if step.micro_batches > 1 else []
         recorder = Recorder(
             ModuleTracker(model),
@@ -159,12 +164,12 @@ def trace_step(
         if step.clip and (clip := clip_function()) is not None:
             with recorder.phase("clip"):
                 clip(model.parameters(), 1.0)
-        if optimizer is not None:
+        if optimizer is not None and step.optimizer not in ON_HOST:
             with recorder.phase("optimizer"):
                 optimizer.step()
         widths = {vocabulary, -(-vocabulary // axis_size(mesh, "tp"))}
         summary = summarize(recorder.recording, structure.decoder, widths)
-    return replace(summary, replicated=replicated, untrained=untrained)
+    return replace(summary, replicated=replicated, untrained=untrained, on_host=on_host.held.peak)
 
 
 def _allocate(model: nn.Module) -> None:
@@ -226,13 +231,21 @@ class _LocalOptimizer:
     # search for a sharding of every list of DTensors, a third of the time of a trace, is left out.
 
     def __init__(
-        self, make: Callable[[list[Any]], torch.optim.Optimizer], model: nn.Module, without_grad: frozenset[str]
+        self,
+        make: Callable[[list[Any]], torch.optim.Optimizer],
+        model: nn.Module,
+        without_grad: frozenset[str],
+        has_masters: bool,
     ) -> None:
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
+        self._masters: list[Tensor] = []
         groups: dict[Any, list[nn.Parameter]] = defaultdict(list)  # a foreach call takes tensors of one mesh
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                shard = self._shards[parameter] = nn.Parameter(local_tensor(parameter).detach())
+                local = local_tensor(parameter).detach()
+                is_low = has_masters and local.dtype in (torch.bfloat16, torch.float16)
+                shard = self._shards[parameter] = nn.Parameter(local.float() if is_low else local)
+                self._masters += [shard] if is_low else []
                 groups[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(shard)
                 shard.grad = None if wildcard(name) in without_grad else torch.zeros_like(shard)
         self._optimizer = make([{"params": shards} for shards in groups.values()])
@@ -248,7 +261,7 @@ class _LocalOptimizer:
     def state_tensors(self) -> list[Tensor]:
         """Return the tensors of the state."""
         states = self._optimizer.state.values()
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [*self._masters, *(v for state in states for v in state.values() if isinstance(v, Tensor))]
 
 
 #: Smaller tensors stay on the device (torchtune's and TRL's ``OffloadActivations``).

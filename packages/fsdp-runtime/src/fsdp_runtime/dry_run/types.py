@@ -90,7 +90,8 @@ class Memory:
         after_forward: live after the model has run: tensors needed by backward included.
         after_backward: live before the optimizer: gradients included.
         phases: the peak of each phase, in the order of the step.
-        host: bytes on the host instead of the device (``CPUOffloadPolicy``): parameters, gradients, optimizer state.
+        host: bytes on the host instead of the device: parameters, gradients, optimizer state (``CPUOffloadPolicy``,
+            ``CPUOffloadAdamW``), activations (``ActivationCheckpointing(offload=True)``).
         reserved: bytes of the allocator's segments in the third step, with its fragmentation; ``None`` if it was not
             modelled.
         constants: bytes that a process on a GPU takes outside of the allocator, by name; rough.

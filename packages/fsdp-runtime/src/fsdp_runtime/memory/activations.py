@@ -40,32 +40,6 @@ from fsdp_runtime.memory import host_copies
 
 #: Smaller storages stay on the device, as in torchtune's and TRL's ``OffloadActivations``.
 MIN_BYTES = 1024
-#: New host memory is checked against the available memory in steps of this many bytes.
-_CHECKED_BYTES = 2**28
-
-
-@dataclass
-class HostBytes:
-    """Bytes of activations in host memory: now, and the most since the start of a measurement."""
-
-    now: int = 0
-    peak: int = 0
-    checked: int = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count new or freed bytes; raise :class:`OffloadError` before the host's memory is used up."""
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-        if self.now > self.checked:
-            host_copies.require_host_memory(
-                _CHECKED_BYTES, f"with {self.now:,} bytes of activations on the host, the next ones",
-                'give activation_checkpointing=ActivationCheckpointing("block", offload=True), or smaller micro-batches',
-            )
-            self.checked = self.now + _CHECKED_BYTES // 2
-
-
-#: This process's bytes.
-HOST_BYTES = HostBytes()
 
 
 class _StorageCopy:
@@ -76,12 +50,12 @@ class _StorageCopy:
         self.source: Tensor | None = source
         self.version = self.last_version = tensor_version(source)
         self.restored: Tensor | None = None
-        self.nbytes = source.nbytes
-        HOST_BYTES.add(self.nbytes)
+        self.nbytes, self.held = source.nbytes, copies.held
+        self.held.add(self.nbytes)
         self.host = copies.to_host(source)
 
     def __del__(self) -> None:
-        HOST_BYTES.now -= self.nbytes
+        self.held.now -= self.nbytes
 
     def require_unchanged(self) -> None:
         """Raise torch's error if an operator wrote into the storage before its copy was complete."""
@@ -104,7 +78,7 @@ class _SavedView:
     storage: _StorageCopy
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: Any  # an int, or a symbol in a traced graph
     dtensor: tuple[Any, ...] | None
 
 

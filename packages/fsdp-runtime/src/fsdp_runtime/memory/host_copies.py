@@ -1,8 +1,9 @@
-"""Copies between a device and host memory: on an accelerator from and to pinned memory, on a stream of their own."""
+"""Copies between a device and host memory: on an accelerator from and to pinned memory, on a separate stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,9 +13,38 @@ from torch import Tensor
 
 from fsdp_runtime.errors import OffloadError
 
+#: New host memory is compared with the available memory in steps of this many bytes.
+_CHECKED_BYTES = 2**28
+
+
+@dataclass
+class HeldBytes:
+    """Bytes of activations in host memory: now, and the most since the start of a measurement."""
+
+    now: int = 0
+    peak: int = 0
+    checked: float = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count new bytes; raise :class:`OffloadError` before the host's memory is used up."""
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        if self.now > self.checked:
+            purpose = f"the activations after the first {self.now:,} bytes"
+            fix = 'recompute blocks with ActivationCheckpointing("block", offload=True), or give smaller micro-batches'
+            require_host_memory(_CHECKED_BYTES, purpose, fix)
+            self.checked = self.now + _CHECKED_BYTES // 2
+
+
+#: The activations of this process.
+HELD_BYTES = HeldBytes()
+
 
 class Copies(Protocol):
     """Copies of one device.  A copy begins after the work that the current stream has at the call."""
+
+    #: Where the results of :meth:`to_host` are counted.
+    held: HeldBytes
 
     def empty(self, nbytes: int) -> Tensor:
         """Return host memory for copies, ``[bytes]`` uint8."""
@@ -40,6 +70,8 @@ class Copies(Protocol):
 
 class HostCopies:
     """Copies within host memory, for a model on the CPU: each copy is complete at its call."""
+
+    held = HELD_BYTES
 
     def empty(self, nbytes: int) -> Tensor:
         """See :class:`Copies`."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import TorchDispatchMode
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.memory.host_copies import HELD_BYTES
 from fsdp_runtime.mesh.collectives import axis_names, collective_call
 from fsdp_runtime.mesh.spec import submesh
 from fsdp_runtime.meters.model_flops import ModelFlops
@@ -35,6 +36,7 @@ class StepValues:
         flops: operations that the model needs for the tokens of all ranks (:class:`ModelFlops`).
         peak_flops: operations per second of one device; ``None`` if unknown.
         peak_bytes: the largest allocated memory of this rank's device by phase; empty on a CPU.
+        host_bytes: the largest number of bytes that activations of this rank took on the host.
         bytes_sent: the least bytes that this rank sent, by axis, in the last step with counted traffic.
     """
 
@@ -46,6 +48,7 @@ class StepValues:
     peak_flops: float | None = None
     peak_bytes: dict[str, int] = field(default_factory=dict)
     bytes_sent: dict[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,6 +67,7 @@ class StepValues:
         values["tflops_per_second_per_rank"] = self.flops / (self.seconds * self.ranks) / 1e12
         values |= {} if self.mfu is None else {"mfu": self.mfu}
         values |= {f"seconds/{name}": seconds for name, seconds in self.phases.items()}
+        values |= {"host_bytes": float(self.host_bytes)} if self.host_bytes else {}
         values |= {f"peak_bytes/{name}": float(count) for name, count in self.peak_bytes.items()}
         return values | {f"bytes_sent/{axis}": float(count) for axis, count in self.bytes_sent.items()}
 
@@ -141,6 +145,7 @@ class StepMeter:
         self._phases, self._peaks = {}, {}
         counter = _CountTraffic(self._mesh) if count_traffic and self._mesh is not None else None
         synchronize(self._device)
+        HELD_BYTES.peak = HELD_BYTES.now
         begin = time.perf_counter()
         with nullcontext() if counter is None else counter:
             yield
@@ -161,6 +166,7 @@ class StepMeter:
             peak_flops=self._peak_flops,
             peak_bytes=self._peaks,
             bytes_sent=self._traffic,
+            host_bytes=HELD_BYTES.peak,
         )
 
     @contextmanager

@@ -30,13 +30,15 @@ _LOW = (torch.bfloat16, torch.float16)
 class CPUOffloadAdamW(Optimizer):
     """AdamW with its state in host memory: the device holds shards and gradients only.
 
-    The step runs on the host, by torch's fused kernel, chunk by chunk.  While the host computes one chunk, the gradients
-    of the next chunk arrive and the parameters of the chunk before leave, through pinned memory.  The step begins when
-    it is called, so norms and clipping of all gradients come before it.  A bfloat16 or float16 parameter has a
-    float32 master in the state under ``"master"``, which its moments follow.  Parameters of other dtypes are their own
-    masters, and a step equals a step of ``torch.optim.AdamW``.  Build it over ``model.parameters()`` after
-    ``parallelize``; learning-rate schedulers, ``torch.amp.GradScaler``, :func:`fsdp_runtime.save_training_state` and
-    torch's DCP work as with ``torch.optim.AdamW``.
+    The step runs on the host, by torch's fused kernel, chunk by chunk.  While the host computes one chunk, gradients of
+    the next chunk arrive and parameters of the last chunk leave, through pinned memory.  The step begins at its call,
+    so a norm of all gradients and clipping come before it.  A bfloat16 or float16 parameter has a float32 master in the
+    state, under ``"master"``, and float32 moments.  Parameters of other dtypes are their own masters, and a step equals
+    a step of ``torch.optim.AdamW``.  A parameter may be written in place between steps, except through ``.data``: its
+    master follows.
+
+    Build it over ``model.parameters()`` after ``parallelize``.  Learning-rate schedulers, ``torch.amp.GradScaler``,
+    :func:`fsdp_runtime.save_training_state` and torch's DCP work as with ``torch.optim.AdamW``.
 
     **Set OMP_NUM_THREADS.**  ``torchrun`` sets it to 1 for several ranks per host, and the step then takes many times
     as long: divide the host's cores by its ranks.
@@ -84,17 +86,15 @@ class CPUOffloadAdamW(Optimizer):
             raise OptionError(f"fraction={fraction}: give the part of the parameters on the host, from 0 to 1")
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise OptionError(
-                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: give numbers of at least 0, and betas "
-                "below 1"
+                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: give numbers of at least 0, and "
+                "betas below 1"
             )
         self.fraction = fraction
         # The version of a parameter after its last step, and its master: a later write to the parameter counts.
         self._stepped: dict[Tensor, tuple[int, Tensor]] = {}
         self._stages: tuple[Staging, Staging] | None = None
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})
         self._require_room()
 
     @torch.no_grad()
@@ -110,9 +110,7 @@ class CPUOffloadAdamW(Optimizer):
         on_host, on_device = self._divided()
         for group, parameters in on_device:
             self._step_on_device(group, parameters)
-        chunks = [
-            (group, chunk) for group, parameters in on_host for chunk in chunks_of([*self._pieces(parameters)])
-        ]
+        chunks = [(group, chunk) for group, parameters in on_host for chunk in chunks_of([*self._pieces(parameters)])]
         if chunks:
             self._step_on_host(chunks)
         for _, parameters in (*on_host, *on_device):

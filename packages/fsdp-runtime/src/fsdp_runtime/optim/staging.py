@@ -1,4 +1,4 @@
-"""Pieces of parameters on their way to the host and back: two chunks of pinned memory, of which one is computed with."""
+"""Pieces of parameters on their way to the host and back, through chunks of pinned memory."""
 
 from __future__ import annotations
 

@@ -91,15 +91,15 @@ class ActivationCheckpointing(Step[tuple[str, ...]]):
     Recomputation would append each key to a key/value cache twice, so ``use_cache`` of the model's configs is set to
     ``False`` where whole blocks recompute.
 
-    With ``offload`` the tensors that blocks keep for backward, such as the inputs of blocks that recompute, are copied to
-    host memory (pinned for an accelerator) on a stream of their own.  Backward copies them back a block ahead of its
+    With ``offload`` the tensors that blocks keep for backward, such as the inputs of blocks that recompute, are copied
+    to host memory (pinned for an accelerator) on a separate stream.  Backward copies them back a block ahead of their
     use.  Parameters, buffers, masks and storages below 1,024 bytes stay on the device.  Gradients are the same, bit for
     bit.  ``fsdp_runtime.meters.StepMeter`` reports the bytes on the host.
 
     Args:
         mode: ``"none"``; ``"mlp"``, ``"block"`` or ``"selective"`` to recompute those parts in backward; or a
             :class:`SelectiveCheckpoint` with the operators to keep.
-        offload: keep on the host what blocks keep for backward, in every mode.
+        offload: keep the tensors that blocks save for backward on the host, in every mode.
 
     Raises:
         OptionError: an unknown mode.

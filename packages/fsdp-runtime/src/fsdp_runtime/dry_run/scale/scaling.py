@@ -54,6 +54,7 @@ def scale_up(
         flops={kind: number(small.flops.get(kind, 0), large.flops[kind]) for kind in large.flops},
         bytes_moved=number(small.bytes_moved, large.bytes_moved),
         replicated=counts(small.replicated, large.replicated),
+        on_host=number(small.on_host, large.on_host),
         untrained=counts(small.untrained, large.untrained),
         assumptions=tuple(dict.fromkeys((*small.assumptions, *large.assumptions))),
     )

@@ -60,6 +60,7 @@ class Summary:
     flops: Mapping[str, int]  # floating-point operations by kind
     bytes_moved: int  # bytes that operators without any read and write in forward and backward
     replicated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # number and bytes by name pattern
+    on_host: int = 0  # most bytes of activations on the host
     assumptions: tuple[Assumption, ...] = ()  # of results that depend on data, and of modules that were left out
     untrained: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the same for parameters without gradients
 
