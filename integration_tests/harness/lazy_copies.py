@@ -31,19 +31,20 @@ class LazyCopies(HostCopies):
 
     def to_host(self, source: Tensor) -> Tensor:
         self.log.append("to host")
-        return self._copied(source)
+        return self._copied(source, "")
 
     def to_device(self, host: Tensor) -> Tensor:
         self.log.append("to device")
-        return self._copied(host)
+        return self._copied(host, "the target was freed before its copy")
 
-    def _copied(self, source: Tensor) -> Tensor:
+    def _copied(self, source: Tensor, freed: str) -> Tensor:
         target = torch.full_like(source, torch.nan if source.is_floating_point() else 0)
-        self.queue.append(partial(self._run, weakref.ref(target), weakref.ref(source), source._version))
+        self.queue.append(partial(self._run, weakref.ref(target), weakref.ref(source), source._version, freed))
         return target
 
-    def _run(self, target: Any, source: Any, version: int) -> None:
-        if target() is None:  # its graph is gone: nothing reads it
+    def _run(self, target: Any, source: Any, version: int, freed: str) -> None:
+        if target() is None:  # memory of the device may belong to another tensor by now; pinned memory waits
+            self.faults += [freed] if freed else []
             return
         if source() is None or source()._version != version:
             self.faults.append("the source was freed" if source() is None else "the source was written")

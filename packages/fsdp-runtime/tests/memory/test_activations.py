@@ -185,3 +185,35 @@ def test_activations_on_the_host_give_the_same_bits_on_a_mesh(
     for differing, faults, nbytes in four_ranks.run(_on_a_mesh, axes, name, options, mode):
         assert (differing, faults) == ([], [])
         assert nbytes > 0
+
+
+class _Leaves(torch.autograd.Function):
+    """Saves a tensor that its backward does not read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x * 2)
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+def test_a_storage_that_backward_does_not_read_is_freed_after_its_copy(lazy: LazyCopies) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(64))
+            self.child = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _Leaves.apply((x * self.scale).exp())
+
+    model = nn.Sequential(nn.ModuleList([Block() for _ in range(3)]))
+    _one_process(ActivationCheckpointing("none", offload=True))(model)
+    hidden = torch.randn(8, 64, requires_grad=True)
+    for block in model[0]:
+        hidden = block(hidden)
+    hidden.sum().backward()
+    assert "to device" in lazy.log

@@ -45,17 +45,32 @@ MIN_BYTES = 1024
 class _StorageCopy:
     """A storage that autograd keeps: on the device until its copy is complete, then on the host."""
 
-    def __init__(self, source: Tensor, copies: host_copies.Copies) -> None:
+    def __init__(self, source: Tensor, copies: host_copies.HostCopies) -> None:
         # ``source`` is a flat view of the whole storage: it keeps the storage alive, and shares its version.
         self.source: Tensor | None = source
         self.version = self.last_version = tensor_version(source)
         self.restored: Tensor | None = None
-        self.nbytes, self.held = source.nbytes, copies.held
-        self.held.add(self.nbytes)
+        self.loaded: Any = None  # the event behind ``restored``
+        self.nbytes, self.copies = source.nbytes, copies
+        copies.held.add(self.nbytes)
         self.host = copies.to_host(source)
 
     def __del__(self) -> None:
-        self.held.now -= self.nbytes
+        self.copies.held.now -= self.nbytes
+        self.drop()  # a saved tensor that backward does not read
+
+    def load(self) -> bool:
+        """Begin to copy the storage back to the device; return ``False`` if it is there."""
+        if self.source is not None or self.restored is not None:
+            return False
+        self.restored = self.copies.to_device(self.host)
+        return True
+
+    def drop(self) -> None:
+        """Free the storage that was copied back, behind its copy in the order of the current stream."""
+        if self.restored is not None:
+            self.copies.wait(self.loaded)
+            self.restored = None
 
     def require_unchanged(self) -> None:
         """Raise torch's error if an operator wrote into the storage before its copy was complete."""
@@ -91,7 +106,6 @@ class BlockActivations:
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self.copies = host_copies.make_copies(self.device)
         self.copied: Any = None  # the event behind the copies to the host
-        self.loaded: Any = None  # the event behind the copies to the device
         self.previous: Any = _nothing  # of the block that ran before; a weak reference
         self._shared = [tensor for tensor in tensors if not tensor.requires_grad]
         self._left: set[int] = set()
@@ -137,18 +151,15 @@ class BlockActivations:
 
     def load(self) -> None:
         """Begin to copy the storages back to the device."""
-        missing = [s for s in self._alive() if s.source is None and s.restored is None]
-        for storage in missing:
-            storage.restored = self.copies.to_device(storage.host)
-        if missing:
-            self.loaded = self.copies.record()
+        begun = [storage for storage in self._alive() if storage.load()]
+        event = self.copies.record() if begun else None
+        for storage in begun:
+            storage.loaded = event
 
     def drop(self) -> None:
         """Free the storages that were copied back."""
-        if any(storage.restored is not None for storage in self._alive()):
-            self.copies.wait(self.loaded)
-            for storage in self._alive():
-                storage.restored = None
+        for storage in self._alive():
+            storage.drop()
 
     def _on_device(self, storage: _StorageCopy) -> Tensor:
         if in_backward():
@@ -157,7 +168,7 @@ class BlockActivations:
         if storage.source is not None:
             return storage.source
         self.load()
-        self.copies.wait(self.loaded)
+        self.copies.wait(storage.loaded)
         flat = storage.restored
         if not in_backward():
             self.drop()

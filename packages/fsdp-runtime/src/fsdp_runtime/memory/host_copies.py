@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,23 +40,27 @@ class HeldBytes:
 HELD_BYTES = HeldBytes()
 
 
-class Copies(Protocol):
-    """Copies of one device.  A copy begins after the work that the current stream has at the call."""
+class HostCopies:
+    """Copies within host memory, for a model on the CPU: each copy is complete at its call."""
 
-    #: Where the results of :meth:`to_host` are counted.
-    held: HeldBytes
+    held = HELD_BYTES
 
     def empty(self, nbytes: int) -> Tensor:
         """Return host memory for copies, ``[bytes]`` uint8."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Begin to copy a tensor; both tensors stay in use until the current stream or the host has waited."""
+        """Begin to copy a tensor, after the work that the current stream has at the call."""
+        target.copy_(source)
 
     def to_host(self, source: Tensor) -> Any:
         """Begin to copy a tensor to new host memory."""
+        return source.clone()
 
     def to_device(self, host: Any) -> Tensor:
         """Begin to copy the result of :meth:`to_host` back to new memory of the device."""
+        copy: Tensor = host.clone()
+        return copy
 
     def record(self) -> Any:
         """Return an event behind the copies so far."""
@@ -66,38 +70,6 @@ class Copies(Protocol):
 
     def synchronize(self, event: Any) -> None:
         """Let the host wait for an event."""
-
-
-class HostCopies:
-    """Copies within host memory, for a model on the CPU: each copy is complete at its call."""
-
-    held = HELD_BYTES
-
-    def empty(self, nbytes: int) -> Tensor:
-        """See :class:`Copies`."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """See :class:`Copies`."""
-        target.copy_(source)
-
-    def to_host(self, source: Tensor) -> Any:
-        """See :class:`Copies`."""
-        return source.clone()
-
-    def to_device(self, host: Any) -> Tensor:
-        """See :class:`Copies`."""
-        copy: Tensor = host.clone()
-        return copy
-
-    def record(self) -> Any:
-        """See :class:`Copies`."""
-
-    def wait(self, event: Any) -> None:
-        """See :class:`Copies`."""
-
-    def synchronize(self, event: Any) -> None:
-        """See :class:`Copies`."""
 
 
 class DeviceCopies(HostCopies):
@@ -111,42 +83,42 @@ class DeviceCopies(HostCopies):
         self._stream = torch.Stream(device)
 
     def empty(self, nbytes: int) -> Tensor:
-        """See :class:`Copies`."""
+        """See :class:`HostCopies`."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """See :class:`Copies`."""
+        """See :class:`HostCopies`."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             target.copy_(source, non_blocking=True)
 
     def to_host(self, source: Tensor) -> Any:
-        """See :class:`Copies`."""
+        """See :class:`HostCopies`."""
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         self.copy(host, source)
         return host
 
     def to_device(self, host: Any) -> Tensor:
-        """See :class:`Copies`."""
+        """See :class:`HostCopies`."""
         target = torch.empty(host.shape, dtype=host.dtype, device=self._device)
         self.copy(target, host)
         return target
 
     def record(self) -> Any:
-        """See :class:`Copies`."""
+        """See :class:`HostCopies`."""
         return self._stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """See :class:`Copies`."""
+        """See :class:`HostCopies`."""
         torch.accelerator.current_stream(self._device).wait_event(event)
 
     def synchronize(self, event: Any) -> None:
-        """See :class:`Copies`."""
+        """See :class:`HostCopies`."""
         event.synchronize()
 
 
 #: Makes the copies of a device; a dry run and tests put another function in its place.
-make_copies: Callable[[torch.device], Copies] = cache(
+make_copies: Callable[[torch.device], HostCopies] = cache(
     lambda device: HostCopies() if device.type == "cpu" else DeviceCopies(device)
 )
 
@@ -160,14 +132,14 @@ def require_host_memory(nbytes: int, purpose: str, fix: str) -> None:
 
 def available_host_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes that new allocations may take on this host, within the limit of its cgroup; Linux only."""
+    group, bounds = root / "sys/fs/cgroup", []
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        group = root / "sys/fs/cgroup"
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
+        bounds += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        limit = int((group / "memory.max").read_text())  # "max" without a limit
         files = (group / "memory.stat").read_text().splitlines()
-    except (OSError, StopIteration, ValueError):
-        return locals().get("available")
-    reclaimed = sum(int(line.split()[1]) for line in files if line.startswith("inactive_file"))
-    return available if limit == "max" else max(0, min(available, int(limit) - used + reclaimed))
+        reclaimed = sum(int(line.split()[1]) for line in files if line.startswith("inactive_file"))
+        bounds += [max(0, limit - int((group / "memory.current").read_text()) + reclaimed)]
+    except (OSError, ValueError):
+        pass  # another system, or no limit
+    return min(bounds, default=None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime._torch_compat import local_tensor
-from fsdp_runtime.memory.host_copies import Copies
+from fsdp_runtime.memory.host_copies import HostCopies
 
 #: Elements of a chunk: 64 MiB of float32.
 CHUNK_ELEMENTS = 2**24
@@ -58,7 +58,7 @@ def chunks_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 class Staging:
     """Host memory of one chunk: gradients and parameters arrive, and the new parameters leave."""
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: HostCopies) -> None:
         self._copies = copies
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: list[tuple[Tensor, Tensor]] = []
