@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime import FSDP2, forward_with_lm_head, parallelize, unsharded
 from fsdp_runtime.model import inspect_model
+from fsdp_runtime.optim import Muon, param_groups
 from fsdp_runtime.steps import CheckInputs
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
@@ -251,6 +252,14 @@ CASES: Provocations = {
         "ModelError: has no linear language-model head": lambda: _loss(
             Tree(layers=nn.ModuleList([Tree(a=nn.Linear(2, 2))]))
         ),
+    },
+    "fsdp_runtime/optim/groups.py": {
+        "OptionError: layer_decay=0: give a positive factor": lambda: param_groups(Own(), lr=1.0, layer_decay=0)
+    },
+    "fsdp_runtime/optim/muon.py": {
+        "OptionError: momentum=1.0: give 0 or more, less than 1": lambda: Muon(Own(), momentum=1.0),
+        "OptionError: which is no matrix": lambda: Muon([{"params": [torch.zeros(3)], "use_muon": True}]),
+        "OptionError: the roles of 1 parameters are unknown": lambda: Muon([torch.zeros(3, 3)]),
     },
     "fsdp_runtime/steps/guards/methods.py": {
         "ModelError: cannot be pickled": _pickled,

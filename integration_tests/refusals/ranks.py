@@ -11,6 +11,7 @@ from transformers.models.bert.modeling_bert import BertEmbeddings
 
 from coverage.multimodal import multimodal_model
 from fsdp_runtime import MeshSpec, parallelize
+from fsdp_runtime.optim import Muon
 from fsdp_runtime.steps import CheckInputs
 from fsdp_runtime.steps.fsdp.missing_media import AbsentMedia
 from harness.models import tiny_model
@@ -83,6 +84,14 @@ def _head_of_other_values() -> None:
     torch.optim.SGD([model.scale]).step()
 
 
+def _missing_gradient() -> None:
+    model = parallelize(tiny_model("LlamaForCausalLM"), MeshSpec(dp_shard=2).build(device_type="cpu"))
+    if dist.get_rank() == 0:
+        weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+        weight.grad = torch.zeros_like(weight)
+    Muon(model).step()
+
+
 PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
 CASES: Provocations = {
     "fsdp_runtime/steps/context/inputs.py": {"LayoutError: some ranks of cp are given media": _media_over_cp},
@@ -97,6 +106,7 @@ CASES: Provocations = {
         "ModelError: different gradients on the ranks": _head_around,
         "ModelError: draw it after the same seed": _head_of_other_values,
     },
+    "fsdp_runtime/sharded/collectives.py": {"OptionError: is 'present' on rank 0 and 'missing' on": _missing_gradient},
     "fsdp_runtime/steps/random_states.py": {"ModelError: drew different amounts": _uneven_dropout},
     "fsdp_runtime/steps/guards/check_inputs.py": {"LayoutError: were given different inputs": _other_inputs},
 }

@@ -14,7 +14,7 @@ import pytest
 from harness.interpreter import environment
 
 #: The rooms that users import by name.
-ROOMS = ("batching", "debug", "dry_run", "memory", "mesh", "model", "monitor", "trainers")
+ROOMS = ("batching", "debug", "dry_run", "memory", "mesh", "model", "monitor", "optim", "trainers")
 #: Packages whose names are imported at their first use.
 LAZY = ("fsdp_runtime", *(f"fsdp_runtime.{room}" for room in ("meters", "steps", "sync", "trainers")))
 #: Public names of the top level.

@@ -12,7 +12,8 @@ Errors:      ``FsdpRuntimeError``, and of its subclasses ``BackendError``, ``Gra
              ``MeshError``, ``ModelError``, ``OptionError``, ``WeightsError``; all are in ``fsdp_runtime.errors``
 
 Rooms with their own table are imported by name, such as ``fsdp_runtime.dry_run``: ``batching``, ``dry_run``,
-``mesh``, ``meters``, ``model``, ``monitor``, ``steps``, ``sync``, ``trainers``, ``weights``.  Other modules may move.
+``mesh``, ``meters``, ``model``, ``monitor``, ``optim``, ``steps``, ``sync``, ``trainers``,
+``weights``.  Other modules may move.
 
 A name is imported at its first use: the command line refuses wrong arguments, and prints its help and version, before
 torch is imported.

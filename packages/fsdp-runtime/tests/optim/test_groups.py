@@ -21,7 +21,7 @@ ROLES = {
         "model.layers.1.self_attn.kv_b_proj.weight": "matrix",
         "lm_head.weight": "head",
     },
-    "qwen2_moe": {"model.layers.0.mlp.shared_expert_gate.weight": "other"},
+    "qwen2_moe": {"model.layers.1.mlp.shared_expert_gate.weight": "other"},
     "gpt_oss": {
         "model.layers.0.self_attn.q_proj.bias": "bias",
         "model.layers.0.mlp.experts.down_proj_bias": "other",
