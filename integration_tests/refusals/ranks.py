@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
 from coverage.multimodal import multimodal_model
@@ -92,6 +94,12 @@ def _missing_gradient() -> None:
     Muon(model).step()
 
 
+def _two_meshes() -> None:
+    meshes = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0])
+    weights = [nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()])) for mesh in meshes]
+    Muon([{"params": weights, "use_muon": True}]).step()
+
+
 PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
 CASES: Provocations = {
     "fsdp_runtime/steps/context/inputs.py": {"LayoutError: some ranks of cp are given media": _media_over_cp},
@@ -106,6 +114,7 @@ CASES: Provocations = {
         "ModelError: different gradients on the ranks": _head_around,
         "ModelError: draw it after the same seed": _head_of_other_values,
     },
+    "fsdp_runtime/optim/muon_plan.py": {"OptionError: are on meshes of the ranks (0,) and (0, 1)": _two_meshes},
     "fsdp_runtime/sharded/collectives.py": {"OptionError: is 'present' on rank 0 and 'missing' on": _missing_gradient},
     "fsdp_runtime/steps/random_states.py": {"ModelError: drew different amounts": _uneven_dropout},
     "fsdp_runtime/steps/guards/check_inputs.py": {"LayoutError: were given different inputs": _other_inputs},

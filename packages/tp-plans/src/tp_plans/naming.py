@@ -10,8 +10,8 @@ import re
 
 #: The names that a runtime reads too.
 __all__ = [
-    *("EXPERT_COUNTS", "FUSED_QKV", "HEAD_COUNTS", "HEAD_DIM", "KEY", "KV_GROUPS", "MLA_HEADS", "MLA_QUERIES"),
-    *("MLA_ROPE_DIM", "MLP_MODULES", "QUERY"),
+    *("EXPERT_COUNTS", "FUSED_MLPS", "FUSED_QKV", "HEAD_COUNTS", "HEAD_DIM", "KEY", "KV_GROUPS", "MLA_HEADS"),
+    *("MLA_QUERIES", "MLA_ROPE_DIM", "MLP_MODULES", "QUERY", "leaf"),
 ]
 
 # Attention with separate projections.

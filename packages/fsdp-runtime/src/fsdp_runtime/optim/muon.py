@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.optim.groups import param_groups
-from fsdp_runtime.optim.muon_blocks import Block, Matrix
+from fsdp_runtime.optim.muon_blocks import Matrix, MatrixBlock
 from fsdp_runtime.optim.muon_plan import MuonPlan, require_same_gradients
 from fsdp_runtime.optim.newton_schulz import COEFFICIENTS, orthogonalize, update_scale
 from fsdp_runtime.optim.roles import StoredMatrices, stored_matrices
@@ -180,7 +180,7 @@ class Muon(Optimizer):
         of = {parameter: group for group in self.param_groups for parameter in group["params"]}
         tensors = {parameter: self._momentum(parameter, of[parameter]) for parameter in plan.parameters}
 
-        def read(matrix: Matrix, block: Block) -> Tensor:
+        def read(matrix: Matrix, block: MatrixBlock) -> Tensor:
             _, gradient, momentum = tensors[matrix.parameter]
             part, group = momentum[block.local], of[matrix.parameter]
             return gradient[block.local].lerp(part, group["momentum"]) if group["nesterov"] else part
@@ -190,7 +190,7 @@ class Muon(Optimizer):
             arguments = (group["ns_coefficients"], group["ns_steps"], group["eps"])
             return self._orthogonalize(full.view(full.shape[-2:]), *arguments).view(full.shape)
 
-        def apply(matrix: Matrix, block: Block, update: Tensor) -> None:
+        def apply(matrix: Matrix, block: MatrixBlock, update: Tensor) -> None:
             group = of[matrix.parameter]
             scale = update_scale(*matrix.out_in, group["adjust_lr_fn"])
             local = tensors[matrix.parameter][0][block.local]

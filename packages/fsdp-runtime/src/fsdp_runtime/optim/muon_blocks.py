@@ -19,7 +19,7 @@ Indices = tuple[range, ...]
 
 
 @dataclass(frozen=True)
-class Block:
+class MatrixBlock:
     """A part of a matrix in the local tensor of some ranks."""
 
     place: Slices  # in the matrix
@@ -41,7 +41,7 @@ class Matrix:
     parameter: Tensor
     shape: tuple[int, ...]  # with a first dim of size 1 for a matrix of a stack of experts
     flops: int
-    blocks: Sequence[Block]
+    blocks: Sequence[MatrixBlock]
     is_transposed: bool
     owner: int = -1
 
@@ -56,7 +56,7 @@ class Matrix:
         rows, columns = self.shape[-2:]
         return (columns, rows) if self.is_transposed else (rows, columns)
 
-    def sender(self, block: Block) -> int:
+    def sender(self, block: MatrixBlock) -> int:
         """Return the rank that sends a block to the owner: the owner itself, or one of the replicas in turn."""
         return self.owner if self.owner in block.ranks else block.ranks[self.number % len(block.ranks)]
 
@@ -72,9 +72,9 @@ class BlockFinder:
     def __init__(self, everyone: Sequence[int]) -> None:
         self._everyone = everyone
         self._boxes: dict[Hashable, list[tuple[int, Box]]] = {}
-        self._blocks: dict[Hashable, list[Block]] = {}
+        self._blocks: dict[Hashable, list[MatrixBlock]] = {}
 
-    def blocks(self, parameter: Tensor, indices: Indices) -> list[Block]:
+    def blocks(self, parameter: Tensor, indices: Indices) -> list[MatrixBlock]:
         """Return the blocks of the matrix at some indices of a parameter; a block of replicas has all their ranks."""
         layout = layout_key(parameter)
         if (layout, indices) not in self._blocks:
@@ -88,7 +88,7 @@ class BlockFinder:
         return self._blocks[layout, indices]
 
 
-def _block(indices: Indices, box: Box, ranks: tuple[int, ...]) -> Block:
+def _block(indices: Indices, box: Box, ranks: tuple[int, ...]) -> MatrixBlock:
     place, local, shape = [], [], []
     for index, (start, stop) in zip(indices, box, strict=True):
         first, last = (min(len(index), max(0, -(-(side - index.start) // index.step))) for side in (start, stop))
@@ -96,7 +96,7 @@ def _block(indices: Indices, box: Box, ranks: tuple[int, ...]) -> Block:
         begin = index.start + first * index.step - start
         local.append(slice(begin, begin + max(0, last - first - 1) * index.step + 1, index.step))
         shape.append(last - first)
-    return Block(tuple(place), tuple(local), tuple(shape), ranks)
+    return MatrixBlock(tuple(place), tuple(local), tuple(shape), ranks)
 
 
 def choose_owners(matrices: Sequence[Matrix], ranks: Sequence[int]) -> None:

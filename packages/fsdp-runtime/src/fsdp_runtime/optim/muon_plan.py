@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -14,112 +14,138 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import group_of_axes, root_mesh
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.optim.muon_blocks import Block, BlockFinder, Matrix, choose_owners, make_buckets
-from fsdp_runtime.optim.muon_exchange import Route, from_owners, to_owners
+from fsdp_runtime.optim.muon_blocks import BlockFinder, Matrix, MatrixBlock, choose_owners, make_buckets
 from fsdp_runtime.optim.newton_schulz import iteration_flops
 from fsdp_runtime.optim.roles import StoredMatrices
-from fsdp_runtime.sharded.collectives import (
-    ModelRanks,
-    all_gather_objects,
-    own_rank,
-    require_equal_on_all,
-    required_device,
-)
+from fsdp_runtime.sharded import collectives
 
-
-@dataclass(frozen=True)
-class _Bucket:
-    owned: Sequence[Matrix]  # by this rank
-    to_owners: Route
-    from_owners: Route
+Read = Callable[[Matrix, MatrixBlock], Tensor]
+_Received = Iterator[tuple[Matrix, MatrixBlock, Tensor]]
 
 
 class MuonPlan:
     """The matrices of some parameters, with the ranks that orthogonalize them."""
 
     def __init__(self, stored: Mapping[Tensor, StoredMatrices], steps: Mapping[Tensor, int], limit: int) -> None:
-        self.parameters, rank = list(stored), own_rank()
-        self.group = group_of(self.parameters)
-        ranks = [rank] if self.group is None else dist.get_process_group_ranks(self.group)
+        self.parameters, self.group = list(stored), group_of(list(stored))
+        ranks = _ranks_of(self.group)
         finder = BlockFinder(ranks)
         self.matrices: list[Matrix] = []
-        for parameter in self.parameters:
-            for indices in stored[parameter].indices(tuple(parameter.shape)):
+        for parameter, matrices in stored.items():
+            for indices in matrices.indices(tuple(parameter.shape)):
                 shape = tuple(map(len, indices))
                 flops = iteration_flops(shape[-2], shape[-1], steps[parameter])
-                blocks = finder.blocks(parameter, indices)
-                self.matrices.append(
-                    Matrix(len(self.matrices), parameter, shape, flops, blocks, stored[parameter].is_transposed)
-                )
+                blocks, number = finder.blocks(parameter, indices), len(self.matrices)
+                self.matrices.append(Matrix(number, parameter, shape, flops, blocks, matrices.is_transposed))
         choose_owners(self.matrices, ranks)
-        self.buckets = [
-            _Bucket(
-                [matrix for matrix in bucket if matrix.owner == rank],
-                *(
-                    Route(moves(bucket), None if all(m.is_on_owner for m in bucket) else self.group, rank)
-                    for moves in (to_owners, from_owners)
-                ),
-            )
-            for bucket in make_buckets(self.matrices, limit)
-        ]
+        self.buckets = [_Bucket(bucket, self.group) for bucket in make_buckets(self.matrices, limit)]
 
     def run(
         self,
-        read: Callable[[Matrix, Block], Tensor],
+        read: Read,
         orthogonalize: Callable[[Matrix, Tensor], Tensor],
-        apply: Callable[[Matrix, Block, Tensor], None],
+        apply: Callable[[Matrix, MatrixBlock, Tensor], None],
         dtype: torch.dtype,
     ) -> None:
         """Send the blocks of each bucket while the matrices of the earlier bucket are orthogonalized."""
-        if not self.matrices:
-            return
-        local = self.matrices[0].parameter
-        device = required_device([] if self.group is None else [self.group]) or local.device
-        arriving = self.buckets[0].to_owners.start(read, dtype, device)
-        returning: Callable[[], Iterator[tuple[Matrix, Block, Tensor]]] = lambda: iter(())  # noqa: E731
+        groups = [] if self.group is None else [self.group]
+        device = collectives.required_device(groups) or (self.parameters[0].device if self.parameters else None)
+        arriving = [bucket.to_owners.start(read, dtype, device) for bucket in self.buckets[:1]]
+        returning: list[Callable[[], _Received]] = []
         for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
-            blocks = arriving()
+            blocks = arriving.pop()()
             if following is not None:
-                arriving = following.to_owners.start(read, dtype, device)
+                arriving.append(following.to_owners.start(read, dtype, device))
             full = {m.number: torch.empty(m.shape, dtype=dtype, device=device) for m in bucket.owned}
             for matrix, block, values in blocks:
                 full[matrix.number][block.place].copy_(values)
             for matrix in bucket.owned:
                 full[matrix.number] = orthogonalize(matrix, full[matrix.number])
-            started = bucket.from_owners.start(partial(_part, full), dtype, device)
-            for update in returning():
-                apply(*update)
-            returning = started
-        for update in returning():
-            apply(*update)
+            returning.append(bucket.from_owners.start(partial(_part, full), dtype, device))
+            if len(returning) > 1:
+                _apply_all(apply, returning.pop(0))
+        for last in returning:
+            _apply_all(apply, last)
 
 
-def _part(full: Mapping[int, Tensor], matrix: Matrix, block: Block) -> Tensor:
+class _Bucket:
+    """A bucket of matrices, with its two all-to-alls."""
+
+    def __init__(self, matrices: Sequence[Matrix], group: ProcessGroup | None) -> None:
+        group = None if all(matrix.is_on_owner for matrix in matrices) else group
+        blocks = [(matrix, block) for matrix in matrices for block in matrix.blocks]
+        self.owned = [matrix for matrix in matrices if matrix.owner == collectives.own_rank()]
+        self.to_owners = _AllToAll([(m.sender(block), m.owner, m, block) for m, block in blocks], group)
+        copies = [(matrix.owner, rank, matrix, block) for matrix, block in blocks for rank in block.ranks]
+        self.from_owners = _AllToAll(copies, group)
+
+
+class _AllToAll:
+    """One all-to-all of blocks, as ``(sender, receiver, matrix, block)``; without a group every block stays."""
+
+    def __init__(self, moves: Sequence[tuple[int, int, Matrix, MatrixBlock]], group: ProcessGroup | None) -> None:
+        self.group, rank, ranks = group, collectives.own_rank(), _ranks_of(group)
+        place = {other: index for index, other in enumerate(ranks)}
+        sent = sorted((move for move in moves if move[0] == rank), key=lambda move: place[move[1]])
+        received = sorted((move for move in moves if move[1] == rank), key=lambda move: place[move[0]])
+        self.sent, self.received = [move[2:] for move in sent], [move[2:] for move in received]
+        self.sizes = [0] * len(ranks), [0] * len(ranks)
+        for sizes, part, end in ((self.sizes[0], sent, itemgetter(1)), (self.sizes[1], received, itemgetter(0))):
+            for move in part:
+                sizes[place[end(move)]] += move[3].numel
+
+    def start(self, read: Read, dtype: torch.dtype, device: torch.device | None) -> Callable[[], _Received]:
+        """Start the all-to-all; the result waits for it and iterates over the received blocks."""
+        out = torch.empty(sum(self.sizes[0]), dtype=dtype, device=device)
+        for matrix, block, view in _views(out, self.sent):
+            view.copy_(read(matrix, block))
+        if self.group is None:
+            return lambda: _views(out, self.received)
+        buffer = torch.empty(sum(self.sizes[1]), dtype=dtype, device=device)
+        work = dist.all_to_all_single(buffer, out, self.sizes[1], self.sizes[0], group=self.group, async_op=True)
+        return lambda: _views(buffer, self.received, work)
+
+
+def _views(buffer: Tensor, blocks: Sequence[tuple[Matrix, MatrixBlock]], work: dist.Work | None = None) -> _Received:
+    if work is not None:
+        work.wait()
+    start = 0
+    for matrix, block in blocks:
+        yield matrix, block, buffer[start : start + block.numel].view(block.shape)
+        start += block.numel
+
+
+def _part(full: Mapping[int, Tensor], matrix: Matrix, block: MatrixBlock) -> Tensor:
     return full[matrix.number][block.place]
+
+
+def _apply_all(apply: Callable[[Matrix, MatrixBlock, Tensor], None], received: Callable[[], _Received]) -> None:
+    for matrix, block, update in received():
+        apply(matrix, block, update)
 
 
 def require_same_gradients(stored: Mapping[Tensor, StoredMatrices]) -> None:
     """Raise on all ranks unless the ranks have gradients of the same matrices."""
     if (group := group_of(list(stored))) is not None:
-        numbered = enumerate(stored.items())
         gradients = {
             f"the gradient of {matrices.path or f'matrix {number}'}": "missing" if parameter.grad is None else "present"
-            for number, (parameter, matrices) in numbered
+            for number, (parameter, matrices) in enumerate(stored.items())
         }
-        require_equal_on_all(all_gather_objects(ModelRanks((group,)), gradients))
+        ranks = collectives.ModelRanks((group,))
+        collectives.require_equal_on_all(collectives.all_gather_objects(ranks, gradients))
 
 
 def group_of(parameters: Sequence[Tensor]) -> ProcessGroup | None:
     """Return the group of all ranks of the parameters' mesh, ``None`` for one rank."""
     meshes = {root_mesh(parameter.device_mesh) for parameter in parameters if isinstance(parameter, DTensor)}
-    ranks = [sorted(mesh.mesh.flatten().tolist()) for mesh in meshes]
-    if any(other != ranks[0] for other in ranks):
-        raise OptionError(
-            f"the parameters are on meshes with different ranks, {ranks[0]} and {ranks[-1]}: give each mesh an "
-            "optimizer of its parameters"
-        )
-    if not ranks or len(ranks[0]) == 1:
+    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())): mesh for mesh in meshes}
+    if len(ranks) > 1:
+        listed = " and ".join(map(str, sorted(ranks)))
+        raise OptionError(f"the parameters are on meshes of the ranks {listed}: give each mesh an optimizer")
+    if not meshes or len(next(iter(ranks))) == 1:
         return None
-    if len(ranks[0]) == dist.get_world_size():
-        return dist.group.WORLD
-    return group_of_axes(next(iter(meshes)))
+    return dist.group.WORLD if len(next(iter(ranks))) == dist.get_world_size() else group_of_axes(next(iter(meshes)))
+
+
+def _ranks_of(group: ProcessGroup | None) -> list[int]:
+    return [collectives.own_rank()] if group is None else dist.get_process_group_ranks(group)

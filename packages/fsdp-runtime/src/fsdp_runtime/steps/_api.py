@@ -14,6 +14,7 @@ from fsdp_runtime.steps.float8 import Float8
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.quantized.step import Quantized
+from fsdp_runtime.steps.routing.balance import RouterBalance
 from fsdp_runtime.steps.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.steps.tensor.step import TensorParallel
 
@@ -28,6 +29,7 @@ __all__ = [
     "Float8",
     "PackedSequences",
     "Quantized",
+    "RouterBalance",
     "Routes",
     "SelectiveCheckpoint",
     "SharedPrefixes",
