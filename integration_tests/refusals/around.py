@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_runtime import FSDP2, forward_with_lm_head, parallelize, unsharded
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.optim import Muon, param_groups
-from fsdp_runtime.steps import CheckInputs
+from fsdp_runtime.steps import CheckInputs, RouterBalance, Routes
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.trainers import training_arguments as trainers
@@ -148,6 +148,10 @@ def _stale() -> None:
         optimizer.step()
 
 
+def _balance() -> RouterBalance:
+    return RouterBalance(tiny_model("DeepseekV3ForCausalLM"))
+
+
 #: Arguments of a trainer that ask for nothing.
 NOTHING: dict[str, Any] = {
     **dict.fromkeys(("fsdp", "deepspeed", "parallelism_config", "fp16", "fp16_full_eval", "bf16_full_eval")),
@@ -273,6 +277,12 @@ CASES: Provocations = {
         "ModelError: merge": _merged_dora,
     },
     "fsdp_runtime/steps/guards/replaced_parameters.py": {"ModelError: parallelize has replaced by shards": _stale},
+    "fsdp_runtime/steps/routing/balance.py": {
+        "ModelError: has a correction bias": lambda: RouterBalance(tiny_model("Qwen3MoeForCausalLM")),
+        "OptionError: rate=-1: give 0 or more": lambda: RouterBalance(nn.Identity(), rate=-1),
+        "RoutesError: no forward was counted": lambda: _balance().step(),
+        "RoutesError: mask has 3 tokens": lambda: _balance().count(Routes({"gate": torch.zeros(2, 1)}), torch.ones(3)),
+    },
     "fsdp_runtime/trainers/training_arguments.py": {
         **{piece: lambda given=given: _arguments(**given) for piece, given in SET.items()},  # type: ignore[misc]
         "OptionError: is not known to be right on shards": lambda: trainers.check_optimizer(

@@ -127,7 +127,7 @@ class RouterBalance:
         groups = [mesh.get_group(axis) for axis in axes if mesh is not None and mesh[axis].size() > 1]
         summed = all_reduce_over(groups, torch.cat([self._counts[path] for path in paths]), dist.ReduceOp.SUM)
         sizes = [len(self._counts[path]) for path in paths]
-        self.loads, self._counts = dict(zip(paths, summed.split(sizes), strict=True)), {}
+        self.loads, self._counts = dict(zip(paths, torch.split_with_sizes(summed, sizes), strict=True)), {}
         for path, bias in biases.items():
             if path in self.loads:
                 loads = self.loads[path].double()
