@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from fsdp_runtime.steps.recomputation import recomputes
 from fsdp_runtime.weights.quantize.packed import packed_weight
 from fsdp_runtime.wrap import effects_of
@@ -26,6 +26,8 @@ class ParallelismReport:
         fsdp_modules: modules that FSDP2 gathers and frees as one group, the root as ``""``.
         recomputing: modules that recompute their activations in backward.
         compiled: modules that are compiled in place.
+        attention: the kernel of each attention module over packed rows or ``cp``: ``"varlen"``, ``"flex"``,
+            ``"batches"`` of documents, ``"tiles"`` of a ring, or ``"mask"``, which holds a mask of all pairs of tokens.
         wrapped: the wrappers around the forward of a module, the outermost first.
         sharded: the mesh axes that each sharded parameter is sharded over.
         replicated: parameters that are replicated over all axes.
@@ -38,6 +40,7 @@ class ParallelismReport:
     fsdp_modules: tuple[str, ...]
     recomputing: tuple[str, ...]
     compiled: tuple[str, ...]
+    attention: Mapping[str, str]
     wrapped: Mapping[str, tuple[str, ...]]
     sharded: Mapping[str, tuple[str, ...]]
     replicated: tuple[str, ...]
@@ -52,6 +55,10 @@ class ParallelismReport:
             f"FSDP modules: {_summary(self.fsdp_modules)}",
             f"recomputing: {_summary(self.recomputing)}",
             f"compiled: {_summary(self.compiled)}",
+            *(
+                f"attention by {kernel}: {_summary(tuple(path for path, by in self.attention.items() if by == kernel))}"
+                for kernel in dict.fromkeys(self.attention.values())
+            ),
             *(f"in front of the forward of {n} modules: {', then '.join(effects)}" for effects, n in wrapped.items()),
             *(f"sharded over {' and '.join(names)}: {count} parameters" for names, count in axes.items()),
             f"replicated on every rank (all axes): {_summary(self.replicated)}",
@@ -80,7 +87,7 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
         >>> report.replicated, report.local_bytes
         (('weight', 'bias'), 36)
     """
-    modules = dict(model.named_modules())
+    modules, state = dict(model.named_modules()), model.__dict__.get(RUNTIME_STATE)
     sharded: dict[str, tuple[str, ...]] = {}
     replicated: list[str] = []
     quantized: dict[str, str] = {}
@@ -103,6 +110,7 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
         fsdp_modules=tuple(path for path, module in modules.items() if isinstance(module, FSDPModule)),
         recomputing=tuple(path for path, module in modules.items() if recomputes(module)),
         compiled=tuple(path for path, module in modules.items() if is_compiled(module)),
+        attention={} if state is None or state.attention is None else dict(state.attention.by_path),
         wrapped={path: effects for path, module in modules.items() if (effects := effects_of(module))},
         sharded=sharded,
         replicated=tuple(replicated),

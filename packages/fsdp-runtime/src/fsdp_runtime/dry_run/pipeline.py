@@ -45,6 +45,7 @@ from fsdp_runtime.mesh import MeshSpec
 from fsdp_runtime.mesh.collectives import axis_names
 from fsdp_runtime.parallelism import Parallelism
 from fsdp_runtime.steps import FSDP2, ActivationCheckpointing, ContextParallel, ExpertParallel, TensorParallel
+from fsdp_runtime.steps.attention.decision import kernels_of_device
 from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
 
@@ -86,7 +87,7 @@ def run(
         options: Options = {**step.options, "compile": False, "steps": steps}
         parallelism = resolve_parallelism(model, mesh, **options)
         full = TracedModel(model, parallelism.structure)
-        with kernels_of_recurrences(model), kernels_of_attention():
+        with kernels_of_device("cuda"), kernels_of_recurrences(model), kernels_of_attention():
             trace = _trace(full, parallelism, mesh, step, exact=exact, report=report)
         summary = trace.summary
         traffic = summarize_traffic(summary.traffic, mesh, bandwidths)

@@ -1,4 +1,4 @@
-"""Attention as an accelerator computes it, where torch on a CPU would hold matrices of scores.
+"""Attention as an accelerator computes it, where torch on a CPU would hold matrices of scores, and its operations.
 
 ``scaled_dot_product_attention`` holds no scores on CUDA where values are narrower than queries, as in latent
 attention, or where weights are dropped: its memory-efficient kernel and cuDNN's take both.  On a CPU it computes
@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import varlen  # noqa: F401  # registers its operators
 from torch.nn.attention.bias import CausalBias
 
+#: FlashAttention over segments, forward and backward.
+VARLEN = (torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward)
 #: The memory-efficient kernel takes multiples of this number of features per head.
 _ALIGNED = 8
 
@@ -37,6 +40,20 @@ def kernels_of_attention() -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = original
+
+
+def varlen_flops(packet: Any, args: Any) -> int:
+    """Return the operations of attention over segments, as if each were as long as the longest."""
+    # Segments of a dry run are rows, or a chunk of each row. torch's formula reads the lengths, which are data there. A
+    # window's scores are counted twice: the caller halves all counts for the masked part of a causal mask.
+    backward = packet is VARLEN[1]
+    query, value = (args[1], args[3]) if backward else (args[0], args[2])
+    before, (queries, keys) = (args[6], args[8:10]) if backward else (args[3], args[5:7])
+    window = args[13] if backward else args[9]
+    seen = min(keys, 2 * (window[0] + 1)) if window and window[0] >= 0 else keys
+    pairs = (len(before) - 1) * min(queries, len(query)) * seen * query.shape[1]
+    width, of_values = query.shape[-1], value.shape[-1]
+    return int(2 * pairs * (3 * width + 2 * of_values if backward else width + of_values))
 
 
 def _efficient(

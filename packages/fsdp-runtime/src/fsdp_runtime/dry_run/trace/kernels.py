@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp_runtime._torch_compat import storage_key, tree_leaves
+from fsdp_runtime.dry_run.trace.attention import VARLEN, varlen_flops
 
 aten = torch.ops.aten
 
@@ -23,6 +24,7 @@ _BACKWARD = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
+    VARLEN[1].default,
 }
 _FLOAT32 = 4
 _ROWS = 128  # rows of a tile, to which both kernels round lengths up
@@ -40,6 +42,8 @@ def workspace_of(function: Any, args: Any, kernels: AttentionKernels) -> int:
     if kernels == "none" or function not in _BACKWARD:
         return 0
     _, query, key, value = args[:4]
+    if function.overloadpacket in VARLEN:  # of segments, ``[tokens, heads, dim]``
+        query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
     batch, heads, tokens, dim = query.shape
     tokens, dim = -(-tokens // _ROWS) * _ROWS, -(-dim // 32) * 32
     nbytes: int = batch * heads * tokens * (dim + 1) * _FLOAT32
@@ -55,6 +59,8 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the operations of one call, a multiply-add counted as two; 0 for operators that only copy or add."""
     # Causal attention counts as full attention, as in ``torch.utils.flop_counter``.
     packet = function.overloadpacket
+    if packet in VARLEN:
+        return varlen_flops(packet, args)
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return int(sdpa_flop_count(*_of_query_heads(*args[:3])))  # type: ignore[no-untyped-call]
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
@@ -69,7 +75,7 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
 def kind_of(function: Any) -> str:
     """Return the kind of an operator's operations: ``"attention"``, ``"grouped"`` or ``"matmul"``."""
     name = _name_of(function.overloadpacket)
-    return "attention" if "attention" in name else "grouped" if "grouped_mm" in name else "matmul"
+    return "attention" if "attention" in name or "varlen_attn" in name else "grouped" if "grouped_mm" in name else "matmul"
 
 
 @cache  # torch builds the text at each call

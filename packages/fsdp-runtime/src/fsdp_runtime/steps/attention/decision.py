@@ -77,7 +77,7 @@ class AttentionKernels:
     usable: frozenset[Kernel] = frozenset()  # kernels that passed their trial on every rank
     named: Kernel | None = None  # the kernel of the user's attn_implementation
     replaces: bool = True  # False leaves every call to the user's own implementation
-    by_path: dict[str, Kernel] = field(default_factory=dict)  # of each attention module, for reports
+    by_path: dict[str, str] = field(default_factory=dict)  # of each attention module, for reports
     _logged: bool = False
 
     def of(self, needs: Needs) -> Kernel:

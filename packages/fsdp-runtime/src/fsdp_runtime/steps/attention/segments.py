@@ -46,7 +46,7 @@ def queries_with_keys(documents: Documents, segments: Segments, queries: tuple[i
     return (segments.keys.diff() > 0)[order[:, queries[0] : queries[1]]].unsqueeze(1)
 
 
-def whole_rows(rows: int, length: int, device: torch.device) -> Documents:
+def rows_as_documents(rows: int, length: int, device: torch.device) -> Documents:
     """Return rows of one document each."""
     begins = torch.zeros(rows, length, dtype=torch.bool, device=device)
     begins[:, 0] = True

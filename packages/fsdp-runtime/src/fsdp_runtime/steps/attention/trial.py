@@ -52,7 +52,8 @@ def decide(
         window = getattr(facts.text_config, "sliding_window", None) or None
         kernels.usable = _usable(kernels, list(needs.values()), setup.meshes, window if type(window) is int else None)
     kernels.by_path = {path: kernels.of(need) for path, need in needs.items()}
-    kernels.by_path |= {mixer.path: "mask" for mixer in others if mixer.isolation == "mask"}
+    of_others = facts.attention if facts.attention.startswith("flash") else "mask"
+    kernels.by_path |= {mixer.path: of_others for mixer in others if mixer.isolation == "mask"}
     return kernels
 
 

@@ -26,7 +26,7 @@ from fsdp_runtime._transformers_compat.masks import MaskOfRows, is_causal_mask_f
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.attention.decision import AttentionKernels
 from fsdp_runtime.steps.attention.kernels import attend, by_documents, prepared
-from fsdp_runtime.steps.attention.segments import whole_rows
+from fsdp_runtime.steps.attention.segments import rows_as_documents
 from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.steps.context.masks import SequenceMask
 from fsdp_runtime.steps.context.methods import Method, require_plain_attention
@@ -305,7 +305,7 @@ class ContextAttention:
         if not self.kernels.accelerated:
             return mask.rows if self.context_parallel == "allgather" else mask
         mask.pattern = between.pattern
-        mask.documents = documents or whole_rows(options["batch_size"], layout.length, device)
+        mask.documents = documents or rows_as_documents(options["batch_size"], layout.length, device)
         return mask if self.context_parallel == "ring" else prepared(self.kernels, mask)
 
 

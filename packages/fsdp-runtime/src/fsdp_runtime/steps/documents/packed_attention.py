@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._transformers_compat.attention import attend_alone, mask_alone, use_attention
-from fsdp_runtime._transformers_compat.masks import MaskOfRows
+from fsdp_runtime._transformers_compat.masks import MaskOfRows, is_causal_mask_function
 from fsdp_runtime.model.token_mixers import TokenMixer
 from fsdp_runtime.steps.attention.decision import AttentionKernels
 from fsdp_runtime.steps.attention.kernels import attend, prepared
@@ -51,8 +51,9 @@ class PackedAttention:
     ) -> Tensor | SequenceMask | None:
         """Build a mask with the signature of ``transformers.AttentionMaskInterface``."""
         documents = self.documents.current
-        of_rows = documents is not None and q_length == kv_length == documents.begins.shape[1]
-        if documents is None or not of_rows or (documents.bounds is None and not documents.packed):
+        alone = documents is None or not q_length == kv_length == documents.begins.shape[1]
+        plain = is_causal_mask_function(mask_function) or self.padding is not None
+        if documents is None or alone or (plain and documents.bounds is None and not documents.packed):
             lengths = {"q_length": q_length, "kv_length": kv_length}
             further = {"mask_function": mask_function, "attention_mask": attention_mask}
             return mask_alone(self.implementation, {**lengths, **further, **options})
