@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention import varlen
 
-from fsdp_runtime import _torch_compat
-from fsdp_runtime.steps.attention import decision, kernels, trial
+from fsdp_runtime.steps.attention import block_masks, decision, trial
 
 
 @dataclass
@@ -147,22 +146,19 @@ def _heads_of(tensor: Tensor, heads: int) -> Tensor:
 
 @contextmanager
 def accelerated(*, without: tuple[str, ...] = ()) -> Iterator[KernelCalls]:
-    """Decide about attention as on an accelerator whose kernels also take float64, except for some kernels."""
+    """Decide about attention as on an accelerator whose kernels also take float64, except for kernels that fail."""
     CALLS.__init__()  # type: ignore[misc]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decision, "_HALF", (torch.float16, torch.bfloat16, torch.float64))
+        half = (torch.float16, torch.bfloat16, torch.float64)
+        for module in (decision, trial):
+            patch.setattr(module, "HALF", half)
         patch.setattr(decision, "_ALIGNED", 1)
-        patch.setattr(trial, "device_type_of", lambda _: "cuda")
-        patch.setattr(kernels, "flex_attention", _flex)
+        patch.setattr(trial, "is_accelerated", lambda _: True)
+        patch.setattr(block_masks, "flex_attention", _fails if "flex" in without else _flex)
         if "varlen" in without:
-            patch.setattr(kernels, "varlen_attention", _fails)
-        if "flex" in without:
-            patch.setattr(kernels, "flex_attention", _fails)
+            patch.setattr(trial, "varlen_attention", _fails)
         yield CALLS
 
 
 def _fails(*_: Any, **__: Any) -> Any:
     raise RuntimeError("no kernel image is available for execution on the device")
-
-
-assert _torch_compat.varlen_attention is kernels.varlen_attention

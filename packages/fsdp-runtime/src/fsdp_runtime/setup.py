@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fsdp_runtime._peft_compat import LoraLayer, base_model, lora_layers, model_of_rows
-from fsdp_runtime._transformers_compat.attention import attention_in_force, takes_flex_attention, takes_sdpa
+from fsdp_runtime._transformers_compat.attention import attention_in_force
 from fsdp_runtime._transformers_compat.models import is_masked_language_model, is_transformers_model
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model import positions
@@ -73,11 +73,6 @@ class ModelFacts:
     def attention(self) -> str:
         """The attention implementation of a transformers model, such as ``"sdpa"``."""
         return str(attention_in_force(self.text_config))
-
-    @cached_property
-    def eager_for_lack_of_choice(self) -> bool:
-        """Whether sinks or soft caps leave a model ``"eager"`` attention, beside flex attention."""
-        return takes_flex_attention(self.row_model) and not takes_sdpa(self.row_model, self.text_config)
 
     #: The modules in the decoder's blocks that mix tokens, with their isolation of documents.
     token_mixers = _of_structure(mixers.token_mixers)

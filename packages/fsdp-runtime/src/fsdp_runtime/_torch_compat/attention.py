@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention import varlen
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
@@ -80,43 +81,24 @@ def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    before: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    *,
-    window: tuple[int, int],
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, before: Any, longest: Any, *, window: tuple[int, int], scale: float | None
 ) -> Tensor:
-    """Attend within segments of ``[tokens, heads, dim]``, each given by the tokens ``before`` it."""
-    # ``before`` and ``longest`` are of queries, then of keys. The module is public and new in torch 2.10, which lacks
-    # windows. torch 2.11 takes fewer key heads without ``enable_gqa``, which later releases require.
-    from torch.nn.attention import varlen
-
+    """Attend within segments of ``[tokens, heads, dim]``, by the tokens before each and the longest segment."""
+    # ``before`` and ``longest`` are of queries, then of keys. torch 2.11 takes fewer key heads without ``enable_gqa``,
+    # which later releases require.
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
-    inputs = query, key, _as_wide(value, query)
-    output: Tensor = varlen.varlen_attn(*inputs, *before, *longest, scale=scale, window_size=window, **grouped)
-    return output[..., : value.shape[-1]]
+    wide = _as_wide(value, query)
+    output: Any = varlen.varlen_attn(query, key, wide, *before, *longest, scale=scale, window_size=window, **grouped)
+    return output[..., : value.shape[-1]]  # type: ignore[no-any-return]
 
 
 def varlen_part(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    before: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    *,
-    causal: bool,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, before: Any, longest: Any, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return attention within segments and its log-sum-exp ``[heads, tokens]``, without gradients."""
     # ``varlen_attn`` returns the log-sum-exp, but its backward takes the log-sum-exp of this part alone. The operators
     # have kept their first ten arguments from torch 2.11 to 2.14.
-    import torch.nn.attention.varlen  # noqa: F401  # registers the operators
-
-    window = [-1, 0 if causal else -1]
-    inputs = query, key, _as_wide(value, query)
+    window, inputs = [-1, 0 if causal else -1], (query, key, _as_wide(value, query))
     output, lse, _ = torch.ops.torch_attn._varlen_attn(*inputs, *before, *longest, causal, scale, window)
     return output[..., : value.shape[-1]], lse
 
@@ -128,40 +110,33 @@ def varlen_part_backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    before: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
+    before: Any,
+    longest: Any,
     *,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, given output and log-sum-exp over all parts."""
     random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # no state of dropout
-    window = [-1, 0 if causal else -1]
-    of_values = (_as_wide(each, query) for each in (value, output))
+    grad_output, wide, output = (_as_wide(each, query) for each in (grad_output, value, output))
     grad_query, grad_key, grad_value = torch.ops.torch_attn._varlen_attn_backward(
-        _as_wide(grad_output, query), query, key, *of_values, lse, *before, *longest, causal, random, scale, window
+        grad_output, query, key, wide, output, lse, *before, *longest, causal, random, scale, [-1, 0 if causal else -1]
     )
     return grad_query, grad_key, grad_value[..., : value.shape[-1]]
 
 
 def _as_wide(values: Tensor, queries: Tensor) -> Tensor:
     """Return values padded with zeros to the width of queries, which kernels require."""
-    missing = queries.shape[-1] - values.shape[-1]
-    return pad(values, (0, missing)) if missing else values
+    return pad(values, (0, queries.shape[-1] - values.shape[-1]))
 
 
 @cache
-def compiled_flex_attention() -> Callable[..., Any]:
-    """Return torch's flex attention, compiled once per process."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
+def _compiled_flex_attention() -> Any:
+    return torch.compile(flex.flex_attention)
 
 
 def flex_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return flex attention and its log-sum-exp, both per head ``[batch, heads, queries, ...]``."""
-    from torch.nn.attention import flex_attention as flex
-
-    attend = flex.flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+    """Return compiled flex attention and its log-sum-exp, ``[batch, heads, queries, ...]``."""
+    attend = flex.flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
     output, further = attend(query, key, value, return_aux=flex.AuxRequest(lse=True), **options)
     return output, further.lse

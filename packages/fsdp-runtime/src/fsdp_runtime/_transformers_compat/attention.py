@@ -15,15 +15,10 @@ def attention_in_force(config: Any) -> str | None:
     return implementation
 
 
-def takes_flex_attention(model: Any) -> bool:
-    """Return True if transformers' flex attention computes a model's scores; the flag is private (5.10 to 5.24)."""
-    return bool(getattr(model, "_supports_flex_attn", False))
-
-
-def takes_sdpa(model: Any, config: Any) -> bool:
-    """Return True if torch's function computes a model's scores; it has no soft cap."""
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return bool(getattr(model, "_supports_sdpa", False)) and not capped
+def needs_eager_or_flex(model: Any, config: Any) -> bool:
+    """Return True if flex attention computes a model's scores, and torch's function does not; by private flags."""
+    by_torch = getattr(model, "_supports_sdpa", False) and getattr(config, "attn_logit_softcapping", None) is None
+    return bool(getattr(model, "_supports_flex_attn", False)) and not by_torch
 
 
 def use_attention(

@@ -26,108 +26,85 @@ class MaskPattern:
     chunk: int | None = None  # the query's part of its document, by tokens a part
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class MaskOfRows:
-    """The attention mask of one kind of layer; a call builds the part ``[batch, 1, queries, keys]`` of two places."""
-
-    # ``documents``, ``positions``, ``subtree_end`` and ``padding`` (false at padding) are ``[batch, seq]``, or
-    # ``None``; positions count per document, or along a path of a prefix tree (``PathMask``). With ``use_vmap`` the
-    # mask function takes single indices.
-    mask_function: Any
-    documents: Tensor | None
-    positions: Tensor | None
-    subtree_end: Tensor | None
-    padding: Tensor | None
-    batch_size: int
-    use_vmap: bool = False
-
-    @property
-    def pattern(self) -> MaskPattern | None:
-        """The pattern of the mask within documents, ``None`` for any other mask."""
-        return None if self.subtree_end is not None or self.padding is not None else pattern_of(self.mask_function)
-
-    @cached_property
-    def of_indices(self) -> Callable[..., Any]:
-        """The mask as a function of batch, head, query and key index."""
-        # ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.10
-        # to 5.24).
-        from transformers.masking_utils import and_masks, padding_mask_function
-
-        mask_function, positions, documents = self.mask_function, self.positions, self.documents
-        if self.subtree_end is not None and positions is not None:
-            mask_function = PathMask(positions, self.subtree_end).along_paths(mask_function)
-        elif documents is not None and positions is not None:
-            of_positions, at = mask_function, positions  # chunks of attention restart in each document
-            mask_function = and_masks(
-                lambda b, h, q, k: of_positions(b, h, at[b, q], at[b, k]),
-                lambda b, h, q, k: documents[b, q] == documents[b, k],
-            )
-        return mask_function if self.padding is None else and_masks(mask_function, padding_mask_function(self.padding))
-
-    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Build the boolean mask of SDPA with transformers' own function."""
-        from transformers.masking_utils import sdpa_mask
-
-        device = queries.device
-        # The function adds offsets to indices: vectors of offsets turn indices into positions.
-        offsets = {
-            "q_offset": queries - torch.arange(len(queries), device=device),
-            "kv_offset": keys - torch.arange(len(keys), device=device),
-        }
-        build: Callable[..., Any] = sdpa_mask  # its annotations know neither vectors nor that no mask is skipped here
-        mask: Tensor = build(
-            batch_size=self.batch_size,
-            q_length=len(queries),
-            kv_length=len(keys),
-            mask_function=self.of_indices,
-            attention_mask=None,
-            allow_is_causal_skip=False,
-            use_vmap=self.use_vmap,
-            device=device,
-            **offsets,
-        )
-        return mask
-
-
-def function_of_window(window: int | None) -> Any:
-    """Return transformers' causal mask function, within a window if one is given."""
-    from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
-
-    return causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-
-
 def pattern_of(mask_function: Any) -> MaskPattern | None:
     """Return the pattern of one of transformers' own mask functions, ``None`` for any other function."""
-    # The functions are closures without attributes: their names and variables are private (5.10 to 5.24). Chunks are
-    # counted from each row's padding, and rows with padding have no pattern (see ``MaskOfRows``).
+    # The functions are closures: their names and variables are private (5.10 to 5.24).
     from transformers.masking_utils import bidirectional_mask_function
 
     if mask_function is bidirectional_mask_function:
         return MaskPattern(causal=False)
-    parts, variables = [mask_function], _variables(mask_function)
-    if _is_made_by("and_masks", mask_function):
-        parts = list(variables["mask_functions"])
-    of_overlays = {}
-    for part in parts:
-        inside = _variables(part)
-        if _is_made_by("sliding_window_overlay", part):
-            of_overlays["window"] = inside["sliding_window"]
-        elif _is_made_by("chunked_overlay", part):
-            of_overlays["chunk"] = inside["chunk_size"]
-        elif not is_causal_mask_function(part):
-            return None
-    known = any(map(is_causal_mask_function, parts)) and all(tokens > 0 for tokens in of_overlays.values())
-    return MaskPattern(**of_overlays) if known else None
+    combined = _maker(mask_function) == "and_masks"
+    parts = mask_function.__closure__[0].cell_contents if combined else (mask_function,)
+    overlays = {"sliding_window_overlay": "window", "chunked_overlay": "chunk"}
+    sizes = {overlays[maker]: _size(part) for part in parts if (maker := _maker(part)) in overlays}
+    known = all(is_causal_mask_function(part) or _maker(part) in overlays for part in parts)
+    causal = any(map(is_causal_mask_function, parts))
+    return MaskPattern(**sizes) if known and causal and all(size > 0 for size in sizes.values()) else None
 
 
-def _is_made_by(maker: str, mask_function: Any) -> bool:
+def _maker(mask_function: Any) -> str:
+    """Return the name of the function of transformers that made a mask function."""
     of_transformers = getattr(mask_function, "__module__", "") == "transformers.masking_utils"
-    return of_transformers and mask_function.__qualname__.startswith(f"{maker}.<locals>.")
+    return str(mask_function.__qualname__).partition(".<locals>")[0] if of_transformers else ""
 
 
-def _variables(mask_function: Any) -> dict[str, Any]:
-    names = mask_function.__code__.co_freevars if hasattr(mask_function, "__code__") else ()
-    return {name: cell.cell_contents for name, cell in zip(names, mask_function.__closure__ or (), strict=True)}
+def _size(overlay: Any) -> int:
+    """Return the tokens of a window or a chunk: the first of the overlay's variables, in alphabetical order."""
+    return int(overlay.__closure__[0].cell_contents)
+
+
+def mask_of_rows(
+    *,
+    mask_function: Any,
+    documents: Tensor | None,
+    positions: Tensor | None,
+    subtree_end: Tensor | None,
+    padding: Tensor | None,
+) -> Any:
+    """Return the mask of rows as a function of batch, head, query and key index."""
+    # ``documents``, ``positions``, ``subtree_end`` and ``padding`` (false at padding) are ``[batch, seq]``, or
+    # ``None``; positions count per document, or along a path of a prefix tree (``PathMask``).
+    # ``transformers.masking_utils`` is documented but not exported, and has moved functions between releases (5.10 to
+    # 5.24).
+    from transformers.masking_utils import and_masks, padding_mask_function
+
+    if subtree_end is not None and positions is not None:
+        mask_function = PathMask(positions, subtree_end).along_paths(mask_function)
+    elif documents is not None and positions is not None:
+        of_positions, at = mask_function, positions  # chunks of attention restart in each document
+        mask_function = and_masks(
+            lambda b, h, q, k: of_positions(b, h, at[b, q], at[b, k]),
+            lambda b, h, q, k: documents[b, q] == documents[b, k],
+        )
+    return mask_function if padding is None else and_masks(mask_function, padding_mask_function(padding))
+
+
+def sdpa_mask_between(
+    queries: Tensor, keys: Tensor, *, mask_function: Any, batch_size: int, use_vmap: bool
+) -> Tensor:
+    """Build the boolean mask ``[batch, 1, queries, keys]`` of SDPA with transformers' own function."""
+    # With ``use_vmap`` the mask function takes single indices.
+    from transformers.masking_utils import sdpa_mask
+
+    device = queries.device
+    # The function adds offsets to indices: vectors of offsets turn indices into positions.
+    offsets = {
+        "q_offset": queries - torch.arange(len(queries), device=device),
+        "kv_offset": keys - torch.arange(len(keys), device=device),
+    }
+    build: Callable[..., Any] = sdpa_mask  # its annotations know neither vectors nor that no mask is skipped here
+    mask: Tensor = build(
+        batch_size=batch_size,
+        q_length=len(queries),
+        kv_length=len(keys),
+        mask_function=mask_function,
+        attention_mask=None,
+        allow_is_causal_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+        **offsets,
+    )
+    return mask
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+from fsdp_runtime.runtime_state import RUNTIME_STATE
 from fsdp_runtime.steps.recomputation import recomputes
 from fsdp_runtime.weights.quantize.packed import packed_weight
 from fsdp_runtime.wrap import effects_of
@@ -117,7 +117,7 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
         local_bytes=local_bytes,
         full_bytes=full_bytes,
         quantized=quantized,
-        not_quantized=runtime_state(model).not_quantized,
+        not_quantized={} if state is None else state.not_quantized,
     )
 
 

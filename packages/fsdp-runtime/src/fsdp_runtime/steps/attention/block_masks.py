@@ -1,4 +1,4 @@
-"""The block mask of flex attention, built on the device from rows of tiles."""
+"""Flex attention under a block mask that is built on the device from rows of tiles, without a host wait."""
 
 from __future__ import annotations
 
@@ -9,46 +9,63 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
+from fsdp_runtime._torch_compat import flex_attention
 from fsdp_runtime.steps.context.masks import SequenceMask
 
-#: Tokens of a block, torch's default.
-_BLOCK = 128
-#: Blocks of queries for which the mask of all keys is in memory at once.
-_BLOCKS_AT_ONCE = 8
+#: Tokens of a block, torch's default, and the queries with a mask of all keys in memory at once.
+_BLOCK, _AT_ONCE = 128, 1024
+
+
+def attend_in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: SequenceMask,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return attention ``[batch, queries, heads, value_dim]``; sinks rescale the output by its log-sum-exp."""
+    groups = query.shape[1] // key.shape[1]
+    if groups & (groups - 1):  # flex attention groups by powers of two
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    output, lse = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap),
+        block_mask=block_mask(mask),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    if sinks is not None:
+        output = output * torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1)).unsqueeze(-1).to(output.dtype)
+    return output.transpose(1, 2)
 
 
 def block_mask(mask: SequenceMask) -> BlockMask:
-    """Return the block mask of this rank's queries and all keys, built once per mask without a host wait."""
+    """Return the block mask of this rank's queries and all keys, built once per mask."""
     if mask.blocks is None:
-        mask.blocks = _built(mask)
+        keys = torch.arange(mask.layout.length, device=mask.device)
+        queries, of_indices = mask.layout.positions.to(mask.device), mask.of_indices
+        tiles = [_by_block(mask.between(part, keys)) for part in queries.split(_AT_ONCE)]
+        some, every = (torch.cat(parts, dim=2) for parts in zip(*tiles, strict=True))
+        mask.blocks = BlockMask.from_kv_blocks(
+            *_listed(some & ~every),
+            *_listed(every),
+            BLOCK_SIZE=_BLOCK,
+            mask_mod=lambda batch, head, query, key: of_indices(batch, head, queries[query], key),
+            seq_lengths=(len(queries), len(keys)),
+        )
     built: BlockMask = mask.blocks
     return built
 
 
-def _built(mask: SequenceMask) -> BlockMask:
-    keys = torch.arange(mask.layout.length, device=mask.device)
-    queries = mask.layout.positions.to(mask.device)
-    of_indices: Any = getattr(mask.between, "of_indices")  # noqa: B009  # masks of tests are plain functions
-    some, every = [], []
-    for part in queries.split(_BLOCK * _BLOCKS_AT_ONCE):
-        blocks = _by_block(mask.between(part, keys))
-        some.append(blocks.any(-1).any(-2))
-        every.append(blocks.all(-1).all(-2))
-    seen, full = torch.cat(some, dim=2), torch.cat(every, dim=2)
-    return BlockMask.from_kv_blocks(
-        *_listed(seen & ~full),
-        *_listed(full),
-        BLOCK_SIZE=_BLOCK,
-        mask_mod=lambda batch, head, query, key: of_indices(batch, head, queries[query], key),
-        seq_lengths=(len(queries), len(keys)),
-    )
-
-
-def _by_block(tile: Tensor) -> Tensor:
-    """Return a mask ``[batch, 1, queries, keys]`` as ``[batch, 1, blocks, 128, blocks, 128]``; nothing is seen beyond."""
-    queries, keys = tile.shape[2:]
-    padded = pad(tile, (0, -keys % _BLOCK, 0, -queries % _BLOCK))
-    return padded.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
+def _by_block(tile: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each block of a mask ``[batch, 1, queries, keys]`` if some pair, and if every pair is seen."""
+    padded: Any = pad(tile, (0, -tile.shape[3] % _BLOCK, 0, -tile.shape[2] % _BLOCK))
+    blocks = padded.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
+    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

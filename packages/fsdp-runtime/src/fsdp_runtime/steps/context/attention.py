@@ -1,4 +1,4 @@
-"""Attention over a sequence sharded over ``cp``, by one of three methods.
+"""Attention over packed rows, and over a sequence sharded over ``cp`` by one of three methods.
 
 ``"allgather"``: keys and values are gathered, and each rank computes the rows of its queries against the full
 sequence (Llama 3, arXiv:2407.21783, section 3.3.2).  So any mask works, on any device, and grouped-query attention
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -22,10 +23,15 @@ from torch.nn import functional
 
 from fsdp_runtime._torch_compat import causal_bias, has_flash_attention
 from fsdp_runtime._transformers_compat.attention import attend_alone, mask_alone
-from fsdp_runtime._transformers_compat.masks import MaskOfRows, is_causal_mask_function
+from fsdp_runtime._transformers_compat.masks import (
+    is_causal_mask_function,
+    mask_of_rows,
+    pattern_of,
+    sdpa_mask_between,
+)
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.steps.attention.decision import AttentionKernels
-from fsdp_runtime.steps.attention.kernels import attend, by_documents, prepared
+from fsdp_runtime.steps.attention.kernels import attend, kernel_of, prepared
 from fsdp_runtime.steps.attention.segments import rows_as_documents
 from fsdp_runtime.steps.context.exchange import gather_keys_and_values, gather_tokens
 from fsdp_runtime.steps.context.masks import SequenceMask
@@ -40,10 +46,10 @@ from fsdp_runtime.values import require_one_of
 
 @dataclass
 class ContextAttention:
-    """The attention of one model over a context-parallel axis.
+    """The attention of one model over a context-parallel axis, or over packed rows.
 
     Args:
-        group: the ranks of the axis.
+        group: the ranks of the axis; ``None`` for full rows on every rank.
         load_balancer: the tokens that each rank holds, see ``SequenceLayout``.
         context_parallel: how queries meet the keys of other ranks: ``"allgather"``, ``"ulysses"`` or ``"ring"``.
         masked: the current batch has an attention mask; set once per forward, without reading values.
@@ -72,7 +78,7 @@ class ContextAttention:
         torch.Size([1, 4, 2, 8])
     """
 
-    group: ProcessGroup
+    group: ProcessGroup | None
     load_balancer: LoadBalancer
     context_parallel: Method = "allgather"
     masked: bool = False
@@ -126,8 +132,9 @@ class ContextAttention:
         cache = None if torch.compiler.is_compiling() else self._layouts
         if cache is not None and local_length in cache:
             return cache[local_length]
-        ranks = dist.get_world_size(self.group)
-        layout = SequenceLayout(local_length * ranks, ranks, dist.get_rank(self.group), self.load_balancer)
+        ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        rank = 0 if self.group is None else dist.get_rank(self.group)
+        layout = SequenceLayout(local_length * ranks, ranks, rank, self.load_balancer)
         if cache is not None:
             cache[local_length] = layout
         return layout
@@ -164,20 +171,17 @@ class ContextAttention:
             ModelError: queries and keys differ in length, the module needs scores that torch's function cannot
                 compute, or this method cannot compute the attention.
         """
-        if self.whole_rows:
+        options |= {"dropout": dropout, "scaling": scaling}
+        if self.group is None and isinstance(attention_mask, SequenceMask):
+            known = attend(self.kernels, query, key, value, attention_mask, **options)
+            if known is not None:
+                return known.contiguous(), None
+            attention_mask = attention_mask.full
+            self.kernels.report_mask(attention_mask)
+        if self.whole_rows or self.group is None:
             implementation = "sdpa" if self.eager is None else self.eager(type(module))
-            return attend_alone(
-                implementation,
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                is_causal=is_causal,
-                **options,
-            )
+            options["is_causal"] = is_causal
+            return attend_alone(implementation, module, query, key, value, attention_mask, **options)
         if key.shape[2] != query.shape[2]:
             raise ModelError(
                 f"{type(module).__name__} attends from {query.shape[2]} tokens to {key.shape[2]}: only self-attention "
@@ -190,25 +194,24 @@ class ContextAttention:
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         layout = self.layout(query.shape[2])
-        options |= {"dropout": dropout, "scaling": scaling}
         if self.context_parallel == "ulysses":
             mask = self._sequence_mask(attention_mask)
             return self._over_heads(module, query, key, value, mask, layout, eager, causal=causal, **options), None
         if self.context_parallel == "ring":
             mask = self._sequence_mask(attention_mask)
             require_plain_attention(type(module).__name__, eager=eager is not None, dropout=dropout)
-            by_segments = mask is not None and by_documents(self.kernels, query, value, mask)
-            if by_segments and mask is not None and mask.pattern is not None:
+            within = mask is not None and kernel_of(self.kernels, query, value, mask, "passed") == "varlen"
+            if within and mask is not None and mask.pattern is not None:
                 causal = mask.pattern.causal
             output = attend_around(
-                query, key, value, mask, layout, self.group, causal=causal, scale=scaling, by_segments=by_segments
+                query, key, value, mask, layout, self.group, causal=causal, scale=scaling, within=within
             )
             return output.transpose(1, 2).contiguous(), None
         key, value = gather_keys_and_values([key, value], layout, self.group)
         if isinstance(attention_mask, SequenceMask):
             known = attend(self.kernels, query, key, value, attention_mask, **options)
             if known is not None:
-                return known, None
+                return known.contiguous(), None
             attention_mask = attention_mask.rows
             self.kernels.report_mask(attention_mask)
         if eager is not None:
@@ -289,23 +292,25 @@ class ContextAttention:
         if skip and is_causal_mask_function(mask_function) and whole_rows:
             return None
         device, dtype = torch.device(options.pop("device")), options["dtype"]
-        between = MaskOfRows(
+        padding = None if self.padding is None or attention_mask is None else self.padding.bool()
+        of_indices = mask_of_rows(
             mask_function=mask_function,
             documents=None if documents is None else documents.numbers,
             positions=self.positions,
             subtree_end=self.subtree_end,
-            padding=None if self.padding is None or attention_mask is None else self.padding.bool(),
-            batch_size=options["batch_size"],
-            use_vmap=options.get("use_vmap", False),
+            padding=padding,
         )
+        rows, use_vmap = options["batch_size"], options.get("use_vmap", False)
+        between = partial(sdpa_mask_between, mask_function=of_indices, batch_size=rows, use_vmap=use_vmap)
         layout, additive = self.layout(q_length), None if self.eager is None else dtype
         if self.context_parallel == "ulysses":
             layout = SequenceLayout(layout.length, 1, 0)  # a rank attends from all tokens
-        mask = SequenceMask(between, layout, device, additive)
+        mask = SequenceMask(between, layout, device, additive, of_indices=of_indices)
         if not self.kernels.accelerated:
             return mask.rows if self.context_parallel == "allgather" else mask
-        mask.pattern = between.pattern
-        mask.documents = documents or rows_as_documents(options["batch_size"], layout.length, device)
+        if padding is None and self.subtree_end is None and (pattern := pattern_of(mask_function)) is not None:
+            isolated = documents or rows_as_documents(rows, layout.length, device)
+            mask.pattern, mask.isolated = pattern, isolated if pattern.chunk is None else isolated.in_parts(pattern.chunk)
         return mask if self.context_parallel == "ring" else prepared(self.kernels, mask)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp_runtime._transformers_compat.masks import MaskPattern
 from fsdp_runtime.errors import LayoutError
-from fsdp_runtime.steps.attention.segments import Segments, queries_with_keys, segments_of
+from fsdp_runtime.steps.attention.segments import Segments, segments_of
 from fsdp_runtime.steps.context.sharding import SequenceLayout
 from fsdp_runtime.steps.documents.documents import Documents
 
@@ -30,15 +30,16 @@ class SequenceMask:
     """The attention mask of one kind of layer in one forward."""
 
     # ``between`` returns ``[batch, 1, queries, keys]`` bool for two vectors of places in the full sequence.
-    # ``additive`` is the dtype of a mask that is added to scores, as in eager attention, or ``None`` for bool. Where
-    # the mask has a ``pattern``, a query sees these tokens of its document; a row without documents is one.
+    # ``additive`` is the dtype of a mask that is added to scores, as in eager attention, or ``None`` for bool.
     between: Callable[[Tensor, Tensor], Tensor]
     layout: SequenceLayout
     device: torch.device
     additive: torch.dtype | None = None
-    pattern: MaskPattern | None = None
-    documents: Documents | None = None
+    pattern: MaskPattern | None = None  # ``None`` if no pattern within ``isolated`` describes the mask
+    isolated: Documents = field(default_factory=lambda: Documents(torch.empty(0, 0)))  # parts of rows, seen from inside
+    of_indices: Any = None  # the mask of batch, head, query and key index
     blocks: Any = None  # the block mask of flex attention, once it is built
+    _between: dict[tuple[int, int], Segments] = field(default_factory=dict)
 
     @cached_property
     def full(self) -> Tensor:
@@ -53,35 +54,25 @@ class SequenceMask:
         return as_additive(self.between(self.layout.positions.to(self.device), places), self.additive)
 
     @property
-    def is_described(self) -> bool:
-        """Whether boundaries of documents and a pattern describe the mask."""
-        return self.pattern is not None and self.documents is not None
-
-    @cached_property
-    def isolated(self) -> Documents:
-        """The parts of rows that tokens do not see beyond, for a described mask."""
-        if self.pattern is None or self.documents is None:
-            raise LayoutError("this mask is not described by documents")
-        chunk = self.pattern.chunk
-        return self.documents if chunk is None else self.documents.in_parts(chunk)
+    def window(self) -> tuple[int, int]:
+        """The keys before and after a query that kernels compute; -1 for all of its segment."""
+        if self.pattern is None or not self.pattern.causal:
+            return -1, -1
+        return -1 if self.pattern.window is None else self.pattern.window - 1, 0
 
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
-        """The segments of each of this rank's chunks, for a described mask."""
-        both_ways = self.pattern is not None and not self.pattern.causal
+        """The segments of each of this rank's chunks."""
         ranges = [chunk_places(self.layout, chunk) for chunk in self.layout.chunks]
-        ends = [self.layout.length if both_ways else stop for _, stop in ranges]
+        ends = [stop if self.window[1] == 0 else self.layout.length for _, stop in ranges]
         return tuple(segments_of(self.isolated, each, (0, end)) for each, end in zip(ranges, ends, strict=True))
 
-    def between_chunks(self, chunk: int, other: int) -> tuple[Segments, Tensor]:
-        """Return the segments from a chunk's queries to a chunk's keys, and the queries with keys; kept for layers."""
-        parts = self.__dict__.setdefault("_between_chunks", {})
-        if (chunk, other) not in parts:
-            queries = chunk_places(self.layout, chunk)
-            segments = segments_of(self.isolated, queries, chunk_places(self.layout, other))
-            parts[chunk, other] = segments, queries_with_keys(self.isolated, segments, queries)
-        part: tuple[Segments, Tensor] = parts[chunk, other]
-        return part
+    def between_chunks(self, chunk: int, other: int) -> Segments:
+        """Return the segments from a chunk's queries to a chunk's keys, built once for all layers."""
+        if (chunk, other) not in self._between:
+            places = chunk_places(self.layout, chunk), chunk_places(self.layout, other)
+            self._between[chunk, other] = segments_of(self.isolated, *places)
+        return self._between[chunk, other]
 
     def __getitem__(self, index: Any) -> SequenceMask:
         """Return itself for an index of all tokens.  Gemma 4 cuts masks to the last ``logits_to_keep`` by an index."""

@@ -36,12 +36,12 @@ def attend_around(
     *,
     causal: bool,
     scale: float | None,
-    by_segments: bool = False,
+    within: bool = False,
 ) -> Tensor:
     """Compute attention of this rank's queries ``[batch, heads, seq / cp, dim]`` to the keys of all ranks."""
-    # Without a mask and with ``causal``, a query sees the tokens up to its position. ``by_segments`` needs a kernel that
-    # knows documents, and a mask without a window.
-    parts = Parts(layout, mask, causal, has_flash_attention(query, value), by_segments)
+    # Without a mask and with ``causal``, a query sees the tokens up to its position. ``within`` needs a kernel that
+    # knows documents.
+    parts = Parts(layout, mask, causal, has_flash_attention(query, value), within)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _ring(query, key, value, parts, group, factor)
     return output
@@ -102,13 +102,11 @@ class Parts:
 
     def _within(self, chunk: int, other: int, shift: int, other_shift: int) -> Iterator[Block]:
         diagonal = self.causal and chunk == other
-        if self.mask is not None and self.by_segments:
-            places = (_moved(chunk_places(self.layout, each), by) for each, by in ((chunk, shift), (other, other_shift)))
-            yield Block(*places, causal=diagonal, within=self.mask.between_chunks(chunk, other))
-            return
-        if self.mask is None and self.fused:
+        if self.by_segments or (self.mask is None and self.fused):
             own, others = chunk_places(self.layout, chunk), chunk_places(self.layout, other)
-            yield Block(_moved(own, shift), _moved(others, other_shift), causal=diagonal, fused=True)
+            segments = self.mask.between_chunks(chunk, other) if self.mask is not None else None
+            fused = segments is None
+            yield Block(_moved(own, shift), _moved(others, other_shift), diagonal, fused=fused, segments=segments)
             return
         for queries in tiles(self.layout, chunk):
             for keys in tiles(self.layout, other):

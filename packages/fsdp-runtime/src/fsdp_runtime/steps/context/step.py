@@ -70,7 +70,6 @@ logger = logging.getLogger(__name__)
 
 #: Rotary embeddings with frequencies that depend on the longest position that a rank sees.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-
 #: The keys of an attention call by each method.
 _KEYS: dict[Method, Keys] = {"allgather": "gathered", "ulysses": "rows", "ring": "passed"}
 
@@ -180,11 +179,10 @@ class ContextParallel(Step[None]):
         attention = ContextAttention(mesh.get_group(), self.load_balancer, method)
         attention.eager = eager_function if facts.attention == "eager" else None
         attention.packed_sequences = setup.packed_sequences
-        mixers = gathered_mixers(facts.token_mixers, facts.attention)
-        attention.kernels = decide(setup, replaced, mixers, keys=_KEYS[method])
-        runtime_state(model).attention = attention.kernels
         unmasked = facts.bidirectional_without_mask
         attention.unmasked = "" if unmasked is None else f"{unmasked.path} ({unmasked.kind})"
+        mixers = gathered_mixers(facts.token_mixers, facts.attention)
+        attention.kernels = runtime_state(model).attention = decide(setup, replaced, mixers, _KEYS[method])
         between = attend_between_layers(model, facts.token_mixers)
         gathered = gather_for(mixers, attention)
         state = runtime_state(model)

@@ -12,12 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_runtime._torch_compat import (
-    flash_attention,
-    flash_attention_backward,
-    varlen_part,
-    varlen_part_backward,
-)
+from fsdp_runtime._torch_compat import flash_attention, flash_attention_backward, varlen_part, varlen_part_backward
 from fsdp_runtime.steps.attention.segments import Segments
 
 
@@ -30,7 +25,7 @@ class Block:
     causal: bool = False  # queries and keys are of the same tokens, and a query sees the keys up to its token
     mask: Tensor | None = None  # ``[batch, 1, queries, keys]`` bool
     fused: bool = False  # a kernel computes it
-    within: tuple[Segments, Tensor] | None = None  # documents, and ``[batch, 1, queries]`` true for queries with keys
+    segments: Segments | None = None  # a kernel computes it within documents
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,11 +37,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
     """Compute one part of attention: its output, and its ``lse`` ``[batch, heads, queries]``, ``-inf`` for no keys."""
     if block.fused:
         return flash_attention(query, key, value, causal=block.causal, scale=scale)
-    if block.within is not None:
-        segments, sees = block.within
-        flat, lse = varlen_part(*map(_flat, (query, key, value)), *segments.bounds, causal=block.causal, scale=scale)
+    if block.segments is not None and block.segments.sees is not None:
+        sees, flat = block.segments.sees, map(_flat, (query, key, value))
+        output, lse = varlen_part(*flat, *block.segments.bounds, causal=block.causal, scale=scale)
         lse = lse.unflatten(1, (len(query), -1)).movedim(1, 0)
-        return _rows(flat, query) * sees.unsqueeze(-1), lse.masked_fill(~sees, float("-inf"))
+        return _by_rows(output, query) * sees.unsqueeze(-1), lse.masked_fill(~sees, float("-inf"))
     scores = _scores(query, key, block, scale)
     lse = scores.logsumexp(dim=-1)
     weights = (scores - _finite(lse).unsqueeze(-1)).exp()
@@ -81,11 +76,10 @@ def attend_backward(
     """Compute a part's gradients of queries, keys and values from the output and the ``lse`` of all parts."""
     if block.fused:
         return flash_attention_backward(grad_output, query, key, value, output, lse, causal=block.causal, scale=scale)
-    if block.within is not None:
-        flat = [*map(_flat, (grad_output, query, key, value, output)), lse.movedim(0, 1).flatten(1).contiguous()]
-        bounds = block.within[0].bounds
-        gradients = varlen_part_backward(*flat, *bounds, causal=block.causal, scale=scale)
-        grad_query, grad_key, grad_value = map(_rows, gradients, (query, key, value))
+    if block.segments is not None:
+        flat = (*map(_flat, (grad_output, query, key, value, output)), lse.movedim(0, 1).flatten(1).contiguous())
+        gradients = varlen_part_backward(*flat, *block.segments.bounds, causal=block.causal, scale=scale)
+        grad_query, grad_key, grad_value = map(_by_rows, gradients, (query, key, value))
         return grad_query, grad_key, grad_value
     groups = (key.shape[1], query.shape[1] // key.shape[1])
     scores = _scores(query, key, block, scale)
@@ -105,7 +99,7 @@ def _flat(rows: Tensor) -> Tensor:
     return rows.transpose(1, 2).flatten(0, 1)
 
 
-def _rows(flat: Tensor, like: Tensor) -> Tensor:
+def _by_rows(flat: Tensor, like: Tensor) -> Tensor:
     return flat.unflatten(0, (len(like), -1)).transpose(1, 2)
 
 

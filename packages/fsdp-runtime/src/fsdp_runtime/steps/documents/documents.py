@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,9 +50,8 @@ class Documents:
     @cached_property
     def starts(self) -> Tensor:
         """``[documents]`` int64: the first token of every document, counted over all rows, for kernels."""
-        # Waits for the device if the bounds are unknown. Entries beyond the last document have the number of all
-        # tokens. They are documents without tokens.
-        most, _ = self.bounds or (len(self.lengths), 0)
+        # Waits for the device if the bounds are unknown. Further entries are documents without tokens.
+        most = len(self.lengths) if self.bounds is None else self.bounds[0]
         first = self.begins.flatten().to(torch.int8).argsort(descending=True, stable=True)[:most]
         places = torch.arange(len(first), device=first.device)
         return torch.where(places < self.begins.sum(), first, self.begins.numel())
@@ -136,7 +136,6 @@ class DocumentBatch:
     tokens: Tensor  # ``[documents, length]`` int64, counted over all rows
     real: Tensor  # the places without padding, counted over the batch
     row: int  # tokens of a row
-    lengths: Tensor  # ``[documents]`` int64
 
     @classmethod
     def of(cls, starts: Tensor, lengths: Tensor, row: int, device: torch.device) -> DocumentBatch:
@@ -144,8 +143,7 @@ class DocumentBatch:
         places = torch.arange(int(lengths.max()))
         tokens = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
         real = (places < lengths[:, None]).flatten().nonzero().flatten()
-        on_device = [each.to(device, non_blocking=True) for each in (tokens, real, lengths)]
-        return cls(on_device[0], on_device[1], row, on_device[2])
+        return cls(tokens.to(device, non_blocking=True), real.to(device, non_blocking=True), row)
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the documents of ``[batch, seq, ...]`` as ``[documents, length, ...]``."""
@@ -167,22 +165,21 @@ def find_documents(
     seq_idx: Tensor | None,
     cu_seq_lens: Tensor | None,
     shape: tuple[int, int],
-    *,
-    longest: int | None = None,
+    longest: Any = None,
 ) -> Documents | None:
     """Find the documents of a batch from the inputs of a model, without waiting for the device."""
     # A document begins where a position ``[batch, seq]`` is not its predecessor's plus one, as in transformers. In
     # ``[axes, batch, seq]``, for multimodal rotary embeddings, the first axis counts tokens of text. ``seq_idx``
-    # ``[batch, seq]`` numbers documents. ``cu_seq_lens`` counts the tokens before each document over all rows.
-    # ``longest`` is the most tokens of a document, where the caller knows.
+    # ``[batch, seq]`` numbers documents. ``cu_seq_lens`` counts the tokens before each document over all rows, and the
+    # longest has ``longest`` tokens.
     if cu_seq_lens is not None:
         if cu_seq_lens.dim() != 1:
             raise LayoutError(f"cu_seq_lens_q {list(cu_seq_lens.shape)}: give [documents + 1] tokens before each")
         tokens = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=cu_seq_lens.device)
         begins = tokens.index_fill(0, cu_seq_lens.long(), True)[:-1].view(shape).clone()
         begins[:, 0] = True
-        most = len(cu_seq_lens) - 1 + shape[0]  # a document may reach from row to row
-        return Documents(begins, (most, shape[1] if type(longest) is not int else min(longest, shape[1])))
+        # A document may reach from row to row.
+        return Documents(begins, (len(cu_seq_lens) - 1 + shape[0], longest if type(longest) is int else shape[1]))
     marks = seq_idx if seq_idx is not None else position_ids
     if marks is None:
         return None

@@ -23,7 +23,7 @@ from tp_plans.runtime import referenced_names
 
 #: Inputs with boundaries of documents, for kernels; rows of one document have no boundaries.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-#: The beginning of the name of an attention implementation that takes a ``SequenceMask``; the replaced one follows.
+#: The beginning of the name of an attention function that takes a ``SequenceMask``; the replaced function follows.
 REPLACED = "packed_"
 
 
@@ -74,7 +74,6 @@ class PackedMixer(Wrapper):
 
 
 def _dense(value: Any) -> Any:
-    """Return the full mask of a mask that builds its parts; any other value unchanged."""
     return value.full if isinstance(value, SequenceMask) else value
 
 
@@ -180,11 +179,9 @@ def restricted(
     """Return an attention's arguments with a mask that isolates documents."""
     mask, implementation = mask_argument(module, args, kwargs)
     tokens = documents.begins.shape[1]
-    if isinstance(mask, SequenceMask):
-        if implementation.startswith(REPLACED):
-            return args, kwargs
-        return _with_mask(module, args, kwargs, mask.full)
-    implementation = implementation.removeprefix(REPLACED)
+    if isinstance(mask, SequenceMask) and implementation.startswith(REPLACED):
+        return args, kwargs
+    mask, implementation = _dense(mask), implementation.removeprefix(REPLACED)
     if implementation.startswith(("flash", "flex")):  # transformers finds the documents in the position ids
         return args, kwargs
     if mask is None:
@@ -203,13 +200,6 @@ def restricted(
             f"{type(module).__name__} has a mask {shape} for {tokens} tokens: packed rows need a mask "
             f"[batch, heads or 1, {tokens}, {tokens}]"
         )
-    return _with_mask(module, args, kwargs, mask)
-
-
-def _with_mask(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an attention's arguments with another mask."""
     place = _mask_place(type(module))  # type: ignore[arg-type]
     if place < len(args):
         return (*args[:place], mask, *args[place + 1 :]), kwargs

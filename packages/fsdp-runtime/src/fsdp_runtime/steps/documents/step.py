@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import model_of_rows
+from fsdp_runtime._transformers_compat.attention import use_attention
 from fsdp_runtime._transformers_compat.models import given_cache
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.model.token_mixers import Isolation
@@ -19,19 +20,16 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.attention.trial import decide
+from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.full_sequence import eager_function, replaced_attention
 from fsdp_runtime.steps.documents.documents import find_documents
-from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, PackedMixer
-from fsdp_runtime.steps.documents.packed_attention import PackedAttention, replace_attention
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, REPLACED, CurrentDocuments, PackedMixer
 from fsdp_runtime.steps.documents.recurrences import compute_rows
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
 from fsdp_runtime.values import require_bool
 from fsdp_runtime.wrap import hook_model, wrap
 
 logger = logging.getLogger(__name__)
-
-#: Implementations of attention that kernels replace on an accelerator.
-_REPLACEABLE = ("sdpa", "eager", "flex_attention")
 
 
 def check_packing(facts: ModelFacts) -> None:
@@ -82,22 +80,25 @@ class PackedSequences(Step[None]):
             modules = [mixer.module for mixer in mixers if mixer.isolation == isolation]
             wrap(modules, PackedMixer, documents=documents, isolation=isolation)
         compute_rows(mixers, documents)
-        attention = self._replace_attention(model, setup, documents)
+        attention = _replace_attention(model, setup, documents)
         inputs = _PackedInputs(documents, attention, varlen=setup.facts.attention.startswith("flash"))
         hook_model(model, "finds the documents of rows", inputs, inputs.after)
         logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.isolation})" for mixer in mixers)))
 
-    def _replace_attention(self, model: Any, setup: Setup, documents: CurrentDocuments) -> PackedAttention | None:
-        """Let kernels that know documents compute attention, where the mesh has an accelerator."""
-        facts, mixers = setup.facts, setup.facts.token_mixers
-        replaced = replaced_attention(mixers, facts.attention) if facts.attention in _REPLACEABLE else ()
-        others = [mixer for mixer in mixers if mixer not in replaced]
-        kernels = runtime_state(model).attention = decide(setup, replaced, others, keys="rows")
-        if not kernels.accelerated or not replaced:
-            return None
-        attention = PackedAttention(kernels, documents, facts.attention, eager_function)
-        replace_attention(model, mixers, replaced, attention)
-        return attention
+
+def _replace_attention(model: Any, setup: Setup, documents: CurrentDocuments) -> ContextAttention | None:
+    """Let kernels that know documents compute attention, where the mesh has an accelerator."""
+    mixers, name = setup.facts.token_mixers, setup.facts.attention
+    replaced = replaced_attention(mixers, name) if name in ("sdpa", "eager") else ()
+    others = [mixer for mixer in mixers if mixer not in replaced]
+    kernels = runtime_state(model).attention = decide(setup, replaced, others, "rows")
+    if not kernels.accelerated or not replaced:
+        return None
+    attention = ContextAttention(None, None, documents=documents, kernels=kernels)
+    attention.eager = eager_function if name == "eager" else None
+    keep = [module for mixer in others for module in mixer.module.modules()]
+    use_attention(model, f"{REPLACED}{name}_{id(attention):x}", attention.attend, attention.mask, keep=keep)
+    return attention
 
 
 def _is_padded(mask: Any) -> bool:
@@ -108,13 +109,15 @@ def _is_padded(mask: Any) -> bool:
 class _PackedInputs:
     """Finds the documents of a forward's rows."""
 
-    def __init__(self, documents: CurrentDocuments, attention: PackedAttention | None, *, varlen: bool) -> None:
+    def __init__(self, documents: CurrentDocuments, attention: ContextAttention | None, *, varlen: bool) -> None:
         self.documents = documents
         self.attention = attention
         self.varlen = varlen  # the attention's kernels take the boundaries
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.documents.current = None
+        if self.attention is not None:
+            self.attention.whole_rows = True
         named = dict(kwargs)
         tokens = next((named[n] for n in ("input_ids", "inputs_embeds") if named.get(n) is not None), None)
         if tokens is None and args and isinstance(args[0], Tensor):
@@ -122,8 +125,8 @@ class _PackedInputs:
         if tokens is None:
             return None
         seq_idx, lengths = named.get("seq_idx"), named.get("cu_seq_lens_q")
-        shape, longest = (tokens.shape[0], tokens.shape[1]), named.get("max_length_q")
-        documents = find_documents(named.get("position_ids"), seq_idx, lengths, shape, longest=longest)
+        shape = (tokens.shape[0], tokens.shape[1])
+        documents = find_documents(named.get("position_ids"), seq_idx, lengths, shape, named.get("max_length_q"))
         if documents is None:
             return None
         if given_cache(named) is not None or named.get("use_cache"):
@@ -134,8 +137,10 @@ class _PackedInputs:
         if named.get("position_ids") is None:
             named["position_ids"] = documents.positions
         if self.attention is not None:
-            self.attention.padding = named.get("attention_mask")
-            if self.attention.padding is None:  # transformers then does not look for documents, which waits
+            padding, packed = named.get("attention_mask"), documents.bounds is not None or documents.packed
+            self.attention.whole_rows = not packed and padding is not None
+            self.attention.begin(padding=padding, documents=documents if packed else None)
+            if padding is None:  # transformers then does not look for documents, which waits
                 named["attention_mask"] = torch.ones_like(documents.begins)
         takes = signature(type(model_of_rows(module)).forward).parameters
         anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values())
