@@ -81,7 +81,14 @@ def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, before: Any, longest: Any, *, window: tuple[int, int], scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    before: Any,
+    longest: Any,
+    *,
+    window: tuple[int, int],
+    scale: float | None,
 ) -> Tensor:
     """Attend within segments of ``[tokens, heads, dim]``, by the tokens before each and the longest segment."""
     # ``before`` and ``longest`` are of queries, then of keys. torch 2.11 takes fewer key heads without ``enable_gqa``,

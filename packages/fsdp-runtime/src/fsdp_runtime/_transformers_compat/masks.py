@@ -79,9 +79,7 @@ def mask_of_rows(
     return mask_function if padding is None else and_masks(mask_function, padding_mask_function(padding))
 
 
-def sdpa_mask_between(
-    queries: Tensor, keys: Tensor, *, mask_function: Any, batch_size: int, use_vmap: bool
-) -> Tensor:
+def sdpa_mask_between(queries: Tensor, keys: Tensor, *, mask_function: Any, batch_size: int, use_vmap: bool) -> Tensor:
     """Build the boolean mask ``[batch, 1, queries, keys]`` of SDPA with transformers' own function."""
     # With ``use_vmap`` the mask function takes single indices.
     from transformers.masking_utils import sdpa_mask

@@ -75,7 +75,9 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
 def kind_of(function: Any) -> str:
     """Return the kind of an operator's operations: ``"attention"``, ``"grouped"`` or ``"matmul"``."""
     name = _name_of(function.overloadpacket)
-    return "attention" if "attention" in name or "varlen_attn" in name else "grouped" if "grouped_mm" in name else "matmul"
+    return (
+        "attention" if "attention" in name or "varlen_attn" in name else "grouped" if "grouped_mm" in name else "matmul"
+    )
 
 
 @cache  # torch builds the text at each call
