@@ -39,3 +39,18 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most elements of a tensor that an operator returns under it; a view has the elements of its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.numel = max(self.numel, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return result

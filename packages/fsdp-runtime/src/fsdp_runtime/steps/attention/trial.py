@@ -91,7 +91,7 @@ def try_kernel(kernel: str, width: int, dtype: torch.dtype, device: torch.device
             output = (_within_segments if kernel == "varlen" else _within_blocks)(*leaves)
             gradients = torch.autograd.grad(output.sum(), leaves)
         alone = [scaled_dot_product_attention(*part, is_causal=True) for part in zip(*parts, strict=True)]
-        difference = float((output.detach() - torch.cat(alone, dim=2).transpose(1, 2)).abs().max())
+        difference = float((output - torch.cat(alone, dim=2).transpose(1, 2)).detach().abs().max())
     except Exception as error:  # noqa: BLE001  # a compiler and a driver may raise anything
         return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finite = all(bool(gradient.isfinite().all()) for gradient in gradients)

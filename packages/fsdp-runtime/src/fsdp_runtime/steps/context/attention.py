@@ -310,10 +310,8 @@ class ContextAttention:
             return mask.rows if self.context_parallel == "allgather" else mask
         if padding is None and self.subtree_end is None and (pattern := pattern_of(mask_function)) is not None:
             isolated = documents or rows_as_documents(rows, layout.length, device)
-            mask.pattern, mask.isolated = (
-                pattern,
-                isolated if pattern.chunk is None else isolated.in_parts(pattern.chunk),
-            )
+            mask.isolated = isolated if pattern.chunk is None else isolated.in_parts(pattern.chunk)
+            mask.pattern = pattern
         return mask if self.context_parallel == "ring" else prepared(self.kernels, mask)
 
 
