@@ -91,5 +91,5 @@ def viewed_tensor(tensor: Tensor) -> Tensor | None:
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """Return the hooks that pack and unpack saved tensors now; torch runs the innermost pair only."""
     # ``torch.utils.checkpoint`` and activation offload are such hooks; torch 2.11 to 2.15 have no public getter.
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks

@@ -65,7 +65,7 @@ class Blocks:
         if values.numel():
             before, first = self.columns.start % self.size, self.columns.start // self.size
             after = -(before + len(self.columns)) % self.size
-            padded = torch.nn.functional.pad(values.abs(), (before, after)).unflatten(1, (-1, self.size))
+            padded = torch.nn.functional.pad(values.abs(), (before, after)).view(len(values), -1, self.size)
             amax[:, first : first + padded.shape[1]] = padded.amax(-1)
         if self.reduce is not None:
             self.reduce(amax)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -33,21 +33,6 @@ class HubTensor:
     dtype: str  # in safetensors' notation, as "BF16"
 
 
-class StoredValues(Protocol):
-    """A weight with values that are computed from several stored tensors."""
-
-    transposed: bool
-
-    def box(self, box: Box) -> Box:
-        """Return the stored box of a box of the weight."""
-
-    def values(self, read: Callable[..., Tensor], box: Box) -> Tensor:
-        """Return the values of a stored box."""
-
-    def packed(self, read: Callable[..., Tensor], box: Box, fmt: Any) -> Tensor | None:
-        """Return the bytes of a stored box in a packed format."""
-
-
 class HubCheckpoint(SafetensorsReader):
     """The tensors of a Hugging Face checkpoint; opening it reads headers only."""
 
@@ -57,16 +42,16 @@ class HubCheckpoint(SafetensorsReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__("download or save it again")
         self.bytes_read = 0
-        self.stored: Mapping[str, StoredValues] = {}  # quantized weights, which several tensors of the files hold
+        self.stored: Mapping[str, Any] = {}  # quantized weights, each in several tensors of the files
         self.folder: Path | None = None  # the checkpoint's folder; ``None`` if ``path`` is a file of another name
         try:
             self.tensors: Mapping[str, HubTensor] = self._read_headers(path)
-            self._in_files = self.tensors
+            self._in_files: Mapping[str, HubTensor] = self.tensors
         except BaseException:
             self.close()
             raise
 
-    def show(self, tensors: Mapping[str, HubTensor], stored: Mapping[str, StoredValues]) -> None:
+    def show(self, tensors: Mapping[str, HubTensor], stored: Mapping[str, Any]) -> None:
         """Show tensors in the place of the tensors in the files; ``stored`` computes the values of some."""
         self._in_files, self.tensors, self.stored = self.tensors, tensors, stored
 
@@ -75,7 +60,7 @@ class HubCheckpoint(SafetensorsReader):
         if (weight := self.stored.get(name)) is None:
             return self.read_part(name, box)
         in_model = full_box(self.tensors[name].shape) if box is None else box
-        values = weight.values(self.read_part, weight.box(in_model))
+        values: Tensor = weight.values(self.read_part, weight.box(in_model))
         return values.mT if weight.transposed else values
 
     def read_codes(self, name: str, box: Box, fmt: Any) -> Tensor | None:

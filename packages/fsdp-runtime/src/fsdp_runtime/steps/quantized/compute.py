@@ -29,7 +29,7 @@ class QuantizedLinear(Wrapper):
         module = cast(nn.Linear, self)
         entering = tensor.to(_compute_dtype(module, tensor))
         fmt = packed_weights(module)["weight"].format
-        bias = None if module.bias is None else module.bias.to(entering.dtype)
+        bias: Tensor | None = module.bias
         return cast(Tensor, _Linear.apply(entering, module.weight, bias, fmt.kind, fmt.block))  # type: ignore[no-untyped-call]
 
 
@@ -130,7 +130,7 @@ class RebuiltTensors:
         if known is None or not tensor.numel():
             return None
         stack, rebuild = known
-        size, offset = stack[0].numel(), tensor.storage_offset()
+        size, offset = stack[0].numel(), int(tensor.storage_offset())
         last = offset + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
         first = offset // size
         experts = slice(first, last // size + 1)

@@ -58,7 +58,7 @@ class PackedFormat:
         default = BLOCKS[str(kind)]
         if block is not None and (type(block) is not int or block < 2 or block % 2):
             raise OptionError(f"block_size={block!r}: give an even number of elements, such as {default}, or None")
-        return cls(str(kind), default if block is None else block)  # type: ignore[arg-type]  # an int
+        return cls(str(kind), default if block is None else block)
 
     @property
     def code_bytes(self) -> int:
@@ -80,9 +80,10 @@ class PackedFormat:
         return packed
 
     def join(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the bytes of codes ``[..., blocks, code_bytes]`` in uint8 and scales ``[..., blocks]``."""
+        """Return the bytes of codes ``[..., blocks * code_bytes]`` in uint8 and scales ``[..., blocks]``."""
         scale = scales.float().contiguous().view(torch.uint8) if self.kind != "mxfp4" else scales
-        return torch.cat([codes, scale.view(*scales.shape, -1)], -1).flatten(-2)
+        parts = [codes.reshape(*scales.shape, -1), scale.reshape(*scales.shape, -1)]
+        return torch.cat(parts, -1).flatten(-2)
 
     def dequantize(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the values ``[..., columns]``; each is a product in float32 that is rounded once."""
@@ -198,7 +199,8 @@ def _copy_codes(target: Tensor, rows: Box, weight: PackedWeight, chunks: Sequenc
 
 def packed_weights(module: nn.Module) -> dict[str, PackedWeight]:
     """Return the parameters of packed bytes of a module, by name."""
-    return vars(module).get(PACKED, {})
+    packed: dict[str, PackedWeight] = vars(module).get(PACKED, {})
+    return packed
 
 
 def packed_weight(entry: StateEntry) -> PackedWeight | None:
@@ -215,7 +217,7 @@ def pack_parameter(module: nn.Module, name: str, weight: PackedWeight) -> None:
 
 def _rows(tensor: Tensor, columns: int) -> Sequence[Tensor]:
     """Return a tensor as runs of rows, each of at most 2**24 bytes of ``columns`` per row."""
-    return tensor.reshape(-1, tensor.shape[-1]).split(max(1, _AT_ONCE // max(columns, 1)))
+    return torch.split(tensor.reshape(-1, tensor.shape[-1]), max(1, _AT_ONCE // max(columns, 1)))
 
 
 def _halves(codes: Tensor) -> Tensor:

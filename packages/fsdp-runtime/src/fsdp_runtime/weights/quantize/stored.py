@@ -23,7 +23,7 @@ from tp_plans.boxes import Box
 _BNB = ".quant_state.bitsandbytes__"
 #: Name endings of tensors beside codes of a scheme that is not read.
 _UNKNOWN = (".weight_packed", ".weight_zero_point", ".weight_scale_2", ".qweight", f"{_BNB}fp4")
-_ReadPart = Callable[..., Tensor]
+ReadPart = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StoredWeight:
         """Return the box of the matrix for a box of the model's weight."""
         return (*box[:-2], box[-1], box[-2]) if self.transposed else box
 
-    def packed(self, read: _ReadPart, box: Box, fmt: PackedFormat) -> Tensor | None:
+    def packed(self, read: ReadPart, box: Box, fmt: PackedFormat) -> Tensor | None:
         """Return a box in the bytes of a format; ``None`` for a format of another kind."""
         if self.kind != fmt.kind:
             return None
@@ -53,21 +53,19 @@ class StoredWeight:
                 f"{self.codes}: {self.cell[1]} columns share a stored scale, and columns {box[-1][0]} to {box[-1][1]} "
                 f"are read in blocks of {fmt.block}: take a block_size that divides {self.cell[1]}"
             )
-        codes = self._codes(read, box).unflatten(-1, (-1, fmt.code_bytes))
-        return fmt.join(codes, self._scales(read, box, fmt.block))
+        return fmt.join(self._codes(read, box), self._scales(read, box, fmt.block))
 
-    def values(self, read: _ReadPart, box: Box) -> Tensor:
+    def values(self, read: ReadPart, box: Box) -> Tensor:
         """Return the float32 values of a box."""
         if self.kind in ("int8", "fp8"):
             dtype = torch.int8 if self.kind == "int8" else torch.float8_e4m3fn
             return self._codes(read, box).view(dtype).float() * self._scales(read, box, 1)
         fmt, (start, stop) = PackedFormat(self.kind, self.cell[1]), box[-1]
         around = (*box[:-1], (start // fmt.block * fmt.block, -(-stop // fmt.block) * fmt.block))
-        codes = self._codes(read, around).unflatten(-1, (-1, fmt.code_bytes))
-        packed = fmt.join(codes, self._scales(read, around, fmt.block))
+        packed = fmt.join(self._codes(read, around), self._scales(read, around, fmt.block))
         return fmt.dequantize(packed, torch.float32).narrow(-1, start % fmt.block, stop - start)
 
-    def _codes(self, read: _ReadPart, box: Box) -> Tensor:
+    def _codes(self, read: ReadPart, box: Box) -> Tensor:
         """Return the codes of a box as bytes, the first of two codes in the low half."""
         (start, stop), last = box[-1], self.shape[-1]
         if self.kind in ("int8", "fp8"):
@@ -78,7 +76,7 @@ class StoredWeight:
         codes = rows[:, start // 2 : stop // 2]
         return (codes >> 4) | (codes << 4)
 
-    def _scales(self, read: _ReadPart, box: Box, block: int) -> Tensor:
+    def _scales(self, read: ReadPart, box: Box, block: int) -> Tensor:
         """Return the scale at the first column of each block of a box."""
         (first, last), (start, stop) = box[-2:]
         if self.kind == "mxfp4":
@@ -92,13 +90,14 @@ class StoredWeight:
         rows, columns = torch.arange(first, last) // self.cell[0], torch.arange(start, stop, block) // self.cell[1]
         return scales[rows[:, None], columns]
 
-    def _nf4_amax(self, read: _ReadPart, start: int, stop: int) -> Tensor:
+    def _nf4_amax(self, read: ReadPart, start: int, stop: int) -> Tensor:
         amax, state = read(self.scales, ((start, stop),)), self.state or {}
         if "nested_blocksize" not in state:
             return amax.float()
         weight = self.scales.removesuffix(".absmax")
         outer = read(f"{weight}.nested_absmax")[torch.arange(start, stop) // state["nested_blocksize"]]
-        return read(f"{weight}.nested_quant_map")[amax.int()] * outer + state["nested_offset"]
+        inner = read(f"{weight}.nested_quant_map")[amax.int()]
+        return torch.add(inner * outer, state["nested_offset"])
 
 
 def read_stored_weights(checkpoint: HubCheckpoint) -> None:
