@@ -111,7 +111,7 @@ def _add_recipe(commands: Any) -> None:
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
     command.add_argument("--device-memory", "--memory", required=True, metavar="SIZE", help=_DEVICE_MEMORY)
     command.add_argument("--lengths", type=_integers, metavar="TOKENS,...", help="(default: 8192,32768,131072)")
-    command.add_argument("--trainings", type=_words, metavar="KIND,...", help="full, lora (default: both)")
+    command.add_argument("--trainings", type=_words, metavar="KIND,...", help="full, lora, qlora (default: full,lora)")
     command.add_argument("--ep", type=_integers, metavar="N,...", help="sizes of ep (default: 8 and 1 for a mixture)")
     command.add_argument("--hardware", help="rates that order meshes by time: A100, H100 (default), H200, B200")
     command.add_argument("--every", action="store_true", help="try every mesh, not up to the first that fits")

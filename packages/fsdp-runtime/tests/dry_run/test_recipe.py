@@ -155,7 +155,7 @@ def test_what_does_not_fit_and_what_is_refused_is_listed() -> None:
     assert "```" not in told
 
 
-@pytest.mark.parametrize("training", ["full", "lora"])
+@pytest.mark.parametrize("training", ["full", "lora", "qlora"])
 def test_program_of_a_recipe_is_python(training: str) -> None:
     candidate = Candidate(
         mesh=MeshSpec(dp_shard=2, tp=4, ep=2), sequence_parallel=True, activation_checkpointing="block"
@@ -190,13 +190,16 @@ def test_programs_of_a_recipe_run_as_printed_and_learn(
     model = tiny_model("Qwen3ForCausalLM", num_hidden_layers=1)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     asked = ["recipe", str(tmp_path), "--gpus", "2", "--device-memory", "80GB", "--lengths", "64", "--workers", "0"]
-    assert cli.main([*asked, "--markdown"]) == 0
+    assert cli.main([*asked, "--trainings", "full,lora,qlora", "--markdown"]) == 0
     printed = re.findall(r"```python\n(.*?)```", capsys.readouterr().out, re.DOTALL)
-    assert len(printed) == 2
+    assert len(printed) == 3
+    assert 'steps=(Quantized("nf4"),)' in printed[2]
     for losses in two_ranks.run(_losses_of_the_programs, printed, model.config.vocab_size):
         assert losses[1] < losses[0]
         assert losses[3] < losses[2]
+        assert losses[5] < losses[4]
         assert losses[2] == pytest.approx(losses[0], rel=1e-2)  # the adapters' initial values change nothing
+        assert losses[4] == pytest.approx(losses[0], rel=2e-2)  # nf4 changes the base a little
 
 
 def test_device_memory_is_the_same_number_in_every_report() -> None:

@@ -44,6 +44,13 @@ def _known(settings: Settings, memory: Memory) -> dict[str, int | None]:
         savings[change] = states * (replicas - 1) // replicas
     if memory.peak.phase == "optimizer" and settings.optimizer == "adamw" and peak.temporaries:
         savings["optimizer='adamw_fused': AdamW(fused=True), without the temporaries of foreach"] = peak.temporaries
+    if settings.frozen and not settings.quantized:
+        change = "steps=(Quantized('nf4'),): pack the frozen layers in 4.5 bits a weight, on any mesh"
+        savings[change] = settings.frozen - settings.frozen * 9 // (32 if settings.dtype == "bf16" else 64)
+    if settings.optimizer.startswith("adamw") and "bit" not in settings.optimizer and peak.optimizer_state:
+        width = 4 if "fp32" in (settings.master_dtype, settings.dtype) else 2
+        saved = peak.optimizer_state * (64 * width - 65) // (64 * width)
+        savings["optimizer='adamw_8bit': LowBitAdamW, with moments in 8 bits on any mesh"] = saved
     if not settings.offload and states:
         change = "CPUOffloadPolicy() in fsdp=, or --offload: keep parameters, gradients and optimizer state on the host"
         savings[change] = states

@@ -72,8 +72,8 @@ def estimate(
         frozen_dtype: dtype of stored parameters without gradients, such as ``torch.float32`` beside LoRA of code that
             loads models in it; ``dtype`` by default.
         optimizer: ``"adamw"`` (default) or ``"sgd"`` (with momentum), torch's with ``foreach`` as on an accelerator;
-            ``"adamw_fused"`` and ``"adamw_single"``, without the temporaries of ``foreach``; ``"adamw_cpu_offload"``
-            for :class:`fsdp_runtime.optim.CPUOffloadAdamW`; or ``"none"``.
+            ``"adamw_fused"`` and ``"adamw_single"``, without the temporaries of ``foreach``; of ``fsdp_runtime.optim``
+            ``"adamw_cpu_offload"``, ``"adamw_8bit"`` and ``"adamw_bf16"``; or ``"none"``.
         logprobs: the loss, the mean of token log-probabilities: ``"logits"`` (default) by
             ``rl_logprobs.token_logprobs``, ``"linear"`` by ``rl_logprobs.linear_token_logprobs`` on hidden states;
             the loss of other code, ``"transformers"``, ``"cross-entropy"`` (of logits in their own dtype),

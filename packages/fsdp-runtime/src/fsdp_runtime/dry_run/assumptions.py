@@ -22,7 +22,7 @@ def untrained_assumptions(
     for part, (count, size) in add_up((_part_of(pattern), sizes) for pattern, sizes in untrained.items()).items():
         unused = has_vision and part not in map(_part_of, trained)
         reason = "the step has text and no images or other media" if unused else "the step does not use all of it"
-        state = format_bytes(OPTIMIZERS[step.optimizer][1] * size)
+        state = format_bytes(int(OPTIMIZERS[step.optimizer][1] * size))
         sizes = f"{format_bytes(size)} of gradients and {state} of optimizer state"
         if step.assume_gradients:
             counted = f"{sizes} are counted as if it had been trained, and its activations, traffic and work are not"
@@ -37,7 +37,7 @@ def untrained_assumptions(
 
 
 def quantization_assumptions(model: nn.Module) -> list[Assumption]:
-    """Return an assumption for a config with quantized weights: the numbers and ``load_weights`` ignore these."""
+    """Return an assumption for a config with quantized weights: without ``Quantized`` they are dequantized."""
     config = getattr(model, "config", None)
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
@@ -45,8 +45,9 @@ def quantization_assumptions(model: nn.Module) -> list[Assumption]:
     fields = quantization if isinstance(quantization, Mapping) else vars(quantization)
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method", "an unknown method")))
     text = (
-        f"the config says that the checkpoint is quantized ({method}), and the numbers count unquantized "
-        "weights: load_weights refuses such a checkpoint, so train from a dequantized copy of it"
+        f"the config says that the checkpoint is quantized ({method}), and the numbers count dequantized weights "
+        "unless steps has Quantized: load_weights refuses schemes other than bitsandbytes' nf4 and int8, FP8, int8 per "
+        "row and MXFP4"
     )
     return [Assumption(operator="", module="", assumption=text)]
 

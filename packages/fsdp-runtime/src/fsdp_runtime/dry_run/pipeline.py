@@ -44,7 +44,14 @@ from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import MeshSpec
 from fsdp_runtime.mesh.collectives import axis_names
 from fsdp_runtime.parallelism import Parallelism
-from fsdp_runtime.steps import FSDP2, ActivationCheckpointing, ContextParallel, ExpertParallel, TensorParallel
+from fsdp_runtime.steps import (
+    FSDP2,
+    ActivationCheckpointing,
+    ContextParallel,
+    ExpertParallel,
+    Quantized,
+    TensorParallel,
+)
 from fsdp_runtime.steps.attention.decision import kernels_of_device
 from fsdp_runtime.wrap import replace_forward
 from tp_plans import Plan
@@ -152,8 +159,17 @@ def _settings(
         "blocks": trace.summary.blocks,
         "traced": trace.traced,
         "scaling": trace.scaling,
+        "frozen": _frozen_bytes(model, parallelism) // math.prod(spec.sizes[axis] for axis in ("tp", "cp", "dp_shard")),
+        "quantized": setup.step(Quantized) is not None,
     }
     return Settings(**as_given | resolved)
+
+
+def _frozen_bytes(model: nn.Module, parallelism: Parallelism) -> int:
+    """Return the bytes of the frozen matrices in blocks; 0 for a model without any."""
+    blocks = parallelism.structure.blocks
+    inside = {each: None for path in blocks for each in model.get_submodule(path).parameters()}
+    return sum(each.nbytes for each in inside if each.ndim > 1 and not each.requires_grad)
 
 
 def _names_single_blocks(parallelism: Parallelism) -> bool:

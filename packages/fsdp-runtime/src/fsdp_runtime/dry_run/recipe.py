@@ -18,7 +18,7 @@ from fsdp_runtime.errors import EstimateError
 _TOKENS_WITHOUT_CP = 16384
 
 #: The dtype of parameters, gradients and moments: LoRA leaves the model in bfloat16, as it was loaded.
-_TRAININGS: Mapping[str, str | None] = {"full": "fp32", "lora": None}
+_TRAININGS: Mapping[str, str | None] = {"full": "fp32", "lora": None, "qlora": None}
 
 
 def recipes(
@@ -65,11 +65,12 @@ def recipes(
             training=training,
             seq_len=length,
             found=sweep(
-                WithAdapters(model) if training == "lora" else model,
+                model if training == "full" else WithAdapters(model),
                 gpus,
                 seq_len=length,
                 cp=_sizes_of_cp(gpus, length),
                 fsdp=parse_fsdp(master_dtype=_TRAININGS[training]),
+                **_steps(training),
                 **options,
             ),
             without_adapters=without_adapters,
@@ -79,6 +80,13 @@ def recipes(
         for training in trainings
         for length in lengths
     ]
+
+
+def _steps(training: str) -> dict[str, Any]:
+    """Return the keyword ``steps`` of a kind of training, if it has steps."""
+    from fsdp_runtime.steps import Quantized  # torch, when a recipe is made
+
+    return {"steps": (Quantized("nf4"),)} if training == "qlora" else {}
 
 
 def _ask(model: str | Path | Any, gpus: int) -> tuple[tuple[int, ...], tuple[str, ...], str]:

@@ -33,14 +33,17 @@ from fsdp_runtime.dry_run.trace.recorder import Recorder
 from fsdp_runtime.errors import EstimateError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size
+from fsdp_runtime.optim import LowBitAdamW
 from fsdp_runtime.parallelism import Parallelism
 
-#: Optimizers by name, and the bytes of state per byte of a parameter; ``adamw_single`` is the one without ``foreach``,
-#: with temporaries of one parameter.
-OPTIMIZERS: dict[str, tuple[Callable[[list[Any]], torch.optim.Optimizer] | None, int]] = {
+#: Optimizers by name, and the bytes of state per byte of a parameter (of a float32 parameter for states in few bits);
+#: ``adamw_single`` is the one without ``foreach``, with temporaries of one parameter.
+OPTIMIZERS: dict[str, tuple[Callable[[list[Any]], torch.optim.Optimizer] | None, float]] = {
     "adamw": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=True), 2),
     "adamw_fused": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True), 2),
     "adamw_single": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, foreach=False), 2),
+    "adamw_8bit": (lambda groups: LowBitAdamW(groups, lr=1e-5), 0.51),
+    "adamw_bf16": (lambda groups: LowBitAdamW(groups, lr=1e-5, states="bf16"), 1),
     "sgd": (lambda groups: torch.optim.SGD(groups, lr=1e-5, momentum=0.9, foreach=True), 1),
     "adamw_cpu_offload": (lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True), 2),
     "none": (None, 0),

@@ -133,7 +133,7 @@ class Sweep:
 class Recipe:
     """The meshes of a number of GPUs for one kind of training and length."""
 
-    training: str  # ``"full"`` or ``"lora"``
+    training: str  # ``"full"``, ``"lora"``, or ``"qlora"`` on a base in nf4
     seq_len: int  # tokens per sequence
     found: Sweep  # the meshes, best first
     without_adapters: tuple[str, ...] = ()  # names of linear layers without LoRA

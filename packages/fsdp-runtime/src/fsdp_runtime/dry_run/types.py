@@ -226,6 +226,8 @@ class Settings:
         compiled: whether blocks are compiled.
         offload_activations: whether activations that forward keeps move to the host.
         attention_kernels: the kernels with counted workspaces.
+        frozen: bytes per rank of the frozen matrices in blocks, beside adapters that train.
+        quantized: whether ``Quantized`` packs the frozen base.
     """
 
     model: str
@@ -252,6 +254,8 @@ class Settings:
     compiled: bool = False
     offload_activations: bool = False
     attention_kernels: str = "flash2"
+    frozen: int = 0
+    quantized: bool = False
 
     @property
     def exact(self) -> bool:

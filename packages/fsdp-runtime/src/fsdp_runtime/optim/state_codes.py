@@ -27,8 +27,8 @@ def dynamic_levels(*, signed: bool) -> tuple[float, ...]:
     """Return the 256 values of a code: seven decades with ever finer steps ("8-bit Optimizers", arXiv:2110.02861)."""
     levels = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, dtype=torch.float64)
-        values = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
+        count = 2 ** (decade if signed else decade + 1)
+        values = [(0.1 + 0.9 * (step + 0.5) / count) * 10.0 ** (decade - 6) for step in range(count)]
         levels += [*values, *(-value for value in values)] if signed else values
     return tuple(sorted(levels))
 

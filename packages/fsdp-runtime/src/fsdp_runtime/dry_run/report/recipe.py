@@ -51,9 +51,10 @@ def program(
         *(["sequence_parallel=True,"] if candidate.sequence_parallel else []),
         f'activation_checkpointing="{candidate.activation_checkpointing}",',
         *(_FULL_OPTIONS if training == "full" else ("fsdp=fsdp_runtime.FSDP2(),",)),
+        *(('steps=(Quantized("nf4"),),',) if training == "qlora" else ()),
     ]
     excluded = f"exclude_modules={[*without_adapters]}, " if without_adapters else ""
-    lora = training == "lora"
+    lora = training != "full"
     build = f"model = {auto_class}.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.bfloat16)"
     return [
         "import torch",
@@ -62,6 +63,7 @@ def program(
         f"from transformers import AutoConfig, {auto_class}",
         "",
         "import fsdp_runtime",
+        *(["from fsdp_runtime.steps import Quantized"] if training == "qlora" else []),
         "",
         f'checkpoint = "{checkpoint}"  # a directory with config.json and safetensors files',
         f"mesh = fsdp_runtime.MeshSpec({sizes}).build()",
