@@ -109,22 +109,36 @@ def _errors(step: Quantized, cases: list[Case]) -> dict[str, float]:
 
 _TWO: list[Case] = [
     ("LlamaForCausalLM", {"tp": 2}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
-    ("LlamaForCausalLM", {"dp_shard": 2}, {"packed_sequences": True}),
     ("LlamaForCausalLM", {"cp": 2}, {}),
     ("Qwen3MoeForCausalLM", {"tp": 2}, {"sequence_parallel": True}),
     ("Qwen3MoeForCausalLM", {"dp_shard": 2, "ep": 2}, {"activation_checkpointing": "block"}),
-    ("Qwen3MoeForCausalLM", {"dp_shard": 2}, {"packed_sequences": True}),
     ("GptOssForCausalLM", {"tp": 2, "ep": 2}, {}),
     ("qwen3_next", {"tp": 2}, {"sequence_parallel": True}),
     ("qwen3_next", {"dp_shard": 2}, {"packed_sequences": True}),
     ("vision", {"tp": 2}, {}),
-    ("vision", {"dp_shard": 2}, {}),
+]
+_BOTH = {"dp_shard": 2, "tp": 2}
+_FOUR: list[Case] = [
+    ("LlamaForCausalLM", _BOTH, {"sequence_parallel": True, "packed_sequences": True}),
+    ("LlamaForCausalLM", {"cp": 2, "tp": 2}, {"context_parallel": "ring", "activation_checkpointing": "selective"}),
+    ("Qwen3MoeForCausalLM", {**_BOTH, "ep": 4}, {"packed_sequences": True}),
+    ("Qwen3MoeForCausalLM", {"dp_shard": 4}, {"activation_checkpointing": "mlp"}),
+    ("GptOssForCausalLM", {**_BOTH, "ep": 2}, {"activation_checkpointing": "block"}),
+    ("qwen3_next", _BOTH, {}),
+    ("deepseek_v3", {**_BOTH, "ep": 2}, {"sequence_parallel": True}),
+    ("granitemoehybrid", _BOTH, {}),
+    ("vision", _BOTH, {}),
 ]
 
 
-@pytest.mark.parametrize("step", [Quantized("nf4", block_size=16)], ids=str)
-def test_quantized_computes_one_process_with_the_dequantized_base(step: Quantized, two_ranks: RankPool) -> None:
-    assert two_ranks.run(_errors, step, _TWO) == [{}, {}]
+def test_quantized_computes_one_process_with_the_dequantized_base(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_errors, Quantized("nf4", block_size=16), _TWO) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [Quantized(kind, block_size=16) for kind in ("nf4", "int8", "fp8", "mxfp4")], ids=str)
+def test_quantized_computes_one_process_on_four_ranks(step: Quantized, four_ranks: RankPool) -> None:
+    assert four_ranks.run(_errors, step, _FOUR) == [{}] * 4
 
 
 def _differences(name: str, step: Quantized, axes: Mapping[str, int], directory: str) -> list[str]:
@@ -152,7 +166,7 @@ def _differences(name: str, step: Quantized, axes: Mapping[str, int], directory:
     return wrong
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
 def test_quantized_is_loaded_by_slices_and_exported(name: str, tmp_path: Path, four_ranks: RankPool) -> None:
     step = Quantized("mxfp4", block_size=16)
     _adapted(name).save_pretrained(tmp_path)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fsdp_runtime.errors import WeightSyncError
 from fsdp_runtime.sharded import block_view, inside
 from fsdp_runtime.sync.schedule import Message
+from fsdp_runtime.weights import DequantizedTensor
 from tp_plans.boxes import Box, box_shape
 from tp_plans.transfer import BlockTransfer, TransferLayout, TransferPlan
 
@@ -36,6 +37,11 @@ class Sides:
     ) -> None:
         self.plan, self.rank, self.transfers = plan, rank, plan.for_rank(rank)
         self.source, self.destination = source, destination
+        if packed := next((name for name, each in destination.items() if isinstance(each, DequantizedTensor)), None):
+            raise WeightSyncError(
+                f"{packed} of the destination is in packed bytes, which take no values of a transfer: send them to a "
+                "model without Quantized"
+            )
 
     @property
     def device(self) -> torch.device:

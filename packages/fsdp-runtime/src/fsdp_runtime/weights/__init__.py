@@ -12,6 +12,7 @@ from fsdp_runtime.weights.export import MergedShards as MergedShards
 from fsdp_runtime.weights.load import LoadReport, load_weights
 from fsdp_runtime.weights.load_adapter import init_adapters, load_adapter
 from fsdp_runtime.weights.multi_token_heads import multi_token_weights
+from fsdp_runtime.weights.quantize.dequantized import DequantizedTensor as DequantizedTensor
 from fsdp_runtime.weights.quantize.formats import Quantization as Quantization
 from fsdp_runtime.weights.quantize.formats import QuantizationFormat as QuantizationFormat
 from fsdp_runtime.weights.save import save_weights
