@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_runtime import _torchao_compat
 from fsdp_runtime.model import inspect_model
-from fsdp_runtime.steps import Compile, Float8, SelectiveCheckpoint
+from fsdp_runtime.steps import Compile, Float8, Quantized, SelectiveCheckpoint
 from fsdp_runtime.steps.compile import async_compile_options
 from harness.models import tiny_model
 from refusals import Provocations
@@ -76,7 +76,10 @@ def _in_float8(step: Float8) -> None:
 def _float8_by_styles_of_torch() -> None:
     model = tiny_model("LlamaForCausalLM")
     setup: Any = SimpleNamespace(
-        meshes=SimpleNamespace(tp=CUDA), plan=plan_for(model).to_torch(model), structure=inspect_model(model)
+        packed_base=False,
+        meshes=SimpleNamespace(tp=CUDA),
+        plan=plan_for(model).to_torch(model),
+        structure=inspect_model(model),
     )
     Float8(emulate=True).check(setup)
 
@@ -137,6 +140,9 @@ CASES: Provocations = {
     "fsdp_runtime/steps/float8.py": {
         "BackendError: needs a GPU with float8 units": lambda: _in_float8(Float8()),
         "ModelError: can multiply in float8": lambda: refuse(Own(), plan=None, steps=(Float8(emulate=True),)),
+        "OptionError: stores them as packed bytes": lambda: refuse(
+            _adapted(target_modules=["q_proj"]), plan=None, steps=(Quantized("nf4"), Float8(emulate=True))
+        ),
         "OptionError: not torch's styles": _float8_by_styles_of_torch,
     },
     "fsdp_runtime/_torchao_compat.py": {

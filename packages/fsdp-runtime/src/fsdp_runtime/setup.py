@@ -156,6 +156,7 @@ class Setup:
     steps: tuple[object, ...]  # every step of the call, in order
     packed_sequences: bool = False  # the documents of packed rows are isolated
     shared_prefixes: bool = False  # the samples of a row may share prefixes
+    packed_base: bool = False  # frozen weights are packed bytes
     sequence_parallel: bool = False  # activations between blocks are sharded over ``tp`` on the sequence
     given_tp: DeviceMesh | None = None  # stays if a step removes ``tp`` from ``meshes``
     plan: Plan | Mapping[str, ParallelStyle] | None = None  # of ``tp``; torch's styles through ``nemo`` only

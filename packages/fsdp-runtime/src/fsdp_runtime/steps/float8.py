@@ -132,6 +132,8 @@ class Float8(Step[dict[str, int | None]]):
     def check(self, setup: Setup) -> dict[str, int | None]:
         """Return the layers that multiply in float8, each with the dim of its weight that is sharded over ``tp``."""
         require_torchao()
+        if setup.packed_base:
+            raise OptionError("Float8 casts weights, and Quantized stores them as packed bytes: give one of the two")
         if not self.emulate and not has_float8_units(device := _device_type(setup)):
             raise BackendError(
                 f"Float8 needs a GPU with float8 units (NVIDIA from compute capability 8.9, AMD from MI300), and the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -88,6 +88,10 @@ class Quantized(Step[QuantizedParts]):
         keep: object = self.keep
         if not isinstance(keep, tuple) or not all(isinstance(pattern, str) for pattern in keep):
             raise OptionError(f"keep={self.keep!r}: give a tuple of patterns of names, such as ('*.down_proj',)")
+
+    def resolve(self, setup: Setup) -> Setup:
+        """Tell the other steps that frozen weights are packed bytes."""
+        return replace(setup, packed_base=True)
 
     def check(self, setup: Setup) -> QuantizedParts:
         """Return the weights to quantize, on this mesh as on every other."""
