@@ -69,7 +69,7 @@ def rng_states() -> dict[str, Any]:
         states[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, *others = numpy.random.get_state()
-        states["numpy"] = (name, torch.from_numpy(keys.copy()), *others)
+        states["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *others)  # pickle has no uint32 of torch
     return states
 
 
