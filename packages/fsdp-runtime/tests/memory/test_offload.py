@@ -117,7 +117,10 @@ def test_a_model_computes_while_only_the_optimizer_is_away() -> None:
     assert model(**tiny_inputs(model, batch=1, length=4)).logits.isfinite().all()
     with pytest.raises(ModelError, match="gradients, optimizer are offloaded"):
         optimizer.step()
-    onload(model)
+    assert onload(model, parts=("gradients",)).total > 0
+    with pytest.raises(ModelError, match=r"optimizer are offloaded.*parts=\('optimizer',\)"):
+        optimizer.step()
+    assert onload(model, parts=("optimizer",)).total > 0
     optimizer.step()
 
 

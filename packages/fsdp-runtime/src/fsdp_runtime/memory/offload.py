@@ -98,7 +98,9 @@ def offload(
         >>> onload(model).total
         80
     """
-    selected = _require_parts(parts, optimizer)
+    selected = _require_parts(parts)
+    if selected == ("optimizer",) and optimizer is None:
+        raise OptionError("parts=('optimizer',) without an optimizer: pass it as the second argument")
     target = (
         require_device(device) if device is not None else compute_device(state_entries(model, allow_offloaded=True))
     )
@@ -153,7 +155,7 @@ def onload(model: nn.Module, *, parts: Iterable[Part] = PARTS) -> OffloadReport:
         >>> onload(model, parts=("parameters", "buffers")).bytes_moved
         {'parameters': 80, 'buffers': 0}
     """
-    selected = _require_parts(parts, None)
+    selected = _require_parts(parts)
     offloaded: _Offloaded | None = runtime_state(model).offloaded
     if offloaded is None:
         return OffloadReport(dict.fromkeys(selected, 0), None, None)
@@ -173,12 +175,10 @@ def onload(model: nn.Module, *, parts: Iterable[Part] = PARTS) -> OffloadReport:
     return OffloadReport(moved, before, _allocated(offloaded.device))
 
 
-def _require_parts(parts: Iterable[Part], optimizer: Optimizer | None) -> tuple[Part, ...]:
+def _require_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
     selected = tuple(parts)
     if unknown := [part for part in selected if part not in PARTS]:
         raise OptionError(f"parts={selected!r}: {unknown[0]!r} is not one of {', '.join(map(repr, PARTS))}")
-    if selected == ("optimizer",) and optimizer is None:
-        raise OptionError("parts=('optimizer',) without an optimizer: pass it as the second argument")
     return selected
 
 
