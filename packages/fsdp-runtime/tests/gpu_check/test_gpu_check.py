@@ -208,7 +208,7 @@ def tiny_steps(monkeypatch):
         monkeypatch.setitem(step_settings.SIZES, name, size)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     monkeypatch.setattr(step_settings, "EXPERTS", experts)
-    return [replace(each, tokens=(1, 8)) for each in step_settings.SETTINGS if not each.compiled]
+    return [replace(each, tokens=(1, 8)) for each in step_settings.SETTINGS if "compile" not in each.options]
 
 
 @pytest.fixture

@@ -45,9 +45,3 @@ __all__ = [
     "estimate",
     "sweep",
 ]
-
-
-def __getattr__(name: str) -> None:
-    gone = name in ("WeightTraffic", "describe_weights", "estimate_weights")
-    fix = ": the guide on weights has the bytes of saves, loads and streams" if gone else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{fix}")

@@ -14,10 +14,6 @@ from fsdp_runtime import forward_with_lm_head
 from fsdp_runtime.errors import EstimateError
 from fsdp_runtime.steps.outputs.lm_head import LMHeadParameters, LogitsMap, assume_logits_map, logits_of
 
-#: Computes a loss from logits and targets ``[batch, tokens]``.
-OnLogits = Callable[[Tensor, Tensor], Tensor]
-#: Computes a loss from hidden states, the parameters of the head, and targets.
-HeadLoss = Callable[[Tensor, LMHeadParameters, Tensor], Tensor]
 #: Runs the model on its inputs, ``input_ids`` among them, and returns the loss; calls the function before computing it.
 Forward = Callable[[nn.Module, Mapping[str, Tensor], Callable[[], None]], Tensor]
 
@@ -25,11 +21,11 @@ Forward = Callable[[nn.Module, Mapping[str, Tensor], Callable[[], None]], Tensor
 def resolve_loss(loss: str | Callable[..., Any], lm_head: str | None) -> Forward:
     """Return the forward and the loss for ``"logits"``, ``"linear"``, or a function or its dotted path."""
     if loss == "logits":
-        return partial(_on_logits, _logits_loss())
+        return partial(_on_logits, _from_rl_logprobs("token_logprobs"))
     if loss == "linear":
         if lm_head is None:
             raise EstimateError("logprobs='linear' needs an LM head, and none was found in the model: use 'logits'")
-        return partial(_on_hidden, _hidden_loss())
+        return partial(_on_hidden, _from_rl_logprobs("linear_token_logprobs"))
     return partial(_as_forward, loss if callable(loss) else _by_dotted_path(loss))
 
 
@@ -56,23 +52,6 @@ def rl_logprobs_on_accelerator() -> Iterator[Callable[[], int]]:
         yield tile_multiplicity
 
 
-def _logits_loss() -> OnLogits:
-    token_logprobs = _from_rl_logprobs("token_logprobs")
-    return lambda logits, targets: -token_logprobs(logits, targets).mean()
-
-
-def _hidden_loss() -> HeadLoss:
-    linear_token_logprobs = _from_rl_logprobs("linear_token_logprobs")
-
-    def loss(hidden: Tensor, head: LMHeadParameters, targets: Tensor) -> Tensor:
-        logprobs: Tensor = linear_token_logprobs(
-            hidden, head.weight, targets, bias=head.bias, logit_scale=head.logit_scale, softcap=head.softcap
-        )
-        return -logprobs.mean()
-
-    return loss
-
-
 def _as_forward(
     function: Callable[..., Tensor], model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]
 ) -> Tensor:
@@ -83,7 +62,10 @@ def _as_forward(
 
 
 def _on_logits(
-    compute: OnLogits, model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]
+    token_logprobs: Callable[..., Tensor],
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    begin_loss: Callable[[], None],
 ) -> Tensor:
     output, targets = model(**inputs), inputs["input_ids"]
     logits = logits_of(output)
@@ -97,15 +79,19 @@ def _on_logits(
             "logprobs=function(model, inputs) that returns the loss"
         )
     begin_loss()
-    return compute(logits, targets)
+    return -token_logprobs(logits, targets).mean()
 
 
 def _on_hidden(
-    compute: HeadLoss, model: nn.Module, inputs: Mapping[str, Tensor], begin_loss: Callable[[], None]
+    linear_token_logprobs: Callable[..., Tensor],
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    begin_loss: Callable[[], None],
 ) -> Tensor:
     def loss(hidden: Tensor, head: LMHeadParameters) -> Tensor:
         begin_loss()
-        return compute(hidden, head, inputs["input_ids"])
+        options = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
+        return -linear_token_logprobs(hidden, head.weight, inputs["input_ids"], **options).mean()
 
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

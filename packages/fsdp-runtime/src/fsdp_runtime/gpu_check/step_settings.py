@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,108 +13,87 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_runtime import FSDP2, MeshSpec, forward_with_lm_head, parallelize
 from fsdp_runtime.dry_run import Estimate, estimate
 
-#: Sizes of the model, with and without experts.
+#: Fields of the models' configs; a model with experts has the others too.
 SIZES: dict[str, Any] = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 64_000}
 SIZES |= {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 128, "use_cache": False}
 EXPERTS: dict[str, Any] = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StepSetting:
-    """A step of forward, loss, backward and AdamW, in bfloat16."""
+    """A step of forward, loss, backward and AdamW in bfloat16."""
 
     name: str
-    tied: bool = False  # one weight for embedding and head
-    experts: bool = False  # a mixture in every block
+    options: Mapping[str, Any] = field(default_factory=dict)  # keywords of ``parallelize``
     tokens: tuple[int, int] = (2, 2048)  # rows, and tokens of a row
-    recomputed: str = "none"  # the mode of activation checkpointing
-    compiled: bool = False
-    masters: bool = False  # float32 parameters, gradients and moments under FSDP2
-    adapters: bool = False  # LoRA of rank 16 on all linear layers; the rest is frozen
-    from_hidden: bool = False  # log-probabilities without logits
+    experts: bool = False  # a mixture in every block
+    tied: bool = False  # one weight for embedding and head
+    lora: bool = False  # adapters of rank 16 on all linear layers; the rest is frozen
+    linear: bool = False  # log-probabilities of hidden states, without logits
     fused: bool = True  # AdamW(fused=True), else torch's default
 
     def build(self, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
         """Return the model on the current device."""
         from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-        config: Any = Qwen3MoeConfig(**SIZES, **EXPERTS) if self.experts else Qwen3Config(**SIZES)
-        config.tie_word_embeddings = self.tied
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-        if self.adapters:
+        sizes = {**SIZES, "tie_word_embeddings": self.tied}
+        config: Any = Qwen3MoeConfig(**sizes, **EXPERTS) if self.experts else Qwen3Config(**sizes)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        if self.lora:
             from peft import LoraConfig, get_peft_model
 
-            lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-            model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-        built: nn.Module = model
-        return built
+            adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = get_peft_model(model, adapters, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+        return model
 
     def estimate(self) -> Estimate:
         """Return the dry run's estimate; it needs a process without a process group."""
-        rows, length = self.tokens
-        return estimate(
-            self.build,
-            {"dp_shard": 1},
-            seq_len=length,
-            micro_batch=rows,
-            clip=False,
-            optimizer="adamw_fused" if self.fused else "adamw",
-            logprobs="linear" if self.from_hidden else "logits",
-            **self._options(),
-        )
+        (rows, length), loss = self.tokens, "linear" if self.linear else "logits"
+        step: dict[str, Any] = {"optimizer": "adamw_fused" if self.fused else "adamw", "logprobs": loss, "clip": False}
+        return estimate(self.build, {"dp_shard": 1}, seq_len=length, micro_batch=rows, **step, **self.options)
 
     def step_on(self, device: torch.device) -> Callable[[], None]:
         """Return a function that takes one step on a device; the process group has one rank."""
         with device:
-            model = self.build(torch.float32 if self.masters else torch.bfloat16)
-        model = parallelize(model, MeshSpec(dp_shard=1).build(device_type=device.type), **self._options())
+            model = self.build(torch.float32 if "fsdp" in self.options else torch.bfloat16)
+        model = parallelize(model, MeshSpec(dp_shard=1).build(device_type=device.type), **self.options)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=self.fused or None)
         tokens = torch.randint(0, SIZES["vocab_size"], self.tokens, device=device)
-        loss = partial(_loss_of_hidden if self.from_hidden else _loss_of_logits, model, tokens)
 
         def step() -> None:
-            loss().backward()
+            self._loss(model, tokens).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
 
         return step
 
-    def _options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"activation_checkpointing": self.recomputed, "compile": self.compiled}
-        if self.masters:
-            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-            options["fsdp"] = FSDP2(mp_policy=policy, master_dtype=torch.float32)
-        return options
+    def _loss(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        from rl_logprobs import linear_token_logprobs, token_logprobs
+
+        def score(hidden: torch.Tensor, head: Any) -> torch.Tensor:
+            return linear_token_logprobs(hidden, head.weight, tokens, shift=True)
+
+        if self.linear:
+            logprobs: torch.Tensor = forward_with_lm_head(model, score, input_ids=tokens)
+        else:
+            logprobs = token_logprobs(model(input_ids=tokens).logits, tokens, shift=True)
+        return -logprobs.mean()
 
 
+_MASTERS = FSDP2(mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32), master_dtype=torch.float32)
+_BLOCKS = {"activation_checkpointing": "block"}
 SETTINGS = (
-    StepSetting(name="dense"),
-    StepSetting(name="dense, foreach AdamW", fused=False),
-    StepSetting(name="tied embeddings", tied=True),
-    StepSetting(name="mixture", experts=True),
-    StepSetting(name="blocks recomputed", recomputed="block"),
-    StepSetting(name="MLPs recomputed", recomputed="mlp"),
-    StepSetting(name="selective recomputation", recomputed="selective"),
-    StepSetting(name="compiled", compiled=True),
-    StepSetting(name="float32 masters", masters=True),
-    StepSetting(name="LoRA", adapters=True, recomputed="block"),
-    StepSetting(name="from hidden states", from_hidden=True, tied=True),
-    StepSetting(name="one long row", tokens=(1, 32_768), recomputed="block", from_hidden=True),
+    StepSetting("dense"),
+    StepSetting("dense, foreach AdamW", fused=False),
+    StepSetting("tied embeddings", tied=True),
+    StepSetting("mixture", experts=True),
+    StepSetting("blocks recomputed", _BLOCKS),
+    StepSetting("MLPs recomputed", {"activation_checkpointing": "mlp"}),
+    StepSetting("selective recomputation", {"activation_checkpointing": "selective"}),
+    StepSetting("compiled", {"compile": True}),
+    StepSetting("float32 masters", {"fsdp": _MASTERS}),
+    StepSetting("LoRA", _BLOCKS, lora=True),
+    StepSetting("from hidden states", tied=True, linear=True),
+    StepSetting("one long row", _BLOCKS, tokens=(1, 32_768), linear=True),
 )
-
-
-def _loss_of_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    from rl_logprobs import token_logprobs
-
-    return -token_logprobs(model(input_ids=tokens).logits, tokens, shift=True).mean()
-
-
-def _loss_of_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    from rl_logprobs import linear_token_logprobs
-
-    def score(hidden: torch.Tensor, head: Any) -> torch.Tensor:
-        return linear_token_logprobs(hidden, head.weight, tokens, shift=True)
-
-    logprobs: torch.Tensor = forward_with_lm_head(model, score, input_ids=tokens)
-    return -logprobs.mean()
