@@ -212,6 +212,18 @@ def test_offload_moves_shards_to_the_host() -> None:
     assert on_host.memory.peak.total < on_device.memory.peak.total
 
 
+def test_a_host_optimizer_moves_masters_and_moments_to_the_host() -> None:
+    on_host, on_device = (run(optimizer=name, device_memory=10) for name in ("adamw_cpu_offload", "adamw_fused"))
+    assert on_host.memory.resident.optimizer_state == 0
+    parameters = on_device.memory.resident.parameters // 2  # bfloat16
+    steps = on_device.memory.resident.optimizer_state - 2 * 2 * parameters
+    assert on_host.memory.host.optimizer_state == 3 * 4 * parameters + steps
+    assert on_host.memory.peak.total < on_device.memory.peak.total
+    assert "optimizer" not in [peak.phase for peak in on_host.memory.phases]
+    known = [{each.change.partition(":")[0] for each in found.advice} for found in (on_host, on_device)]
+    assert {"optimizer='adamw_cpu_offload'"} <= known[1] - known[0]
+
+
 def test_a_module_that_depends_on_values_is_listed_and_the_rest_estimated() -> None:
     found = run(with_lookup)
     (left_out,) = [item for item in found.assumptions if "unique" in item.operator]

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from fsdp_runtime.dry_run import Estimate, estimate
 from fsdp_runtime.dry_run.parse_args import parse_fsdp
+from fsdp_runtime.steps import ActivationCheckpointing
 
 #: More blocks than are traced to scale them, and as few as a model has that is traced as it is.
 MANY, FEW = 8, 2
@@ -33,7 +34,14 @@ def _estimate(blocks: int = FEW, **options: object) -> Estimate:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"compile": True, "activation_checkpointing": "none"}, {"micro_batches": 2}], ids=str
+    "options",
+    [
+        {},
+        {"compile": True, "activation_checkpointing": "none"},
+        {"micro_batches": 2},
+        {"activation_checkpointing": ActivationCheckpointing("none", offload=True)},
+    ],
+    ids=str,
 )
 def test_scaled_tapes_reserve_as_much_as_every_block(options: dict[str, object]) -> None:
     scaled, exact = _estimate(MANY, **options), _estimate(MANY, exact=True, **options)
@@ -43,6 +51,7 @@ def test_scaled_tapes_reserve_as_much_as_every_block(options: dict[str, object])
     assert exact.memory.reserved is not None
     assert scaled.memory.reserved == pytest.approx(exact.memory.reserved, rel=0.02)
     assert scaled.memory.reserved >= scaled.memory.peak.total
+    assert scaled.memory.host == exact.memory.host
 
 
 def test_gradients_of_earlier_micro_batches_are_live_in_forward() -> None:
@@ -84,6 +93,11 @@ def test_what_is_cached_is_released_before_a_device_is_full() -> None:
 
 def test_inputs_of_recomputed_blocks_move_to_the_host() -> None:
     kept, moved = _estimate(), _estimate(offload_activations=True)
-    inputs = FEW * 2048 * 128 * 2
+    offloaded = _estimate(activation_checkpointing=ActivationCheckpointing("block", offload=True))
+    one = 2048 * 128 * 2
     saved = kept.memory.after_forward.activations - moved.memory.after_forward.activations
-    assert saved >= inputs
+    assert saved >= FEW * one
+    # The input of the last block leaves the device with the next forward.
+    assert kept.memory.after_forward.activations - offloaded.memory.after_forward.activations == (FEW - 1) * one
+    assert offloaded.memory.host.activations == FEW * one
+    assert offloaded.settings.offload_activations
