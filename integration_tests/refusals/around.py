@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime import FSDP2, forward_with_lm_head, parallelize, unsharded
+from fsdp_runtime.memory import host_copies
 from fsdp_runtime.model import inspect_model
-from fsdp_runtime.optim import Muon, param_groups
+from fsdp_runtime.optim import CPUOffloadAdamW, Muon, param_groups
 from fsdp_runtime.steps import CheckInputs, RouterBalance, Routes
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
@@ -214,7 +215,29 @@ SET: dict[str, dict[str, Any]] = {
 }
 
 
+def _host_optimizer(**state: Any) -> None:
+    optimizer = CPUOffloadAdamW(nn.Linear(2, 2).parameters())
+    optimizer.load_state_dict(
+        {"param_groups": [{"params": [0, 1]}], "state": {0: state} if state else {0: {"step": 0}}}
+    )
+
+
+def _without_room() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copies, "available_host_memory", lambda: 10)
+        CPUOffloadAdamW(nn.Linear(2, 2).parameters())
+
+
 CASES: Provocations = {
+    "fsdp_runtime/memory/host_copies.py": {"OffloadError: of host memory, and 10 are available": _without_room},
+    "fsdp_runtime/optim/cpu_offload.py": {
+        "OptionError: give the part of the parameters": lambda: CPUOffloadAdamW([], fraction=2.0),
+        "OptionError: give numbers of at least 0": lambda: CPUOffloadAdamW([], lr=-1.0),
+        "MismatchError: it is not AdamW's": _host_optimizer,
+        "MismatchError: load a state of another mesh": lambda: _host_optimizer(
+            step=torch.ones(()), exp_avg=torch.ones(1), exp_avg_sq=torch.ones(1)
+        ),
+    },
     "fsdp_runtime/steps/fsdp/dtypes.py": {"OptionError: one dtype for the trainable": _mixed_experts},
     "fsdp_runtime/steps/fsdp/megatron_fsdp.py": {
         "BackendError: cannot be imported": _without_megatron,

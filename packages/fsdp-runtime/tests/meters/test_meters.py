@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_runtime import MeshSpec, parallelize
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.meters import AttentionFlops, ModelFlops, StepMeter
+from fsdp_runtime.steps import ActivationCheckpointing
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
@@ -101,6 +102,23 @@ def test_ranks_of_tp_share_their_tokens(two_ranks: RankPool):
     for values, tokens, _ in two_ranks.run(_step, {"tp": 2}):
         assert tokens == 2 * LENGTH
         assert values["bytes_sent/tp"] > 0
+
+
+def test_a_step_reports_the_activations_on_the_host():
+    model = tiny_model("LlamaForCausalLM")
+    parallelize(
+        model,
+        MeshSpec().build(device_type="cpu"),
+        activation_checkpointing=ActivationCheckpointing("block", offload=True),
+    )
+    meter, inputs = StepMeter(model), tiny_inputs(model, batch=2, length=LENGTH)
+    for micro_batches in (2, 1):
+        with meter.step([LENGTH] * 2 * micro_batches):
+            logits = [model(**inputs, use_cache=False).logits for _ in range(micro_batches)]
+            sum(each.sum() for each in logits).backward()
+        blocks, width = model.config.num_hidden_layers, model.config.hidden_size
+        assert meter.last.host_bytes == micro_batches * blocks * 2 * LENGTH * width * 8
+    assert meter.last.to_dict()["host_bytes"] == meter.last.host_bytes
 
 
 def test_misuse_is_named():
