@@ -13,6 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -156,6 +158,23 @@ def test_muon_in_one_process_gives_the_bits_of_torch(scale: Any) -> None:
             optimizer.step()
     pairs = zip(ours.parameters(), torchs.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs if one.ndim == 2)
+
+
+def _on_a_slice() -> tuple[float, str]:
+    """The other axis of the mesh has other values, as two jobs or two stages have."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "shard"))["shard"]
+    models = _uneven(), fully_shard(_uneven(), mesh=mesh)
+    for model in models:
+        optimizer = Muon(model, **SETTINGS)
+        for _ in range(2):
+            model(torch.arange(14) * (1 + torch.distributed.get_rank() // 2) % 8).square().sum().div(100).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return _worst(dict(models[0].named_parameters()), models[1])
+
+
+def test_muon_on_a_slice_of_a_mesh_keeps_the_other_axis_apart(four_ranks: RankPool) -> None:
+    _assert_equal(four_ranks.run(_on_a_slice))
 
 
 def _costs(axes: Axes, kind: str, bucket_numel: int) -> tuple[Counter[str], int, int, int]:

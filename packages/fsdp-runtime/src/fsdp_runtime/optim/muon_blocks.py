@@ -70,7 +70,7 @@ class BlockFinder:
     """Finds the blocks of matrices; equal layouts, as in a model's layers, are computed once."""
 
     def __init__(self, everyone: Sequence[int]) -> None:
-        self._everyone = everyone
+        self._everyone = dict.fromkeys(everyone)
         self._boxes: dict[Hashable, list[tuple[int, Box]]] = {}
         self._blocks: dict[Hashable, list[MatrixBlock]] = {}
 
@@ -79,10 +79,11 @@ class BlockFinder:
         layout = layout_key(parameter)
         if (layout, indices) not in self._blocks:
             if layout not in self._boxes:
-                self._boxes[layout] = rank_boxes(parameter, self._everyone)
+                self._boxes[layout] = rank_boxes(parameter, list(self._everyone))
             holders: dict[Box, list[int]] = {}
             for rank, box in self._boxes[layout]:
-                holders.setdefault(box, []).append(rank)
+                if rank in self._everyone:
+                    holders.setdefault(box, []).append(rank)
             blocks = (_block(indices, box, tuple(ranks)) for box, ranks in holders.items())
             self._blocks[layout, indices] = [block for block in blocks if block.numel]
         return self._blocks[layout, indices]

@@ -18,6 +18,7 @@ from fsdp_runtime.optim.muon_blocks import BlockFinder, Matrix, MatrixBlock, cho
 from fsdp_runtime.optim.newton_schulz import iteration_flops
 from fsdp_runtime.optim.roles import StoredMatrices
 from fsdp_runtime.sharded import collectives
+from fsdp_runtime.steps.guards.optimizers import models_with
 
 Read = Callable[[Matrix, MatrixBlock], Tensor]
 _Received = Iterator[tuple[Matrix, MatrixBlock, Tensor]]
@@ -137,11 +138,13 @@ def require_same_gradients(stored: Mapping[Tensor, StoredMatrices]) -> None:
 
 def group_of(parameters: Sequence[Tensor]) -> ProcessGroup | None:
     """Return the group of all ranks of the parameters' mesh, ``None`` for one rank."""
-    meshes = {root_mesh(parameter.device_mesh) for parameter in parameters if isinstance(parameter, DTensor)}
+    # Only ``parallelize`` says that the ranks of the other axes of a sliced mesh have the same values.
+    meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
+    meshes = {*map(root_mesh, meshes)} if models_with(parameters) else meshes
     ranks = {tuple(sorted(mesh.mesh.flatten().tolist())): mesh for mesh in meshes}
     if len(ranks) > 1:
         listed = " and ".join(map(str, sorted(ranks)))
-        raise OptionError(f"the parameters are on meshes of the ranks {listed}: give each mesh an optimizer")
+        raise OptionError(f"the parameters are on meshes of the ranks {listed}: shard the model by parallelize")
     if not meshes or len(next(iter(ranks))) == 1:
         return None
     return dist.group.WORLD if len(next(iter(ranks))) == dist.get_world_size() else group_of_axes(next(iter(meshes)))

@@ -16,6 +16,7 @@ from fsdp_runtime.errors import ModelError, OptionError, RoutesError
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.chunks import local_part, slices_of
 from fsdp_runtime.sharded.collectives import all_reduce_over, model_mesh
+from fsdp_runtime.steps.guards.optimizers import models_with
 from fsdp_runtime.steps.routing.replay import record_routes
 from fsdp_runtime.steps.routing.routers import Router, find_routers
 from fsdp_runtime.steps.routing.routes import Routes
@@ -36,11 +37,12 @@ class RouterBalance:
     of a router's biases does not change.
 
     Args:
-        model: a mixture, parallelized or not; routers without a bias are left alone, and a line of the log names them.
+        model: a mixture; the tokens of this rank count where it is not parallelized.  Routers without a bias are left
+            alone, and a line of the log names them.
         rate: the change of a bias per step.
 
     Raises:
-        ModelError: no router of the model has a correction bias, or its selection cannot be identified.
+        ModelError: no router has a correction bias, its selection cannot be identified, or other code sharded the model.
         OptionError: ``rate`` is negative.
 
     Source: L. Wang et al., arXiv:2408.15664; the sign rule of DeepSeek-V3 (arXiv:2412.19437).
@@ -123,6 +125,10 @@ class RouterBalance:
             raise RoutesError("no forward was counted since the last step: run it inside `with balance.counting():`")
         paths, biases = sorted(self._counts), self._biases()
         mesh = model_mesh(state_entries(self._model))
+        if mesh is not None and not models_with(self._model.parameters()):
+            raise ModelError(
+                "the model was sharded by other code, and the axis of its batches is unknown: parallelize it"
+            )
         axes = [axis for axis in _BATCH_AXES if mesh is not None and axis in (mesh.mesh_dim_names or ())]
         groups = [mesh.get_group(axis) for axis in axes if mesh is not None and mesh[axis].size() > 1]
         summed = all_reduce_over(groups, torch.cat([self._counts[path] for path in paths]), dist.ReduceOp.SUM)
