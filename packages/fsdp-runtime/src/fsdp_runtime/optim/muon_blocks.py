@@ -70,21 +70,24 @@ class BlockFinder:
     """Finds the blocks of matrices; equal layouts, as in a model's layers, are computed once."""
 
     def __init__(self, everyone: Sequence[int]) -> None:
-        self._everyone = dict.fromkeys(everyone)
-        self._boxes: dict[Hashable, list[tuple[int, Box]]] = {}
+        self._everyone = everyone
+        self._holders: dict[Hashable, dict[Box, list[int]]] = {}
         self._blocks: dict[Hashable, list[MatrixBlock]] = {}
 
     def blocks(self, parameter: Tensor, indices: Indices) -> list[MatrixBlock]:
         """Return the blocks of the matrix at some indices of a parameter; a block of replicas has all their ranks."""
         layout = layout_key(parameter)
-        if (layout, indices) not in self._blocks:
-            if layout not in self._boxes:
-                self._boxes[layout] = rank_boxes(parameter, list(self._everyone))
-            holders: dict[Box, list[int]] = {}
-            for rank, box in self._boxes[layout]:
+        if layout not in self._holders:
+            holders = self._holders[layout] = {}
+            for rank, box in rank_boxes(parameter, self._everyone):
                 if rank in self._everyone:
                     holders.setdefault(box, []).append(rank)
-            blocks = (_block(indices, box, tuple(ranks)) for box, ranks in holders.items())
+        if (layout, indices) not in self._blocks:
+            first, last = indices[0][0], indices[0][-1]
+            near = (
+                (box, ranks) for box, ranks in self._holders[layout].items() if box[0][0] <= last and first < box[0][1]
+            )
+            blocks = (_block(indices, box, tuple(ranks)) for box, ranks in near)
             self._blocks[layout, indices] = [block for block in blocks if block.numel]
         return self._blocks[layout, indices]
 

@@ -73,12 +73,14 @@ class _Bucket:
     """A bucket of matrices, with its two all-to-alls."""
 
     def __init__(self, matrices: Sequence[Matrix], group: ProcessGroup | None) -> None:
-        group = None if all(matrix.is_on_owner for matrix in matrices) else group
-        blocks = [(matrix, block) for matrix in matrices for block in matrix.blocks]
-        self.owned = [matrix for matrix in matrices if matrix.owner == collectives.own_rank()]
-        self.to_owners = _AllToAll([(m.sender(block), m.owner, m, block) for m, block in blocks], group)
-        copies = [(matrix.owner, rank, matrix, block) for matrix, block in blocks for rank in block.ranks]
-        self.from_owners = _AllToAll(copies, group)
+        group, rank = None if all(matrix.is_on_owner for matrix in matrices) else group, collectives.own_rank()
+        self.owned = [matrix for matrix in matrices if matrix.owner == rank]
+        sent = [(matrix.sender(block), matrix.owner, matrix, block) for matrix in matrices for block in matrix.blocks]
+        self.to_owners = _AllToAll([move for move in sent if rank in move[:2]], group)
+        others = [(matrix, block) for matrix in matrices if matrix.owner != rank for block in matrix.blocks]
+        own = [(rank, other, matrix, b) for matrix in self.owned for b in matrix.blocks for other in b.ranks]
+        received = [(matrix.owner, rank, matrix, block) for matrix, block in others if rank in block.ranks]
+        self.from_owners = _AllToAll(own + received, group)
 
 
 class _AllToAll:
@@ -87,8 +89,10 @@ class _AllToAll:
     def __init__(self, moves: Sequence[tuple[int, int, Matrix, MatrixBlock]], group: ProcessGroup | None) -> None:
         self.group, rank, ranks = group, collectives.own_rank(), _ranks_of(group)
         place = {other: index for index, other in enumerate(ranks)}
-        sent = sorted((move for move in moves if move[0] == rank), key=lambda move: place[move[1]])
-        received = sorted((move for move in moves if move[1] == rank), key=lambda move: place[move[0]])
+        sent = sorted((move for move in moves if move[0] == rank), key=lambda move: (place[move[1]], move[2].number))
+        received = sorted(
+            (move for move in moves if move[1] == rank), key=lambda move: (place[move[0]], move[2].number)
+        )
         self.sent, self.received = [move[2:] for move in sent], [move[2:] for move in received]
         self.sizes = [0] * len(ranks), [0] * len(ranks)
         for sizes, part, end in ((self.sizes[0], sent, itemgetter(1)), (self.sizes[1], received, itemgetter(0))):

@@ -42,7 +42,7 @@ class RouterBalance:
         rate: the change of a bias per step.
 
     Raises:
-        ModelError: no router has a correction bias, its selection cannot be identified, or other code sharded the model.
+        ModelError: no router has a correction bias, a selection is unknown, or other code sharded the model.
         OptionError: ``rate`` is negative.
 
     Source: L. Wang et al., arXiv:2408.15664; the sign rule of DeepSeek-V3 (arXiv:2412.19437).
