@@ -1,7 +1,7 @@
 """Stand-ins for the attention kernels of an accelerator: the same results on a CPU, document by document, counted.
 
-torch's ``varlen_attn`` itself runs, with its checks, shapes and backward.  Its two operators get a kernel for the CPU that
-computes each segment alone in float64.  Flex attention is computed from its block mask and its functions.
+torch's ``varlen_attn`` itself runs, with its checks, shapes and backward.  Its two operators get a kernel for the CPU.
+The kernel computes each segment alone in float64.  Flex attention is computed from its block mask and its functions.
 """
 
 from __future__ import annotations

@@ -93,20 +93,20 @@ def varlen_attention(
     """Attend within segments of ``[tokens, heads, dim]``, by the tokens before each and the longest segment."""
     # ``before`` and ``longest`` are of queries, then of keys. torch 2.11 takes fewer key heads without ``enable_gqa``,
     # which later releases require.
-    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
-    wide = _as_wide(value, query)
-    output: Any = varlen.varlen_attn(query, key, wide, *before, *longest, scale=scale, window_size=window, **grouped)
-    return output[..., : value.shape[-1]]  # type: ignore[no-any-return]
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
+    options |= {"scale": scale, "window_size": window}
+    output = varlen.varlen_attn(query, key, _as_wide(value, query), *before, *longest, **options)
+    return output[..., : value.shape[-1]]  # type: ignore[call-overload]
 
 
 def varlen_part(
-    query: Tensor, key: Tensor, value: Tensor, before: Any, longest: Any, *, causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, bounds: Any, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return attention within segments and its log-sum-exp ``[heads, tokens]``, without gradients."""
     # ``varlen_attn`` returns the log-sum-exp, but its backward takes the log-sum-exp of this part alone. The operators
     # have kept their first ten arguments from torch 2.11 to 2.14.
     window, inputs = [-1, 0 if causal else -1], (query, key, _as_wide(value, query))
-    output, lse, _ = torch.ops.torch_attn._varlen_attn(*inputs, *before, *longest, causal, scale, window)
+    output, lse, _ = torch.ops.torch_attn._varlen_attn(*inputs, *bounds[0], *bounds[1], causal, scale, window)
     return output[..., : value.shape[-1]], lse
 
 
@@ -117,17 +117,17 @@ def varlen_part_backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    before: Any,
-    longest: Any,
+    bounds: Any,
     *,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, given output and log-sum-exp over all parts."""
     random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # no state of dropout
+    window, (before, longest) = [-1, 0 if causal else -1], bounds
     grad_output, wide, output = (_as_wide(each, query) for each in (grad_output, value, output))
     grad_query, grad_key, grad_value = torch.ops.torch_attn._varlen_attn_backward(
-        grad_output, query, key, wide, output, lse, *before, *longest, causal, random, scale, [-1, 0 if causal else -1]
+        grad_output, query, key, wide, output, lse, *before, *longest, causal, random, scale, window
     )
     return grad_query, grad_key, grad_value[..., : value.shape[-1]]
 

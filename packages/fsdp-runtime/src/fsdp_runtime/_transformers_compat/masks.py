@@ -36,7 +36,7 @@ def pattern_of(mask_function: Any) -> MaskPattern | None:
     combined = _maker(mask_function) == "and_masks"
     parts = mask_function.__closure__[0].cell_contents if combined else (mask_function,)
     overlays = {"sliding_window_overlay": "window", "chunked_overlay": "chunk"}
-    sizes = {overlays[maker]: _size(part) for part in parts if (maker := _maker(part)) in overlays}
+    sizes: dict[str, Any] = {overlays[maker]: _size(part) for part in parts if (maker := _maker(part)) in overlays}
     known = all(is_causal_mask_function(part) or _maker(part) in overlays for part in parts)
     causal = any(map(is_causal_mask_function, parts))
     return MaskPattern(**sizes) if known and causal and all(size > 0 for size in sizes.values()) else None

@@ -48,7 +48,7 @@ def block_mask(mask: SequenceMask) -> BlockMask:
     if mask.blocks is None:
         keys = torch.arange(mask.layout.length, device=mask.device)
         queries, of_indices = mask.layout.positions.to(mask.device), mask.of_indices
-        tiles = [_by_block(mask.between(part, keys)) for part in queries.split(_AT_ONCE)]
+        tiles = [_by_block(mask.between(part, keys)) for part in torch.split(queries, _AT_ONCE)]
         some, every = (torch.cat(parts, dim=2) for parts in zip(*tiles, strict=True))
         mask.blocks = BlockMask.from_kv_blocks(
             *_listed(some & ~every),

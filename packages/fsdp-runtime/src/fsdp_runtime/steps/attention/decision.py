@@ -1,8 +1,8 @@
 """One decision per model: the kernel of each attention call over documents, windows and ``cp``.
 
 ``"varlen"`` is torch's FlashAttention over segments, ``"flex"`` its compiled flex attention under a block mask, and
-``"batches"`` runs ``scaled_dot_product_attention`` on documents of similar length.  ``"tiles"`` masks one tile of a ring
-at a time.  ``"mask"`` holds a mask of all pairs of tokens: the last resort, and the exact rule on a CPU.
+``"batches"`` runs ``scaled_dot_product_attention`` on documents of similar length.  ``"tiles"`` masks a ring's
+tiles one by one.  ``"mask"`` holds a mask of all pairs of tokens: the last resort, and the exact rule on a CPU.
 """
 
 from __future__ import annotations

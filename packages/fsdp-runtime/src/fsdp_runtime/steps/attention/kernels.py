@@ -40,7 +40,8 @@ def attend(
     if kernel == "varlen":
         return attend_in_segments(query, key, value, mask, scale)
     if kernel == "batches":
-        return attend_in_batches(query, key, value, mask, scale, options.get("dropout", 0.0))
+        output: Tensor = attend_in_batches(query, key, value, mask, scale, options.get("dropout", 0.0))
+        return output
     if kernel == "flex":
         return attend_in_blocks(query, key, value, mask, scale, options.get("softcap"), options.get("s_aux"))
     return None
@@ -63,7 +64,7 @@ def attend_in_segments(query: Tensor, key: Tensor, value: Tensor, mask: Sequence
         parts = [query.narrow(2, at * size, size), *(each[:, :, : segments.keys_at_hand] for each in (key, value))]
         flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
         output = varlen_attention(flat[0], flat[1], flat[2], *segments.bounds, window=mask.window, scale=scale)
-        outputs.append(output.unflatten(0, (-1, size)))
+        outputs.append(torch.unflatten(output, 0, (-1, size)))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
@@ -72,11 +73,10 @@ def attend_in_batches(
     query: Tensor, key: Tensor, value: Tensor, mask: SequenceMask, scale: float | None, dropout: float
 ) -> Tensor:
     """Attend on batches of documents of similar length under a causal mask; padding is at their ends."""
-    outputs, grouped = [], query.shape[1] != key.shape[1]
+    outputs, options = [], {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    attend_alone: Any = scaled_dot_product_attention
     for batch in mask.isolated.batches:
         inputs = [batch.take(each.transpose(1, 2)).transpose(1, 2) for each in (query, key, value)]
-        output = scaled_dot_product_attention(
-            *inputs, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
-        )
+        output = attend_alone(*inputs, dropout_p=dropout, is_causal=True, **options)
         outputs.append(output.transpose(1, 2))
     return mask.isolated.together(outputs, mask.isolated.batches)

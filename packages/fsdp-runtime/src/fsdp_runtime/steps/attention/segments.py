@@ -16,7 +16,7 @@ class Segments:
 
     bounds: tuple[tuple[Tensor, Tensor], tuple[int, int]]  # int32 tokens before each segment, and the longest segment
     keys_at_hand: int  # per row
-    sees: Tensor | None = None  # ``[batch, 1, queries]``, true for queries with keys
+    sees: Tensor  # ``[batch, 1, queries]``, true for queries with keys
 
 
 def segments_of(documents: Documents, queries: tuple[int, int], keys: tuple[int, int]) -> Segments:

@@ -84,13 +84,13 @@ def try_kernel(kernel: str, width: int, dtype: torch.dtype, device: torch.device
     """Run a kernel on two documents, forward and backward, and return the reason against it, or an empty text."""
     numbers = torch.arange(2 * _LENGTH * width, device=device).view(1, 2, _LENGTH, width)
     inputs = [torch.sin(numbers * factor).to(dtype) for factor in (1.7, 2.7, 3.7)]
-    parts = [each.split([_SPLIT, _LENGTH - _SPLIT], dim=2) for each in inputs]
+    parts = [torch.split(each, [_SPLIT, _LENGTH - _SPLIT], dim=2) for each in inputs]
     try:
         with torch.enable_grad():
             leaves = [each.requires_grad_() for each in inputs]
-            output = (_within_segments if kernel == "varlen" else _within_blocks)(*leaves)
+            output = (_within_segments if kernel == "varlen" else _within_blocks)(leaves)
             gradients = torch.autograd.grad(output.sum(), leaves)
-        alone = [scaled_dot_product_attention(*part, is_causal=True) for part in zip(*parts, strict=True)]
+        alone = [scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in zip(*parts, strict=True)]
         difference = float((output - torch.cat(alone, dim=2).transpose(1, 2)).detach().abs().max())
     except Exception as error:  # noqa: BLE001  # a compiler and a driver may raise anything
         return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -98,7 +98,7 @@ def try_kernel(kernel: str, width: int, dtype: torch.dtype, device: torch.device
     return "" if difference <= _BOUND and finite else f"its results are off by {difference:.1e}"
 
 
-def _within_segments(*inputs: Tensor) -> Tensor:
+def _within_segments(inputs: Sequence[Tensor]) -> Tensor:
     before = torch.tensor([0, _SPLIT, _LENGTH], dtype=torch.int32, device=inputs[0].device)
     query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in inputs)
     return varlen_attention(
@@ -106,7 +106,7 @@ def _within_segments(*inputs: Tensor) -> Tensor:
     ).unsqueeze(0)
 
 
-def _within_blocks(*inputs: Tensor) -> Tensor:
+def _within_blocks(inputs: Sequence[Tensor]) -> Tensor:
     def sees(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & ((key < _SPLIT) == (query < _SPLIT))
 
@@ -116,4 +116,5 @@ def _within_blocks(*inputs: Tensor) -> Tensor:
         inputs[0].device,
         of_indices=sees,
     )
-    return attend_in_blocks(*inputs, mask, None)
+    query, key, value = inputs
+    return attend_in_blocks(query, key, value, mask, None)

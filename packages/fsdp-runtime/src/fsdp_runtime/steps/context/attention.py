@@ -18,7 +18,6 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from fsdp_runtime._torch_compat import causal_bias, has_flash_attention
@@ -78,7 +77,7 @@ class ContextAttention:
         torch.Size([1, 4, 2, 8])
     """
 
-    group: ProcessGroup | None
+    group: Any  # a ``ProcessGroup`` or ``None``
     load_balancer: LoadBalancer
     context_parallel: Method = "allgather"
     masked: bool = False

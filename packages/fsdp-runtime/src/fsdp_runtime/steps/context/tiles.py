@@ -37,10 +37,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
     """Compute one part of attention: its output, and its ``lse`` ``[batch, heads, queries]``, ``-inf`` for no keys."""
     if block.fused:
         return flash_attention(query, key, value, causal=block.causal, scale=scale)
-    if block.segments is not None and block.segments.sees is not None:
-        sees, flat = block.segments.sees, map(_flat, (query, key, value))
-        output, lse = varlen_part(*flat, *block.segments.bounds, causal=block.causal, scale=scale)
-        lse = lse.unflatten(1, (len(query), -1)).movedim(1, 0)
+    if block.segments is not None:
+        sees, (q, k, v) = block.segments.sees, map(_flat, (query, key, value))
+        output, lse = varlen_part(q, k, v, block.segments.bounds, causal=block.causal, scale=scale)
+        lse = torch.unflatten(lse, 1, (len(query), -1)).movedim(1, 0)
         return _by_rows(output, query) * sees.unsqueeze(-1), lse.masked_fill(~sees, float("-inf"))
     scores = _scores(query, key, block, scale)
     lse = scores.logsumexp(dim=-1)
@@ -77,8 +77,9 @@ def attend_backward(
     if block.fused:
         return flash_attention_backward(grad_output, query, key, value, output, lse, causal=block.causal, scale=scale)
     if block.segments is not None:
-        flat = (*map(_flat, (grad_output, query, key, value, output)), lse.movedim(0, 1).flatten(1).contiguous())
-        gradients = varlen_part_backward(*flat, *block.segments.bounds, causal=block.causal, scale=scale)
+        gradient, q, k, v, known = map(_flat, (grad_output, query, key, value, output))
+        lse, bounds = lse.movedim(0, 1).flatten(1).contiguous(), block.segments.bounds
+        gradients = varlen_part_backward(gradient, q, k, v, known, lse, bounds, causal=block.causal, scale=scale)
         grad_query, grad_key, grad_value = map(_by_rows, gradients, (query, key, value))
         return grad_query, grad_key, grad_value
     groups = (key.shape[1], query.shape[1] // key.shape[1])
@@ -100,7 +101,7 @@ def _flat(rows: Tensor) -> Tensor:
 
 
 def _by_rows(flat: Tensor, like: Tensor) -> Tensor:
-    return flat.unflatten(0, (len(like), -1)).transpose(1, 2)
+    return torch.unflatten(flat, 0, (len(like), -1)).transpose(1, 2)
 
 
 def _scores(query: Tensor, key: Tensor, block: Block, scale: float) -> Tensor:
