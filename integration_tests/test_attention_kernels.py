@@ -25,8 +25,8 @@ from harness.attention_kernels import CALLS, accelerated
 from harness.memory import LargestTensor
 from harness.ranks import RankPool
 from test_host_syncs import CountReads
-
-LAYERS = HEADS = 2
+from test_shared_prefixes import _on_ranks as trees_on_ranks
+from test_shared_prefixes import _one_process as trees_in_one_process
 
 
 def _packed(model: nn.Module, **options: Any) -> Any:
@@ -119,6 +119,21 @@ def _over_cp(cases: list[tuple[Method, str]]) -> dict[str, float]:
 def test_packed_rows_over_cp_equal_their_documents_by_kernels(two_ranks: RankPool, cases: Any) -> None:
     for errors in two_ranks.run(_over_cp, cases):
         assert {case: error for case, error in errors.items() if not error <= PACKED_BOUND} == {}
+
+
+def _trees_over_cp(name: str) -> dict[str, float]:
+    with accelerated():
+        errors = trees_on_ranks([(name, {"cp": 2}, {})])
+    assert CALLS.flex > 2
+    return errors
+
+
+def test_prefix_trees_equal_separate_rows_by_flex_attention(two_ranks: RankPool) -> None:
+    with accelerated():
+        errors = trees_in_one_process(entries()["gemma3_text"])
+    assert CALLS.flex > 2
+    assert {case: error for case, error in errors.items() if not error <= PACKED_BOUND} == {}
+    assert two_ranks.run(_trees_over_cp, "Qwen3ForCausalLM") == [{}, {}]
 
 
 def _inputs(rows: Any = ROWS, **further: Any) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def _needs(module: Any, setup: Setup, keys: Keys) -> Needs:
         dtype=dtypes[0] if dtypes else torch.float32,
         widths=(width, getattr(module, "v_head_dim", width)),
         keys=keys,
-        pattern=MaskPattern(window=getattr(module, "sliding_window", None)),
+        pattern=None if setup.shared_prefixes else MaskPattern(window=getattr(module, "sliding_window", None)),
         changes_scores=any(getattr(module, name, None) is not None for name in ("sinks", "attn_logit_softcapping")),
         dropout=attention_dropout(module) > 0,
     )

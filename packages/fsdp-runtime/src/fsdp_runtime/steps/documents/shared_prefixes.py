@@ -20,7 +20,10 @@ from fsdp_runtime._transformers_compat.models import is_stateful
 from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps.attention.rows import attention_of_rows
+from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.full_sequence import gathered_mixers
+from fsdp_runtime.steps.documents.isolation import CurrentDocuments
 from fsdp_runtime.wrap import hook_model
 
 logger = logging.getLogger(__name__)
@@ -93,7 +96,7 @@ class SharedPrefixes(Step[None]):
         """Pass the trees of rows to the model's masks; attention over ``cp`` reads ``subtree_end`` itself."""
         if setup.meshes.cp is None:
             build_masks_along_paths(_current, _ANY_MASK)
-            hooks = _Hooks()
+            hooks = _Hooks(attention_of_rows(model, setup, CurrentDocuments()))
             hook_model(model, "takes subtree_end", hooks, hooks.after)
             logger.info("shared prefixes: %s takes subtree_end", type(model).__name__)
 
@@ -106,13 +109,16 @@ def takes_shared_prefixes(model: nn.Module) -> bool:
 class _Hooks:
     """The forward hooks of a model that accepts ``subtree_end``."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: ContextAttention | None) -> None:
+        self.attention = attention
         self._tokens: list[Token[PathMask | None]] = []
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take ``subtree_end`` out of the inputs, for the functions that build masks."""
         kwargs = dict(kwargs)
         subtree_end = kwargs.pop("subtree_end", None)
+        if self.attention is not None:
+            self.attention.whole_rows, self.attention.subtree_end = subtree_end is None, subtree_end
         if subtree_end is None:
             self._tokens.append(_current.set(None))
             return args, kwargs
@@ -123,7 +129,11 @@ class _Hooks:
                 "subtree_end needs position_ids of its shape, all inputs by name, and no attention_mask, use_cache or "
                 "labels: padding is part of the row, and a token has several next tokens (TreeRow.predictors)"
             )
-        self._tokens.append(_current.set(PathMask(positions[0] if positions.dim() == 3 else positions, subtree_end)))
+        positions = positions[0] if positions.dim() == 3 else positions
+        self._tokens.append(_current.set(PathMask(positions, subtree_end)))
+        if self.attention is not None:
+            self.attention.begin(padding=None, documents=None)
+            self.attention.positions = positions
         # Given a mask, transformers does not read restarting positions as the beginnings of packed documents.
         return args, {**kwargs, "attention_mask": subtree_end.new_ones(subtree_end.shape), "use_cache": False}
 

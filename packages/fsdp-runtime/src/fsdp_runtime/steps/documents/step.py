@@ -12,18 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import model_of_rows
-from fsdp_runtime._transformers_compat.attention import use_attention
 from fsdp_runtime._transformers_compat.models import given_cache
 from fsdp_runtime.errors import LayoutError, ModelError
 from fsdp_runtime.model.token_mixers import Isolation
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
-from fsdp_runtime.steps.attention.trial import decide
+from fsdp_runtime.steps.attention.rows import attention_of_rows
 from fsdp_runtime.steps.context.attention import ContextAttention
-from fsdp_runtime.steps.context.full_sequence import eager_function, replaced_attention
 from fsdp_runtime.steps.documents.documents import find_documents
-from fsdp_runtime.steps.documents.isolation import BOUNDARIES, REPLACED, CurrentDocuments, PackedMixer
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, PackedMixer
 from fsdp_runtime.steps.documents.recurrences import compute_rows
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
 from fsdp_runtime.values import require_bool
@@ -80,25 +78,10 @@ class PackedSequences(Step[None]):
             modules = [mixer.module for mixer in mixers if mixer.isolation == isolation]
             wrap(modules, PackedMixer, documents=documents, isolation=isolation)
         compute_rows(mixers, documents)
-        attention = _replace_attention(model, setup, documents)
+        attention = attention_of_rows(model, setup, documents)
         inputs = _PackedInputs(documents, attention, varlen=setup.facts.attention.startswith("flash"))
         hook_model(model, "finds the documents of rows", inputs, inputs.after)
         logger.info("packed sequences: %s", dict(Counter(f"{mixer.kind} ({mixer.isolation})" for mixer in mixers)))
-
-
-def _replace_attention(model: Any, setup: Setup, documents: CurrentDocuments) -> ContextAttention | None:
-    """Let kernels that know documents compute attention, where the mesh has an accelerator."""
-    mixers, name = setup.facts.token_mixers, setup.facts.attention
-    replaced = replaced_attention(mixers, name) if name in ("sdpa", "eager") else ()
-    others = [mixer for mixer in mixers if mixer not in replaced]
-    kernels = runtime_state(model).attention = decide(setup, replaced, others, "rows")
-    if not kernels.accelerated or not replaced:
-        return None
-    attention = ContextAttention(None, None, documents=documents, kernels=kernels)
-    attention.eager = eager_function if name == "eager" else None
-    keep = [module for mixer in others for module in mixer.module.modules()]
-    use_attention(model, f"{REPLACED}{name}_{id(attention):x}", attention.attend, attention.mask, keep=keep)
-    return attention
 
 
 def _is_padded(mask: Any) -> bool:
