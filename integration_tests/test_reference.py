@@ -31,6 +31,7 @@ ROOMS = {
         "fsdp_runtime.meters",
         "fsdp_runtime.model",
         "fsdp_runtime.monitor",
+        "fsdp_runtime.optim",
         "fsdp_runtime.steps",
         "fsdp_runtime.sync",
         "fsdp_runtime.trainers",

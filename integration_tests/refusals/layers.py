@@ -129,6 +129,18 @@ CASES: Provocations = {
             _adapted(MOE, **STACKED), {"tp": 2, "ep": 2}, plan=None
         ),
     },
+    "fsdp_runtime/steps/quantized/step.py": {
+        "OptionError: finds no weight to quantize": lambda: refuse(
+            tiny_model("LlamaForCausalLM"), steps=(Quantized("nf4", 16),)
+        ),
+        "OptionError: give a tuple of patterns": lambda: Quantized("nf4", keep="lm_head"),  # type: ignore[arg-type]
+        "OptionError: not with whole blocks of 32": lambda: refuse(
+            _adapted(target_modules=["q_proj"]), TP, steps=(Quantized("nf4", 32),)
+        ),
+    },
+    "fsdp_runtime/weights/quantize/packed.py": {
+        "OptionError: give an even number of elements": lambda: Quantized("nf4", block_size=3),
+    },
     "fsdp_runtime/steps/checkpointing.py": {
         "OptionError: has no namespace": lambda: _recomputed(SelectiveCheckpoint(save=("mm",))),
         "OptionError: has none of these operators": lambda: _recomputed(SelectiveCheckpoint(save=("aten.no_such",))),
