@@ -208,7 +208,8 @@ def gathered_bytes(unit: FSDPModule) -> int:
     state: Any = unit._get_fsdp_state()
     dtype = state._mp_policy.param_dtype
     return sum(
-        parameter._orig_size.numel() * (dtype or parameter.sharded_param.dtype).itemsize
+        parameter._orig_size.numel()
+        * (dtype if dtype and parameter.sharded_param.is_floating_point() else parameter.sharded_param.dtype).itemsize
         for group in _parameter_groups(unit)
         for parameter in group.fsdp_params
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
-from fsdp_runtime.errors import ConversionError, ModelError, OptionError
+from fsdp_runtime import MeshSpec, describe_parallelism, load_training_state, parallelize, save_training_state
+from fsdp_runtime.errors import ConversionError, MismatchError, ModelError, OptionError
 from fsdp_runtime.steps import Compile, Quantized
 from fsdp_runtime.sync import ModelShards
 from fsdp_runtime.weights.quantize.packed import BLOCKS, PackedFormat, PackedWeight
@@ -160,3 +161,16 @@ def test_quantized_refuses_shards_that_cut_a_block(two_ranks: RankPool) -> None:
     for message in two_ranks.run(_refusal):
         assert "down_proj.base_layer.weight has 96 columns, and each of tp=2 ranks computes with 48 of them" in message
         assert "use a block_size that divides 48" in message
+
+
+def test_quantized_training_state_does_not_fit_another_format(tmp_path: Path) -> None:
+    """Bytes of int8 and FP8 have one shape."""
+    models = [
+        _alone(nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(64, 8))])).requires_grad_(False), steps=(step,))
+        for step in (Quantized("int8", 32), Quantized("fp8", 32))
+    ]
+    assert models[0][0][0][0].weight.shape == models[1][0][0][0].weight.shape
+    save_training_state(tmp_path, models[0], step=1)
+    with pytest.raises(MismatchError, match=r"int8 of shape .* was saved, the model has uint8"):
+        load_training_state(tmp_path, models[1])
+    load_training_state(tmp_path, models[0])

@@ -40,7 +40,7 @@ class QuantizedParts:
 class Quantized(Step[QuantizedParts]):
     """Store the frozen linear layers and stacked experts of all blocks in 4 or 8 bits, under adapters that train.
 
-    Each weight becomes a parameter of packed bytes, uint8 ``[..., out, bytes]``, under the same name.  It is sharded
+    Each weight becomes a parameter of packed bytes ``[..., out, bytes]`` under the same name.  It is sharded
     over ``tp``, ``ep`` and ``dp_shard`` like the weight.  A layer dequantizes it in forward and again in backward, and
     keeps no copy.  The values are the same on every mesh, as no shard of ``tp`` cuts a block.
     :func:`fsdp_runtime.load_weights` quantizes the slices that a rank reads, or takes the codes of a quantized

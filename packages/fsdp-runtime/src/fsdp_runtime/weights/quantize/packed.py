@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ NF4 = (
 )
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LEVELS: dict[str, tuple[float, ...]] = {"nf4": NF4, "mxfp4": (*_FP4, *(-level for level in _FP4))}
+Dim = TypeVar("Dim")
 #: Returns a box of a stored weight in the bytes of a format, or ``None``.
 ReadCodes = Callable[[str, Box, "PackedFormat"], Tensor | None]
 #: The values of both codes of each byte ``[256, 2]``, by kind and device.
@@ -70,6 +71,11 @@ class PackedFormat:
         """Bytes of a block: its codes and its scale."""
         return self.code_bytes + (1 if self.kind == "mxfp4" else 4)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the bytes: a training state with bytes of int8 then does not fit FP8, which has equal shapes."""
+        return torch.int8 if self.kind == "int8" else torch.uint8
+
     def quantize(self, weight: Tensor) -> Tensor:
         """Return the bytes ``[..., blocks * block_bytes]`` of values ``[..., columns]``."""
         columns = weight.shape[-1] // self.block * self.block_bytes
@@ -77,7 +83,7 @@ class PackedFormat:
         if weight.numel() and not weight.is_meta:
             for rows, values in zip(_rows(packed, columns), _rows(weight, columns), strict=True):
                 rows.copy_(self._quantize(values.float().view(len(values), -1, self.block)))
-        return packed
+        return packed.view(self.dtype)
 
     def join(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the bytes of codes ``[..., blocks * code_bytes]`` in uint8 and scales ``[..., blocks]``."""
@@ -87,7 +93,7 @@ class PackedFormat:
 
     def dequantize(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the values ``[..., columns]``; each is a product in float32 that is rounded once."""
-        bytes_of_row = packed.shape[-1]
+        bytes_of_row, packed = packed.shape[-1], packed.view(torch.uint8)
         shape = (*packed.shape[:-1], bytes_of_row // self.block_bytes * self.block)
         if torch.compiler.is_compiling() or packed.numel() <= _AT_ONCE:
             return self._dequantize(packed.reshape(-1, bytes_of_row)).to(dtype).view(shape)
@@ -135,12 +141,6 @@ class PackedWeight:
     dtype: torch.dtype
     transposed: bool  # the bytes are of ``[experts, out, in]``, and the model's code reads ``[experts, in, out]``
 
-    @property
-    def bytes_shape(self) -> tuple[int, ...]:
-        """Shape of the parameter of packed bytes."""
-        *rows, columns = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
-        return (*rows, columns // self.format.block * self.format.block_bytes)
-
     def quantize(self, weight: Tensor) -> Tensor:
         """Return the bytes of a weight or of a part of it."""
         return self.format.quantize(weight.mT if self.transposed else weight)
@@ -152,8 +152,11 @@ class PackedWeight:
 
     def shape_of(self, packed: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the part of the weight that bytes of a shape hold."""
-        *rows, columns = (*packed[:-1], packed[-1] // self.format.block_bytes * self.format.block)
-        return (*rows[:-1], columns, rows[-1]) if self.transposed else (*rows, columns)
+        return self.turned((*packed[:-1], packed[-1] // self.format.block_bytes * self.format.block))
+
+    def turned(self, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        """Return a shape or a box of the weight in the order of the bytes' dims, or the other way round."""
+        return (*dims[:-2], dims[-1], dims[-2]) if self.transposed else dims
 
     def place(self, dim: int) -> int:
         """Return the weight's dim of a dim of the bytes."""
@@ -162,38 +165,35 @@ class PackedWeight:
 
 def fill_packed(tensor: Tensor, weight: PackedWeight, chunks: Sequence[Chunk], read: ReadBox, codes: ReadCodes) -> None:
     """Quantize this rank's shard of a weight from chunks of stored tensors, or take stored codes, by runs of rows."""
-    fmt, (part, box) = weight.format, local_part(tensor)
+    fmt, (local, box) = weight.format, local_part(tensor)
+    part = local.view(torch.uint8)
     start, stop = (side // fmt.block_bytes * fmt.block for side in box[-1])
     values_box = (*box[:-1], (start, stop))
     for rows in split_box(values_box, max(_AT_ONCE // 4, stop - start)):
-        in_model = (*rows[:-2], rows[-1], rows[-2]) if weight.transposed else rows
         target = part[inside(values_box, rows)[:-1]]
         if not _copy_codes(target, rows, weight, chunks, codes):
-            values = torch.empty(box_shape(in_model), dtype=weight.dtype)
-            fill_box(values, in_model, chunks, read)
-            target.copy_(weight.quantize(values.to(part.device)))
+            values = torch.empty(box_shape(weight.turned(rows)), dtype=weight.dtype)
+            fill_box(values, weight.turned(rows), chunks, read)
+            target.copy_(weight.quantize(values.to(part.device)).view(torch.uint8))
 
 
 def _copy_codes(target: Tensor, rows: Box, weight: PackedWeight, chunks: Sequence[Chunk], codes: ReadCodes) -> bool:
     """Copy the stored codes and scales of some rows; return ``False`` if the checkpoint has no such codes."""
     fmt = weight.format
     for chunk in chunks:
-        box = (*rows[:-2], rows[-1], rows[-2]) if weight.transposed else rows
-        if (piece := chunk.intersect(box)) is None:
+        if (piece := chunk.intersect(weight.turned(rows))) is None:
             continue
-        packed = codes(piece.source, piece.source_box, fmt)
-        if packed is None:
+        if (packed := codes(piece.source, piece.source_box, fmt)) is None:
             return False
-        kept = piece.dims == tuple(range(len(box))) if weight.transposed else piece.dims[-1] == len(piece.start) - 1
-        if not kept:
+        in_order = piece.dims == tuple(range(len(rows)))
+        if not (in_order if weight.transposed else piece.dims[-1] == len(piece.start) - 1):
             raise ConversionError(
                 f"{piece.source}: its codes cannot be rearranged across the rows of the model's weight"
             )
-        place = piece.target if not weight.transposed else (*piece.target[:-2], piece.target[-1], piece.target[-2])
-        where = inside(rows, place)
-        columns = slice(*(side // fmt.block * fmt.block_bytes for side in (where[-1].start, where[-1].stop)))
-        shape = target[(*where[:-1], columns)].shape
-        target[(*where[:-1], columns)] = packed if weight.transposed else in_dims(packed, piece.dims, shape)
+        *before, columns = inside(rows, weight.turned(piece.target))
+        in_bytes = slice(*(side // fmt.block * fmt.block_bytes for side in (columns.start, columns.stop)))
+        part = target[(*before, in_bytes)]
+        part.copy_(packed if weight.transposed else in_dims(packed, piece.dims, part.shape))
     return True
 
 
