@@ -16,6 +16,7 @@ from fsdp_runtime.errors import ConversionError, MismatchError, ModelError, Opti
 from fsdp_runtime.steps import Compile, Quantized
 from fsdp_runtime.sync import ModelShards
 from fsdp_runtime.weights.quantize.packed import BLOCKS, PackedFormat, PackedWeight
+from harness.memory import LiveBytes
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -75,6 +76,10 @@ def test_quantized_layers_keep_packed_bytes_only(architecture: str) -> None:
     assert max(tensor.untyped_storage().nbytes() for tensor in kept) < 8 * 32 * 64  # the smallest weight
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    with LiveBytes() as memory:
+        loss = model(**tiny_inputs(model, batch=1, length=3)).logits.square().sum()
+    assert memory.live < 8 * 32 * 64 * 8  # the smallest stack, in float64
+    loss.backward()
 
 
 def test_compiled_quantized_layers_keep_packed_bytes_only() -> None:

@@ -122,7 +122,12 @@ class RebuiltTensors:
     def derive(self, stack: Tensor, derived: Tensor, rebuild: Callable[[Tensor, slice], Tensor]) -> None:
         """Add a stack that is computed from a known one; ``rebuild`` gets the known stack's experts."""
         if (known := self._stacks.get(storage_key(stack))) is not None and derived is not stack:
-            self.add(derived, lambda experts: rebuild(known[1](experts), experts))
+            _, rebuild_known = known
+            self.add(derived, lambda experts: rebuild(rebuild_known(experts), experts))
+
+    def clear(self) -> None:
+        """Release the stacks: torch keeps the hooks of saved tensors, and so this object, until backward."""
+        self._stacks.clear()
 
     def handle_of(self, tensor: Tensor) -> _Rebuilt | None:
         """Return the handle of a view of a stack; ``None`` for any other tensor."""
@@ -167,3 +172,4 @@ def rebuilding(rebuilt: RebuiltTensors) -> Iterator[None]:
             yield
     finally:
         _current.reset(token)
+        rebuilt.clear()
