@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from dataclasses import replace
 from functools import partial
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -15,14 +15,15 @@ import torch.distributed as dist
 import torch.nn.attention.flex_attention
 import torch.nn.attention.varlen
 
-import rl_logprobs
-from fsdp_runtime.gpu_check import bench, bench_attention, bench_steps, kernels, parity, ranks, step_settings
+from fsdp_runtime.gpu_check import __main__ as command
+from fsdp_runtime.gpu_check import bench, bench_attention, bench_steps, parity, step_settings
 from fsdp_runtime.gpu_check.__main__ import checks_of, main
 from fsdp_runtime.gpu_check.bench_peers import Contender
 from fsdp_runtime.gpu_check.check_result import CheckResult, largest, markdown, within
 from fsdp_runtime.gpu_check.machine import World, worlds
 from fsdp_runtime.gpu_check.memory import StepCost, compared, expected_cost, summary
 from fsdp_runtime.gpu_check.models import build
+from fsdp_runtime.gpu_check.ranks import Check
 from fsdp_runtime.gpu_check.settings import Setting, settings
 from fsdp_runtime.steps import Compile, PackedSequences
 from harness.processes import preloaded_context
@@ -40,6 +41,46 @@ def test_chosen_checks_on_the_cpu_pass_and_write_a_page(tmp_path, capsys):
     assert "2 ranks on cpu, staged: 1 checks" in capsys.readouterr().err
     assert main([*arguments, "--only", "offload", "--max-minutes", "1e-9"]) == 0
     assert "| bytes (1 rank on cpu, gloo) | the time is over |  | not run |" in page.read_text()
+
+
+def test_worlds_that_share_a_device_run_at_a_time_and_memory_alone(monkeypatch):
+    running: list[str] = []
+    most: dict[str, int] = {}
+    together = Barrier(2)
+
+    def run_checks(world, checks, deadline):
+        running.append(world.name)
+        if checks[0].section != "Memory":
+            together.wait(timeout=30)
+        most[checks[0].section] = max(most.get(checks[0].section, 0), len(running))
+        together.reset() if checks[0].section == "Memory" else together.wait(timeout=30)
+        running.remove(world.name)
+        return [within(checks[0].section, world.name, 0.0, 1.0)]
+
+    monkeypatch.setattr(command, "run_checks", run_checks)
+    parity_check, memory_check = (Check(section, "", iter) for section in ("Parity", "Memory"))
+    one, two = World("cuda", 1, 1), World("cuda", 2, 1)
+    findings = command._run([(one, [parity_check]), (one, [memory_check]), (two, [parity_check])], 0.0)
+    assert [finding.section for finding in findings] == ["Parity", "Parity", "Memory"]
+    assert most == {"Parity": 2, "Memory": 1}
+
+
+def test_options_that_choose_no_check_are_refused(capsys):
+    assert main(["--device", "cpu", "--only", "parity: no such axis"]) == 2
+    assert "no check for --only 'parity: no such axis', --max-ranks 8" in capsys.readouterr().err
+    assert main(["--device", "cpu", "--max-ranks", "0"]) == 2
+
+
+def test_the_page_begins_with_its_failures_and_counts():
+    findings = [
+        CheckResult("A", "x", "3", "at most 2", "failed"),
+        CheckResult("A", "y", "1"),
+        within("B", "z", 0.0, 1.0),
+    ]
+    lines = markdown(findings, 7.0).splitlines()
+    assert lines[2] == "1 checks passed, 1 failed, 0 were not run. It took 7 s."
+    assert lines[4] == "- **failed**: A: x: 3, at most 2"
+    assert lines[8:10] == ["| A | 0 | 1 | 1 | 0 |", "| B | 1 | 0 | 0 | 0 |"]
 
 
 def test_every_world_has_its_checks():

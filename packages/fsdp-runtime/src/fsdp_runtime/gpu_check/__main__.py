@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -40,18 +41,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OptionError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
-    minutes = options.max_minutes or (3.0 if device != "cpu" else 60.0)
-    begin, findings = time.time(), machine(device)
-    groups = [(world, checks) for world in chosen for checks in checks_of(world)]
-    for world, checks in sorted(groups, key=lambda group: group[1][0].section == "Memory"):  # the longest one last
-        wanted = [check for check in checks if options.only.lower() in f"{check.section}: {check.what}".lower()]
-        if wanted:
-            findings += _run(world, wanted, begin + 60 * minutes)
+    groups = [(world, chosen_checks(checks, world, options.only)) for world in chosen for checks in checks_of(world)]
+    if not any(checks for _, checks in groups):
+        print(f"gpu_check: no check for --only {options.only!r}, --max-ranks {options.max_ranks}", file=sys.stderr)
+        return 2
+    minutes = options.max_minutes if options.max_minutes is not None else 60.0 if device == "cpu" else 3.0
+    begin = time.time()
+    findings = machine(device) + _run(groups, begin + 60 * minutes)
     page = markdown(findings, time.time() - begin)
     output = options.output or Path("gpu-check.md")
     output.write_text(page, encoding="utf-8")
     print(f"{page}\nReport: {output}")
     return 1 if any(finding.state == "failed" for finding in findings) else 0
+
+
+def chosen_checks(checks: Sequence[Check], world: World, text: str) -> list[Check]:
+    """Return the checks with a text in their names, as the report prints the names."""
+    return [check for check in checks if text.lower() in f"{check.section}: {check.name(world)}".lower()]
 
 
 def checks_of(world: World) -> list[list[Check]]:
@@ -74,14 +80,14 @@ def checks_of(world: World) -> list[list[Check]]:
         Check("Kernels", "Triton against torch", check_kernels),
     ]
     memory = [Check("Memory", "steps against the dry run", check_memory)]
-    return [checks + memory] if world.device_type == "cpu" else [checks, memory]  # a CPU has no allocator that counts
+    return [checks, memory]
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     command = argparse.ArgumentParser(
         prog="python -m fsdp_runtime.gpu_check",
-        description="Run parity on every axis, kernels, memory, speed and weight sync on this machine's GPUs.",
+        description="Run parity on every axis, training, kernels, memory and weight sync on this machine's GPUs.",
     )
     command.add_argument("--device", help="cuda (ROCm too) or another accelerator; cpu runs all that needs none")
     command.add_argument("--max-ranks", type=int, default=8, metavar="N", help="the most ranks (default: 8)")
@@ -103,11 +109,23 @@ def _bench(device: str, output: Path) -> int:
     return 0
 
 
-def _run(world: World, checks: Sequence[Check], deadline: float) -> list[CheckResult]:
-    print(f"{world.name}: {len(checks)} checks", file=sys.stderr, flush=True)
-    results = run_checks(world, checks, deadline)
-    print(f"  {verdict(results)}", file=sys.stderr, flush=True)
-    return results
+def _run(groups: Sequence[tuple[World, list[Check]]], deadline: float) -> list[CheckResult]:
+    """Return the findings of all groups: on one device those of several worlds at a time, then the memory's alone."""
+
+    def run(group: tuple[World, list[Check]]) -> list[CheckResult]:
+        world, checks = group
+        if checks:
+            print(f"{world.name}: {len(checks)} checks", file=sys.stderr, flush=True)
+        return run_checks(world, checks, deadline)
+
+    memory = [group for group in groups if group[1] and group[1][0].section == "Memory"]
+    others = [group for group in groups if group not in memory]
+    single = all(world.devices == 1 for world, _ in groups)
+    with ThreadPoolExecutor(len(groups) if single else 1) as pool:  # small models leave most of a device idle
+        findings = [finding for results in pool.map(run, others) for finding in results]
+    findings += [finding for group in memory for finding in run(group)]
+    print(f"  {verdict(findings)}", file=sys.stderr, flush=True)
+    return findings
 
 
 if __name__ == "__main__":

@@ -36,6 +36,12 @@ def markdown(findings: Sequence[CheckResult], seconds: float | None = None) -> s
     lines = ["# fsdp-runtime on this machine", "", verdict(findings) + took, ""]
     lines += [f"- **failed**: {f.section}: {f.what}: {f.figure}, {f.bound}" for f in findings if f.state == "failed"]
     lines += [""] if len(lines) > 4 else []
+    lines += ["| section | passed | failed | measured | not run |", "|---|---:|---:|---:|---:|"]
+    for section in dict.fromkeys(finding.section for finding in findings):
+        states = [finding.state for finding in findings if finding.section == section]
+        counts = (str(states.count(state)) for state in ("passed", "failed", "measured", "not run"))
+        lines.append(f"| {section} | {' | '.join(counts)} |")
+    lines.append("")
     for section in dict.fromkeys(finding.section for finding in findings):
         lines += [f"## {section}", "", "| what | found | bound | |", "|---|---|---|---|"]
         for finding in findings:

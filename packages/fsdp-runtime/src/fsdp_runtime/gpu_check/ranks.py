@@ -40,9 +40,13 @@ class Check:
     what: str
     call: Callable[[World, torch.device], Iterator[CheckResult]]
 
+    def name(self, world: World) -> str:
+        """Return the check's name with its world's."""
+        return f"{self.what} ({world.name})"
+
     def result(self, world: World, figure: str, state: Any) -> CheckResult:
         """Return a finding about the check itself."""
-        return CheckResult(self.section, f"{self.what} ({world.name})", figure, state=state)
+        return CheckResult(self.section, self.name(world), figure, state=state)
 
 
 def run_checks(world: World, checks: Sequence[Check], deadline: float = float("inf")) -> list[CheckResult]:
