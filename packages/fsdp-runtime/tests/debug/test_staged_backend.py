@@ -246,6 +246,17 @@ def test_work_completes_without_a_wait_and_knows_its_sender(two_ranks: RankPool)
     assert two_ranks.run(_work_states)[0] == [False, 1.0, 2.0, True, True, 1, 4.0]
 
 
+def _sum_under_another_default_device() -> list[float]:
+    group, tensor = _groups([0, 1])[1], torch.ones(2)
+    with torch.device("meta"):
+        dist.all_reduce(tensor, group=group)
+    return tensor.tolist()
+
+
+def test_copies_are_on_the_host_whatever_the_default_device(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_sum_under_another_default_device) == [[2.0, 2.0]] * 2
+
+
 def _timeouts() -> list[bool]:
     """Whether a wait's limit and a group's limit end a wait for a message that nobody sends."""
     raised = []

@@ -116,7 +116,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _staged(value: Any) -> Any:
     """Return an argument with copies of its tensors on the host; other values are returned as they are."""
     if isinstance(value, Tensor):
-        return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value.detach())
     return [_staged(part) for part in value] if isinstance(value, list | tuple) else value
 
 
