@@ -249,7 +249,7 @@ def test_work_completes_without_a_wait_and_knows_its_sender(two_ranks: RankPool)
 def _sum_under_another_default_device() -> list[float]:
     group, tensor = _groups([0, 1])[1], torch.ones(2)
     with torch.device("meta"):
-        dist.all_reduce(tensor, group=group)
+        group.allreduce([tensor]).wait()
     return tensor.tolist()
 
 
