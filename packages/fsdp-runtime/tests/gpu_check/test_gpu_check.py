@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from threading import Barrier
@@ -15,12 +16,13 @@ import torch.distributed as dist
 import torch.nn.attention.flex_attention
 import torch.nn.attention.varlen
 
+import rl_logprobs
 from fsdp_runtime.gpu_check import __main__ as command
-from fsdp_runtime.gpu_check import bench, bench_attention, bench_steps, parity, step_settings
+from fsdp_runtime.gpu_check import bench, bench_attention, bench_steps, kernels, parity, step_settings
 from fsdp_runtime.gpu_check.__main__ import checks_of, main
 from fsdp_runtime.gpu_check.bench_peers import Contender
 from fsdp_runtime.gpu_check.check_result import CheckResult, largest, markdown, within
-from fsdp_runtime.gpu_check.machine import World, worlds
+from fsdp_runtime.gpu_check.machine import World, accelerator, worlds
 from fsdp_runtime.gpu_check.memory import StepCost, compared, expected_cost, summary
 from fsdp_runtime.gpu_check.models import build
 from fsdp_runtime.gpu_check.ranks import Check
@@ -184,6 +186,22 @@ def test_a_cpu_traces_blocks_and_generates_no_code():
     assert parity.on_device(options, torch.device("cuda")) == options
     traced = Compile({"backend": "aot_eager"})
     assert parity.on_device(options, torch.device("cpu")) == {"compile": traced, "sequence_parallel": True}
+
+
+def test_calls_of_the_kernel_check_give_the_same_twice_on_the_cpu(monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, "torch")
+    logits = {"logits": partial(kernels.from_logits, rl_logprobs, torch.randn(64, 130))}
+    for what, call in (logits | kernels.calls(rl_logprobs, torch.device("cpu"))).items():
+        assert kernels.largest_difference(call, ("torch", "torch")) == 0.0, what
+    assert os.environ[kernels.VARIABLE] == "torch"
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="this machine has an accelerator")
+def test_a_machine_without_a_device_is_told_so(capsys):
+    assert main([]) == 0
+    assert "nothing was checked" in capsys.readouterr().out
+    assert main(["--device", "cuda"]) == 2
+    assert "this machine has no accelerator; use cpu" in capsys.readouterr().err
 
 
 def _parity(setting: Setting, factor: float) -> float:

@@ -266,7 +266,7 @@ def bench(device: torch.device, output: Path, sizes: Sizes | None = None, budget
 
 def page(rows: Sequence[Row], facts: Sequence[CheckResult]) -> str:
     """Return the Markdown page of some rows on a machine."""
-    lines = ["# rl-logprobs on this machine", ""]
+    lines = ["# Times on this machine", ""]
     lines += [f"- {fact.what}: {fact.figure}" for fact in facts]
     for section in dict.fromkeys(row.section for row in rows):
         lines += [

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 from fsdp_runtime.gpu_check.check_result import CheckResult, largest, within
 from fsdp_runtime.gpu_check.machine import World, optional
+from fsdp_runtime.gpu_check.ranks import NotRun
 
 #: The rounding of a dtype's results.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -20,32 +22,27 @@ VARIABLE = "RL_LOGPROBS_BACKEND"
 
 
 def check_kernels(world: World, device: torch.device) -> Iterator[CheckResult]:
-    """Yield the largest difference of each dtype and width, relative to the largest element."""
-    rl_logprobs, triton = optional("rl_logprobs"), optional("triton")
-    if rl_logprobs is None or triton is None:
-        yield CheckResult("Kernels", "Triton against torch", "rl-logprobs or triton is not installed", state="not run")
-        return
+    """Yield the largest difference of each call, relative to the largest element of a result."""
+    rl_logprobs = optional("rl_logprobs")
+    if rl_logprobs is None or optional("triton") is None:
+        raise NotRun("rl-logprobs or triton is not installed")
     if device.type == "cpu":
-        yield CheckResult("Kernels", "Triton against torch", "Triton needs an accelerator", state="not run")
-        return
-    for dtype, bound in BOUNDS.items():
-        for width in WIDTHS:
-            logits = (8 * torch.randn(64, width, device=device)).to(dtype)
-            targets = torch.randint(0, width, (64,), device=device)
-            results = []
-            for backend in ("torch", "triton"):
-                leaf = logits.clone().requires_grad_()
-                statistics = rl_logprobs.token_statistics(leaf * 1.0, targets, entropy=True, backend=backend)
-                (gradient,) = torch.autograd.grad((statistics.logprobs + 0.1 * statistics.entropy).sum(), leaf)
-                results.append((statistics.logprobs, statistics.entropy, gradient))
-            worst = largest(
-                float((a.float() - b.float()).abs().max() / a.float().abs().max())
-                for a, b in zip(*results, strict=True)
-            )
-            name = str(dtype).removeprefix("torch.")
-            yield within("Kernels", f"log-probs, entropy and gradients, {width} columns, {name}", worst, bound)
+        raise NotRun("Triton needs an accelerator")
+    for dtype, width in product(BOUNDS, WIDTHS):
+        what = f"log-probs, entropy and gradients, {width} columns, {str(dtype).removeprefix('torch.')}"
+        logits = (8 * torch.randn(64, width, device=device)).to(dtype)
+        yield within("Kernels", what, largest_difference(partial(from_logits, rl_logprobs, logits)), BOUNDS[dtype])
     for what, call in calls(rl_logprobs, device).items():
         yield within("Kernels", what, largest_difference(call), BOUNDS[torch.bfloat16])
+
+
+def from_logits(rl_logprobs: Any, logits: torch.Tensor) -> list[Any]:
+    """Return log-probabilities, entropy and the gradient of logits ``[tokens, columns]``."""
+    leaf = logits.clone().requires_grad_()
+    targets = torch.arange(len(logits), device=logits.device)
+    statistics = rl_logprobs.token_statistics(leaf * 1.0, targets, entropy=True)
+    loss = (statistics.logprobs + 0.1 * statistics.entropy).sum()
+    return [statistics.logprobs, statistics.entropy, *torch.autograd.grad(loss, leaf)]
 
 
 def calls(rl_logprobs: Any, device: torch.device) -> dict[str, Callable[[], list[Any]]]:

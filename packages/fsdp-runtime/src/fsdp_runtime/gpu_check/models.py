@@ -17,12 +17,8 @@ LENGTH_ON_CPU = 16
 IMAGE_TOKEN, TOKENS_PER_IMAGE, PIXELS = VOCABULARY - 1, 4, 8
 _TEXT: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "use_cache": False}
 _TEXT |= {"vocab_size": VOCABULARY, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 128,
-    "norm_topk_prob": True,
-}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 128}
+_EXPERTS |= {"norm_topk_prob": True}
 _TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
 _DELTA_NET: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 8}
 _DELTA_NET |= {"linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
