@@ -87,9 +87,8 @@ def _failure(world: World, checks: Sequence[Check], folder: str, deadline: float
 def _run_rank(rank: int, world: World, checks: Sequence[Check], folder: str, deadline: float) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % world.devices), WORLD_SIZE=str(world.size))
     device = world.device(rank)
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    else:
+    torch.set_num_threads(1)  # many ranks share the host's cores
+    if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     register_staged_backend()
