@@ -177,7 +177,7 @@ def trace_step(
 
 def _allocate(model: nn.Module) -> None:
     """Give every tensor of the model storage, one for all names of a tied parameter."""
-    # ``Module.to_empty`` gives each name of a tied parameter a parameter of its own.
+    # ``Module.to_empty`` gives each name of a tied parameter a separate parameter.
     aliases = [(module, *named) for module in model.modules() for named in module.named_parameters(recurse=False)]
     model.to_empty(device="cpu")
     allocated: dict[nn.Parameter, nn.Parameter] = {}

@@ -110,7 +110,7 @@ def _bench(device: str, output: Path) -> int:
 
 
 def _run(groups: Sequence[tuple[World, list[Check]]], deadline: float) -> list[CheckResult]:
-    """Return the findings of all groups: on one device those of several worlds at a time, then the memory's alone."""
+    """Return the findings of all groups: on one device several worlds run at a time, then the memory's group alone."""
 
     def run(group: tuple[World, list[Check]]) -> list[CheckResult]:
         world, checks = group

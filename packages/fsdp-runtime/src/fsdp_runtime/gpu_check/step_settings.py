@@ -43,7 +43,7 @@ class StepSetting:
             from peft import LoraConfig, get_peft_model
 
             adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-            model = get_peft_model(model, adapters, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+            model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
         return model
 
     def estimate(self) -> Estimate:

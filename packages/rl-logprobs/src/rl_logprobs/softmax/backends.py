@@ -28,8 +28,10 @@ def chosen_backend(backend: Backend | None, device: torch.device) -> Backend:
         return "triton" if is_accelerator_assumed() or (device.type == "cuda" and _triton_imports()) else "torch"
     if chosen not in get_args(Backend):
         raise OptionError(f"backend must be one of {', '.join(get_args(Backend))}, got {chosen!r}")
-    if chosen == "torch" or is_accelerator_assumed():
-        return chosen
+    if chosen == "torch":
+        return "torch"
+    if is_accelerator_assumed():
+        return "triton"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise OptionError(
             f"backend 'triton' needs logits on a GPU, these are on {device}; leave backend out (or set "

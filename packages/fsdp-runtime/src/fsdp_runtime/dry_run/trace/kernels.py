@@ -35,7 +35,7 @@ def workspace_of(function: Any, args: Any, kernels: AttentionKernels) -> int:
     if function is aten.embedding_dense_backward.default:
         # Float32 sums of at most ten rows of one token (``EmbeddingBackwardKernel.cu``).
         gradient, tokens, rows = args[0], args[1].numel(), args[2]
-        return (tokens // 10 + min(tokens, rows)) * gradient.shape[-1] * _FLOAT32
+        return int((tokens // 10 + min(tokens, rows)) * gradient.shape[-1] * _FLOAT32)
     # Both kernels add up the gradient of queries in float32, with one number a row for the softmax. Where several query
     # heads share a key head, FlashAttention 2 computes gradients of keys and values for every query head, and
     # FlashAttention 3 adds them up in float32 (``flash_api.cpp`` of each).
