@@ -151,6 +151,14 @@ class AsyncGRPOMixin(TrlMixin):
 
         on_every_rank(call, None)
 
+    def begin(self) -> None:
+        """Set up the transfer, send the first weights and start the rollouts, once."""
+        if not self._begun:
+            self._begun = True
+            self._on_first(self.weight_transfer, "init_weight_transfer")
+            self._sync_weight()
+            self._on_first(self.rollout_worker, "start")
+
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._inner_training_loop(*args, **kwargs)
@@ -166,13 +174,8 @@ class _OnEveryRank(transformers.TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Set up the transfer, send the first weights and start the rollouts, once."""
-        trainer = self._trainer
-        if not trainer._begun:
-            trainer._begun = True
-            trainer._on_first(trainer.weight_transfer, "init_weight_transfer")
-            trainer._sync_weight()
-            trainer._on_first(trainer.rollout_worker, "start")
+        """Begin the rollouts."""
+        self._trainer.begin()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Give every rank the prompt groups that rank 0 has trained on, so that all ranks end together."""
