@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,26 @@ def save_and_go_on(path: str, folder: str, *, loss: str = "ppo", **options: Any)
         engine.save_checkpoint(f"{folder}/global_step_{index}/actor", None, index, 1)
     assert not os.path.exists(f"{folder}/global_step_0/actor")  # max_ckpt_to_keep=1
     return [step(engine, index, loss) for index in (2, 3)]
+
+
+def go_on_after_offload(path: str, folder: str, **options: Any) -> list[tuple[float, float]]:
+    """As :func:`save_and_go_on`, with the optimizer's state alone moved to the host and back, as on a GPU."""
+    from fsdp_runtime.trainers.verl import engine as module
+
+    engine = _trained(path, "ppo", options)
+    for index in range(2):
+        step(engine, index)
+    with (
+        mock.patch.object(module, "offload", partial(module.offload, device="cpu")),
+        mock.patch.object(module.verl_api, "get_device_name", return_value="cuda"),
+    ):
+        for _ in range(2):  # verl asks again
+            engine.to("cpu", model=False, optimizer=True, grad=False)
+        engine.save_checkpoint(folder)
+        states = [entry for state in engine.optimizer.state.values() for entry in state.values()]
+        assert sum(getattr(entry, "_local_tensor", entry).untyped_storage().nbytes() for entry in states) == 0
+        engine.to("cuda", model=False, optimizer=True, grad=False)
+    return [step(engine, index) for index in (2, 3)]
 
 
 def resume(path: str, folder: str, *, loss: str = "ppo", **options: Any) -> list[tuple[float, float]]:

@@ -50,6 +50,13 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(
     assert exported.config.hidden_size == 64
 
 
+def test_a_run_goes_on_after_its_optimizer_alone_was_on_the_host(
+    two_ranks: RankPool, paths: dict[str, str], tmp_path: Path
+) -> None:
+    expected = two_ranks.run(actions.save_and_go_on, paths["dense"], str(tmp_path / "one"))[0]
+    close(expected, two_ranks.run(actions.go_on_after_offload, paths["dense"], str(tmp_path / "two"))[0])
+
+
 @pytest.mark.parametrize(
     ("kind", "saved", "loaded"),
     [

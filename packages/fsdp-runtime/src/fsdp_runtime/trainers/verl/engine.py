@@ -6,14 +6,13 @@ verl moves parameters, gradients and optimizer state to the host between phases.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fsdp_runtime import no_sync, offload, onload, stream_weights, submesh
 from fsdp_runtime.errors import OptionError
@@ -47,6 +46,7 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         self.module: Any = None
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
+        self._away: set[Any] = set()  # names of the parts on the host
         self._adapter_is_off = False
         self._shards: export.Shards | None = None
         if engine_config.full_determinism:
@@ -89,7 +89,7 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         if not self.engine_config.forward_only:
             self.optimizer = optimizer_of(self.module, self.optimizer_config)
             self.lr_scheduler = scheduler_of(self.optimizer, self.optimizer_config)
-        self._residency = Residency(self.module, self.optimizer)
+        self._away = set()
         self._checkpoints = Checkpoints(
             self.module,
             self.optimizer,
@@ -211,15 +211,37 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         if self.engine_config.offload_policy or verl_api.get_device_name() == "cpu":
             return  # FSDP2 keeps them on the host, or there is no other memory
         parts = {"parameters": model, "buffers": model, "gradients": grad, "optimizer": optimizer}
-        move = self._residency.offload if device == "cpu" else self._residency.onload
-        move(part for part, moves in parts.items() if moves)
+        named = {part for part, moves in parts.items() if moves}
+        if device == "cpu":
+            self._offload(named - self._away)  # verl asks again
+        else:
+            self._onload(named & self._away)
+
+    def _offload(self, parts: set[Any]) -> None:
+        if parts := parts - ({"optimizer"} if self.optimizer is None else set()):
+            offload(self.module, self.optimizer, parts=parts)
+            self._away |= parts
+
+    def _onload(self, parts: set[Any]) -> None:
+        onload(self.module, parts=parts)
+        self._away -= parts
+
+    @contextmanager
+    def _present(self, *parts: str) -> Iterator[None]:
+        """Keep parts on the device inside, and move them back after."""
+        away = self._away & {*parts}
+        self._onload(away)
+        try:
+            yield
+        finally:
+            self._offload(away)
 
     def _sync_dtype(self) -> torch.dtype | None:
         name = self.engine_config.sync_dtype
         return None if name is None else to_dtype("sync_dtype", name)
 
     def _streamed(self, weights: Iterator[Any]) -> Iterator[Any]:
-        with self._residency.present("parameters", "buffers"):
+        with self._present("parameters", "buffers"):
             yield from weights
 
     def get_per_tensor_param(
@@ -245,7 +267,7 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
 
     def prime_delta_snapshots(self) -> None:
         """Take the present weights as the rollout's weights."""
-        with self._residency.present("parameters", "buffers"):
+        with self._present("parameters", "buffers"):
             self._own_shards().remember()
 
     def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], dict[str, Any] | None]:
@@ -267,7 +289,7 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
     ) -> None:
         """Save the contents that the checkpoint config lists.  Collective."""
         _require_no_hdfs(hdfs_path)
-        with self._residency.present("parameters", "buffers", "optimizer"):
+        with self._present("parameters", "buffers", "optimizer"):
             self._checkpoints.save(Path(local_path), step=global_step, keep=max_ckpt_to_keep)
 
     @first_rank_speaks()
@@ -278,7 +300,7 @@ class FsdpRuntimeEngine(verl_api.BaseEngine):
         if local_path is None:
             return
         _require_no_hdfs(hdfs_path)
-        with self._residency.present("parameters", "buffers", "optimizer"):
+        with self._present("parameters", "buffers", "optimizer"):
             self._checkpoints.load(Path(local_path))
         if del_local_after_load:
             logger.warning("del_local_after_load: %s is kept; remove it when no job needs it", local_path)
@@ -327,35 +349,3 @@ class _Mode(verl_api.BaseEngineCtx):
 def _require_no_hdfs(path: str | None) -> None:
     if path is not None:
         raise OptionError(f"hdfs_path={path!r}: checkpoints are written to a local path; copy them from there")
-
-
-class Residency:
-    """Move parts of a model to the host and back, each part once even if verl asks again."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._away: set[Any] = set()  # names of parts
-
-    def offload(self, parts: Iterable[str]) -> None:
-        """Move parts to the host that are on the device."""
-        leaving: list[Any] = [p for p in parts if p not in self._away and (p != "optimizer" or self._optimizer)]
-        if leaving:
-            offload(self._model, self._optimizer, parts=leaving)
-            self._away.update(leaving)
-
-    def onload(self, parts: Iterable[str]) -> None:
-        """Move parts back that are on the host."""
-        returning: list[Any] = [part for part in parts if part in self._away]
-        if returning:
-            onload(self._model, parts=returning)
-            self._away.difference_update(returning)
-
-    @contextmanager
-    def present(self, *parts: str) -> Iterator[None]:
-        """Keep parts on the device inside, and move them back after."""
-        away = [part for part in parts if part in self._away]
-        self.onload(away)
-        try:
-            yield
-        finally:
-            self.offload(away)
