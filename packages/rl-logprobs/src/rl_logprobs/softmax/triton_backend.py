@@ -31,9 +31,8 @@ Grid = tuple[int, ...]
 
 def launch(module: str, kernel: str, grid: Grid, device: torch.device, **arguments: Any) -> None:
     """Launch a kernel of one of this package's modules on the current stream of a device."""
-    # Dtypes of torch are given for compile-time constants. Triton launches on the current device. A dry run counts the
-    # tensors around a launch; its own have no values.
-    if is_accelerator_assumed():
+    # Dtypes of torch are given for compile-time constants. Triton launches on the current device.
+    if is_accelerator_assumed():  # a dry run counts the tensors around a launch, which have no values
         return
     from triton import language
 
