@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from fsdp_runtime.optim import CPUOffloadAdamW
+
 Optimizer = torch.optim.Optimizer
 
 #: Keeps a step from growing without bound where a gradient is rounding alone.
@@ -29,6 +31,7 @@ OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "AdamW, fused": partial(torch.optim.AdamW, **_ADAM, fused=True),
     "AdamW, foreach": partial(torch.optim.AdamW, **_ADAM, foreach=True),
     "AdamW, groups": _adamw_groups,
+    "AdamW, on the host": partial(CPUOffloadAdamW, **_ADAM, fraction=0.6),
     "AMSGrad": partial(torch.optim.Adam, **_ADAM, amsgrad=True),
     "NAdam": partial(torch.optim.NAdam, **_ADAM),
     "RAdam": partial(torch.optim.RAdam, **_ADAM),
