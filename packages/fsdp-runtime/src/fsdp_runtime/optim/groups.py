@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.optim.roles import MATRICES, Role, parameter_roles
 from fsdp_runtime.values import require_one_of
-from tp_plans.model_tree import ModelTree, is_at_or_below
+from tp_plans.model_tree import ModelTree, is_at_or_below, parent
 
 #: The roles without weight decay in the recipes of GPT-3, Llama and transformers' trainer.
 NO_DECAY: tuple[Role, ...] = ("norm", "bias", "other")
@@ -78,15 +78,10 @@ def param_groups(
 
 def _distances(model: nn.Module) -> dict[str, int]:
     """Return the number of blocks after each parameter in the decoder's stack, plus one before the first block."""
-    tree = ModelTree.of(model)
+    tree, distances = ModelTree.of(model), {}
     blocks, order = tree.decoder_blocks, {path: place for place, path in enumerate(tree.modules)}
-    distances = {}
     for path, _ in model.named_parameters():
-        owner = path.rpartition(".")[0]
-        inside = next((place for place, block in enumerate(blocks) if is_at_or_below(owner, block)), None)
-        if inside is not None:
-            distances[path] = len(blocks) - 1 - inside
-        else:
-            is_before = bool(blocks) and order[owner] < order[blocks[0]]
-            distances[path] = len(blocks) if is_before else 0
+        inside = [place for place, block in enumerate(blocks) if is_at_or_below(path, block)]
+        is_before = bool(blocks) and order[parent(path)] < order[blocks[0]]
+        distances[path] = len(blocks) - 1 - inside[0] if inside else len(blocks) * is_before
     return distances

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -143,19 +143,11 @@ class Muon(Optimizer):
         for model in models:
             self._stored.update(stored_matrices(model))
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step.  Collective over the mesh of the parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, and return the loss of the closure.  Collective over the mesh of the parameters."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         plan = self._plan()  # raises before a parameter changes
         for group in self.param_groups:
             if not group["use_muon"]:

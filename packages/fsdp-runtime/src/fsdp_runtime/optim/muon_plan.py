@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,8 @@ from fsdp_runtime.sharded import collectives
 from fsdp_runtime.steps.guards.optimizers import models_with
 
 Read = Callable[[Matrix, MatrixBlock], Tensor]
+#: The sender and the receiver of a block, and the block.
+_Move = tuple[tuple[int, int], Matrix, MatrixBlock]
 _Received = Iterator[tuple[Matrix, MatrixBlock, Tensor]]
 
 
@@ -63,10 +64,10 @@ class MuonPlan:
             for matrix in bucket.owned:
                 full[matrix.number] = orthogonalize(matrix, full[matrix.number])
             returning.append(bucket.from_owners.start(partial(_part, full), dtype, device))
-            if len(returning) > 1:
-                _apply_all(apply, returning.pop(0))
-        for last in returning:
-            _apply_all(apply, last)
+            for update in returning.pop(0)() if len(returning) > 1 else ():
+                apply(*update)
+        for update in (update for last in returning for update in last()):
+            apply(*update)
 
 
 class _Bucket:
@@ -75,39 +76,43 @@ class _Bucket:
     def __init__(self, matrices: Sequence[Matrix], group: ProcessGroup | None) -> None:
         group, rank = None if all(matrix.is_on_owner for matrix in matrices) else group, collectives.own_rank()
         self.owned = [matrix for matrix in matrices if matrix.owner == rank]
-        sent = [(matrix.sender(block), matrix.owner, matrix, block) for matrix in matrices for block in matrix.blocks]
-        self.to_owners = _AllToAll([move for move in sent if rank in move[:2]], group)
-        others = [(matrix, block) for matrix in matrices if matrix.owner != rank for block in matrix.blocks]
-        own = [(rank, other, matrix, b) for matrix in self.owned for b in matrix.blocks for other in b.ranks]
-        received = [(matrix.owner, rank, matrix, block) for matrix, block in others if rank in block.ranks]
+        blocks = [(matrix, block) for matrix in matrices for block in matrix.blocks]
+        sent = [((matrix.sender(block), matrix.owner), matrix, block) for matrix, block in blocks]
+        self.to_owners = _AllToAll([move for move in sent if rank in move[0]], group)
+        own = [((rank, other), matrix, b) for matrix in self.owned for b in matrix.blocks for other in b.ranks]
+        received = [((m.owner, rank), m, block) for m, block in blocks if m.owner != rank and rank in block.ranks]
         self.from_owners = _AllToAll(own + received, group)
 
 
 class _AllToAll:
-    """One all-to-all of blocks, as ``(sender, receiver, matrix, block)``; without a group every block stays."""
+    """One all-to-all of blocks; without a group every block stays."""
 
-    def __init__(self, moves: Sequence[tuple[int, int, Matrix, MatrixBlock]], group: ProcessGroup | None) -> None:
-        self.group, rank, ranks = group, collectives.own_rank(), _ranks_of(group)
-        place = {other: index for index, other in enumerate(ranks)}
-        sent = sorted((move for move in moves if move[0] == rank), key=lambda move: (place[move[1]], move[2].number))
-        received = sorted(
-            (move for move in moves if move[1] == rank), key=lambda move: (place[move[0]], move[2].number)
-        )
-        self.sent, self.received = [move[2:] for move in sent], [move[2:] for move in received]
-        self.sizes = [0] * len(ranks), [0] * len(ranks)
-        for sizes, part, end in ((self.sizes[0], sent, itemgetter(1)), (self.sizes[1], received, itemgetter(0))):
-            for move in part:
-                sizes[place[end(move)]] += move[3].numel
+    def __init__(self, moves: Sequence[_Move], group: ProcessGroup | None) -> None:
+        self.group = group
+        self.sent, self.sent_sizes = self._side(moves, own=0)
+        self.received, self.received_sizes = self._side(moves, own=1)
+
+    def _side(self, moves: Sequence[_Move], own: int) -> tuple[list[tuple[Matrix, MatrixBlock]], list[int]]:
+        """Return the blocks that this rank sends, or receives, by the other rank, and the elements per rank."""
+        sizes = dict.fromkeys(_ranks_of(self.group), 0)
+        place = {rank: index for index, rank in enumerate(sizes)}
+        part = [move for move in moves if move[0][own] == collectives.own_rank()]
+        for ends, _, block in part:
+            sizes[ends[1 - own]] += block.numel
+        part.sort(key=lambda move: (place[move[0][1 - own]], move[1].number))
+        return [move[1:] for move in part], list(sizes.values())
 
     def start(self, read: Read, dtype: torch.dtype, device: torch.device | None) -> Callable[[], _Received]:
         """Start the all-to-all; the result waits for it and iterates over the received blocks."""
-        out = torch.empty(sum(self.sizes[0]), dtype=dtype, device=device)
+        out = torch.empty(sum(self.sent_sizes), dtype=dtype, device=device)
         for matrix, block, view in _views(out, self.sent):
             view.copy_(read(matrix, block))
         if self.group is None:
             return lambda: _views(out, self.received)
-        buffer = torch.empty(sum(self.sizes[1]), dtype=dtype, device=device)
-        work = dist.all_to_all_single(buffer, out, self.sizes[1], self.sizes[0], group=self.group, async_op=True)
+        buffer = torch.empty(sum(self.received_sizes), dtype=dtype, device=device)
+        work = dist.all_to_all_single(
+            buffer, out, self.received_sizes, self.sent_sizes, group=self.group, async_op=True
+        )
         return lambda: _views(buffer, self.received, work)
 
 
@@ -122,11 +127,6 @@ def _views(buffer: Tensor, blocks: Sequence[tuple[Matrix, MatrixBlock]], work: d
 
 def _part(full: Mapping[int, Tensor], matrix: Matrix, block: MatrixBlock) -> Tensor:
     return full[matrix.number][block.place]
-
-
-def _apply_all(apply: Callable[[Matrix, MatrixBlock, Tensor], None], received: Callable[[], _Received]) -> None:
-    for matrix, block, update in received():
-        apply(matrix, block, update)
 
 
 def require_same_gradients(stored: Mapping[Tensor, StoredMatrices]) -> None:

@@ -98,8 +98,8 @@ def _role(tree: ModelTree, path: str, stacks: tuple[str, ...], *, is_head: bool)
         return "expert"
     if is_head and parameter.ndim == 2:
         return "head"
-    is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1 and _multiplies(tree.modules[owner])
-    return "matrix" if is_matrix else "other"
+    is_linear = isinstance(tree.modules[owner], nn.Linear) or type(tree.modules[owner]).__name__ == "Conv1D"
+    return "matrix" if is_linear and parameter.ndim == 2 and min(parameter.shape) > 1 else "other"
 
 
 def _are_experts(tree: ModelTree, path: str) -> bool:
@@ -111,11 +111,6 @@ def _is_router(tree: ModelTree, owner: str, stack: str) -> bool:
     stacked = [p.shape[0] for p in tree.own_parameters(stack).values() if p.ndim == 3]
     experts = max(stacked, default=len(tree.children[stack]))
     return leaf(owner) in _ROUTERS or tree.size(owner, 0) == experts
-
-
-def _multiplies(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer; GPT-2's ``Conv1D`` stores ``[in, out]``."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def stored_matrices(model: nn.Module) -> dict[Tensor, StoredMatrices]:
@@ -131,6 +126,7 @@ def stored_matrices(model: nn.Module) -> dict[Tensor, StoredMatrices]:
         elif roles[path] == "expert" or leaf(owner) in dict(FUSED_MLPS):
             matrices = _gate_and_up(tree, path)
         else:
+            # GPT-2's ``Conv1D`` stores ``[in, out]``.
             matrices = StoredMatrices(is_transposed=type(tree.modules[owner]).__name__ == "Conv1D")
         stored[parameter] = replace(matrices, path=path)
     return stored
