@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as flex
-from torch.nn.attention import varlen
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
@@ -80,6 +78,14 @@ def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
         return causal_lower_right(queries, keys)
 
 
+@cache
+def varlen_operators() -> tuple[Any, Any]:
+    """Return the operators of ``varlen_attn``, forward and backward; both are private."""
+    import torch.nn.attention.varlen  # noqa: F401  # registers them, and takes a second
+
+    return torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
+
+
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -93,6 +99,8 @@ def varlen_attention(
     """Attend within segments of ``[tokens, heads, dim]``, by the tokens before each and the longest segment."""
     # ``before`` and ``longest`` are of queries, then of keys. torch 2.11 takes fewer key heads without ``enable_gqa``,
     # which later releases require.
+    from torch.nn.attention import varlen
+
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
     options |= {"scale": scale, "window_size": window}
     output = varlen.varlen_attn(query, key, _as_wide(value, query), *before, *longest, **options)
@@ -106,7 +114,7 @@ def varlen_part(
     # ``varlen_attn`` returns the log-sum-exp, but its backward takes the log-sum-exp of this part alone. The operators
     # have kept their first ten arguments from torch 2.11 to 2.14.
     window, inputs = [-1, 0 if causal else -1], (query, key, _as_wide(value, query))
-    output, lse, _ = torch.ops.torch_attn._varlen_attn(*inputs, *bounds[0], *bounds[1], causal, scale, window)
+    output, lse, _ = varlen_operators()[0](*inputs, *bounds[0], *bounds[1], causal, scale, window)
     return output[..., : value.shape[-1]], lse
 
 
@@ -126,7 +134,7 @@ def varlen_part_backward(
     random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # no state of dropout
     window, (before, longest) = [-1, 0 if causal else -1], bounds
     grad_output, wide, output = (_as_wide(each, query) for each in (grad_output, value, output))
-    grad_query, grad_key, grad_value = torch.ops.torch_attn._varlen_attn_backward(
+    grad_query, grad_key, grad_value = varlen_operators()[1](
         grad_output, query, key, wide, output, lse, *before, *longest, causal, random, scale, window
     )
     return grad_query, grad_key, grad_value[..., : value.shape[-1]]
@@ -139,11 +147,15 @@ def _as_wide(values: Tensor, queries: Tensor) -> Tensor:
 
 @cache
 def _compiled_flex_attention() -> Any:
+    from torch.nn.attention import flex_attention as flex
+
     return torch.compile(flex.flex_attention)
 
 
 def flex_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Return compiled flex attention and its log-sum-exp, ``[batch, heads, queries, ...]``."""
+    from torch.nn.attention import flex_attention as flex
+
     attend = flex.flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
     output, further = attend(query, key, value, return_aux=flex.AuxRequest(lse=True), **options)
     return output, further.lse

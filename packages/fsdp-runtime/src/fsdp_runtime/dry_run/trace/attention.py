@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import varlen  # noqa: F401  # registers its operators
 from torch.nn.attention.bias import CausalBias
 
-#: FlashAttention over segments, forward and backward.
-VARLEN = (torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward)
+from fsdp_runtime._torch_compat import varlen_operators
+
 #: The memory-efficient kernel takes multiples of this number of features per head.
 _ALIGNED = 8
 
@@ -46,7 +45,7 @@ def varlen_flops(packet: Any, args: Any) -> int:
     """Return the operations of attention over segments, as if each were as long as the longest."""
     # Segments of a dry run are rows, or a chunk of each row. torch's formula reads the lengths, which are data there. A
     # window's scores are counted twice: the caller halves all counts for the masked part of a causal mask.
-    backward = packet is VARLEN[1]
+    backward = packet is varlen_operators()[1]
     query, value = (args[1], args[3]) if backward else (args[0], args[2])
     before, (queries, keys) = (args[6], args[8:10]) if backward else (args[3], args[5:7])
     window = args[13] if backward else args[9]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fsdp_runtime._torch_compat import storage_key, tree_leaves
-from fsdp_runtime.dry_run.trace.attention import VARLEN, varlen_flops
+from fsdp_runtime._torch_compat import storage_key, tree_leaves, varlen_operators
+from fsdp_runtime.dry_run.trace.attention import varlen_flops
 
 aten = torch.ops.aten
 
@@ -24,7 +24,6 @@ _BACKWARD = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
-    VARLEN[1].default,
 }
 _FLOAT32 = 4
 _ROWS = 128  # rows of a tile, to which both kernels round lengths up
@@ -39,10 +38,11 @@ def workspace_of(function: Any, args: Any, kernels: AttentionKernels) -> int:
     # Both kernels add up the gradient of queries in float32, with one number a row for the softmax. Where several query
     # heads share a key head, FlashAttention 2 computes gradients of keys and values for every query head, and
     # FlashAttention 3 adds them up in float32 (``flash_api.cpp`` of each).
-    if kernels == "none" or function not in _BACKWARD:
+    of_segments = function.overloadpacket is varlen_operators()[1]
+    if kernels == "none" or (function not in _BACKWARD and not of_segments):
         return 0
     _, query, key, value = args[:4]
-    if function.overloadpacket in VARLEN:  # of segments, ``[tokens, heads, dim]``
+    if of_segments:  # ``[tokens, heads, dim]``
         query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
     batch, heads, tokens, dim = query.shape
     tokens, dim = -(-tokens // _ROWS) * _ROWS, -(-dim // 32) * 32
@@ -59,7 +59,7 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the operations of one call, a multiply-add counted as two; 0 for operators that only copy or add."""
     # Causal attention counts as full attention, as in ``torch.utils.flop_counter``.
     packet = function.overloadpacket
-    if packet in VARLEN:
+    if packet in varlen_operators():
         return varlen_flops(packet, args)
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return int(sdpa_flop_count(*_of_query_heads(*args[:3])))  # type: ignore[no-untyped-call]

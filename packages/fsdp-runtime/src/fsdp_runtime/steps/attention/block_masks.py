@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from fsdp_runtime._torch_compat import flex_attention
 from fsdp_runtime.steps.context.masks import SequenceMask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 #: Tokens of a block, torch's default, and the queries with a mask of all keys in memory at once.
 _BLOCK, _AT_ONCE = 128, 1024
@@ -46,6 +48,8 @@ def attend_in_blocks(
 def block_mask(mask: SequenceMask) -> BlockMask:
     """Return the block mask of this rank's queries and all keys, built once per mask."""
     if mask.blocks is None:
+        from torch.nn.attention.flex_attention import BlockMask
+
         keys = torch.arange(mask.layout.length, device=mask.device)
         queries, of_indices = mask.layout.positions.to(mask.device), mask.of_indices
         tiles = [_by_block(mask.between(part, keys)) for part in torch.split(queries, _AT_ONCE)]
