@@ -81,7 +81,7 @@ def causal_bias(queries: int, keys: int, device: torch.device) -> Tensor:
 @cache
 def varlen_operators() -> tuple[Any, Any]:
     """Return the operators of ``varlen_attn``, forward and backward; both are private."""
-    import torch.nn.attention.varlen  # noqa: F401  # registers them, and takes a second
+    import torch.nn.attention.varlen  # registers them, and takes a second
 
     return torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
 

@@ -26,6 +26,7 @@ _ALIGNED = 8
 @contextmanager
 def kernels_of_attention() -> Iterator[None]:
     """Let attention run the memory-efficient kernel where an accelerator would call it and a CPU has none."""
+    varlen_operators()  # loaded before tensors are fake
     # A mode for functions of torch would not reach recomputation: ``Tensor.backward`` leaves it.
     original: Any = functional.scaled_dot_product_attention
 
