@@ -67,7 +67,9 @@ def test_worlds_that_share_a_device_run_at_a_time_and_memory_alone(monkeypatch):
     assert most == {"Parity": 2, "Memory": 1}
 
 
-def test_options_that_choose_no_check_are_refused(capsys):
+def test_options_that_choose_no_check_are_refused(capsys, tmp_path):
+    assert main(["--device", "cpu", "--output", str(tmp_path / "missing" / "page.md")]) == 2
+    assert "missing is no directory" in capsys.readouterr().err
     assert main(["--device", "cpu", "--only", "parity: no such axis"]) == 2
     assert "no check for --only 'parity: no such axis', --max-ranks 8" in capsys.readouterr().err
     assert main(["--device", "cpu", "--max-ranks", "0"]) == 2

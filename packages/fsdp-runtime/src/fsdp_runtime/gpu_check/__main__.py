@@ -34,8 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device is None:
         print("No CUDA or ROCm device was found: nothing was checked. --device cpu runs what needs none.")
         return 0
+    output = options.output or Path("gpu-bench.md" if options.bench else "gpu-check.md")
+    if not output.parent.is_dir():
+        print(f"gpu_check: --output {output}: {output.parent} is no directory", file=sys.stderr)
+        return 2
     if options.bench:
-        return _bench(device, options.output or Path("gpu-bench.md"))
+        return _bench(device, output)
     try:
         chosen = worlds(device, options.max_ranks)
     except OptionError as error:
@@ -49,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.time()
     findings = machine(device) + _run(groups, begin + 60 * minutes)
     page = markdown(findings, time.time() - begin)
-    output = options.output or Path("gpu-check.md")
     output.write_text(page, encoding="utf-8")
     print(f"{page}\nReport: {output}")
     return 1 if any(finding.state == "failed" for finding in findings) else 0
@@ -110,7 +113,7 @@ def _bench(device: str, output: Path) -> int:
 
 
 def _run(groups: Sequence[tuple[World, list[Check]]], deadline: float) -> list[CheckResult]:
-    """Return the findings of all groups: on one device several worlds run at a time, then the memory's group alone."""
+    """Return the findings of all groups: worlds of a single device run at a time, and the memory's group alone."""
 
     def run(group: tuple[World, list[Check]]) -> list[CheckResult]:
         world, checks = group
