@@ -6,6 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+#: The meaning of a section's figures on the page.
+MEANINGS = {
+    "Parity": "Loss and gradients of one step: the largest difference from one process, or from documents alone.",
+    "Training": "Losses and norms of a run: the largest relative difference from one process.",
+    "Routes": "The share of other routes; the largest difference of gradients from one process.",
+    "Host waits": "Calls of a step that wait for the device, and their places.",
+    "Kernels": "The largest difference between Triton's kernels and torch's operators.",
+}
+
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -43,7 +52,8 @@ def markdown(findings: Sequence[CheckResult], seconds: float | None = None) -> s
         lines.append(f"| {section} | {' | '.join(counts)} |")
     lines.append("")
     for section in dict.fromkeys(finding.section for finding in findings):
-        lines += [f"## {section}", "", "| what | found | bound | |", "|---|---|---|---|"]
+        lines += [f"## {section}", "", MEANINGS.get(section, ""), ""]
+        lines += ["| what | found | bound | |", "|---|---|---|---|"]
         for finding in findings:
             if finding.section == section:
                 state = "" if finding.state == "measured" else finding.state
