@@ -170,6 +170,7 @@ CASES: Provocations = {
         "OptionError: cannot be combined with mode": lambda: async_compile_options(
             CUDA, {"mode": "max-autotune"}, sequence_parallel=True
         ),
+        "OptionError: records CUDA graphs": lambda: _compiled(compile=Compile({"mode": "reduce-overhead"})),
         "OptionError: is refused by torch.compile": lambda: refuse(Own(), plan=None, compile=Compile({"colour": True})),
     },
 }

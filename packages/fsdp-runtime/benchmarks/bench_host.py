@@ -1,10 +1,11 @@
 """Host time and operations that each layer adds: collectives of a fake process group return at once.
 
-    python packages/fsdp-runtime/benchmarks/bench_host.py [NAME ...] [--rounds 20] [--layers 24]
+    python packages/fsdp-runtime/benchmarks/bench_host.py [NAME ...] [--rounds 20] [--layers 24] [--backend inductor]
 
 One rank, one thread, small layers, so that what is timed is Python and the dispatcher.  Times are the least processor
 time over rounds of a forward and backward, less that of the plain model, for each layer.  Counts are exact, and also
-less those of the plain model: those of a model with three layers less those of one with two.
+less those of the plain model: those of a model with three layers less those of one with two.  Compiled layers stand
+beside compiled plain layers of a rank's size, with the graphs and guards of all their code.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list as cache_entries
+from torch._dynamo.utils import counters as torch_counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -37,24 +41,28 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_runtime import MeshSpec, parallelize, record_routes, replay_routes, submesh
+from fsdp_runtime.steps import Compile
 from tp_plans import with_expert_parallelism
 from tp_plans.runtime import dispatch_styles
 
 HIDDEN, TOKENS, VOCAB = 64, 32, 128
+#: The options of the command line.
+settings = argparse.Namespace()
 
 
-def llama(layers: int) -> nn.Module:
-    """A narrow Llama."""
+def llama(layers: int, *, ranks: int = 1) -> nn.Module:
+    """A narrow Llama, or the part of it that one of so many ranks has."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=HIDDEN,
-            intermediate_size=2 * HIDDEN,
+            intermediate_size=2 * HIDDEN // ranks,
             num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            num_attention_heads=4 // ranks,
+            num_key_value_heads=4 // ranks,
+            head_dim=HIDDEN // 4,
         )
     )
 
@@ -154,6 +162,16 @@ def ours(build: Callable[[int], nn.Module], layers: int, axes: dict[str, int], *
     return parallelize(build(layers), MeshSpec(**axes).build(device_type="cpu"), **options)
 
 
+def compiled(build: Callable[..., nn.Module], layers: int, **options: Any) -> nn.Module:
+    """A model with ``nn.Module.compile`` of each block, or with this package's ``compile``."""
+    if build is ours:
+        return ours(llama, layers, compile=Compile({"backend": settings.backend}), **options)
+    model: Any = build(layers, **options)
+    for block in model.model.layers:
+        block.compile(backend=settings.backend)
+    return model
+
+
 #: Contender: the plain model that its time is compared with, a model of so many layers, and the call around a step.
 Contender = tuple[str, Callable[[int], nn.Module], str]
 CONTENDERS: dict[str, Contender] = {
@@ -182,6 +200,21 @@ CONTENDERS: dict[str, Contender] = {
     "mixture, fsdp2": ("mixture", partial(ours, mixture, axes={"dp_shard": 2}), ""),
     "packed": ("plain", partial(ours, llama, axes={"dp_shard": 1}, packed_sequences=True), "packed"),
     "cp": ("plain", partial(ours, llama, axes={"cp": 2}), ""),
+    "compiled": ("compiled", partial(compiled, llama, ranks=2), ""),
+    "tp by hand, compiled": ("compiled", partial(compiled, by_hand, tp=2), ""),
+    "tp, compiled": ("compiled", partial(compiled, ours, axes={"tp": 2}), ""),
+    "sp by hand, compiled": ("compiled", partial(compiled, by_hand, tp=2, sequence_parallel=True), ""),
+    "sp, compiled": ("compiled", partial(compiled, ours, axes={"tp": 2}, sequence_parallel=True), ""),
+    "sp, recomputed, compiled": (
+        "compiled",
+        partial(compiled, ours, axes={"tp": 2}, sequence_parallel=True, activation_checkpointing="block"),
+        "",
+    ),
+    "fsdp2 x sp, compiled": (
+        "compiled",
+        partial(compiled, ours, axes={"dp_shard": 2, "tp": 2}, sequence_parallel=True),
+        "",
+    ),
     "recorded": ("mixture", mixture, "recorded"),
     "replayed": ("mixture", mixture, "replayed"),
     "recorded, tp": ("mixture, tp", partial(ours, mixture, axes={"tp": 2}), "recorded"),
@@ -260,6 +293,8 @@ def counted() -> Iterator[Counter[str]]:
 def counts_of_a_layer(name: str) -> Counter[str]:
     """What one layer adds, counted exactly."""
     found = []
+    torch.compiler.reset()
+    torch_counters.clear()
     for layers in (2, 3):
         step = Step(CONTENDERS[name][1](layers), CONTENDERS[name][2])
         for _ in range(3):
@@ -267,7 +302,19 @@ def counts_of_a_layer(name: str) -> Counter[str]:
         with counted() as counts:
             step()
         found.append(counts)
-    return Counter({key: found[1][key] - found[0][key] for key in found[1]})
+    of_a_layer = Counter({key: found[1][key] - found[0][key] for key in found[1]})
+    of_a_layer["graphs"] = torch_counters["stats"]["unique_graphs"]
+    of_a_layer["breaks"] = sum(torch_counters["graph_break"].values())
+    of_a_layer["guards"] = guards()
+    return of_a_layer
+
+
+def guards() -> int:
+    """Count the guards of all compiled code."""
+    functions = (value for value in gc.get_objects() if type(value) is FunctionType)
+    codes = {id(function.__code__): function.__code__ for function in functions}
+    entries = (entry for code in codes.values() for entry in cache_entries(code))
+    return sum(len(entry.guard_manager.code_parts) for entry in entries)
 
 
 def time_of_a_layer(name: str, layers: int, rounds: int) -> float:
@@ -293,7 +340,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--layers", type=int, default=24)
-    options = parser.parse_args()
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    options = parser.parse_args(namespace=settings)
     torch.set_num_threads(1)
     dist.all_to_all_single = fake_all_to_all
     wanted = dict.fromkeys(options.names or CONTENDERS)
@@ -304,6 +352,7 @@ def main() -> None:
         base, build, _ = CONTENDERS[name]
         sizes = {"tp": 2} if build is by_transformers else getattr(build, "keywords", {})
         sizes = sizes.get("axes", sizes)
+        torch.compiler.reset()
         world = math.prod(sizes.get(axis, 1) for axis in ("dp", "dp_shard", "cp", "tp"))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         times[name] = time_of_a_layer(name, options.layers, options.rounds)
@@ -311,7 +360,12 @@ def main() -> None:
         dist.destroy_process_group()
         added = {key: counts[name][key] - counts[base][key] for key in ("calls", "DTensors", *COUNTED.values())}
         told = ", ".join(f"{count} {key}" for key, count in added.items() if count)
-        print(f"{name:27} {times[name]:6.2f} ms a layer, {times[name] - times[base]:6.2f} added: {told}", flush=True)
+        made = [f"{counts[name][key]} {key} in all" for key in ("graphs", "breaks", "guards") if counts[name]["graphs"]]
+        print(
+            f"{name:27} {times[name]:6.2f} ms a layer, {times[name] - times[base]:6.2f} added: {told}; "
+            f"{times[name] / times[base]:.2f} of {base}" + "".join(f", {each}" for each in made),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ ABSENT: dict[str, tuple[Any, set[str]]] = {
     "root_mesh": (DeviceMesh, {"root_mesh", "get_root_mesh"}),
     "is_strided": (torch.distributed.tensor, {"StridedShard"}),
     "forward_pre_hooks": (nn.Module, {"forward_pre_hooks", "get_forward_pre_hooks"}),
-    "is_compiled": (nn.Module, {"is_compiled"}),
+    "is_compiled_by_torch": (nn.Module, {"is_compiled"}),
     "clone_default_store": (dist, {"get_default_store", "get_store"}),
     "group_of": (dist, {"resolve_process_group", "get_process_group"}),
     "flash_attention": (torch.nn.functional, {"flash_attention", "flash_attention_backward"}),

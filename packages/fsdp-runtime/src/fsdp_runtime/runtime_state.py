@@ -20,7 +20,8 @@ class RuntimeState:
     is_fsdp_root: bool = False  # ``FSDP2`` made it the root of its FSDP modules
     checkpoint_contexts: Callable[[], Any] | None = None  # the ``context_fn`` of selective checkpointing
     activations: Any = None  # the order of the blocks with activations on the host
-    compiled: Any = None  # a block's compiled call, while it runs in Python to record outputs
+    compiled: Any = None  # the compiled forward of blocks; ``None`` while outputs are recorded
+    plain_parameters: Any = None  # of a compiled block, the parameters that are unwrapped before its graph
     recomputes_in_python: bool = False  # outside of compiled graphs
     carried: tuple[Any, ...] = ()  # state that a forward passes to its recomputation
     units: Sequence[Any] = ()  # a root's FSDP modules, the root included

@@ -5,7 +5,7 @@ Adapters:            ``adapter_styles``, ``AdapterStyles``
 Exchanges of tokens: ``TokenExchange``, ``AllToAllExchange``, ``DispatchedTokens``, ``exchange_class``
 Runs on few ranks:   ``tiny_model``, ``on_ranks_of``, ``computes``
 Tensors:             ``full_view``, ``attach_zero_grads``, ``plain_full_tensor``, ``scale_expert_gradients``
-Host time:           ``direct``
+Host time:           ``direct``, ``call_on_plain_tensors``, ``mesh_of``, ``plain_forward``, ``plain_parameters``
 Bytecode:            ``reads_below``, ``referenced_names``, ``takes_argument``
 Text:                ``colorize``
 
@@ -27,6 +27,7 @@ from tp_plans.text import colorize
 if TYPE_CHECKING:
     from tp_plans.torch_styles import AllToAllExchange, DispatchedTokens, TokenExchange, dispatch_styles, exchange_class
     from tp_plans.torch_styles._host_time_compat import direct
+    from tp_plans.torch_styles.blocks import call_on_plain_tensors, mesh_of, plain_forward, plain_parameters
     from tp_plans.torch_styles.dispatch.style import scale_expert_gradients
     from tp_plans.torch_styles.gradients import attach_zero_grads, full_view
     from tp_plans.torch_styles.placement import plain_full_tensor
@@ -37,6 +38,7 @@ else:
     _WITH_TORCH = {
         "torch_styles": ("AllToAllExchange", "DispatchedTokens", "TokenExchange", "dispatch_styles", "exchange_class"),
         "torch_styles._host_time_compat": ("direct",),
+        "torch_styles.blocks": ("call_on_plain_tensors", "mesh_of", "plain_forward", "plain_parameters"),
         "torch_styles.dispatch.style": ("scale_expert_gradients",),
         "torch_styles.gradients": ("attach_zero_grads", "full_view"),
         "torch_styles.placement": ("plain_full_tensor",),
@@ -56,6 +58,7 @@ else:
 
 
 __all__ = ["AdapterStyles", "AllToAllExchange", "DispatchedTokens", "TokenExchange", "adapter_styles"]
+__all__ += ["call_on_plain_tensors", "mesh_of", "plain_forward", "plain_parameters"]
 __all__ += ["attach_zero_grads", "colorize", "computes", "direct", "dispatch_styles", "exchange_class"]
 __all__ += ["full_view", "fused_rows", "on_ranks_of", "plain_full_tensor", "reads_below", "referenced_names"]
 __all__ += ["resolve_style", "scale_expert_gradients", "takes_argument", "tiny_model"]

@@ -56,7 +56,7 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
-def is_compiled(module: nn.Module) -> bool:
+def is_compiled_by_torch(module: nn.Module) -> bool:
     """Return True if ``module.compile()`` was called (torch 2.11 to 2.15: there is no public way to ask)."""
     return module._compiled_call_impl is not None
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import RUNTIME_STATE
+from fsdp_runtime.steps.compiled_blocks import is_compiled
 from fsdp_runtime.steps.recomputation import recomputes
 from fsdp_runtime.weights.quantize.packed import packed_weight
 from fsdp_runtime.wrap import effects_of

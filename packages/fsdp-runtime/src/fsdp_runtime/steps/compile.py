@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._torch_compat import MICRO_PIPELINE, enable_symmetric_memory, is_compiled, set_compiled_call
+from fsdp_runtime._torch_compat import MICRO_PIPELINE, enable_symmetric_memory
 from fsdp_runtime._transformers_compat.models import asks_for, disable_cache, recorded_outputs
 from fsdp_runtime.errors import BackendError, OptionError
-from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps.compiled_blocks import compile_again, compile_blocks, leave_to_python
 from fsdp_runtime.steps.recomputation import recomputes
 from fsdp_runtime.values import require_bool
 from fsdp_runtime.wrap import hook_forward
@@ -67,13 +68,25 @@ def async_compile_options(
     return {**options, "options": {**options.get("options", {}), MICRO_PIPELINE: True}}
 
 
+def check_cuda_graphs(options: Mapping[str, Any], *, is_sharded: bool) -> None:
+    """Refuse CUDA graphs of blocks that share their layers, tokens or parameters with other ranks."""
+    by_mode = options.get("mode") in ("reduce-overhead", "max-autotune")
+    if is_sharded and (by_mode or options.get("options", {}).get("triton.cudagraphs")):
+        raise OptionError(
+            f"compile={dict(options)!r} records CUDA graphs, which replay the addresses of one forward: FSDP2 "
+            "allocates gathered parameters in each forward, tp, cp and ep make new tensors of their shards, and each "
+            "replay would copy every parameter. Use 'default' or 'max-autotune-no-cudagraphs', or a mesh with one rank"
+        )
+
+
 @dataclass(frozen=True)
 class Compile(Step[Mapping[str, Any]]):
     """Compile every block with ``nn.Module.compile``, in place.
 
-    Names, classes and the state dict do not change, and blocks of one class share their compiled code.  The hooks of
-    tensor parallelism and activation checkpointing are compiled too; FSDP2's hooks, applied later, run outside (the
-    order of torchtitan's ``parallelize_llama``).
+    Names and the state dict do not change, and blocks of one class share their compiled code: one graph, with the
+    collectives of tensor parallelism and the recomputations of activation checkpointing in it.  Its inputs and outputs
+    are plain tensors; DTensors are unwrapped around it.  Hooks of a block, such as FSDP2's, run in Python around the
+    graph (the order of torchtitan's ``parallelize_llama``).
 
     ``use_cache`` of the model's configs is set to ``False``: a key/value cache has an entry for each layer, so the
     compiler would make one graph per block until it gives up.  ``model(..., use_cache=True)`` and ``generate``
@@ -109,6 +122,7 @@ class Compile(Step[Mapping[str, Any]]):
         if self.async_tensor_parallel:
             options = async_compile_options(setup.meshes.tp, options, sequence_parallel=setup.sequence_parallel)
         check_compile_options(options)
+        check_cuda_graphs(options, is_sharded=setup.is_sharded)
         known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not before torch 2.13
         return {"recompile_limit": RECOMPILE_LIMIT, **options} if known else options
 
@@ -118,15 +132,14 @@ class Compile(Step[Mapping[str, Any]]):
             enable_symmetric_memory(setup.meshes.tp.get_group())
         if setup.sequence_parallel and setup.meshes.tp is not None:
             _separate_caches(setup.meshes.tp.get_local_rank())
-        for path in setup.structure.blocks:
-            block = model.get_submodule(path)
-            if not _recomputes_in_graph(checked.get("backend", "inductor")):
-                for module in filter(recomputes, block.modules()):
-                    runtime_state(module).recomputes_in_python = True
-            block.compile(**checked)
+        blocks = [model.get_submodule(path) for path in setup.structure.blocks]
+        if not _recomputes_in_graph(checked.get("backend", "inductor")):
+            for module in (module for block in blocks for module in filter(recomputes, block.modules())):
+                runtime_state(module).recomputes_in_python = True
+        compile_blocks(blocks, checked)
         for module in filter(recorded_outputs, model.modules()):
-            effect = "runs blocks in Python where their outputs are recorded"
-            hook_forward(module, effect, before=_leave_to_python, after=_compile_again, always=True)
+            effect, recorded = "runs blocks in Python where their outputs are recorded", _RecordedForward(blocks)
+            hook_forward(module, effect, before=recorded.before, after=recorded.after, always=True)
         disable_cache(model)
         logger.info("torch.compile: %d blocks", len(setup.structure.blocks))
 
@@ -140,21 +153,23 @@ def _separate_caches(rank: int) -> None:
         config.cache_key_tag += tag
 
 
-def _leave_to_python(model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Run the blocks uncompiled in a forward that is asked for outputs of submodules."""
+class _RecordedForward:
+    """Runs blocks uncompiled in a forward that is asked for outputs of submodules."""
+
     # transformers registers hooks on them at the first such forward. Compiled code does not look for new hooks
     # (``torch._dynamo.config.skip_nnmodule_hook_guards``), so their records would be missing.
-    if any(asks_for(model, kwargs, output) for output in recorded_outputs(model)):
-        for block in filter(is_compiled, model.modules()):
-            runtime_state(block).compiled = set_compiled_call(block, None)
 
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = blocks
+        self.calls: Mapping[nn.Module, Any] = {}
 
-def _compile_again(model: nn.Module, _args: Any, _output: Any) -> None:
-    for block in model.modules():
-        state = block.__dict__.get(RUNTIME_STATE)
-        if state is not None and state.compiled is not None:
-            set_compiled_call(block, state.compiled)
-            state.compiled = None
+    def before(self, model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
+        if any(asks_for(model, kwargs, output) for output in recorded_outputs(model)):
+            self.calls = leave_to_python(self.blocks)
+
+    def after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        compile_again(self.calls)
+        self.calls = {}
 
 
 def _recomputes_in_graph(backend: Any) -> bool:

@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._torch_compat import is_compiled
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.meters import StepMeter
+from fsdp_runtime.steps.compiled_blocks import is_compiled
 from fsdp_runtime.wrap import hook_forward
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,9 @@ class GatherSequenceImpl(LocalTensorStyle):
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return self.inner.local_parameter(name, parameter)
+
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full", "partial"] | None:
+        return self.inner.gradient_of_part(name, parameter)
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         args = tuple(plain_full_tensor(value, context.mesh) for value in args)

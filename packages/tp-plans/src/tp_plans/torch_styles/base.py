@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import Signature, signature
 from types import FunctionType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,19 +37,32 @@ Kwargs = dict[str, Any]
 Arguments = tuple[Args, Kwargs]
 
 
+class Part(NamedTuple):
+    """A parameter as ``parallelize_module`` left it."""
+
+    shape: torch.Size  # of the full tensor
+    gradient: Literal["full", "partial"] | None  # of this rank's part; ``None`` if modules compute with other values
+
+
 class ForwardContext:
     """One forward call of a module: its mesh, the state to restore afterwards, the state to remember until then."""
 
-    __slots__ = ("attributes", "mesh", "parameters", "saved", "swapped", "views")
+    __slots__ = ("attributes", "mesh", "parameters", "parts", "saved", "swapped", "views")
 
-    def __init__(self, mesh: DeviceMesh, views: dict[str, Any]) -> None:
+    def __init__(self, mesh: DeviceMesh, views: dict[str, Any], parts: Mapping[str, Part]) -> None:
         self.mesh = mesh
+        self.parts = parts
         #: The module's dict of parameters, filled with plain tensors during the call.
         self.views = views
         self.parameters: dict[str, DTensor] = {}
         self.attributes: dict[str, Any] = {}
         self.saved: dict[str, Any] = {}
         self.swapped: list[tuple[nn.Module, str, DTensor]] = []
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the full shape of a parameter; another may have put this rank's part in its place."""
+        parameter = self.parameters.get(name)
+        return self.parts[name].shape if parameter is None else parameter.shape
 
     def swap_in(self, owner: nn.Module, name: str, parameter: DTensor, view: Tensor) -> None:
         """Put a plain view in the place of a parameter of another module, below the one that is called."""
@@ -64,7 +77,8 @@ class ForwardContext:
 
     def restore(self, module: nn.Module) -> None:
         """Restore the module's DTensor parameters and attributes, and everything that was swapped elsewhere."""
-        self.views.update(self.parameters)
+        if self.parameters:  # the compiler takes an empty update for a change
+            self.views.update(self.parameters)
         for name, value in self.attributes.items():
             setattr(module, name, value)
         for owner, name, parameter in self.swapped:
@@ -96,6 +110,10 @@ class LocalTensorStyle(ParallelStyle):
         """The plain tensor that stands for a parameter during forward."""
         return local_view(parameter)
 
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full", "partial"] | None:
+        """Return the gradient of this rank's part (:class:`Part`); ``None`` if forward computes with another tensor."""
+        return "full"
+
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """What else changes, once, when the style is applied."""
 
@@ -122,8 +140,16 @@ class LocalTensorStyle(ParallelStyle):
             )
         self.prepare(module, device_mesh)
         self._distribute(module, device_mesh)
+        parameters = own_parameters(module).items()
+        module.tp_parts = {name: self._part(name, each) for name, each in parameters if isinstance(each, DTensor)}  # type: ignore[assignment]
         module.__class__ = self._class_for(type(module), device_mesh)
         return module
+
+    def _part(self, name: str, parameter: DTensor) -> Part:
+        rule = self._matched_rules.get(name)
+        if rule is None:
+            return Part(parameter.shape, self.gradient_of_part(name, parameter))
+        return Part(parameter.shape, None if rule.gathered else rule.gradient)
 
     def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
         """The plain tensors that stand for a module's own parameters during forward."""
@@ -179,11 +205,12 @@ class _TensorParallelMixin:
     # block to block, and an interrupt skips hooks. deepcopy keeps a class and copies no state with it.
     tp_style: ClassVar[LocalTensorStyle]
     tp_mesh: ClassVar[DeviceMesh]
+    tp_parts: dict[str, Part]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
         style, views = self.tp_style, own_parameters(module)
-        context = ForwardContext(self.tp_mesh, views)
+        context = ForwardContext(self.tp_mesh, views, self.tp_parts)
         children = own_children(module)
         shared = share_parts(_parts_read_below(children)) if children and not torch.compiler.is_compiling() else ()
         try:

@@ -21,7 +21,7 @@ class VocabParallelEmbeddingImpl(FirstTensorStyle):
     style: VocabParallelEmbedding
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
-        rows = context.parameters["weight"].shape[0]
+        rows = context.shape("weight")[0]
         start, end = own_bounds(rows, context.mesh)
         padding = getattr(module, "padding_idx", None)
         if padding is not None:  # an index into the full table, which the module applies to its slice
@@ -49,7 +49,7 @@ class ColwiseEmbeddingImpl(FirstTensorStyle):
         return ids
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
-        features = context.parameters["weight"].shape[1]
+        features = context.shape("weight")[1]
         own = wrap(output, context.mesh, output.ndim - 1, size=features)
         full = redistribute(own, self.style.output_layouts)
         return _output(full, use_local_output=self.style.use_local_output)

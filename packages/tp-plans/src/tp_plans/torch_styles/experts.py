@@ -62,7 +62,7 @@ class ExpertsParallelImpl(AllReduceOutputImpl):
         mark_expert_parallel(module)
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
-        experts = next(iter(context.parameters.values())).shape[0]
+        experts = context.shape(next(iter(context.parts)))[0]
         own = range(*own_bounds(experts, context.mesh))
         context.count_own_experts(module, expert_counts(module, experts), own)
         args, kwargs = super().pre_forward(module, args, kwargs, context)

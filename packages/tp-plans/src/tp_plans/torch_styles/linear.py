@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,10 @@ class _LinearImpl(FirstTensorStyle):
         if exchange.needed:
             self._exchanges[size] = exchange
 
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full"] | None:
+        """Return ``None`` for a weight with fetched rows or columns."""
+        return None if self._exchanges and parameter.shape[self.dim] in self._exchanges else "full"
+
 
 class ColwiseParallelImpl(_LinearImpl):
     """``ColwiseParallel``: gathers the input, computes this rank's features."""
@@ -83,14 +87,14 @@ class ColwiseParallelImpl(_LinearImpl):
     def _read(self, tensor: Tensor, context: ForwardContext) -> DTensor:
         if isinstance(tensor, DTensor) or self._is_replicated:
             return as_dtensor(tensor, context.mesh, layouts.Replicate())
-        features = context.parameters["weight"].shape[1]
+        features = context.shape("weight")[1]
         return wrap(tensor, context.mesh, tensor.ndim - 1, size=features)
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         style = self.style
         if self._is_output:
             return output
-        features = context.parameters["weight"].shape[0]
+        features = context.shape("weight")[0]
         sharded = wrap(output, context.mesh, output.ndim - 1, size=features)
         return to_output(redistribute(sharded, style.output_layouts), use_local_output=style.use_local_output)
 
@@ -100,6 +104,10 @@ class RowwiseParallelImpl(_LinearImpl):
 
     style: RowwiseParallel
     dim = 1
+
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full"] | None:
+        """Return ``None`` for the bias, too."""
+        return None if name == "bias" else super().gradient_of_part(name, parameter)
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         if name != "bias":
@@ -131,7 +139,7 @@ class MLAKVProjectionImpl(ColwiseParallelImpl):
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         rotary = resolve_int(module, self.style.rope_dim, least=0)
-        own = wrap(output, context.mesh, output.ndim - 1, size=context.parameters["weight"].shape[0])
+        own = wrap(output, context.mesh, output.ndim - 1, size=context.shape("weight")[0])
         full = to_local_writable(redistribute(own, layouts.Replicate()))
         if not rotary:
             return full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ class NoParallelImpl(FirstTensorStyle):
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return summed_gradient(parameter) if self.style.gradient == "partial" else local_view(parameter)
+
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full", "partial"]:
+        return self.style.gradient
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
         if not isinstance(tensor, DTensor):
@@ -90,6 +93,9 @@ class SequenceParallelImpl(FirstTensorStyle):
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return summed_gradient(parameter)
 
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["partial"]:
+        return "partial"
+
     def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
         # Most often together with the stream, in ``enter``.
         return super().views(module, parameters) if self._matched_rules or torch.compiler.is_compiling() else {}
@@ -134,6 +140,9 @@ class GatheredParametersImpl(LocalTensorStyle):
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return full_view(parameter) if name in self.style.names else super().local_parameter(name, parameter)
+
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full"] | None:
+        return None if name in self.style.names else "full"
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
         for owner, name in self._places(module):

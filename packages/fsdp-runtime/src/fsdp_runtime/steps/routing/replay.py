@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp_runtime._torch_compat import fingerprint, hooked_before, is_compiled, set_compiled_call
+from fsdp_runtime._torch_compat import fingerprint, hooked_before
 from fsdp_runtime._transformers_compat.recomputation import checkpointing_through
 from fsdp_runtime.errors import ModelError, RoutesError
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.steps.compiled_blocks import compile_again, leave_to_python
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.context.exchange import gather_tokens
 from fsdp_runtime.steps.context.step import attention_of, under_context_parallelism
@@ -135,14 +136,13 @@ def _session(model: nn.Module, session: Session, tokens: _Tokens) -> Iterator[No
 def _in_python(model: nn.Module) -> Iterator[None]:
     """Run compiled modules in Python, since compiled code selects without the routers' hooks."""
     around = runtime_state(model).routers.around.values()
-    compiled = {module: set_compiled_call(module, None) for module in around if is_compiled(module)}
+    compiled = leave_to_python(around)
     if compiled:
         logger.info("routes: %d compiled modules of %s run in Python", len(compiled), type(model).__name__)
     try:
         yield
     finally:
-        for module, call in compiled.items():
-            set_compiled_call(module, call)
+        compile_again(compiled)
 
 
 def _routers_of(model: nn.Module) -> Routers:

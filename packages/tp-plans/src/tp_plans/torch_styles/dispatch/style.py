@@ -23,6 +23,7 @@ from tp_plans.torch_styles.base import (
     ForwardContext,
     Kwargs,
     LocalTensorStyle,
+    Part,
     distribute_tied,
     expert_counts,
 )
@@ -112,6 +113,9 @@ class DispatchExpertsImpl(LocalTensorStyle):
             has_inner=bool(_inner_parameters(module)),
             counts=expert_counts(module, experts),
         )
+
+    def _part(self, name: str, parameter: DTensor) -> Part:
+        return Part(parameter.shape, None)  # gradients are scaled, and some rows come from other ranks
 
     def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
         stack: _Stack = vars(module)[_STACK]

@@ -1,0 +1,140 @@
+"""Compiled blocks under a plan: one graph, few frames of Python, the gradients of one process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_runtime import MeshSpec, parallelize
+from fsdp_runtime.dry_run.trace.fake_world import fake_world
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.steps import Compile
+from harness.compiler import forget_compiled, graph_breaks, graphs_compiled
+from harness.layers import gradient_mismatches
+from harness.models import tiny_inputs, tiny_model
+from harness.ranks import RankPool
+from tp_plans import ColwiseParallel, RowwiseParallel, SequenceParallel, Shard
+
+AOT = Compile({"backend": "aot_eager"})
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    forget_compiled()
+    yield
+    forget_compiled()
+
+
+def _frames_of_a_step(model: Any, inputs: dict[str, Any]) -> int:
+    """Return the calls of this project's functions in a forward and backward of compiled code."""
+    frames = 0
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal frames
+        file = frame.f_code.co_filename
+        frames += event == "call" and ("fsdp_runtime" in file or "tp_plans" in file)
+
+    for step in range(2):
+        sys.setprofile(profile if step else None)
+        try:
+            model(**inputs).logits.to_local().sum().backward()
+        finally:
+            sys.setprofile(None)
+    return frames
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"tp": 4}, {}),
+        ({"tp": 4}, {"sequence_parallel": True}),
+        ({"tp": 4}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
+        ({"tp": 4}, {"sequence_parallel": True, "activation_checkpointing": "selective"}),
+        ({"dp_shard": 2, "tp": 4}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
+    ],
+    ids=["TP", "SP", "SP recomputed", "SP selective", "FSDP2 x SP"],
+)
+def test_compiled_blocks_have_one_graph_and_few_frames(axes: dict[str, int], options: dict[str, Any]) -> None:
+    frames = []
+    with fake_world(MeshSpec(**axes), rank=0) as mesh:
+        for layers in (2, 3):
+            forget_compiled()
+            model = tiny_model("LlamaForCausalLM", num_hidden_layers=layers, num_attention_heads=4)
+            parallelize(model, mesh, compile=AOT, **options)
+            frames.append(_frames_of_a_step(model, tiny_inputs(model, batch=1, length=8)))
+            assert (graphs_compiled(), graph_breaks()) == (1, {})
+    assert frames[1] - frames[0] <= (160 if "dp_shard" in axes else 125)
+
+
+def _faults_at_lengths(architecture: str, mode: str) -> tuple[list[str], int, dict[str, int]]:
+    """Mismatches with one process over steps of three lengths, the graphs, and the breaks."""
+    forget_compiled()
+    plain = tiny_model(architecture, num_hidden_layers=2)
+    mesh = MeshSpec(tp=2).build(device_type="cpu")
+    options = {"sequence_parallel": True, "activation_checkpointing": mode, "logits": "full"}
+    model = parallelize(copy.deepcopy(plain), mesh, compile=AOT, **options)
+    for length in (7, 8, 11):
+        inputs = tiny_inputs(plain, batch=2, length=length)
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, rtol=1e-5, atol=1e-6)
+        for each in (plain, model):
+            each(**inputs).logits.square().sum().backward()
+    return list(gradient_mismatches(plain, model, bound=1e-4)), graphs_compiled(), dict(graph_breaks())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [
+        ("Qwen3ForCausalLM", "selective"),
+        pytest.param("GPT2LMHeadModel", "none", marks=pytest.mark.slow),
+        pytest.param("Qwen3MoeForCausalLM", "block", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_train_as_one_process_at_any_length(two_ranks: RankPool, architecture: str, mode: str) -> None:
+    for mismatches, graphs, breaks in two_ranks.run(_faults_at_lengths, architecture, mode):
+        assert (mismatches, breaks) == ([], {})
+        assert graphs <= 10  # with and without gradients: lengths that ``tp`` divides or not, one length or any
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states.mul_(2)
+        return hidden_states + self.down(self.up(self.norm(hidden_states)))
+
+
+def _write_in_place() -> str:
+    blocks = nn.ModuleList([InPlace(), InPlace()])
+    model = nn.Sequential(nn.LayerNorm(8), nn.Sequential(*blocks))
+    plan = {"*norm": SequenceParallel(), "0": SequenceParallel(), "*up": ColwiseParallel(input_layouts=Shard(1))}
+    plan |= {"*down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+    mesh = MeshSpec(tp=2).build(device_type="cpu")
+    parallelize(model, mesh, plan=plan, compile=AOT)
+    try:
+        model(torch.randn(1, 4, 8, requires_grad=True)).sum()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_compiled_blocks_that_write_into_their_input_raise(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(_write_in_place):
+        assert "modified inplace" in message
+
+
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])
+def test_cuda_graphs_are_refused_where_ranks_share_a_model(options: dict[str, Any]) -> None:
+    with (
+        fake_world(MeshSpec(dp_shard=2), rank=0) as mesh,
+        pytest.raises(OptionError, match="records CUDA graphs"),
+    ):
+        parallelize(tiny_model("LlamaForCausalLM"), mesh, compile=Compile(options))
