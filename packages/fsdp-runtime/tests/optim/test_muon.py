@@ -29,6 +29,7 @@ from harness.ranks import RankPool
 Axes = Mapping[str, int]
 #: AdamW divides a gradient that is rounding alone by its magnitude; the large epsilon keeps such a step small.
 SETTINGS: Mapping[str, Any] = {"lr": 1e-3, "adamw_eps": 1e-3, "ns_dtype": torch.float32}
+TWO: tuple[Axes, ...] = ({"dp_shard": 2}, {"tp": 2})
 HSDP, EP = {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4, "ep": 2}
 
 
@@ -117,7 +118,7 @@ def _assert_equal(results: list[tuple[float, str]]) -> None:
         assert error <= 1e-6, worst
 
 
-@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}])
+@pytest.mark.parametrize("axes", TWO)
 @pytest.mark.parametrize("name", ["phi3", "deepseek_v3", "qwen3_moe", "olmo_hybrid"])
 def test_muon_on_two_ranks_equals_one_process(two_ranks: RankPool, name: str, axes: Axes) -> None:
     _assert_equal(two_ranks.run(_on, name, axes))
@@ -135,6 +136,18 @@ def test_muon_on_two_ranks_equals_one_process(two_ranks: RankPool, name: str, ax
 )
 def test_muon_on_four_ranks_equals_one_process(four_ranks: RankPool, name: str, axes: Axes) -> None:
     _assert_equal(four_ranks.run(_on, name, axes))
+
+
+@pytest.mark.slow
+def test_muon_on_two_ranks_equals_one_process_in_every_architecture(two_ranks: RankPool) -> None:
+    wrong = {}
+    for name, entry in entries().items():
+        if not entry.class_name.endswith("ForConditionalGeneration") and "multimodal" not in name:
+            for axes in TWO:
+                error, worst = max(two_ranks.run(_on, name, axes))
+                if not error <= 1e-6:
+                    wrong[name, str(axes)] = error, worst
+    assert wrong == {}
 
 
 def test_muon_in_small_buckets_and_compiled_equals_one_process(two_ranks: RankPool) -> None:
