@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
@@ -39,8 +40,8 @@ def decide(setup: Setup, replaced: Sequence[TokenMixer], others: Sequence[TokenM
     kernels = AttentionKernels(accelerated=is_accelerated(meshes.device_type) and not is_choice)
     needs = {mixer.path: _needs(mixer.module, setup, keys) for mixer in replaced}
     if kernels.accelerated and needs:
-        all_axes = (meshes.fsdp, meshes.cp, meshes.tp)
-        groups = [group for mesh in all_axes if mesh is not None for group in mesh.get_all_groups()]
+        all_axes = [mesh for mesh in (meshes.fsdp, meshes.cp, meshes.tp) if mesh is not None]
+        groups = [group for mesh in all_axes for group in mesh.get_all_groups() if dist.get_backend(group) != "fake"]
         kernels.usable = _usable(list(needs.values()), torch.device(meshes.device_type), groups)
     kernels.by_path = {path: kernels.of(need) for path, need in needs.items()}
     of_others = facts.attention if facts.attention.startswith("flash") else "mask"
@@ -52,10 +53,10 @@ def _needs(module: Any, setup: Setup, keys: Keys) -> Needs:
     policies = (getattr(step, "mp_policy", None) for step in setup.steps)
     dtypes = [dtype for policy in policies if (dtype := getattr(policy, "param_dtype", None)) is not None]
     dtypes += [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
-    width = getattr(module, "qk_head_dim", getattr(module, "head_dim", 64))
+    width = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or 64
     return Needs(
         dtype=dtypes[0] if dtypes else torch.float32,
-        widths=(width, getattr(module, "v_head_dim", width)),
+        widths=(width, getattr(module, "v_head_dim", None) or width),
         keys=keys,
         pattern=None if setup.shared_prefixes else MaskPattern(window=getattr(module, "sliding_window", None)),
         changes_scores=any(getattr(module, name, None) is not None for name in ("sinks", "attn_logit_softcapping")),

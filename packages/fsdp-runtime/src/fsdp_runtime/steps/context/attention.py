@@ -281,7 +281,7 @@ class ContextAttention:
             ``[batch, 1, seq / cp, seq]`` bool, or ``None`` for a plain causal mask; for the other methods
             a mask that builds any of its blocks.
         """
-        if self.whole_rows:
+        if self.whole_rows or (self.group is None and q_length != options["kv_length"]):
             call = {"q_length": q_length, "mask_function": mask_function, "attention_mask": attention_mask, **options}
             return mask_alone("sdpa" if self.eager is None else "eager", call)
         self._made_masks = True
