@@ -63,7 +63,7 @@ class ParallelismReport:
             *(f"sharded over {' and '.join(names)}: {count} parameters" for names, count in axes.items()),
             f"replicated on every rank (all axes): {_summary(self.replicated)}",
             *(f"{count} weights in packed bytes: {fmt}" for fmt, count in Counter(self.quantized.values()).items()),
-            *(f"not quantized: {_summary(names)}: {reason}" for reason, names in _by_value(self.not_quantized).items()),
+            *(f"{count} not quantized: {reason}" for reason, count in Counter(self.not_quantized.values()).items()),
             f"bytes on this rank: {self.local_bytes:,} of {self.full_bytes:,}",
         ]
         return "\n".join(lines)
@@ -131,13 +131,6 @@ def _sharded_axes(tensor: Tensor) -> tuple[str, ...]:
         for axis, (name, placement) in enumerate(zip(names, tensor.placements, strict=True))
         if not isinstance(placement, Replicate) and mesh.size(axis) > 1
     )
-
-
-def _by_value(reasons: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    names: dict[str, tuple[str, ...]] = {}
-    for name, reason in reasons.items():
-        names[reason] = (*names.get(reason, ()), name)
-    return names
 
 
 def _summary(names: tuple[str, ...]) -> str:

@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import has_values, local_tensor
 from fsdp_runtime.sharded.chunks import local_part
-from fsdp_runtime.sharded.shard_offsets import mesh_layout_of, sharded_by_rows
+from fsdp_runtime.sharded.shard_offsets import sharded_by_rows
 from tp_plans.boxes import Box
 
-_MAX = 0x7FFFFFFFFFFFFFFF
 #: The ends of codes in a state: a moment is stored as ``exp_avg``, its scales as ``exp_avg_scale``.
 SCALE = "_scale"
 _tables: dict[tuple[bool, torch.device], tuple[Tensor, Tensor]] = {}
@@ -48,9 +47,9 @@ class Blocks:
         _, box = local_part(parameter)
         groups = []
         if isinstance(parameter, DTensor):
-            layouts = [mesh_layout_of(placement) for placement in parameter.placements]
-            cuts = [getattr(layout, "dim", None) == parameter.ndim - 1 for layout in layouts]
-            groups = [parameter.device_mesh.get_group(axis) for axis, cut in enumerate(cuts) if cut]
+            mesh, last = parameter.device_mesh, parameter.ndim - 1
+            dims = enumerate(getattr(placement, "dim", None) for placement in parameter.placements)
+            groups = [mesh.get_group(axis) for axis, dim in dims if dim == last and mesh.size(axis) > 1]
 
         def reduce(amax: Tensor) -> None:
             for group in groups:
@@ -106,7 +105,7 @@ def round_stochastically(values: Tensor, parameter: Tensor, box: Box, seed: int)
     """Round float32 values to bfloat16 up or down, with probabilities that keep their mean."""
     # A hash of the seed and of an element's index in the full parameter draws, so that no mesh changes a draw.
     index = _full_index(parameter.shape, box, values.device).view(values.shape)
-    mixed = index.mul_(-0x61C8864680B583EB).add_(seed * 0x632BE59BD9B4E019 % _MAX)
+    mixed = index.mul_(-0x61C8864680B583EB).add_(seed * 0x632BE59BD9B4E019 % 2**63)
     mixed ^= (mixed >> 31) & 0x1FFFFFFFF
     mixed.mul_(-0x40A7B892E31B1A47)
     drawn = ((mixed >> 32) & 0xFFFF).to(torch.int32)

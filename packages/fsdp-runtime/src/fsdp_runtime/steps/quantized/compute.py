@@ -150,6 +150,7 @@ def current_rebuilt() -> RebuiltTensors | None:
     return _current.get()
 
 
+@partial(torch.compiler.disable, recursive=False)  # the code of the experts is compiled
 @contextmanager
 def rebuilding(rebuilt: RebuiltTensors) -> Iterator[None]:
     """Let autograd keep handles of some stacks; other tensors go to the hooks that are active outside."""
