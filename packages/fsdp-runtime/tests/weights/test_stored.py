@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fsdp_runtime import load_weights, parallelize, stream_weights
+from fsdp_runtime import load_weights, parallelize, save_weights, stream_weights
 from fsdp_runtime.errors import ConversionError
 from fsdp_runtime.steps import Quantized
+from fsdp_runtime.sync import Quantization
 from fsdp_runtime.weights.quantize.packed import NF4
+from harness.models import tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
 from tp_plans import ColwiseParallel, RowwiseParallel
@@ -109,6 +112,24 @@ def _off(directory: str, values: dict[str, dict[str, Tensor]]) -> list[str]:
 def test_load_weights_keeps_the_values_of_quantized_checkpoints(tmp_path: Path, two_ranks: RankPool) -> None:
     values = {scheme: _checkpoint(tmp_path / scheme, scheme) for scheme in _SCHEMES}
     assert two_ranks.run(_off, str(tmp_path), values) == [[], []]
+
+
+def test_load_weights_keeps_codes_of_merged_experts_and_saves_no_quantized_config(tmp_path: Path) -> None:
+    """The checkpoint has one matrix for each expert, and the model one stack of all."""
+    model: Any = tiny_model("Qwen3MoeForCausalLM").requires_grad_(False)
+    save_weights(model, tmp_path / "fp8", quantize=Quantization(format="fp8_block"))
+    load_weights(model, tmp_path / "fp8", strict=True)
+    expected = dict(stream_weights(model))
+    packed = parallelize(copy.deepcopy(model), mesh_for({}), steps=(Quantized("fp8", block_size=16),))
+    with torch.no_grad():
+        for parameter in packed.parameters():
+            parameter.zero_()
+    load_weights(packed, tmp_path / "fp8", strict=True)
+    for name, loaded in stream_weights(packed):
+        assert torch.equal(loaded, expected[name]), name
+    packed.config.quantization_config = {"quant_method": "fp8"}
+    save_weights(packed, tmp_path / "bf16", dtype=torch.bfloat16)
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
 
 
 def test_load_weights_quantizes_codes_of_another_format(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def save_config(
     config.architectures = [original_class(model).__name__]
     if quantization is not None:
         config.quantization_config = quantization
+    elif hasattr(config, "quantization_config"):  # of the loaded checkpoint, which has codes
+        del config.quantization_config
     if model.is_remote_code():
         from transformers.dynamic_module_utils import custom_object_save
 
