@@ -41,6 +41,9 @@ def test_chosen_checks_on_the_cpu_pass_and_write_a_page(tmp_path, capsys):
     assert text.splitlines()[2].startswith("1 checks passed, 0 failed, 0 were not run. It took ")
     assert "| dense, dp_shard=2, float32 (2 ranks on cpu, staged) |" in text
     assert "2 ranks on cpu, staged: 1 checks" in capsys.readouterr().err
+    assert main([*arguments, "--only", "weights"]) == 0
+    assert page.read_text().splitlines()[2].startswith("2 checks passed, 0 failed")
+    assert "| sent from dp_shard to tp (2 ranks on cpu, staged) | every block arrived" in page.read_text()
     assert main([*arguments, "--only", "offload", "--max-minutes", "1e-9"]) == 0
     assert "| bytes (1 rank on cpu, gloo) | the time is over |  | not run |" in page.read_text()
 
