@@ -42,6 +42,10 @@ class RuntimeState:
     not_quantized: Mapping[str, str] = field(default_factory=dict)  # weights in blocks, with the reason
     source: Any = None  # the checkpoint that the weights came from
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave compiled code out of copies, as ``nn.Module`` does."""
+        return {**self.__dict__, "compiled": None, "plain_parameters": None}
+
 
 def runtime_state(module: nn.Module) -> RuntimeState:
     """Return the module's record; an empty one is created on first use."""

@@ -47,8 +47,12 @@ def plain_parameters(block: nn.Module, skips: Callable[[nn.Module], bool]) -> li
 
 
 def mesh_of(block: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of a plan's styles on a block or below."""
-    return next((module.tp_mesh for module in block.modules() if hasattr(module, "tp_mesh")), None)  # type: ignore[misc]
+    """Return the mesh that parameters of a block, or below, are sharded over by a plan, without the mesh of ``ep``."""
+    for module in block.modules():
+        parts: Mapping[str, Part] = getattr(module, "tp_parts", {})
+        if any(part.gradient is not None for part in parts.values()):
+            return type(module).tp_mesh  # type: ignore[attr-defined, no-any-return]
+    return None
 
 
 def call_on_plain_tensors(

@@ -328,7 +328,7 @@ def _all_reduced(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
     if len(tensors) == 1 or len({tensor.dtype for tensor in tensors}) > 1:
         return [all_reduce(tensor, mesh) for tensor in tensors]
     total = all_reduce(torch.cat([tensor.view(-1) for tensor in tensors]), mesh)
-    sums = total.split([tensor.numel() for tensor in tensors])
+    sums = torch.split(total, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
 
 
