@@ -1,7 +1,7 @@
 """A block that computes on plain tensors: its parameters, and DTensors among its arguments, are unwrapped in one place.
 
 Compiled code then has plain inputs and outputs.  DTensors there double the host time of a layer: torch guards on their
-specs, takes them apart in each call, and wraps each gradient.
+specs, unwraps them in each call, and wraps each gradient.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def plain_forward(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Any, dict[int, Placed]]:
-    """Run a forward on DTensors that are made of plain tensors, and take its outputs apart; the compiler traces it."""
+    """Run a forward on DTensors that are made of plain tensors, and unwrap its outputs; the compiler traces it."""
     output = forward(
         *[_dtensor(value, placed.get(index), mesh) for index, value in enumerate(args)],
         **{name: _dtensor(value, placed.get(name), mesh) for name, value in kwargs.items()},
