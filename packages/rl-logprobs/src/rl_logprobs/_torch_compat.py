@@ -22,7 +22,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rl_logprobs.errors import OptionError
-from rl_logprobs.tensors import is_accelerator_assumed
 
 
 def local_shape_and_offset(
@@ -178,7 +177,7 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     if left.dtype == total.dtype:
         total.addmm_(left, right)
         return
-    if is_accelerator_assumed():  # a dry run needs no value, and the flop counter takes no ``addmm`` with ``out_dtype``
+    if left.device.type == "cpu":  # fake tensors of a dry run: the flop counter takes no ``addmm`` with ``out_dtype``
         torch.mm(left, right, out_dtype=total.dtype, out=total)
         return
     if left.device.type == "cuda" and _sums_wide_products():

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_runtime import FSDP2, MeshSpec, forward_with_lm_head, parallelize
 from fsdp_runtime.dry_run import Estimate, estimate
+from fsdp_runtime.gpu_check.machine import optional
 
 #: Fields of the models' configs; a model with experts has the others too.
 SIZES: dict[str, Any] = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 64_000}
@@ -69,15 +70,15 @@ class StepSetting:
         return step
 
     def _loss(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        from rl_logprobs import linear_token_logprobs, token_logprobs
+        rl_logprobs = optional("rl_logprobs")
 
-        def score(hidden: torch.Tensor, head: Any) -> torch.Tensor:
-            return linear_token_logprobs(hidden, head.weight, tokens, shift=True)
+        def score(hidden: torch.Tensor, head: Any) -> Any:
+            return rl_logprobs.linear_token_logprobs(hidden, head.weight, tokens, shift=True)
 
         if self.linear:
             logprobs: torch.Tensor = forward_with_lm_head(model, score, input_ids=tokens)
         else:
-            logprobs = token_logprobs(model(input_ids=tokens).logits, tokens, shift=True)
+            logprobs = rl_logprobs.token_logprobs(model(input_ids=tokens).logits, tokens, shift=True)
         return -logprobs.mean()
 
 
