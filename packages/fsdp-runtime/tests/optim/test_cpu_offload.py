@@ -135,6 +135,7 @@ def test_what_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(OffloadError, match=r"states of 2 ranks on this host take 3,432 bytes .* and 1,000 are"):
         CPUOffloadAdamW(model.parameters())
     CPUOffloadAdamW(model.parameters(), fraction=0.1)
+    CPUOffloadAdamW(model.requires_grad_(False).parameters())
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -145,14 +146,16 @@ def _state_values(state_dict: dict[str, Any]) -> list[Tensor]:
     return [value for state in state_dict["state"].values() for value in state.values()]
 
 
-def test_a_loaded_state_dict_continues_bit_for_bit() -> None:
+@pytest.mark.parametrize("way", ["state dict", "copy"])
+def test_a_loaded_or_copied_state_continues_bit_for_bit(way: str) -> None:
     model = _layers(torch.bfloat16)
-    optimizer = CPUOffloadAdamW(model.parameters(), lr=1e-2)
+    optimizer = CPUOffloadAdamW(model.parameters(), lr=1e-2, fraction=0.5)
     _set_gradients(model, 0)
     optimizer.step()
-    other = copy.deepcopy(model)
-    resumed = CPUOffloadAdamW(other.parameters())
-    resumed.load_state_dict(optimizer.state_dict())
+    other, resumed = copy.deepcopy((model, optimizer))
+    if way == "state dict":
+        resumed = CPUOffloadAdamW(other.parameters())
+        resumed.load_state_dict(optimizer.state_dict())
     for step, (each, stepped) in ((1, (model, optimizer)), (1, (other, resumed))):
         _set_gradients(each, step)
         stepped.step()

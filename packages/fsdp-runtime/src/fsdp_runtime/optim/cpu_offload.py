@@ -142,12 +142,20 @@ class CPUOffloadAdamW(Optimizer):
             if number in states:
                 self.state[parameter] = {name: value.detach().clone() for name, value in states[number].items()}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "fraction": self.fraction}  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stepped, self._stages = {}, None
+
     def _parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _on_host(self) -> set[Tensor]:
-        """Return the parameters with state on the host: the last ones, the same on every mesh."""
-        parameters, chosen, count = list(self._parameters()), set(), 0
+        """Return the trained parameters with state on the host: the last ones, the same on every mesh."""
+        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        chosen, count = set(), 0
         total = sum(parameter.numel() for parameter in parameters)
         for parameter in reversed(parameters):
             if count >= self.fraction * total:
