@@ -143,7 +143,7 @@ class CPUOffloadAdamW(Optimizer):
                 self.state[parameter] = {name: value.detach().clone() for name, value in states[number].items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "fraction": self.fraction}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "fraction": self.fraction}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
