@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp_runtime import MeshSpec, parallelize
+from fsdp_runtime.steps import ActivationCheckpointing
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 from rl_logprobs import clip_grad_norm_, linear_token_logprobs, token_logprobs
@@ -86,10 +87,10 @@ MASKS, COUNTS = "masking_utils.py", "exchange.py"
 #: Meshes and options, and the reads of a model of two layers, by file.
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, int]]] = {
     "dense": ("Qwen3ForCausalLM", {"dp_shard": 2, "tp": 2}, {"sequence_parallel": True}, {MASKS: 1, COUNTS: 0}),
-    "recomputed": (
+    "recomputed, with inputs on the host": (
         "Qwen3ForCausalLM",
         {"dp_shard": 2, "tp": 2},
-        {"activation_checkpointing": "block"},
+        {"activation_checkpointing": ActivationCheckpointing("block", offload=True)},
         {MASKS: 1, COUNTS: 0},
     ),
     "mixture": ("Qwen3MoeForCausalLM", {"dp_shard": 4, "ep": 2}, {}, {MASKS: 1, COUNTS: 2}),
