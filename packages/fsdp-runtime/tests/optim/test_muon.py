@@ -339,6 +339,7 @@ def test_muon_refuses_before_a_parameter_changes(two_ranks: RankPool) -> None:
         ({"lr": -1.0}, "lr=-1.0: give 0 or more"),
         ({"adjust_lr_fn": "rms"}, "write one of 'match_rms_adamw', 'original'"),
         ({"ns_dtype": torch.int8}, "give a floating dtype"),
+        ({"ns_coefficients": (2.0, -1.5)}, "give the three factors"),
     ],
 )
 def test_muon_refuses_wrong_options(options: Mapping[str, Any], message: str) -> None:

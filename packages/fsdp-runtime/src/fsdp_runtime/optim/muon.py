@@ -29,8 +29,8 @@ class Muon(Optimizer):
     """Muon for the matrices of a model and AdamW for all other parameters, on any mesh.
 
     Every matrix gets the update of its full matrix.  One rank of the mesh owns it: the other ranks send their blocks to
-    the owner, which orthogonalizes the momentum and sends the blocks of the update back.  Owners have equal FLOPs, and
-    a bucket of matrices needs two collectives, which overlap with the iterations of other buckets.  Each expert of a
+    the owner, which orthogonalizes the momentum and sends the blocks of the update back.  Owners have similar FLOPs,
+    and a bucket of matrices needs two collectives, which overlap with the iterations of other buckets.  Each expert of a
     stack is a matrix, and so is each part of a fused weight that the model's plan names: queries, keys, values, gate,
     up, and the rotary rows of latent attention.
 
@@ -49,8 +49,7 @@ class Muon(Optimizer):
         adjust_lr_fn: the scale of an update ``[out, in]``: ``"match_rms_adamw"`` is ``0.2 * sqrt(max(out, in))``, with
             AdamW's learning rate and decay; ``"original"`` is ``sqrt(max(1, out / in))``.
         adamw_lr: AdamW's learning rate, by default ``lr``.
-        betas: of AdamW.
-        adamw_eps: of AdamW.
+        betas, adamw_eps: of AdamW.
         model: the model of ``params``, if it is not parallelized.
         ns_dtype: the dtype of the iterations and of the blocks on the wire.
         compile: compile the iterations; a mapping has keywords of ``torch.compile``.
@@ -92,11 +91,12 @@ class Muon(Optimizer):
         compile: bool | Mapping[str, Any] = False,  # noqa: A002  # torch's word
         bucket_numel: int = _BUCKET,
     ) -> None:
-        require_one_of("adjust_lr_fn", adjust_lr_fn, ("match_rms_adamw", "original"))
         numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps, "eps": eps}
         for name, value in numbers.items():
             if value < 0 or (name == "momentum" and value >= 1):
                 raise OptionError(f"{name}={value!r}: give 0 or more{', less than 1' if name == 'momentum' else ''}")
+        if len(ns_coefficients) != 3:
+            raise OptionError(f"ns_coefficients={ns_coefficients!r}: give the three factors of the quintic polynomial")
         self._dtype = cast(torch.dtype, floating_dtype("ns_dtype", ns_dtype))
         self._limit, self._adamw_lr, self._model = bucket_numel, adamw_lr, model
         options = dict(compile) if isinstance(compile, Mapping) else {}
@@ -125,6 +125,8 @@ class Muon(Optimizer):
                     )
                 self._stored.setdefault(parameter, StoredMatrices())
         if use_muon is not None:
+            scale = param_group.get("adjust_lr_fn", self.defaults["adjust_lr_fn"])
+            require_one_of("adjust_lr_fn", scale, ("match_rms_adamw", "original"))
             super().add_param_group({**param_group, "params": parameters})
             return
         for choice in (True, False):
@@ -162,7 +164,7 @@ class Muon(Optimizer):
         if key not in self._plans:
             if not all(parameter in self._stored for parameter in of):  # parallelize has replaced the parameters
                 self._read_models(list(of), needed=True)
-            stored = {parameter: self._stored[parameter] for parameter in of}
+            stored = {parameter: self._stored.get(parameter, StoredMatrices()) for parameter in of}
             require_same_gradients(stored)
             steps = {parameter: group["ns_steps"] for parameter, group in of.items() if parameter.grad is not None}
             self._plans[key] = MuonPlan({parameter: stored[parameter] for parameter in steps}, steps, self._limit)
