@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from transformers.models.bert.modeling_bert import BertEmbeddings
 
 from coverage.multimodal import multimodal_model
-from fsdp_runtime import MeshSpec, parallelize
+from fsdp_runtime import MeshSpec, parallelize, record_routes
 from fsdp_runtime.optim import Muon
-from fsdp_runtime.steps import CheckInputs
+from fsdp_runtime.steps import CheckInputs, RouterBalance
 from fsdp_runtime.steps.fsdp.missing_media import AbsentMedia
 from harness.models import tiny_model
 from refusals import Provocations
@@ -100,6 +101,15 @@ def _two_meshes() -> None:
     Muon([{"params": weights, "use_muon": True}]).step()
 
 
+def _sharded_by_other_code() -> None:
+    model = tiny_model("DeepseekV3ForCausalLM")
+    with torch.no_grad(), record_routes(model) as routes:
+        model(ids(1, 4), use_cache=False)
+    balance = RouterBalance(fully_shard(model, mesh=DeviceMesh("cpu", [0, 1])))
+    balance.count(routes)
+    balance.step()
+
+
 PIXELS, SOUND = {"pixel_values": torch.ones(1, 3)}, {"input_features": torch.ones(1, 3)}
 CASES: Provocations = {
     "fsdp_runtime/steps/context/inputs.py": {"LayoutError: some ranks of cp are given media": _media_over_cp},
@@ -117,5 +127,6 @@ CASES: Provocations = {
     "fsdp_runtime/optim/muon_plan.py": {"OptionError: are on meshes of the ranks (0,) and (0, 1)": _two_meshes},
     "fsdp_runtime/sharded/collectives.py": {"OptionError: is 'present' on rank 0 and 'missing' on": _missing_gradient},
     "fsdp_runtime/steps/random_states.py": {"ModelError: drew different amounts": _uneven_dropout},
+    "fsdp_runtime/steps/routing/balance.py": {"ModelError: was sharded by other code": _sharded_by_other_code},
     "fsdp_runtime/steps/guards/check_inputs.py": {"LayoutError: were given different inputs": _other_inputs},
 }

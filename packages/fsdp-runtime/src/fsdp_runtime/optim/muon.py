@@ -29,8 +29,8 @@ class Muon(Optimizer):
     """Muon for the matrices of a model and AdamW for all other parameters, on any mesh.
 
     Every matrix gets the update of its full matrix.  One rank of the mesh owns it: the other ranks send their blocks to
-    the owner, which orthogonalizes the momentum and sends the blocks of the update back.  Owners have similar FLOPs,
-    and a bucket of matrices needs two collectives, which overlap with the iterations of other buckets.  Each expert of a
+    the owner, which orthogonalizes the momentum and sends the blocks of the update back.  Owners have similar work, and
+    a bucket of matrices needs two collectives, which overlap with the iterations of other buckets.  Each expert of a
     stack is a matrix, and so is each part of a fused weight that the model's plan names: queries, keys, values, gate,
     up, and the rotary rows of latent attention.
 
