@@ -126,9 +126,7 @@ class RouterBalance:
         paths, biases = sorted(self._counts), self._biases()
         mesh = model_mesh(state_entries(self._model))
         if mesh is not None and not models_with(self._model.parameters()):
-            raise ModelError(
-                "the model was sharded by other code, and the axis of its batches is unknown: parallelize it"
-            )
+            raise ModelError("the model was sharded by other code, so its batch axis is unknown: call parallelize")
         axes = [axis for axis in _BATCH_AXES if mesh is not None and axis in (mesh.mesh_dim_names or ())]
         groups = [mesh.get_group(axis) for axis in axes if mesh is not None and mesh[axis].size() > 1]
         summed = all_reduce_over(groups, torch.cat([self._counts[path] for path in paths]), dist.ReduceOp.SUM)
