@@ -159,11 +159,11 @@ def test_rows_with_given_boundaries_are_not_read() -> None:
         expected = model(**_inputs()).logits
         CALLS.scores, CALLS.bounds = 0, []
         with CountReads() as counted:
-            logits = model(**_inputs(cu_seq_lens_q=lengths, max_length_q=14)).logits
+            logits = model(**_inputs(cu_seq_lens_q=lengths)).logits
     own = {file: count for file, count in counted.found.items() if file != "attention_kernels.py"}
     assert own == {}
     assert torch.equal(logits, expected)
-    assert set(CALLS.bounds) == {(14, 14)}
+    assert set(CALLS.bounds) == {(LENGTH, LENGTH)}
 
 
 def test_compiled_blocks_stay_whole_and_few_over_changing_documents() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,20 +49,25 @@ class Documents:
     @cached_property
     def starts(self) -> Tensor:
         """``[documents]`` int64: the first token of every document, counted over all rows, for kernels."""
-        # Waits for the device if the bounds are unknown. Further entries are documents without tokens.
-        most = len(self.lengths) if self.bounds is None else self.bounds[0]
-        first = self.begins.flatten().to(torch.int8).argsort(descending=True, stable=True)[:most]
+        # Further entries are documents without tokens.
+        first = self.begins.flatten().to(torch.int8).argsort(descending=True, stable=True)[: self.most]
         places = torch.arange(len(first), device=first.device)
         return torch.where(places < self.begins.sum(), first, self.begins.numel())
 
     @property
+    def most(self) -> int:
+        """The number of documents, or more if the bounds are given; else waits for the device, once per forward."""
+        return len(self.lengths) if self.bounds is None else self.bounds[0]
+
+    @property
     def longest(self) -> int:
-        """The most tokens of a document; at least that many if the bounds are given."""
+        """The tokens of the longest document, or more if the bounds are given."""
         return max(self.lengths) if self.bounds is None else self.bounds[1]
 
     def in_parts(self, tokens: int) -> Documents:
         """Return the parts of up to ``tokens`` tokens of each document, as documents."""
-        return Documents(self.begins | (self.positions % tokens == 0))
+        bounds = self.most + self.begins.numel() // tokens, min(tokens, self.longest)
+        return Documents(self.begins | (self.positions % tokens == 0), bounds)
 
     @property
     def packed(self) -> bool:
@@ -161,25 +165,19 @@ class DocumentBatch:
 
 
 def find_documents(
-    position_ids: Tensor | None,
-    seq_idx: Tensor | None,
-    cu_seq_lens: Tensor | None,
-    shape: tuple[int, int],
-    longest: Any = None,
+    position_ids: Tensor | None, seq_idx: Tensor | None, cu_seq_lens: Tensor | None, shape: tuple[int, int]
 ) -> Documents | None:
     """Find the documents of a batch from the inputs of a model, without waiting for the device."""
     # A document begins where a position ``[batch, seq]`` is not its predecessor's plus one, as in transformers. In
     # ``[axes, batch, seq]``, for multimodal rotary embeddings, the first axis counts tokens of text. ``seq_idx``
-    # ``[batch, seq]`` numbers documents. ``cu_seq_lens`` counts the tokens before each document over all rows, and the
-    # longest has ``longest`` tokens.
+    # ``[batch, seq]`` numbers documents. ``cu_seq_lens`` counts the tokens before each document over all rows.
     if cu_seq_lens is not None:
         if cu_seq_lens.dim() != 1:
             raise LayoutError(f"cu_seq_lens_q {list(cu_seq_lens.shape)}: give [documents + 1] tokens before each")
         tokens = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=cu_seq_lens.device)
         begins = tokens.index_fill(0, cu_seq_lens.long(), True)[:-1].view(shape).clone()
         begins[:, 0] = True
-        # A document may reach from row to row.
-        return Documents(begins, (len(cu_seq_lens) - 1 + shape[0], longest if type(longest) is int else shape[1]))
+        return Documents(begins, (len(cu_seq_lens) - 1 + shape[0], shape[1]))  # a document may reach from row to row
     marks = seq_idx if seq_idx is not None else position_ids
     if marks is None:
         return None

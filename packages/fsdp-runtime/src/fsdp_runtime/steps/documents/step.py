@@ -108,8 +108,7 @@ class _PackedInputs:
         if tokens is None:
             return None
         seq_idx, lengths = named.get("seq_idx"), named.get("cu_seq_lens_q")
-        shape = (tokens.shape[0], tokens.shape[1])
-        documents = find_documents(named.get("position_ids"), seq_idx, lengths, shape, named.get("max_length_q"))
+        documents = find_documents(named.get("position_ids"), seq_idx, lengths, (tokens.shape[0], tokens.shape[1]))
         if documents is None:
             return None
         if given_cache(named) is not None or named.get("use_cache"):
