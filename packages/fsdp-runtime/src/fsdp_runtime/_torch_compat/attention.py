@@ -142,7 +142,8 @@ def varlen_part_backward(
 
 def _as_wide(values: Tensor, queries: Tensor) -> Tensor:
     """Return values padded with zeros to the width of queries, which kernels require."""
-    return pad(values, (0, queries.shape[-1] - values.shape[-1]))
+    missing = queries.shape[-1] - values.shape[-1]
+    return pad(values, (0, missing)) if missing else values  # padding by nothing copies
 
 
 @cache
