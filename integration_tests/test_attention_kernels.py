@@ -183,6 +183,14 @@ def test_compiled_blocks_stay_whole_and_few_over_changing_documents() -> None:
     assert len(graphs) <= 3  # lengths are dynamic after the second batch, and the number of documents
 
 
+def test_autocast_computes_a_float32_model_in_half_precision() -> None:
+    with accelerated(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model = _packed(tiny_model(entries()["llama"]).float())
+        calls = CALLS.varlen
+        model(**_inputs()).logits.sum().backward()
+    assert CALLS.varlen - calls == model.config.num_hidden_layers
+
+
 _LONG, _RANKS = 131_072, 8
 
 

@@ -35,6 +35,8 @@ def attend(
     kernels: AttentionKernels, query: Tensor, key: Tensor, value: Tensor, mask: SequenceMask, **options: Any
 ) -> Tensor | None:
     """Return attention ``[batch, queries, heads, value_dim]``, ``None`` where only the full mask describes it."""
+    if torch.is_autocast_enabled(device := query.device.type):  # as for scaled_dot_product_attention
+        query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
     kernel = kernel_of(kernels, query, value, mask, "rows" if mask.layout.ranks == 1 else "gathered", **options)
     scale = options.get("scaling")
     if kernel == "varlen":
@@ -73,10 +75,12 @@ def attend_in_batches(
     query: Tensor, key: Tensor, value: Tensor, mask: SequenceMask, scale: float | None, dropout: float
 ) -> Tensor:
     """Attend on batches of documents of similar length under a causal mask; padding is at their ends."""
-    outputs, options = [], {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    outputs: list[Tensor] = []
     attend_alone: Any = scaled_dot_product_attention
+    groups = query.shape[1] // key.shape[1]  # of CUDA's kernels only FlashAttention takes fewer key heads
+    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     for batch in mask.isolated.batches:
         inputs = [batch.take(each.transpose(1, 2)).transpose(1, 2) for each in (query, key, value)]
-        output = attend_alone(*inputs, dropout_p=dropout, is_causal=True, **options)
+        output = attend_alone(*inputs, dropout_p=dropout, is_causal=True, scale=scale)
         outputs.append(output.transpose(1, 2))
     return mask.isolated.together(outputs, mask.isolated.batches)
