@@ -114,6 +114,25 @@ def test_load_weights_keeps_the_values_of_quantized_checkpoints(tmp_path: Path, 
     assert two_ranks.run(_off, str(tmp_path), values) == [[], []]
 
 
+def _of_empty_shards(directory: str) -> list[str]:
+    """Load, run and stream a layer with fewer rows than ranks."""
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 1, bias=False))
+    model = nn.Sequential(nn.ModuleList([layers])).requires_grad_(False)
+    save_weights(model, directory)
+    step = Quantized("nf4", block_size=32)
+    sharded = parallelize(copy.deepcopy(model).to("meta"), mesh_for({"dp_shard": 2}), plan=None, steps=(step,))
+    load_weights(sharded, directory)
+    streamed = dict(stream_weights(sharded))
+    alone = parallelize(model, mesh_for({"tp": 2}), plan=None, steps=(step,))
+    tensor = torch.ones(2, 64)
+    assert torch.equal(sharded[0][0](tensor), alone[0][0](tensor))  # type: ignore[index]
+    return [name for name, weight in stream_weights(alone) if not torch.equal(weight, streamed[name])]
+
+
+def test_load_weights_fills_empty_shards_of_a_packed_base(tmp_path: Path, two_ranks: RankPool) -> None:
+    assert two_ranks.run(_of_empty_shards, str(tmp_path)) == [[], []]
+
+
 def test_load_weights_keeps_codes_of_merged_experts_and_saves_no_quantized_config(tmp_path: Path) -> None:
     """The checkpoint has one matrix for each expert, and the model one stack of all."""
     model: Any = tiny_model("Qwen3MoeForCausalLM").requires_grad_(False)

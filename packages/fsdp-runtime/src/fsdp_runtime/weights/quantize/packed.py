@@ -95,6 +95,8 @@ class PackedFormat:
         """Return the values ``[..., columns]``; each is a product in float32 that is rounded once."""
         bytes_of_row, packed = packed.shape[-1], packed.view(torch.uint8)
         shape = (*packed.shape[:-1], bytes_of_row // self.block_bytes * self.block)
+        if not packed.numel():
+            return packed.new_empty(shape, dtype=dtype)
         if torch.compiler.is_compiling() or packed.numel() <= _AT_ONCE:
             return self._dequantize(packed.reshape(-1, bytes_of_row)).to(dtype).view(shape)
         values = packed.new_empty(shape, dtype=dtype)
@@ -166,6 +168,8 @@ class PackedWeight:
 def fill_packed(tensor: Tensor, weight: PackedWeight, chunks: Sequence[Chunk], read: ReadBox, codes: ReadCodes) -> None:
     """Quantize this rank's shard of a weight from chunks of stored tensors, or take stored codes, by runs of rows."""
     fmt, (local, box) = weight.format, local_part(tensor)
+    if not local.numel():
+        return
     part = local.view(torch.uint8)
     start, stop = (side // fmt.block_bytes * fmt.block for side in box[-1])
     values_box = (*box[:-1], (start, stop))
