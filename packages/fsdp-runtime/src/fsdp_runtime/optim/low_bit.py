@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime.errors import MismatchError, ModelError, OptionError
-from fsdp_runtime.optim.state_codes import SCALE, Blocks, decode, encode, new_scales, round_stochastically
+from fsdp_runtime.optim.state_codes import SCALE, Blocks, decode, encode, round_stochastically
 from fsdp_runtime.sharded.chunks import local_part
+from fsdp_runtime.sharded.shard_offsets import zeros_by_rows
 from fsdp_runtime.values import require_bool, require_one_of
 from tp_plans.boxes import Box
 
@@ -203,7 +204,7 @@ def _initial(parameter: Tensor, states: States, blocks: Blocks | None) -> dict[s
     for name in _MOMENTS:
         state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         if low and states == "8bit" and blocks is not None:
-            state[name + SCALE] = new_scales(parameter, blocks)
+            state[name + SCALE] = zeros_by_rows(parameter, blocks.count, torch.float32)
     return state
 
 

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import has_values, local_tensor
+from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime.sharded.chunks import local_part
-from fsdp_runtime.sharded.shard_offsets import sharded_by_rows
 from tp_plans.boxes import Box
 
 #: The ends of codes in a state: a moment is stored as ``exp_avg``, its scales as ``exp_avg_scale``.
@@ -119,12 +118,3 @@ def _full_index(shape: Sequence[int], box: Box, device: torch.device) -> Tensor:
     for size, (start, stop) in zip(shape, box, strict=True):
         index = (index * size)[..., None] + torch.arange(start, stop, device=device)
     return index.contiguous()
-
-
-def new_scales(parameter: Tensor, blocks: Blocks) -> Tensor:
-    """Return zeros for the scales of a parameter, sharded like its rows and replicated along them."""
-    local = local_tensor(parameter).detach()
-    zeros = torch.zeros((*local.shape[:-1], blocks.count), device=local.device)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    return sharded_by_rows(zeros, (*parameter.shape[:-1], blocks.count), parameter)

@@ -57,12 +57,16 @@ def local_box(
     return tuple((first, first + length) for first, length in zip(start, size, strict=True))
 
 
-def sharded_by_rows(local: Tensor, shape: Sequence[int], like: DTensor) -> DTensor:
-    """Return a DTensor of a shape over this rank's part of it: sharded as ``like``, and replicated on the last dim."""
+def zeros_by_rows(like: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros with the rows of a tensor: sharded as ``like``, and replicated on the last dim."""
+    if not isinstance(like, DTensor):
+        return torch.zeros((*like.shape[:-1], columns), dtype=dtype, device=like.device)
+    rows = box_shape(dtensor_box(like))[:-1]
+    local = torch.zeros((*rows, columns), dtype=dtype, device=like.to_local().device)
     placements = [Replicated() if getattr(each, "dim", None) == like.ndim - 1 else each for each in like.placements]
-    stride = torch.empty(tuple(shape), device="meta").stride()
+    full = torch.empty((*like.shape[:-1], columns), device="meta")
     return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        local, like.device_mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.state import StateEntry
-from fsdp_runtime.sharded.shard_offsets import sharded_by_rows
+from fsdp_runtime.sharded.shard_offsets import zeros_by_rows
 from fsdp_runtime.training_state.manifest import StoredTensor
 
 logger = logging.getLogger(__name__)
@@ -178,10 +178,8 @@ def _empty(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, placem
     device = torch.device("cpu") if placement.endswith("on the cpu") else parameter.device
     if placement.startswith("parameter"):
         return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
-    if placement == "rows" and isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        rows = torch.empty((*local.shape[:-1], shape[-1]), dtype=dtype, device=local.device)
-        return sharded_by_rows(rows, shape, parameter)
+    if placement == "rows":
+        return zeros_by_rows(parameter, shape[-1], dtype)
     plain = torch.empty(shape, dtype=dtype, device=device)
     if placement == "replicated" and isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
