@@ -22,6 +22,7 @@ from harness.ranks import RankPool
 from tp_plans import ColwiseParallel, RowwiseParallel, SequenceParallel, Shard
 
 AOT = Compile({"backend": "aot_eager"})
+SP = {"sequence_parallel": True}
 
 
 @pytest.fixture(autouse=True)
@@ -50,26 +51,30 @@ def _frames_of_a_step(model: Any, inputs: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("axes", "options"),
+    ("axes", "options", "most"),
     [
-        ({"tp": 4}, {}),
-        ({"tp": 4}, {"sequence_parallel": True}),
-        ({"tp": 4}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
-        ({"tp": 4}, {"sequence_parallel": True, "activation_checkpointing": "selective"}),
-        ({"dp_shard": 2, "tp": 4}, {"sequence_parallel": True, "activation_checkpointing": "block"}),
+        ({"tp": 4}, {}, 140),
+        pytest.param({"tp": 4}, {"sequence_parallel": True}, 180, marks=pytest.mark.slow),
+        pytest.param({"tp": 4}, {**SP, "activation_checkpointing": "block"}, 180, marks=pytest.mark.slow),
+        ({"tp": 4}, {**SP, "activation_checkpointing": "selective"}, 180),
+        ({"dp_shard": 2, "tp": 4}, {**SP, "activation_checkpointing": "block"}, 220),
     ],
     ids=["TP", "SP", "SP recomputed", "SP selective", "FSDP2 x SP"],
 )
-def test_compiled_blocks_have_one_graph_and_few_frames(axes: dict[str, int], options: dict[str, Any]) -> None:
+def test_compiled_blocks_have_one_graph_and_few_frames(
+    axes: dict[str, int], options: dict[str, Any], most: int
+) -> None:
     frames = []
     with fake_world(MeshSpec(**axes), rank=0) as mesh:
         for layers in (2, 3):
             forget_compiled()
-            model = tiny_model("LlamaForCausalLM", num_hidden_layers=layers, num_attention_heads=4)
+            model = tiny_model(
+                "LlamaForCausalLM", num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4
+            )
             parallelize(model, mesh, compile=AOT, **options)
             frames.append(_frames_of_a_step(model, tiny_inputs(model, batch=1, length=8)))
             assert (graphs_compiled(), graph_breaks()) == (1, {})
-    assert frames[1] - frames[0] <= (160 if "dp_shard" in axes else 125)
+    assert frames[1] - frames[0] <= most
 
 
 def _faults_at_lengths(architecture: str, mode: str) -> tuple[list[str], int, dict[str, int]]:

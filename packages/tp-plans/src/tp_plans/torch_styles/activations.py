@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from tp_plans import layouts
 from tp_plans._validate import is_integer
 from tp_plans.module_attrs import getattr_path, key_value_heads
 from tp_plans.styles import GatherSequence, ParallelAttention, ParameterStyle, PrepareModuleInput
-from tp_plans.torch_styles.base import Args, Arguments, ForwardContext, Kwargs, LocalTensorStyle
+from tp_plans.torch_styles.base import Args, Arguments, ForwardContext, Gradient, Kwargs, LocalTensorStyle
 from tp_plans.torch_styles.placement import as_dtensor, plain_full_tensor, prepared, redistribute
 
 
@@ -99,7 +99,7 @@ class GatherSequenceImpl(LocalTensorStyle):
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return self.inner.local_parameter(name, parameter)
 
-    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full", "partial"] | None:
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Gradient | None:
         return self.inner.gradient_of_part(name, parameter)
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:

@@ -37,11 +37,16 @@ Kwargs = dict[str, Any]
 Arguments = tuple[Args, Kwargs]
 
 
+Gradient = Literal["full", "partial", "first"]
+
+
 class Part(NamedTuple):
     """A parameter as ``parallelize_module`` left it."""
 
     shape: torch.Size  # of the full tensor
-    gradient: Literal["full", "partial"] | None  # of this rank's part; ``None`` if modules compute with other values
+    #: Of this rank's part: complete or one of the ranks' summands, or complete for a part that the first rank reads
+    #: and the others replace by zeros; ``None`` if modules compute with other values.
+    gradient: Gradient | None
 
 
 class ForwardContext:
@@ -110,7 +115,7 @@ class LocalTensorStyle(ParallelStyle):
         """The plain tensor that stands for a parameter during forward."""
         return local_view(parameter)
 
-    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full", "partial"] | None:
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Gradient | None:
         """Return the gradient of this rank's part (:class:`Part`); ``None`` if forward computes with another tensor."""
         return "full"
 

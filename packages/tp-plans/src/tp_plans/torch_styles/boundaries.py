@@ -7,7 +7,7 @@ most of a layer's host time.  Compiled code has none of these costs and traces t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,21 +81,6 @@ def drop_parts(parameters: Sequence[DTensor]) -> None:
     """Drop the results of :func:`share_parts`."""
     for parameter in parameters:
         vars(parameter).pop(_PART, None)
-
-
-def plain_parts(parameters: Sequence[DTensor], is_partial: Sequence[bool]) -> Sequence[Tensor]:
-    """Return this rank's parts of parameters, in eager code, by one autograd function."""
-    if not torch.is_grad_enabled():
-        return [local_of(parameter) for parameter in parameters]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return [local_of(parameter) for parameter in parameters]
-    partial = [is_sum for is_sum, parameter in zip(is_partial, parameters, strict=True) if parameter.requires_grad]
-    parts: Sequence[Tensor] = _plain_parts(partial, *trained)
-    if len(trained) == len(parameters):
-        return parts
-    following = iter(parts)
-    return [next(following) if parameter.requires_grad else local_of(parameter) for parameter in parameters]
 
 
 def summed_gradient(tensor: DTensor) -> Tensor:
@@ -267,7 +252,7 @@ def _spec_of_gradient(tensor: DTensor, gradient: Placement | None) -> Any:
     return spec if same(placement, gradient) else make_spec(spec.mesh, gradient, tensor.shape, tensor.dtype)
 
 
-def _own(gradient: Tensor) -> Tensor:
+def unshared(gradient: Tensor) -> Tensor:
     """Return a gradient that no other has: autograd gives added parameters one, and copies plain tensors only."""
     own = gradient.contiguous()
     if _TAKEN in vars(own):
@@ -285,7 +270,7 @@ class _LocalPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
-        return with_spec(_own(gradient), ctx.spec), None
+        return with_spec(unshared(gradient), ctx.spec), None
 
 
 class _LocalParts(torch.autograd.Function):
@@ -300,36 +285,7 @@ class _LocalParts(torch.autograd.Function):
         scale = ctx.scale
         own = [gradient if gradient is None or scale is None else gradient * scale for gradient in gradients]
         pairs = zip(own, ctx.specs, strict=True)
-        return None, *[None if gradient is None else with_spec(_own(gradient), spec) for gradient, spec in pairs]
-
-
-class _PlainParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, is_partial: Sequence[bool], *parameters: DTensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.is_partial, ctx.specs = is_partial, [spec_of(parameter) for parameter in parameters]
-        shards = [local_of(parameter) for parameter in parameters]
-        return tuple([shard.view_as(shard) for shard in shards])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
-        own = [None if gradient is None else _own(gradient) for gradient in gradients]
-        partial = [index for index, tensor in enumerate(own) if tensor is not None and ctx.is_partial[index]]
-        if partial:
-            sums = _all_reduced([cast(Tensor, own[index]) for index in partial], ctx.specs[0].mesh)
-            for index, total in zip(partial, sums, strict=True):
-                own[index] = total
-        pairs = zip(own, ctx.specs, strict=True)
-        return None, *[None if gradient is None else with_spec(gradient, spec) for gradient, spec in pairs]
-
-
-def _all_reduced(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """Return the sums over the ranks; tensors of one dtype take one collective."""
-    if len(tensors) == 1 or len({tensor.dtype for tensor in tensors}) > 1:
-        return [all_reduce(tensor, mesh) for tensor in tensors]
-    total = all_reduce(torch.cat([tensor.view(-1) for tensor in tensors]), mesh)
-    sums = torch.split(total, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
+        return None, *[None if gradient is None else with_spec(unshared(gradient), spec) for gradient, spec in pairs]
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -368,7 +324,7 @@ class _StreamAndParameters(torch.autograd.Function):
     def backward(ctx: Any, of_stream: Tensor | None, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
         pairs = zip(gradients, ctx.specs, strict=True)
         summed = [None if tensor is None else with_spec(all_reduce(tensor, ctx.mesh), spec) for tensor, spec in pairs]
-        return None if of_stream is None else with_spec(_own(of_stream), ctx.spec), None, *summed
+        return None if of_stream is None else with_spec(unshared(of_stream), ctx.spec), None, *summed
 
 
 class _SumGradient(torch.autograd.Function):
@@ -460,4 +416,4 @@ class _Scattered(torch.autograd.Function):
 _local_part, _summed_part, _sum_gradient = direct(_LocalPart), direct(_SummedPart), direct(_SumGradient)
 _from_part, _moved, _sum, _scatter = direct(_FromPart), direct(_Moved), direct(_Summed), direct(_Scattered)
 _enter, _local_parts, _scale_gradient = direct(_Enter), direct(_LocalParts), direct(_ScaleGradient)
-_stream_and_parameters, _plain_parts = direct(_StreamAndParameters), direct(_PlainParts)
+_stream_and_parameters = direct(_StreamAndParameters)

@@ -48,7 +48,7 @@ class _LinearImpl(FirstTensorStyle):
         if exchange.needed:
             self._exchanges[size] = exchange
 
-    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full"] | None:
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full", "first"] | None:
         """Return ``None`` for a weight with fetched rows or columns."""
         return None if self._exchanges and parameter.shape[self.dim] in self._exchanges else "full"
 
@@ -105,17 +105,16 @@ class RowwiseParallelImpl(_LinearImpl):
     style: RowwiseParallel
     dim = 1
 
-    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full"] | None:
-        """Return ``None`` for the bias, too."""
-        return None if name == "bias" else super().gradient_of_part(name, parameter)
+    def gradient_of_part(self, name: str, parameter: DTensor) -> Literal["full", "first"] | None:
+        """Let the first rank add the bias."""
+        return "first" if name == "bias" else super().gradient_of_part(name, parameter)
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         if name != "bias":
             own = local_view(parameter)
             exchange = self._exchanges.get(parameter.shape[1]) if self._exchanges else None
             return own if exchange is None else exchange(own.mT, parameter.device_mesh).mT
-        is_first = parameter.device_mesh.get_local_rank() == 0
-        return cast(Tensor, _OnFirstRank.apply(local_view(parameter), is_first))  # type: ignore[no-untyped-call]
+        return on_first_rank(local_view(parameter), parameter.device_mesh)
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
         if not isinstance(tensor, DTensor) and isinstance(self.style.input_layouts, layouts.Shard):
@@ -147,9 +146,12 @@ class MLAKVProjectionImpl(ColwiseParallelImpl):
         return torch.cat([compressed, with_summed_gradient(shared_key, context.mesh)], dim=-1)
 
 
-class _OnFirstRank(torch.autograd.Function):
-    """A replicated bias on the first rank and zeros on the others, so that the sum over ranks adds it once."""
+def on_first_rank(bias: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a replicated bias on the first rank and zeros on the others; the sum over ranks adds it once."""
+    return cast(Tensor, _OnFirstRank.apply(bias, mesh.get_local_rank() == 0))  # type: ignore[no-untyped-call]
 
+
+class _OnFirstRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: Tensor, is_first: bool) -> Tensor:
         return bias.view_as(bias) if is_first else torch.zeros_like(bias)
