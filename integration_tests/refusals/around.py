@@ -180,13 +180,18 @@ def _of_a_trainer(axes: dict[str, int], model: Any = None, *, recompute: bool = 
     with world(**axes) as mesh:
         if options:
             parallelize(model, mesh, **options)
-        trainers.check_model(model, mesh, recompute=recompute)
+        trainers.check_model(model, mesh, SimpleNamespace(activation_checkpointing=recompute))
+
+
+def _plain_on(axes: dict[str, int]) -> None:
+    with world(**axes) as mesh:
+        trainers.check_on_mesh(_llama(), mesh)
 
 
 def _other_mesh() -> None:
     with world(dp_shard=2, tp=2) as mesh:
         model = parallelize(_llama(), mesh)
-        trainers.check_model(model, mesh["dp_shard"], recompute=False)
+        trainers.check_on_mesh(model, mesh["dp_shard"])
 
 
 def _samples(number: int) -> None:
@@ -313,15 +318,15 @@ CASES: Provocations = {
         ),
         "OptionError: and the training arguments recompute": (
             lambda: _adapted({"activation_checkpointing": "block"}, activation_checkpointing=True),
-            lambda: _of_a_trainer({}, _llama(), recompute=True, activation_checkpointing="block"),
+            lambda: _of_a_trainer(DP, _llama(), recompute=True, activation_checkpointing="block"),
         ),
         "OptionError: for dp=4 ranks": lambda: _samples(3),
         "ModelError: before parallelize": lambda: trainers.check_tokens(_llama(), _Tokenizer()),
         "OptionError: torch_compile cannot": lambda: _adapted({}, sharded=True, torch_compile=True),
         "ModelError: is on the meta device": lambda: _of_a_trainer({}, _llama().to("meta")),
         "ModelError: the model is not sharded": (
-            lambda: _of_a_trainer(TP, _llama()),
-            lambda: _of_a_trainer(DP, _llama()),
+            lambda: _plain_on(TP),
+            lambda: _plain_on(DP),
         ),
         "ModelError: part of the trainer's mesh": _other_mesh,
     },
