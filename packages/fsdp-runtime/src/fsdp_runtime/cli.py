@@ -165,7 +165,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="keep gathered parameters from forward to backward",
     )
-    group.add_argument("--optimizer", help="adamw (default), adamw-fused, -single, -8bit, -bf16, -cpu-offload, sgd, none")
+    group.add_argument(
+        "--optimizer", help="adamw (default), adamw-fused, -single, -8bit, -bf16, -cpu-offload, sgd, none"
+    )
     group.add_argument(
         "--logprobs",
         help="the loss: logits (default), linear, or the dotted path of a function (model, inputs)",
