@@ -113,7 +113,6 @@ _TWO: list[Case] = [
     ("Qwen3MoeForCausalLM", {"tp": 2}, {"sequence_parallel": True}),
     ("Qwen3MoeForCausalLM", {"dp_shard": 2, "ep": 2}, {"activation_checkpointing": "block"}),
     ("GptOssForCausalLM", {"tp": 2, "ep": 2}, {}),
-    ("qwen3_next", {"tp": 2}, {"sequence_parallel": True}),
     ("qwen3_next", {"dp_shard": 2}, {"packed_sequences": True}),
     ("vision", {"tp": 2}, {}),
 ]
@@ -124,7 +123,7 @@ _FOUR: list[Case] = [
     ("Qwen3MoeForCausalLM", {**_BOTH, "ep": 4}, {"packed_sequences": True}),
     ("Qwen3MoeForCausalLM", {"dp_shard": 4}, {"activation_checkpointing": "mlp"}),
     ("GptOssForCausalLM", {**_BOTH, "ep": 2}, {"activation_checkpointing": "block"}),
-    ("qwen3_next", _BOTH, {}),
+    ("qwen3_next", _BOTH, {"sequence_parallel": True}),
     ("deepseek_v3", {**_BOTH, "ep": 2}, {"sequence_parallel": True}),
     ("granitemoehybrid", _BOTH, {}),
     ("vision", _BOTH, {}),

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fsdp_runtime import load_weights, parallelize, save_weights, stream_weights
+from fsdp_runtime import MeshSpec, load_weights, parallelize, save_weights, stream_weights
 from fsdp_runtime.errors import ConversionError
 from fsdp_runtime.steps import Quantized
 from fsdp_runtime.sync import Quantization
@@ -139,7 +139,9 @@ def test_load_weights_keeps_codes_of_merged_experts_and_saves_no_quantized_confi
     save_weights(model, tmp_path / "fp8", quantize=Quantization(format="fp8_block"))
     load_weights(model, tmp_path / "fp8", strict=True)
     expected = dict(stream_weights(model))
-    packed = parallelize(copy.deepcopy(model), mesh_for({}), steps=(Quantized("fp8", block_size=16),))
+    packed = parallelize(
+        copy.deepcopy(model), MeshSpec().build(device_type="cpu"), steps=(Quantized("fp8", block_size=16),)
+    )
     with torch.no_grad():
         for parameter in packed.parameters():
             parameter.zero_()
@@ -153,7 +155,7 @@ def test_load_weights_keeps_codes_of_merged_experts_and_saves_no_quantized_confi
 
 def test_load_weights_quantizes_codes_of_another_format(tmp_path: Path) -> None:
     values = _checkpoint(tmp_path / "fp8", "fp8 blocks")
-    model = parallelize(_model(), mesh_for({}), steps=(Quantized("nf4"),))
+    model = parallelize(_model(), MeshSpec().build(device_type="cpu"), steps=(Quantized("nf4"),))
     load_weights(model, tmp_path / "fp8")
     for name, loaded in stream_weights(model):
         assert 0 < (loaded - values[name]).norm() / values[name].norm() < 0.1
