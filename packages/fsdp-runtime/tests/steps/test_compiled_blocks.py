@@ -119,8 +119,8 @@ class InPlace(nn.Module):
 
 def test_compiled_blocks_that_write_into_their_input_raise() -> None:
     model = nn.Sequential(nn.LayerNorm(8), nn.ModuleList([InPlace()]))
-    plan: dict[str, Any] = {"*norm": SequenceParallel(), "0": SequenceParallel(), "*up": ColwiseParallel()}
-    plan |= {"*down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+    plan: dict[str, Any] = {"1.0.norm": SequenceParallel(), "0": SequenceParallel(), "1.0.up": ColwiseParallel()}
+    plan |= {"1.0.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
     with fake_world(MeshSpec(tp=2), rank=0) as mesh:
         parallelize(model, mesh, plan=plan, compile=AOT)
         stream = model[0](torch.randn(1, 4, 8, requires_grad=True))
