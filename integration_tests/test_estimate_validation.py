@@ -136,7 +136,8 @@ def predicted(name: str, axes: dict[str, int], options: dict[str, Any], logprobs
     options = dict(options)
     master = options.pop("master", False)
     told: dict[str, Any] = {"fsdp": parse_fsdp(master_dtype="fp32")} if master else {"dtype": torch.float32}
-    told["attention_kernels"] = "none"  # the real step runs on a CPU, whose attention has no workspaces of a GPU's
+    # The real step runs on a CPU: neither attention nor products have the workspaces of a GPU.
+    told |= {"attention_kernels": "none", "constants": ()}
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RL_LOGPROBS_BACKEND", "torch")  # the operators of the real step
         found = estimate(
