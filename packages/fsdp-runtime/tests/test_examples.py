@@ -14,6 +14,8 @@ import fsdp_runtime.dry_run
 import fsdp_runtime.mesh
 import fsdp_runtime.model
 import fsdp_runtime.monitor
+import fsdp_runtime.optim
+import fsdp_runtime.steps
 import fsdp_runtime.sync
 import fsdp_runtime.weights
 
@@ -25,6 +27,8 @@ ROOMS = (
     fsdp_runtime.mesh,
     fsdp_runtime.model,
     fsdp_runtime.monitor,
+    fsdp_runtime.optim,
+    fsdp_runtime.steps,
     fsdp_runtime.sync,
     fsdp_runtime.weights,
 )
@@ -55,9 +59,6 @@ RESULTS = {
     "TrainingState",
     "WeightInfo",
 }
-
-
-PUBLIC = {name: getattr(room, name) for room in (fsdp_runtime, fsdp_runtime.sync) for name in room.__all__}
 
 
 def _needs_example(name: str) -> bool:

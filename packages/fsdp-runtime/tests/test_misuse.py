@@ -18,6 +18,7 @@ from fsdp_runtime.model import inspect_model
 from fsdp_runtime.monitor import monitor_ranks, stop_on_signal
 from fsdp_runtime.steps import SharedPrefixes
 from fsdp_runtime.steps.context.sharding import SequenceLayout
+from fsdp_runtime.weights import multi_token_weights
 from harness.misuse import Call, try_wrong_arguments, use
 
 ERRORS = (fsdp_runtime.FsdpRuntimeError, tp_plans.TpPlansError)
@@ -264,6 +265,7 @@ CALLS = {
     ),
     "sequence_layout": Call(fsdp_runtime.sequence_layout, lambda: {"mesh": mesh(), "length": 8}),
     "stop_on_signal": Call(stop_on_signal),
+    "multi_token_weights": Call(multi_token_weights, lambda: {"model": Model()}),
     "stream_weights": Call(fsdp_runtime.stream_weights, lambda: {"model": Model()}),
     "submesh": Call(fsdp_runtime.submesh, lambda: {"mesh": mesh(), "axis": "dp"}),
     "transfer_group": Call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,7 @@ from fsdp_runtime import (
     setup,
 )
 from fsdp_runtime._torch_compat import offloads_to_cpu
-from fsdp_runtime.setup import Setup
+from fsdp_runtime.setup import ModelFacts, Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps import Compile
 from fsdp_runtime.steps.documents.unpacked_warning import PackedRowsWatch
@@ -285,13 +286,14 @@ def test_full_logits_are_plain_whatever_the_heads_layout_was(layout: Shard | Rep
 
 #: Every function that inspects a model, in the modules that call it.
 QUESTIONS: dict[ModuleType, tuple[str, ...]] = {
-    setup: (
-        *("inspect_model", "model_of_rows", "is_transformers_model", "attention_in_force", "token_mixers"),
-        *("derived_positions", "cuts_padding_mask", "makes_own_masks", "ignores_position_ids"),
-        *("masks_embeddings", "needs_full_row"),
-    ),
+    setup: ("inspect_model", "model_of_rows", "is_transformers_model", "attention_in_force"),
     tensor: ("check",),
 }
+#: The questions to a model's structure, by the property of ``ModelFacts`` that asks.
+OF_STRUCTURE = (
+    *("token_mixers", "derived_positions", "cuts_padding_mask", "makes_own_masks", "ignores_position_ids"),
+    *("masks_embeddings", "needs_full_row"),
+)
 
 
 def _calls(function: Any) -> dict[str, int]:
@@ -309,6 +311,10 @@ def _calls(function: Any) -> dict[str, int]:
         for module, names in QUESTIONS.items():
             for name in names:
                 patch.setattr(module, name, counting(name, getattr(module, name)))
+        for name in OF_STRUCTURE:
+            counted = cached_property(counting(name, vars(ModelFacts)[name].func))
+            counted.__set_name__(ModelFacts, name)
+            patch.setattr(ModelFacts, name, counted)
         function()
     return dict(counts)
 
@@ -346,7 +352,7 @@ def _calls_with_everything() -> dict[str, int]:
 
 
 def test_each_question_to_a_model_is_asked_once(four_ranks: RankPool) -> None:
-    expected = {name: 1 for names in QUESTIONS.values() for name in names}
+    expected = {name: 1 for names in (*QUESTIONS.values(), OF_STRUCTURE) for name in names}
     assert four_ranks.run(_calls_with_everything)[0] == expected
 
 
@@ -373,7 +379,7 @@ def test_a_step_from_outside_is_checked_and_applied_in_its_place() -> None:
     assert mark.seen == ["checked"]
     resolved.apply(model)
     assert mark.seen == ["checked", f"applied to {len(resolved.structure.decoder)} blocks before FSDP2"]
-    assert "ActivationCheckpointing(mode='block')" in str(resolved)
+    assert "ActivationCheckpointing(mode='block', offload=False)" in str(resolved)
 
 
 def test_resolving_changes_nothing() -> None:

@@ -155,7 +155,7 @@ def resolve_parallelism(model: nn.Module, mesh: DeviceMesh, **options: Unpack[Op
         >>> mesh = MeshSpec().build(device_type="cpu")
         >>> parallelism = resolve_parallelism(model, mesh, activation_checkpointing="block")
         >>> print(str(parallelism).splitlines()[-2])
-        ActivationCheckpointing(mode='block')
+        ActivationCheckpointing(mode='block', offload=False)
         >>> parallelism.apply(model)
     """
     if not isinstance(model, nn.Module):

@@ -32,6 +32,12 @@ WORKAROUNDS = (
         "a DTensor that requires a gradient cannot be redistributed in inference mode",
     ),
     Workaround(
+        "blocks._is_placed",
+        (2, 13),
+        "no upstream issue found",
+        "the compiler takes ``in`` of a tuple of classes for False",
+    ),
+    Workaround(
         "gradients._DenseGradient",
         (2, 11),
         "https://github.com/pytorch/pytorch/issues/107661",

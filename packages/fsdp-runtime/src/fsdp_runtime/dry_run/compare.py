@@ -87,7 +87,7 @@ def sweep(
         >>> options = {"seq_len": 8, "plan": None, "logprobs": loss, "clip": False}
         >>> results = sweep(build, 2, max_tp=1, activation_checkpointing=("none",), workers=0, **options)
         >>> results.best.label
-        'dp_shard=2'
+        'dp_replicate=2'
     """
     require_model_source(model)  # here rather than once in every process
     specs = candidate_meshes(world_size, max_tp=max_tp, cp=cp, dp_replicate=dp_replicate, ep=ep)
