@@ -61,10 +61,14 @@ RESULTS = {
 }
 
 
+#: Steps that the examples of ``parallelize`` give by their keywords, or that other steps add.
+BY_KEYWORD = {"CheckInputs", "ContextParallel", "ExpertParallel", "PackedSequences", "SharedPrefixes", "TensorParallel"}
+
+
 def _needs_example(name: str) -> bool:
     value = PUBLIC[name]
     is_error = inspect.isclass(value) and issubclass(value, BaseException)
-    return callable(value) and not is_error and name not in RESULTS
+    return callable(value) and not is_error and name not in RESULTS | BY_KEYWORD
 
 
 NAMES = sorted(filter(_needs_example, PUBLIC))
