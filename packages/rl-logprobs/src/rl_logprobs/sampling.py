@@ -14,7 +14,7 @@ from rl_logprobs.softmax.gumbel import gumbel_noise, token_keys
 from rl_logprobs.softmax.log2_scale import TemperatureScale, check_temperature
 from rl_logprobs.softmax.row_blocks import row_blocks, rows_per_workspace
 from rl_logprobs.softmax.vocab_parallel import all_gather
-from rl_logprobs.softmax.vocab_shard import TokenSlice, VocabShard, locate_logits
+from rl_logprobs.softmax.vocab_shard import VocabShard, locate_logits
 from rl_logprobs.tensors import statistics_dtype, wide_dtype
 
 
@@ -64,7 +64,8 @@ def sample_tokens(
     flat_temperature = check_temperature(temperature, per_token)
     min_logit = min_kept_logit(values, vocab, flat_temperature, sampling)
     inv_temperature = TemperatureScale.of(flat_temperature, statistics_dtype(values.dtype)).inv_temperature
-    keys = token_keys(_seed_from(seed), _token_positions(located.tokens, values.device))
+    positions = torch.arange(math.prod(located.tokens.full), device=values.device).view(located.tokens.full)
+    keys = token_keys(_seed_from(seed), located.tokens.local(positions).reshape(-1))
     # Row 0: each token's largest logit plus noise; row 1: its vocabulary id.
     best = torch.full((2, shape.numel()), -math.inf, dtype=wide_dtype(values.device), device=values.device)
     if vocab.width:
@@ -142,12 +143,6 @@ def _seed_from(seed: int | torch.Generator) -> int:
             f"the generator is on {seed.device}; pass a CPU generator or a number, so that the host does not wait"
         )
     return int(torch.randint(-(1 << 63), (1 << 63) - 1, (), generator=seed))
-
-
-def _token_positions(tokens: TokenSlice, device: torch.device) -> torch.Tensor:
-    """Return the position of each of this rank's tokens in the flattened full batch."""
-    positions = torch.arange(math.prod(tokens.full), device=device)
-    return tokens.local(positions.view(tokens.full)).reshape(-1)
 
 
 def _gather_ragged(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

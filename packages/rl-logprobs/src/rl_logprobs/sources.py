@@ -154,7 +154,10 @@ class LinearLogits:
         """
         _check_operands(self.hidden, self.weight, self.bias)
         require_same_device(hidden=self.hidden, weight=self.weight, bias=self.bias)
-        _check_logit_options(self.logit_scale, self.softcap)
+        if self.softcap is not None and not (self.softcap > 0 and math.isfinite(self.softcap)):
+            raise OptionError(f"softcap must be positive and finite, got {self.softcap}; leave it out for no cap")
+        if not math.isfinite(self.logit_scale):
+            raise OptionError(f"logit_scale must be finite, got {self.logit_scale}")
         vocab = _locate_weight(self.weight, self.shard)
         return HeadSource(self, _tokens_after_gather(self.hidden, vocab.group), vocab)
 
@@ -267,13 +270,6 @@ def _check_operands(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
         raise PlacementError(
             f"bias has {bias.placements} and weight {weight.placements}; give them the same placements"
         )
-
-
-def _check_logit_options(logit_scale: float, softcap: float | None) -> None:
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise OptionError(f"softcap must be positive and finite, got {softcap}; leave it out for no cap")
-    if not math.isfinite(logit_scale):
-        raise OptionError(f"logit_scale must be finite, got {logit_scale}")
 
 
 def _locate_weight(weight: torch.Tensor, shard: VocabShard | None) -> VocabColumns:

@@ -8,7 +8,7 @@ Norms of short blocks have neither problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -113,11 +113,7 @@ def block_norms(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             norms.append(torch.linalg.vector_norm(rows, dim=1))
         else:
             workspace = workspace if len(workspace) else torch.empty(BLOCKS_AT_ONCE, BLOCK)
-            norms += _half_precision_norms(rows, workspace)
+            for blocks in torch.split(rows, BLOCKS_AT_ONCE) if len(rows) > BLOCKS_AT_ONCE else (rows,):
+                converted = workspace if len(blocks) == BLOCKS_AT_ONCE else workspace[: len(blocks)]
+                norms.append(torch.linalg.vector_norm(converted.copy_(blocks), dim=1))
     return norms + (foreach_norm(short, 2, torch.float32) if short else [])
-
-
-def _half_precision_norms(rows: torch.Tensor, workspace: torch.Tensor) -> Iterator[torch.Tensor]:
-    for blocks in torch.split(rows, BLOCKS_AT_ONCE) if len(rows) > BLOCKS_AT_ONCE else (rows,):
-        converted = workspace if len(blocks) == BLOCKS_AT_ONCE else workspace[: len(blocks)]
-        yield torch.linalg.vector_norm(converted.copy_(blocks), dim=1)

@@ -108,7 +108,9 @@ def ratio_metrics(
     if weights is not None:
         _check_weights(weights, scored)
     if loss is not None:
-        _check_loss(loss, scored)
+        if loss.clipped_low.shape != scored.shape:
+            raise ShapeError(f"loss has shape {tuple(loss.clipped_low.shape)} and the mask {tuple(scored.shape)}")
+        require_same_device(mask=scored, loss=loss.clipped_low)
     scored = scored.reshape(-1)
     log_ratio = log_ratio.reshape(-1).to(wide_dtype(log_ratio.device))
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -141,9 +143,3 @@ def _check_weights(weights: torch.Tensor, scored: torch.Tensor) -> None:
     if weights.shape != scored.shape:
         raise ShapeError(f"weights have shape {tuple(weights.shape)} and the mask {tuple(scored.shape)}")
     require_same_device(mask=scored, weights=weights)
-
-
-def _check_loss(loss: PolicyLoss, scored: torch.Tensor) -> None:
-    if loss.clipped_low.shape != scored.shape:
-        raise ShapeError(f"loss has shape {tuple(loss.clipped_low.shape)} and the mask {tuple(scored.shape)}")
-    require_same_device(mask=scored, loss=loss.clipped_low)
