@@ -124,7 +124,8 @@ def _row(path: str, style: styles.RowwiseParallel, planned: PlannedTree, tp: int
 
 def _input_layout(path: str, planned: PlannedTree) -> _InputLayout:
     stream: Layout = Shard(1) if planned.plan.sequence_parallel else Replicate()
-    if not _reads_stream(path, planned):
+    weight, width = planned.tree.weight(path), planned.embedding_width
+    if weight is not None and width is not None and weight.shape[1] != width:
         return Replicate()
     for above in ancestors(path):
         match planned.own_style(above):
@@ -133,12 +134,6 @@ def _input_layout(path: str, planned: PlannedTree) -> _InputLayout:
         if isinstance(planned.style(above), styles.GatherSequence):
             return Replicate()
     return stream
-
-
-def _reads_stream(path: str, planned: PlannedTree) -> bool:
-    weight = planned.tree.weight(path)
-    width = planned.embedding_width
-    return weight is None or width is None or weight.shape[1] == width
 
 
 def _gather_input(arrives: _InputLayout) -> Iterator[_Comm]:

@@ -110,7 +110,16 @@ class Explanation:
             "sequence_parallel": self.plan.sequence_parallel,
             "sharded_share": self.sharded_share,
             "collectives": {when: self.collectives(when) for when in ("forward", "backward")},
-            "rules": [_rule_to_dict(rule) for rule in self.rules],
+            "rules": [
+                {
+                    "pattern": rule.pattern,
+                    "rule": style_to_dict(rule.style),
+                    "places": list(rule.places),
+                    "parameters": [_parameter_to_dict(parameter) for parameter in rule.parameters],
+                    "collectives": [asdict(collective) for collective in rule.collectives],
+                }
+                for rule in self.rules
+            ],
             "rest": [_parameter_to_dict(parameter) for parameter in self.rest],
         }
 
@@ -169,16 +178,6 @@ def _grouped(parameters: Sequence[ShardedParameter], *, full: bool = False) -> I
         counts[f"{name} {shape}{'' if parameter.layout is None else f', {parameter.layout}'}"] += 1
     for line, count in counts.items():
         yield line + f" (x {count})" * (count > 1)
-
-
-def _rule_to_dict(rule: RuleExplanation) -> dict[str, Any]:
-    return {
-        "pattern": rule.pattern,
-        "rule": style_to_dict(rule.style),
-        "places": list(rule.places),
-        "parameters": [_parameter_to_dict(parameter) for parameter in rule.parameters],
-        "collectives": [asdict(collective) for collective in rule.collectives],
-    }
 
 
 def _parameter_to_dict(parameter: ShardedParameter) -> dict[str, Any]:

@@ -66,13 +66,12 @@ def expert_stacks(tree: ModelTree) -> tuple[str, ...]:
     """Return the modules that hold stacked experts and can be dispatched: by structure, and by transformers' plan."""
     known = {path for path, module in tree.modules.items() if type(module).__name__ in EXPERTS_WITH_IDENTITIES}
     known.update(_shipped(tree))
+
+    def takes_routes(module: Any) -> bool:  # or tokens alone
+        return takes_argument(module, "top_k_index") or first_argument(module) == "hidden_states"
+
     stacks = (path for path in tree.modules if path in known or tree.is_expert_stack(path))
-    return tuple(path for path in stacks if path in known or _takes_routes(tree.modules[path]))
-
-
-def _takes_routes(module: Any) -> bool:
-    """Return whether a forward takes routes, or tokens alone."""
-    return takes_argument(module, "top_k_index") or first_argument(module) == "hidden_states"
+    return tuple(path for path in stacks if path in known or takes_routes(tree.modules[path]))
 
 
 def _shipped(tree: ModelTree) -> Iterator[str]:

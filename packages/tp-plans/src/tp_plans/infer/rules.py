@@ -96,12 +96,9 @@ def _require_known_parts(sub: Sublayer, tree: ModelTree) -> None:
         raise _NotUnderstoodError(f"it has direct parameters ({', '.join(own)})")
     known = {*sub.input_projs, *sub.other_linears, sub.output_proj, *_head_tables(sub, tree)}
     for path in tree.below(sub.path):
-        if path not in known and tree.own_parameters(path) and not _is_vector(path, tree):
+        parameters = tree.own_parameters(path).values()
+        if path not in known and any(len(parameter.shape) != 1 for parameter in parameters):
             raise _NotUnderstoodError(f"{leaf(path)} is unknown")
-
-
-def _is_vector(path: str, tree: ModelTree) -> bool:
-    return all(len(parameter.shape) == 1 for parameter in tree.own_parameters(path).values())
 
 
 def _mlp(sub: Sublayer, tree: ModelTree) -> Proposal:

@@ -60,7 +60,9 @@ def _shard_storage(
         own = {name: value for name, value in tree.own_parameters(path).items() if name not in names}
         own = {name: value for name, value in own.items() if planned.style(join(path, name)) is None}
         wanted = [name for name, parameter in own.items() if is_large(join(path, name), parameter.shape, large)]
-        if not wanted or _is_stored_above(path, wanted[0], planned):
+        if not wanted or planned.is_gathered(join(path, wanted[0])):
+            continue
+        if f"{leaf(path)}.weight" in _kernel_arguments(parent(path), planned):  # about to be gathered above
             continue
         if tree.is_plain_linear(path) and wanted == ["weight"]:
             if tree.shape(path)[0] < MIN_ROWS or is_tied(path, tree):
@@ -125,12 +127,6 @@ def _is_read_above(path: str, planned: PlannedTree) -> bool:
 def is_large(parameter: str, shape: tuple[int, ...], large: Collection[str]) -> bool:
     """Return whether a parameter matches a pattern of large parameters and is a matrix with a dim to shard."""
     return wildcard(parameter) in large and len(shape) > 1 and max(shape) >= MIN_ROWS
-
-
-def _is_stored_above(path: str, name: str, planned: PlannedTree) -> bool:
-    """Return whether a module above gathers the parameter, or is about to."""
-    gathered = f"{leaf(path)}.weight" in _kernel_arguments(parent(path), planned)
-    return gathered or planned.is_gathered(join(path, name))
 
 
 def _kernel_arguments(path: str, planned: PlannedTree) -> tuple[str, ...]:

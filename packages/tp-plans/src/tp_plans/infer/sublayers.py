@@ -107,7 +107,7 @@ def _attention(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
     width = {name: tree.size(join(path, name), 0) for name in names}
     gates = {name for name in naming.ATTENTION_GATES if width.get(name) == width[naming.QUERY]}
     inputs = {*naming.QKV, *(gates & names)}
-    norms = {name for name in names & set(naming.HEAD_NORMS) if _vector_length(join(path, name), tree) == head_dim}
+    norms = {name for name in names & set(naming.HEAD_NORMS) if tree.is_scale(join(path, name), head_dim)}
     whole_heads = all((width[name] or 1) % head_dim == 0 for name in inputs)
     fits = tree.size(join(path, output), 1) == width[naming.QUERY]
     if not (whole_heads and fits) or names != inputs | norms | {output}:
@@ -144,11 +144,6 @@ def _mlp(path: str, names: set[str], tree: ModelTree) -> Sublayer | None:
             projections, fused_sizes = tuple(join(path, name) for name in inputs), (1, 1) if is_fused else ()
             return Sublayer(path, projections, join(path, output), inner, fused_sizes=fused_sizes, is_certain=True)
     return None
-
-
-def _vector_length(norm: str, tree: ModelTree) -> int | None:
-    sizes = {tuple(parameter.shape) for parameter in tree.own_parameters(norm).values()}
-    return int(next(iter(sizes))[0]) if len(sizes) == 1 and len(next(iter(sizes))) == 1 else None
 
 
 def _shaped(path: str, tree: ModelTree) -> Sublayer | None:

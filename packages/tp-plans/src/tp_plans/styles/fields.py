@@ -24,7 +24,12 @@ def require_layout(style: Any, field: str, *kinds: type) -> None:
 
 def require_argument(style: Any) -> None:
     """Raise unless the fields ``argument`` and ``position`` name an argument of a forward."""
-    require(style, "argument", is_name(style.argument), "the keyword's name, as 'hidden_states'")
+    require(
+        style,
+        "argument",
+        is_attribute(style.argument) and "." not in style.argument,
+        "the keyword's name, as 'hidden_states'",
+    )
     require(style, "position", style.position is None or is_integer(style.position, least=0), "0 or more, or None")
 
 
@@ -61,8 +66,3 @@ def is_attribute(value: object) -> bool:
 
 def _is_number_or_attribute(value: object) -> bool:
     return is_integer(value, least=1) or is_attribute(value)
-
-
-def is_name(value: object) -> bool:
-    """Return whether a value can be the name of an argument or attribute."""
-    return isinstance(value, str) and value.isidentifier()

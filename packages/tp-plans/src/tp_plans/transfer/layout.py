@@ -185,11 +185,8 @@ class TransferLayout:
 
     def to_json(self) -> str:
         """Return the layout as JSON, to be sent to another process; :meth:`from_json` reads it."""
-        return json.dumps(self._data(), separators=(",", ":"))
-
-    def _data(self) -> dict[str, Any]:
         numbers = {id(pattern): number for number, pattern in enumerate(self._patterns)}
-        return {
+        data = {
             "format": FORMAT,
             "patterns": [pattern.copies for pattern in self._patterns],
             "tensors": {
@@ -197,6 +194,7 @@ class TransferLayout:
                 for name, tensor in self._tensors.items()
             },
         }
+        return json.dumps(data, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> TransferLayout:

@@ -39,14 +39,10 @@ def parts_of(plan: Plan, tree: ModelTree) -> Mapping[str, Plan]:
 def _together(places: Mapping[str, str], planned: PlannedTree) -> dict[str, str]:
     """Return the places, with one part for a block's layers that output shards and separate layers that read them."""
     columns = {places[path] for path in places if planned.outputs_local_shard(path)}
-    rows = {places[path] for path in places if _reads_shard(path, planned)}
+    readers = ((path, style) for path, style in planned.styles.items() if isinstance(style, RowwiseParallel))
+    rows = {places[path] for path, style in readers if style.input_layouts == Shard(-1)}
     partners = {row: next((c for c in columns - rows if parent(c) == parent(row)), row) for row in rows - columns}
     return {path: partners.get(place, place) for path, place in places.items()}
-
-
-def _reads_shard(path: str, planned: PlannedTree) -> bool:
-    style = planned.style(path)
-    return isinstance(style, RowwiseParallel) and style.input_layouts == Shard(-1)
 
 
 def part_of(parameter: str, tree: ModelTree) -> str:

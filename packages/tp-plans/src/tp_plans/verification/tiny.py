@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,8 @@ def tiny_model(model: Any, *, tp: int) -> TinyModel:
     if not isinstance(model, nn.Module):
         raise ModelError(f"a model that is run is a torch.nn.Module, not of type {type(model).__name__}")
     size = _numel(tree)
-    with _seeded():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # every rank draws the same random numbers
         if size <= MAX_PARAMETERS and not _on_meta(tree):
             return TinyModel(_prepared(copy.deepcopy(model)), f"with its own weights ({size:,} parameters)")
         reasons: list[str] = []
@@ -159,11 +159,3 @@ def _on_meta(tree: ModelTree) -> bool:
 
 def _numel(tree: ModelTree) -> int:
     return sum({id(parameter): parameter.numel() for parameter in tree.parameters.values()}.values())
-
-
-@contextmanager
-def _seeded() -> Iterator[None]:
-    """Draw the same random numbers on every rank; the global random state does not change."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
