@@ -119,22 +119,22 @@ def _list(options: argparse.Namespace) -> int:
     words = options.filter.lower()
     listed = [each for each in architectures() if words in f"{each.class_name} {each.model_type} {each.notes}".lower()]
     if options.json:
-        print(json.dumps([_as_data(entry) for entry in listed], indent=2))
+        data = [
+            {
+                "architecture": entry.class_name,
+                "model_type": entry.model_type,
+                "sequence_parallel": entry.sequence_parallel,
+                "experts": entry.has_experts,
+                "notes": entry.notes,
+            }
+            for entry in listed
+        ]
+        print(json.dumps(data, indent=2))
     else:
         header = ("architecture", "model type", "TP", "SP", "MoE", "notes")
         _print_lines(table([header, *map(_as_row, listed)]))
         print("\nFor other architectures the plan that transformers ships is used: tp-plans show hf:CLASS")
     return OK
-
-
-def _as_data(entry: Architecture) -> dict[str, object]:
-    return {
-        "architecture": entry.class_name,
-        "model_type": entry.model_type,
-        "sequence_parallel": entry.sequence_parallel,
-        "experts": entry.has_experts,
-        "notes": entry.notes,
-    }
 
 
 def _as_row(entry: Architecture) -> tuple[str, ...]:

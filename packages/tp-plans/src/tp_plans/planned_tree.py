@@ -10,7 +10,7 @@ from typing import Any
 
 from tp_plans._validate import is_integer
 from tp_plans.layouts import Layout, Shard
-from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, join, parent
+from tp_plans.model_tree import ModelTree, ancestors, is_at_or_below, parent
 from tp_plans.module_attrs import getattr_path
 from tp_plans.naming import leaf
 from tp_plans.patterns import wildcard
@@ -118,10 +118,6 @@ class PlannedTree:
     def split_children(self, path: str) -> list[str]:
         """Return the names of the children that output a plain tensor of this rank's features."""
         return [leaf(child) for child in self.children[path] if self.outputs_local_shard(child)]
-
-    def has_no_rules(self, path: str, names: Iterable[str]) -> bool:
-        """Return whether the plan has no rule for a module's children of these names."""
-        return all(self.style(join(path, name)) is None for name in names)
 
     def number(self, path: str, value: int | str, *, least: int = 1) -> int | None:
         """Return a number, or the integer attribute of that name, ``least`` or more, of the module above ``path``."""

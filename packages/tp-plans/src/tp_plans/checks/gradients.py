@@ -66,7 +66,8 @@ class _ActivationWidths:
 
     def __init__(self, above: str, layers: list[str], planned: PlannedTree) -> None:
         self.layer = layers[0]
-        units = {path: _unit(path, planned) for path in layers}
+        columns = {path: style for path in layers if isinstance(style := planned.style(path), ColwiseParallel)}
+        units = {path: planned.number(path, style.multiple_of) or 1 for path, style in columns.items()}
         outputs = {path: planned.parameters[f"{path}.weight"].shape[0] for path in layers}
         self.heads = {unit for unit in units.values() if unit > 1}
         self.counts = {outputs[path] // unit for path, unit in units.items() if unit > 1}
@@ -99,8 +100,3 @@ class _ActivationWidths:
         if size in self.ambiguous:
             return Finding("warning", where, f"{problem}, if it comes after {self.layer}", f"if so, {fix}")
         return Finding("error", where, problem, fix)
-
-
-def _unit(path: str, planned: PlannedTree) -> int:
-    style = planned.style(path)
-    return (planned.number(path, style.multiple_of) or 1) if isinstance(style, ColwiseParallel) else 1

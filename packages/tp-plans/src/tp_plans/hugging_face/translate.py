@@ -76,20 +76,16 @@ def _translated(words: Mapping[str, str], tree: ModelTree) -> Iterator[tuple[str
             continue
         if paths := matched_modules.get(pattern):
             modules = [tree.modules[path] for path in paths]
-            yield pattern, _for_module(style_from_name(word, where=pattern), modules)
+            style = style_from_name(word, where=pattern)
+            if isinstance(style, RowwiseParallel) and all(hasattr(module, "num_embeddings") for module in modules):
+                style = VocabParallelEmbedding()  # until 5.0, ``rowwise`` split an embedding's table
+            yield pattern, style
         elif parameters := matched_parameters.get(pattern):
             if not any(pattern.startswith(f"{owner}.") for owner in experts):
                 ndim = tree.parameters[parameters[0]].ndim
                 yield pattern, parameter_style_from_name(word, ndim, where=pattern)
         else:
             style_from_name(word, where=pattern)  # an unknown style name is an error even where nothing has it
-
-
-def _for_module(style: Style, modules: list[Any]) -> Style:
-    """Return the style for the kind of module: until 5.0, ``rowwise`` split an embedding's table."""
-    if isinstance(style, RowwiseParallel) and all(hasattr(module, "num_embeddings") for module in modules):
-        return VocabParallelEmbedding()
-    return style
 
 
 def _may_split(embedding: str, head: str | None, rules: Mapping[str, Style], tree: ModelTree) -> bool:

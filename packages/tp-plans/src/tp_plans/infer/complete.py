@@ -63,17 +63,13 @@ def with_learned_activations(plan: Plan, tree: ModelTree) -> Plan:
     """Return a plan with rules for activations with parameters: each rank sees a part of their input."""
     # Not where the features are gathered before: there its gradient is full on every rank.
     planned = PlannedTree(tree, plan)
-    partial = (
-        (path, NoParallel(gradient="partial"))
-        for path, module in tree.modules.items()
-        if type(module).__name__ == _ACTIVATION and planned.style(path) is None and _sees_a_part(path, planned)
-    )
+    partial = []
+    for path, module in tree.modules.items():
+        if type(module).__name__ == _ACTIVATION and planned.style(path) is None:
+            in_experts = any(isinstance(planned.style(above), ExpertsParallel) for above in ancestors(path))
+            if in_experts or planned.split_children(parent(path)):
+                partial.append((path, NoParallel(gradient="partial")))
     return plan.override(merge_per_block(partial, tree))
-
-
-def _sees_a_part(path: str, planned: PlannedTree) -> bool:
-    in_experts = any(isinstance(planned.style(above), ExpertsParallel) for above in ancestors(path))
-    return in_experts or bool(planned.split_children(parent(path)))
 
 
 #: Every step sees the rules that the steps before it have added.

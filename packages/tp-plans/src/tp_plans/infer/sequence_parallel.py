@@ -113,7 +113,9 @@ def _rules_before_blocks(planned: PlannedTree) -> dict[str, styles.Style]:
         tree.root: styles.PrepareModuleInput(layout=_STREAM, argument=EMBEDDINGS_ARGUMENT, position=None)
     }
     is_split = embedding is not None and isinstance(planned.style(embedding), styles.VocabParallelEmbedding)
-    if embedding is not None and is_split and not _embeddings_merged_above(tree.root, tree):
+    above = parent(tree.root)  # its other parts may write into the embeddings
+    merges_above = bool(above) and tree.children_with_parameters(above) != {leaf(tree.root)}
+    if embedding is not None and is_split and not merges_above:
         rules[embedding] = styles.VocabParallelEmbedding(output_layouts=_STREAM, use_local_output=False)
     return rules
 
@@ -145,12 +147,6 @@ def _rules_after_blocks(planned: PlannedTree) -> dict[str, styles.Style]:
     if (norm := norm_after_blocks(tree)) is not None:
         rules[norm] = styles.SequenceParallel(sequence_dim=SEQUENCE_DIM)
     return rules
-
-
-def _embeddings_merged_above(root: str, tree: ModelTree) -> bool:
-    """Return whether other parts of the parent of the language model write into its token embeddings."""
-    above = parent(root)
-    return bool(above) and tree.children_with_parameters(above) != {leaf(root)}
 
 
 def takes_features_between_blocks(tree: ModelTree) -> bool:

@@ -85,7 +85,8 @@ def _shard_storage(
             if names:
                 yield above, styles.GatheredParameters(names=names)
         elif not planned.split_children(path) and not (
-            hasattr(module, "kernel_size") and (not read_code or _is_read_above(path, planned))
+            hasattr(module, "kernel_size")  # the kernels of recurrences read its weight
+            and (not read_code or "weight" in referenced_names(type(planned.modules[parent(path)])))
         ):
             yield from ((join(path, name), stored_sharded(own[name].shape)) for name in wanted)
 
@@ -117,11 +118,6 @@ def _can_gather(path: str, planned: PlannedTree) -> bool:
     own = takewhile(lambda base: base.__name__ != "Module", cls.__mro__)
     methods = {name for base in own for name, value in vars(base).items() if callable(value)} - {"forward"}
     return not any(reads_below(above, leaf(path), name) for name in methods)
-
-
-def _is_read_above(path: str, planned: PlannedTree) -> bool:
-    """Return whether the code above a module may read its weight, as the kernels of recurrences do."""
-    return "weight" in referenced_names(type(planned.modules[parent(path)]))
 
 
 def is_large(parameter: str, shape: tuple[int, ...], large: Collection[str]) -> bool:

@@ -82,7 +82,7 @@ def _split(planned: PlannedTree, root: str) -> Iterator[tuple[str, Style]]:
         if sublayer is None or not sublayer.is_certain:
             continue
         rules, output = rules_for(sublayer), planned.style(sublayer.output_proj)
-        if planned.has_no_rules(path, names):
+        if all(planned.style(join(path, name)) is None for name in names):
             yield from rules.items()
         elif isinstance(output, RowwiseParallel) and output.input_layouts == Shard(-1):
             missing = (path for path in sublayer.input_projs if planned.style(path) is None)

@@ -30,8 +30,6 @@ _STACK_DOUBT = (
 )
 _STORED = (styles.ExpertsParallel, styles.GatheredParameters)
 
-__all__ = ["Doubt", "Suggestion", "suggest"]
-
 
 @dataclass(frozen=True)
 class Suggestion:

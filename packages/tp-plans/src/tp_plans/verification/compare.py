@@ -105,11 +105,7 @@ def _on_device(inputs: Inputs, device: str) -> Inputs:
 
 def _run(model: nn.Module, inputs: Inputs) -> Tensor:
     with _default_float64():
-        output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
-    return _first_tensor(output)
-
-
-def _first_tensor(output: Any) -> Tensor:
+        output: Any = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     several = output.values() if isinstance(output, Mapping) else output
     values = several if isinstance(output, (Mapping, tuple, list)) else [output]
     real = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
