@@ -176,8 +176,8 @@ def _peak(bucket_bytes: int) -> tuple[int, int, int]:
 def test_sending_holds_a_few_buckets_and_never_the_full_model(two_ranks: RankPool) -> None:
     bucket = 50_000
     for peak, total, largest in two_ranks.run(_peak, bucket):
-        # Gathered (and up to two buckets before, while a busy host's gloo holds on to them), the shards that went in, and
-        # flatten_bucket.
+        # Gathered (and up to two buckets before, while gloo holds on to them on a busy host), the shards that went in,
+        # and flatten_bucket.
         assert peak <= 5 * 1.02 * max(bucket, largest) + largest
         assert peak < total / 3
 
