@@ -107,6 +107,23 @@ def test_compiled_blocks_train_as_one_process_at_any_length(two_ranks: RankPool,
         assert graphs <= 10  # with and without gradients: lengths that ``tp`` divides or not, one length or any
 
 
+def _copied_after_backward() -> bool:
+    """Copy a compiled model with gradients; its norms are summed by one collective."""
+    torch.compiler.reset()
+    model = tiny_model("Qwen3ForCausalLM", num_hidden_layers=1)
+    model = parallelize(model, MeshSpec(tp=2).build(device_type="cpu"), compile=AOT)
+    inputs = tiny_inputs(model, batch=2, length=7)
+    model(**inputs).logits.sum().backward()
+    copied = copy.deepcopy(model)
+    gradients = zip(model.parameters(), copied.parameters(), strict=True)
+    same = all(torch.equal(one.grad.full_tensor(), other.grad.full_tensor()) for one, other in gradients)
+    return same and torch.equal(model(**inputs).logits.full_tensor(), copied(**inputs).logits.full_tensor())
+
+
+def test_compiled_blocks_are_copied_with_their_gradients(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_copied_after_backward) == [True, True]
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -181,7 +181,8 @@ def _all_reduced(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
     if len(tensors) == 1 or len({tensor.dtype for tensor in tensors}) > 1:
         return [all_reduce(tensor, mesh) for tensor in tensors]
     total = all_reduce(torch.cat([tensor.view(-1) for tensor in tensors]), mesh)
-    sums: list[Tensor] = total.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
+    # A DTensor of a view at an offset cannot be deep-copied.
+    sums = torch.split_with_sizes_copy(total, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
 
 
