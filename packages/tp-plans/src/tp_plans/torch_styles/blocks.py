@@ -182,7 +182,8 @@ def _all_reduced(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
         return [all_reduce(tensor, mesh) for tensor in tensors]
     total = all_reduce(torch.cat([tensor.view(-1) for tensor in tensors]), mesh)
     # A DTensor of a view at an offset cannot be deep-copied.
-    sums = torch.split_with_sizes_copy(total, [tensor.numel() for tensor in tensors])
+    sizes = [tensor.numel() for tensor in tensors]
+    sums: Any = torch.split_with_sizes_copy(total, sizes)  # type: ignore[func-returns-value]  # typed as its out form
     return [part.view(tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
 
 
