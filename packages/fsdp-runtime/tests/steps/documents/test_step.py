@@ -91,6 +91,26 @@ def test_a_copied_model_keeps_documents_apart() -> None:
     torch.testing.assert_close(together[:, 3:], alone, atol=1e-6, rtol=0)
 
 
+def test_chunks_of_attention_begin_at_documents_under_a_mask_of_ones() -> None:
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        vocab_size=131, hidden_size=16, intermediate_size=16, intermediate_size_mlp=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_local_experts=2, attention_chunk_size=4,
+    )  # fmt: skip
+    model = transformers.Llama4ForCausalLM(config).double().eval()
+    documents = torch.arange(3, 19)[None].split([5, 7, 4], dim=1)
+    alone = torch.cat([model(document, use_cache=False).logits for document in documents], dim=1)
+    _parallelized(model, packed_sequences=True)
+    tokens, ones = torch.cat(documents, dim=1), torch.ones(1, 16, dtype=torch.int64)
+    positions = torch.cat([torch.arange(document.shape[1]) for document in documents])[None]
+    for mask in (None, ones):
+        torch.testing.assert_close(
+            model(tokens, position_ids=positions, attention_mask=mask).logits, alone, atol=1e-6, rtol=0
+        )  # the router computes in float32
+    with pytest.raises(LayoutError, match=r"padding in packed rows of Llama4ForCausalLM, .* give the padding its own"):
+        model(tokens, position_ids=positions, attention_mask=ones.index_fill(1, torch.tensor(15), 0))
+
+
 def test_packed_rows_without_the_option_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     model = _parallelized(_jamba())
     for _ in range(2):

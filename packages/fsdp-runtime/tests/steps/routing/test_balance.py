@@ -54,8 +54,12 @@ def _balanced(name: str, axes: Mapping[str, int], **options: Any) -> tuple[Biase
 def _compare(name: str, axes: Mapping[str, int], **options: Any) -> list[str]:
     (biases, loads), (expected, expected_loads) = _balanced(name, axes, **options), _balanced(name, {})
     assert any(bool(bias.any()) for bias in expected.values())
-    wrong = [path for path in expected if not torch.equal(expected[path], biases[path])]
-    return wrong + [path for path in expected_loads if not torch.equal(expected_loads[path], loads[path])]
+    found = {**expected_loads, **expected}, {**loads, **biases}
+    return [
+        f"{path}: {found[1][path].tolist()}, expected {value.tolist()}"
+        for path, value in found[0].items()
+        if not torch.equal(value, found[1][path])
+    ]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,12 @@ def _is_padded(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
 
 
+def _has_chunks(model: nn.Module) -> bool:
+    """Return True for a model with layers that attend within chunks."""
+    text: Any = model_of_rows(model).config.get_text_config()
+    return "chunked_attention" in (getattr(text, "layer_types", None) or ())
+
+
 class _PackedInputs:
     """Finds the documents of a forward's rows."""
 
@@ -124,6 +130,14 @@ class _PackedInputs:
             self.attention.begin(padding=padding, documents=documents if packed else None)
             if padding is None:  # transformers then does not look for documents, which waits
                 named["attention_mask"] = torch.ones_like(documents.begins)
+        elif isinstance(named.get("attention_mask"), Tensor) and _has_chunks(module) and documents.packed:
+            # transformers counts chunks by positions only where no mask is given.
+            if _is_padded(named["attention_mask"]):
+                raise LayoutError(
+                    f"attention_mask has padding in packed rows of {type(module).__name__}, which attends within "
+                    "chunks: leave attention_mask out and give the padding its own position_ids from 0, as a document"
+                )
+            named["attention_mask"] = None
         takes = signature(type(model_of_rows(module)).forward).parameters
         anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values())
         hidden = () if self.varlen else BOUNDARIES
