@@ -121,7 +121,8 @@ class Parallelism:
                 refuse_later_adapters(model)
             for step, checked in self.steps:
                 step.apply(model, self.setup, checked)
-        runtime_state(model).one_rank = self.setup.meshes.one_rank
+        for module in (model, self.setup.facts.base_model):
+            runtime_state(module).mesh = self.setup.meshes.root
         watch_optimizers(model)
         guard_methods(model)
         refuse_until_loaded(model, self.structure.blocks)
@@ -210,7 +211,7 @@ def _meshes(mesh: DeviceMesh, fsdp: FSDP2) -> Meshes:
         expert_fsdp=expert_fsdp_mesh(mesh) if ep > 1 and shards is not None else None,
         # Gradients are summed over ``cp``: its ranks have parts of one batch.
         batches=axis_size(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") if cp > 1 or ep > 1 else None,
-        one_rank=root_mesh(mesh).size() == 1,
+        root=root_mesh(mesh),
         device_type=mesh.device_type,
     )
 

@@ -36,7 +36,7 @@ class RuntimeState:
     attention: Any = None  # the kernels of attention over packed rows and over cp
     gathered: Any = None  # under context parallelism, the modules on full sequences
     routers: Any = None  # of a model with recorded or replayed routes
-    one_rank: bool = False  # no other rank holds a part of the model
+    mesh: Any = None  # the model was parallelized on it
     fused_rows: Any = None  # rows of the matrices in fused weights by module, under ``tp``
     unloaded: Any = None  # the hooks that refuse a forward with parameters on meta
     not_quantized: Mapping[str, str] = field(default_factory=dict)  # weights in blocks, with the reason

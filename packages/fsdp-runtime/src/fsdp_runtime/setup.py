@@ -143,7 +143,7 @@ class Meshes:
     fsdp: DeviceMesh | None = None  # the axis, or the two axes (replicas, shards), of FSDP2
     expert_fsdp: DeviceMesh | None = None
     batches: int | None = None  # ranks with different batches; ``None`` where FSDP2's mean is right
-    one_rank: bool = False  # the whole mesh is this rank
+    root: DeviceMesh | None = None  # all axes of the call, ``None`` where the axes were given one by one
     device_type: str = "cpu"
 
 

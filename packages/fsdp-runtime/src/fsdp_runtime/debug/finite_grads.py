@@ -39,7 +39,7 @@ def assert_finite_gradients(model: nn.Module) -> None:
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> assert_finite_gradients(model)
     """
-    ranks = mesh_ranks(state_entries(model, allow_offloaded=True))
+    ranks = mesh_ranks(model, state_entries(model, allow_offloaded=True))
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     require_memory(gradients, "gradients")
     counts = {name: _count_nonfinite(gradient) for name, gradient in gradients.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime._torch_compat import group_of_axes, root_mesh
+from fsdp_runtime._torch_compat import group_of_axes
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.optim.muon_blocks import BlockFinder, Matrix, MatrixBlock, choose_owners, make_buckets
 from fsdp_runtime.optim.newton_schulz import iteration_flops
@@ -144,7 +144,8 @@ def group_of(parameters: Sequence[Tensor]) -> ProcessGroup | None:
     """Return the group of all ranks of the parameters' mesh, ``None`` for one rank."""
     # Only ``parallelize`` says that the ranks of the other axes of a sliced mesh have the same values.
     meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
-    meshes = {*map(root_mesh, meshes)} if models_with(parameters) else meshes
+    models = models_with(parameters)
+    meshes = {mesh for model in models if (mesh := collectives.model_mesh(model, parameters)) is not None} or meshes
     ranks = {tuple(sorted(mesh.mesh.flatten().tolist())): mesh for mesh in meshes}
     if len(ranks) > 1:
         listed = " and ".join(map(str, sorted(ranks)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,15 +40,25 @@ class ModelRanks:
         return self.index == 0
 
 
-def model_mesh(entries: Sequence[StateEntry]) -> DeviceMesh | None:
-    """Return the root mesh of a model's DTensors, ``None`` for a model of plain tensors."""
-    on_mesh = next((entry.tensor for entry in entries if isinstance(entry.tensor, DTensor)), None)
-    return None if on_mesh is None else root_mesh(on_mesh.device_mesh)
+def model_mesh(model: nn.Module, tensors: Iterable[Tensor]) -> DeviceMesh | None:
+    """Return the mesh of a model with these tensors, ``None`` for plain tensors."""
+    on_mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    if on_mesh is None:
+        return None
+    # torch's caches of specs may give a DTensor the equal slice of an earlier mesh with other axes.
+    return next(_recorded_meshes(model), None) or root_mesh(on_mesh)
 
 
-def mesh_ranks(entries: Sequence[StateEntry]) -> ModelRanks:
+def _recorded_meshes(model: nn.Module) -> Iterator[DeviceMesh]:
+    """Yield the meshes that a model, or parts of a model, were parallelized on."""
+    for module in model.modules():
+        if RUNTIME_STATE in module.__dict__ and (mesh := runtime_state(module).mesh) is not None:
+            yield mesh
+
+
+def mesh_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> ModelRanks:
     """Return all ranks of the model's mesh, replicas included; only this rank for a model of plain tensors."""
-    mesh = model_mesh(entries)
+    mesh = model_mesh(model, (entry.tensor for entry in entries))
     if mesh is None:
         return ModelRanks(global_first=own_rank())
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
@@ -74,10 +84,9 @@ def world_ranks() -> ModelRanks:
 def mesh_or_world_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> ModelRanks:
     """Return the ranks that write a model's checkpoint: its mesh's ranks, or the world for a model without a mesh."""
     # A model, or a part of a model, that was parallelized on a mesh of one rank has plain tensors.
-    states = (runtime_state(module) for module in model.modules() if RUNTIME_STATE in module.__dict__)
-    if model_mesh(entries) is not None or any(state.one_rank for state in states):
-        return mesh_ranks(entries)
-    return world_ranks()
+    one_rank = any(mesh.size() == 1 for mesh in _recorded_meshes(model))
+    on_mesh = one_rank or any(isinstance(entry.tensor, DTensor) for entry in entries)
+    return mesh_ranks(model, entries) if on_mesh else world_ranks()
 
 
 @contextmanager

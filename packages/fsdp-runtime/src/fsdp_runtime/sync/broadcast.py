@@ -52,7 +52,7 @@ def send_weights(
     """
     entries = state_entries(model)
     prepared = export.prepare(model, entries)
-    sends = all_gather_objects(mesh_ranks(entries), group is not None)
+    sends = all_gather_objects(mesh_ranks(model, entries), group is not None)
     senders = [rank for rank, value in sends.items() if value]
     for bucket in prepared.buckets(to=senders[0] if len(senders) == 1 else None):
         if group is None:

@@ -43,7 +43,7 @@ def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[s
     """
     shards = ModelShards(model, export=export)
     shards.refresh()
-    return _digests(shards.layout, shards.local, own_rank(), mesh_ranks(state_entries(model)).groups)
+    return _digests(shards.layout, shards.local, own_rank(), mesh_ranks(model, state_entries(model)).groups)
 
 
 def digest_layout(

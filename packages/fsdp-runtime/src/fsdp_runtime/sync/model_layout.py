@@ -66,7 +66,7 @@ class ModelShards:
             tensors_of_adapter = saved_tensors(model, entries, adapter, embeddings=False)
             groups = _adapter_groups(base_model(model), tensors_of_adapter, export.exported_dtype)
         self._held = HeldTensors(model, entries)
-        mesh = model_mesh(entries)
+        mesh = model_mesh(model, (entry.tensor for entry in entries))
         own = own_rank()
         everyone = [own] if mesh is None else mesh.mesh.flatten().tolist()
         tensors: dict[str, CheckpointTensor] = {}
@@ -95,7 +95,7 @@ class ModelShards:
         self.storage = {**local, **merged.local}  # ``local``; merged and quantized copies may lack values
         self._derived: list[MergedShards | QuantizedShards] = [merged] if merged.local else []
         if quantize is not None:
-            groups_of_ranks = mesh_ranks(entries).groups
+            groups_of_ranks = mesh_ranks(model, entries).groups
             quantized = QuantizedShards(self.layout, self.storage, quantize, own, groups_of_ranks)
             self.layout, self.storage = quantized.layout, quantized.local
             self._derived.append(quantized)

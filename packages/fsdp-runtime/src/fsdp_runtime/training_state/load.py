@@ -130,7 +130,7 @@ def load_training_state(
         with raise_on_all(ranks) as checked, first_rank_speaks(ranks.groups):
             checked.value = settings_at_source(base_model(model))
             shared = read_object(folder, SHARED_FILE, manifest.files, _SHARED)
-            same_mesh = (mesh_sizes(entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)
+            same_mesh = (mesh_sizes(model, entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)
             rng = read_object(folder, rng_file(ranks.index), manifest.files, {"rng": dict}) if same_mesh else None
             if rng is not None:
                 require_rng_states(folder / rng_file(ranks.index), rng["rng"])

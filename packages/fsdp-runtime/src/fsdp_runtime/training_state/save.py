@@ -173,7 +173,7 @@ def save_training_state(
             writes = _started_writes(work, tensors, ranks, resources, asynchronous=asynchronous)
         objects = {rng_file(ranks.index): rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
         described = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
-        save = _Save(work, step, keep, mesh_sizes(entries), writes, objects, described)
+        save = _Save(work, step, keep, mesh_sizes(model, entries), writes, objects, described)
         if not asynchronous:
             return save.finish(ranks)
         return save_in_thread(save.finish, ranks, list(agreed.values), resources)
@@ -226,9 +226,9 @@ def rng_file(index: int) -> str:
     return f"rank-{index:05d}.rng.pt"
 
 
-def mesh_sizes(entries: Sequence[StateEntry]) -> dict[str, int]:
+def mesh_sizes(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, int]:
     """Return the sizes of the axes of the model's mesh that are larger than 1, by name."""
-    mesh = model_mesh(entries)
+    mesh = model_mesh(model, (entry.tensor for entry in entries))
     if mesh is None:
         return {}
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))

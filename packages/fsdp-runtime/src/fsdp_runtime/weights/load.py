@@ -124,7 +124,7 @@ def load_weights(
     """
     with leave_inference_mode():
         entries = state_entries(model)
-        ranks = mesh_ranks(entries)
+        ranks = mesh_ranks(model, entries)
         with raise_on_all(ranks) as step:
             require_no_removed("load_weights", removed, _REMOVED)
             step.value = {"training": training, "new_modules": {**(new_modules or {})}, "prefix": prefix}

@@ -108,7 +108,7 @@ class WeightExport:
         ``entries`` are the model's state entries, if the caller has them.
         """
         entries = state_entries(model) if entries is None else entries
-        with first_rank_speaks(mesh_ranks(entries).groups):
+        with first_rank_speaks(mesh_ranks(model, entries).groups):
             return self.resolve(model, entries)
 
     def resolve(self, model: nn.Module, entries: Sequence[StateEntry]) -> ExportedModel:

@@ -124,7 +124,7 @@ class RouterBalance:
         if not self._counts:
             raise RoutesError("no forward was counted since the last step: run it inside `with balance.counting():`")
         paths, biases = sorted(self._counts), self._biases()
-        mesh = model_mesh(state_entries(self._model))
+        mesh = model_mesh(self._model, self._model.parameters())
         if mesh is not None and not models_with(self._model.parameters()):
             raise ModelError("the model was sharded by other code, so its batch axis is unknown: call parallelize")
         axes = [axis for axis in _BATCH_AXES if mesh is not None and axis in (mesh.mesh_dim_names or ())]
