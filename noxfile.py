@@ -89,7 +89,8 @@ PARALLEL = (
     "--dist",
     "loadfile",
     "--no-loadscope-reorder",
-    "--durations=30",
+    "--durations=15",
+    "--disable-warnings",  # warnings of other packages: a warning of ours is an error
 )
 #: One thread per process: several processes share few cores. Modules, and tests as pytest rewrites them, are compiled
 #: once and not in every process, also where the user's shell forbids to keep compiled files.

@@ -7,22 +7,58 @@ forked from it too, and share it for their ranks.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+#: The address of the server of another process that this process forks from.
+_shared: list[str] = []
 
 
 def preloaded_context() -> ForkServerContext:
     """Return a multiprocessing context whose processes are forked from the server, which the first call starts."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["harness.preload"])
+    if _shared:
+        return context
     # Python 3.11 gives the server neither this process's sys.path nor an error if the import fails.
-    with _environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS="1"):
+    with (
+        _environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS="1"),
+        _streams_to(server_output()),
+    ):
         forkserver.ensure_running()
     return context
+
+
+@cache
+def server_output() -> Path:
+    """Return the file with the output of processes that do not redirect their streams; pytest prints it on failure."""
+    file, path = tempfile.mkstemp(prefix="processes-", suffix=".log")
+    os.close(file)
+    atexit.register(Path(path).unlink, missing_ok=True)
+    return Path(path)
+
+
+@contextmanager
+def _streams_to(path: Path) -> Iterator[None]:
+    """Let standard output and error of processes that are started inside the ``with`` go to a file."""
+    with path.open("ab") as file:
+        streams = [(stream, os.dup(stream)) for stream in (1, 2)]
+        for stream, _ in streams:
+            os.dup2(file.fileno(), stream)
+        try:
+            yield
+        finally:
+            for stream, before in streams:
+                os.dup2(before, stream)
+                os.close(before)
 
 
 def server_address() -> str | None:
@@ -36,6 +72,7 @@ def server_address() -> str | None:
 
 def share_server(address: str) -> None:
     """Let this process, a descendant of a fork server, fork from that server instead of starting its own."""
+    _shared.append(address)
     server = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_address, server.ensure_running = address, lambda: None
     forkserver.ensure_running = server.ensure_running

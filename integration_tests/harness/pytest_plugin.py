@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from harness.environment import environment
 from harness.interpreter import programs
-from harness.processes import preloaded_context, server_address, share_server
+from harness.processes import preloaded_context, server_address, server_output, share_server
 from harness.ranks import RankPool
 from harness.rewriting import rewrite_tests
 
@@ -65,6 +65,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let the ranks of a test process be forked from the server that the process was forked from."""
     if address := getattr(config, "workerinput", {}).get("fork_server"):
         share_server(address)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """Print the end of the output of forked processes if a test failed."""
+    printed = server_output().read_text(errors="replace").splitlines()
+    if exitstatus and printed:
+        terminalreporter.section("output of forked processes")
+        for line in printed[-100:]:
+            terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
