@@ -49,7 +49,8 @@ class Muon(Optimizer):
         adjust_lr_fn: the scale of an update ``[out, in]``: ``"match_rms_adamw"`` is ``0.2 * sqrt(max(out, in))``, with
             AdamW's learning rate and decay; ``"original"`` is ``sqrt(max(1, out / in))``.
         adamw_lr: AdamW's learning rate, by default ``lr``.
-        betas, adamw_eps: of AdamW.
+        betas: AdamW's.
+        adamw_eps: AdamW's ``eps``.
         model: the model of ``params``, if it is not parallelized.
         ns_dtype: the dtype of the iterations and of the blocks on the wire.
         compile: compile the iterations; a mapping has keywords of ``torch.compile``.
