@@ -201,7 +201,8 @@ def _trace(
     """Trace every block, or a few and scale them."""
     blocks = len(full.structure.decoder)
     by_block = _names_single_blocks(parallelism)
-    repeated = None if exact or by_block else find_repeated_blocks(full.structure)
+    margin = int(parallelism.setup.required(ActivationCheckpointing).offload)
+    repeated = None if exact or by_block else find_repeated_blocks(full.structure, margin)
     if repeated is None or not repeated.saves_work:
         report("tracing every block", 2, _STEPS)
         summary = _trace_traceable(full, parallelism, mesh, step)

@@ -28,11 +28,12 @@ def expand(tape: Tape, repeated: RepeatedBlocks | None) -> Tape:
 
 
 class _Expansion:
-    """Copies of the second group of a trace."""
+    """Copies of an inner group of a trace."""
 
     def __init__(self, tape: Tape, repeated: RepeatedBlocks) -> None:
         self._tape = tape
         self._repeated = repeated
+        self._inner = repeated.inner
         self._added = repeated.count - repeated.min_count - 1
         self._places: dict[Hashable, tuple[int, Key]] = {}  # group and key of a storage that a group allocated
         seen: Counter[tuple[int, str, str, int]] = Counter()
@@ -48,12 +49,12 @@ class _Expansion:
         expanded: list[TapeEntry] = []
         for (group, phase), run in groupby(self._tape, lambda each: (self._group_of(each.region), each.phase)):
             entries = list(run)
-            if group != 1:
+            if group != self._inner:
                 expanded += self._outside(entries, group)
                 continue
             copies = range(self._added + 1)
             for copy in copies if phase in ("forward", "loss") else reversed(copies):
-                expanded += (entry._replace(storage=self._name(entry.storage, 1, copy)) for entry in entries)
+                expanded += (entry._replace(storage=self._name(entry.storage, group, copy)) for entry in entries)
         return expanded
 
     def _outside(self, entries: Iterable[TapeEntry], group: int | None) -> Iterable[TapeEntry]:
@@ -65,24 +66,24 @@ class _Expansion:
             yield entry._replace(storage=self._name(entry.storage, group, 0))
 
     def _is_copied(self, storage: Hashable) -> bool:
-        return storage in self._places and self._places[storage][0] == 1
+        return storage in self._places and self._places[storage][0] == self._inner
 
     def _name(self, storage: Hashable, group: int | None, copy: int) -> Hashable:
         """Return the name of a storage that a copy of a group refers to."""
         if storage not in self._places or group is None:
             return (storage, 0) if self._is_copied(storage) else storage
         own, key = self._places[storage]
-        position = own + (copy if group <= 1 else self._added)
-        if position <= 0:
+        position = own + (copy if group <= self._inner else self._added)
+        if position < self._inner:
             target = (position, 0)
-        elif position <= self._added + 1:
-            target = (1, position - 1)
+        elif position <= self._added + self._inner:
+            target = (self._inner, position - self._inner)
         else:
             target = (position - self._added, 0)
         named = self._storages.get((target[0], key))
         if named is None:
             raise TapeMismatchError(f"{key} of group {own} has no counterpart in group {target[0]}")
-        return (named, target[1]) if target[0] == 1 else named
+        return (named, target[1]) if target[0] == self._inner else named
 
     def _group_of(self, region: StepRegion | None) -> int | None:
         """Return the number of the group of blocks that runs, ``None`` outside of them."""

@@ -29,11 +29,17 @@ class RepeatedBlocks:
     start: int  # index of the first repeated block
     period: int  # number of blocks of a group
     count: int  # number of consecutive groups
+    margin: int = 0  # further blocks at each end with other neighbours: activations leave the device a block late
 
     @property
     def min_count(self) -> int:
         """Number of groups that the smaller trace keeps."""
-        return max(2, -(-_MIN_BLOCKS // self.period))
+        return max(2, -(-(_MIN_BLOCKS + 2 * self.margin) // self.period))
+
+    @property
+    def inner(self) -> int:
+        """Index of a group that all others between the ends equal."""
+        return 1 + self.margin // self.period
 
     @property
     def saves_work(self) -> bool:
@@ -80,7 +86,7 @@ class TracedModel:
         return TracedModel(model, inspect_model(model))
 
 
-def find_repeated_blocks(structure: ModelStructure) -> RepeatedBlocks | None:
+def find_repeated_blocks(structure: ModelStructure, margin: int = 0) -> RepeatedBlocks | None:
     """Return the longest repetition among the decoder's blocks; ``None`` if there is none, or several containers."""
     if len({path.rpartition(".")[0] for path in structure.decoder}) != 1:
         return None
@@ -90,7 +96,7 @@ def find_repeated_blocks(structure: ModelStructure) -> RepeatedBlocks | None:
         for path in structure.decoder
     ]
     repetitions = [
-        _repetition_at(kinds, start, period)
+        _repetition_at(kinds, start, period, margin)
         for period in range(1, len(kinds) // 2 + 1)
         for start in range(len(kinds) - 2 * period + 1)
     ]
@@ -115,12 +121,12 @@ def block_signature(block: nn.Module) -> Any:
     )
 
 
-def _repetition_at(kinds: Sequence[int], start: int, period: int) -> RepeatedBlocks | None:
+def _repetition_at(kinds: Sequence[int], start: int, period: int, margin: int) -> RepeatedBlocks | None:
     end = start + period
     while end < len(kinds) and kinds[end] == kinds[end - period]:
         end += 1
     count = (end - start) // period
-    return RepeatedBlocks(len(kinds), start, period, count) if count > 1 else None
+    return RepeatedBlocks(len(kinds), start, period, count, margin) if count > 1 else None
 
 
 def _is_plain(value: Any) -> bool:

@@ -74,7 +74,8 @@ def _matching_regions(
 ) -> Iterator[tuple[StepRegion, StepRegion, int]]:
     """Yield equal regions of the two traces, with 1 if the region's block is counted from the back, else 0."""
     # The last repeated block has other neighbours in the large trace, and so has the first, counted from the back.
-    front = repeated.start + repeated.min_count * repeated.period - 1
+    first = repeated.start + repeated.margin
+    front = repeated.start + repeated.min_count * repeated.period - 1 - repeated.margin
     lengths = [_operator_counts(summary.regions) for summary in (small, large)]
     for phase in PHASES:
         if phase in ("clip", "optimizer") and lengths[0].get(phase) != lengths[1].get(phase):
@@ -86,7 +87,7 @@ def _matching_regions(
             if region in large.regions and region.block < front:
                 yield region, region, 0
             back = region._replace(block=region.block + repeated.period)
-            if region.block > repeated.start and back in large.regions:
+            if region.block > first and back in large.regions:
                 yield region, back, 1
 
 
