@@ -107,6 +107,10 @@ class _HostResults:
         for results in self._results.values():
             results[:] = [_mapped(self._packed, result) for result in results]
 
+    def clear(self) -> None:
+        """Forget the results."""
+        self._results.clear()
+
     def reuse(self, func: Any, _types: Any, _args: Any, _kwargs: Any) -> Any:
         """Return the kept result of an operator."""
         if not (results := self._results[func]):
@@ -126,9 +130,15 @@ def _mapped(function: Callable[[Any], Any], result: Any) -> Any:
 
 @contextmanager
 def _then_to_host(context: AbstractContextManager[Any], keep: Any) -> Iterator[None]:
-    with context:
-        yield
-    if isinstance(results := getattr(keep, "__self__", None), _HostResults):
+    results = getattr(keep, "__self__", None)
+    try:
+        with context:
+            yield
+    except BaseException:
+        if isinstance(results, _HostResults):  # the graph of a failed forward holds the results, and they hold it
+            results.clear()
+        raise
+    if isinstance(results, _HostResults):
         results.to_host()
 
 
