@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.attention.flex_attention
 import torch.nn.attention.varlen
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import rl_logprobs
 from fsdp_runtime.gpu_check import __main__ as command
-from fsdp_runtime.gpu_check import bench, bench_attention, bench_steps, kernels, parity, step_settings
+from fsdp_runtime.gpu_check import bench, bench_attention, kernels, memory, parity, step_settings
 from fsdp_runtime.gpu_check.__main__ import checks_of, main
 from fsdp_runtime.gpu_check.bench_peers import Contender
 from fsdp_runtime.gpu_check.check_result import CheckResult, largest, markdown, within
 from fsdp_runtime.gpu_check.machine import World, accelerator, worlds
-from fsdp_runtime.gpu_check.memory import StepCost, compared, expected_cost, summary
+from fsdp_runtime.gpu_check.memory import StepCost, check_memory, compared, expected_cost, lever, summary
 from fsdp_runtime.gpu_check.models import build
 from fsdp_runtime.gpu_check.ranks import Check
 from fsdp_runtime.gpu_check.settings import Setting, settings
@@ -116,7 +117,7 @@ def test_a_bench_on_the_cpu_writes_its_figures_as_a_page_and_as_json(tmp_path, m
     assert len(attention) == 2
     assert all(row["error"] < 2**-6 for row in attention)  # of bfloat16
     steps = [row for row in data["rows"] if row["section"] == "Steps"]
-    assert [row["what"] for row in steps] == ["ours", "transformers"] * 2
+    assert [row["what"] for row in steps] == ["ours", "transformers"] * 3
     assert all(row["both_ms"] > 0 and row["note"].endswith("k tokens a second") for row in steps)
 
 
@@ -178,11 +179,11 @@ def test_kernels_of_packed_rows_compute_each_document_alone(monkeypatch):
 
 
 def test_steps_of_ours_and_of_transformers_have_one_loss():
-    case = replace(bench_steps.SMALL_STEPS[1], length=16)
-    ours, theirs = (bench_steps.step_call(case, name, torch.device("cpu"))() for name in ("ours", "transformers"))
+    cpu, setting = torch.device("cpu"), step_settings.TINY_BENCH[1]
+    ours, theirs = (setting.step_on(cpu, plain=plain)() for plain in (False, True))
     assert abs(float(ours) * 16 / 15 - float(theirs)) < 1e-2  # our mean counts the last token of a row
-    packed = replace(case, options={"packed_sequences": True}, documents=2)
-    alone = bench_steps.step_call(packed, "ours", torch.device("cpu"))()
+    packed = replace(setting, options={"packed_sequences": True}, documents=2)
+    alone = packed.step_on(cpu)()
     assert alone != ours  # documents begin at position 0
 
 
@@ -283,14 +284,14 @@ def one_rank():
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_every_setting_of_memory_takes_steps(tiny_steps, monkeypatch):
+def test_every_setting_of_memory_takes_steps(tiny_steps):
     stepped = []
-    real = torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (real(self), stepped.append(len(self.state))))
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(len(optimizer.state)))
     for setting in tiny_steps:
         step = setting.step_on(torch.device("cpu"))
+        assert step().isfinite()
         step()
-        step()
+    hook.remove()
     assert len(stepped) == 2 * len(tiny_steps)
     assert all(stepped)
 
@@ -308,6 +309,26 @@ def test_bytes_far_from_the_dry_run_fail():
     assert [compared("a step", cost, expected).state for cost in costs] == ["passed", "failed", "failed"]
     assert "estimate -1.0%" in compared("a step", costs[0], expected).figure
     assert "1.50 of the expected time" in compared("a step", costs[0], expected).figure
+
+
+def test_a_lever_that_saves_no_bytes_fails():
+    costs = [StepCost(nbytes, nbytes, 0.1) for nbytes in (2**30, 2**31)]
+    assert lever("nf4", costs[0], "LoRA", costs[1]).state == "passed"
+    assert lever("nf4", costs[1], "LoRA", costs[1]).state == "failed"
+    assert lever("nf4", costs[0], "LoRA", costs[1]).figure == "1.00 GiB, 100 ms; LoRA: 2.00 GiB, 100 ms"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_levers_on_a_cpu_have_the_losses_of_steps_without_them(monkeypatch):
+    cpu = torch.device("cpu")
+    first, *findings = check_memory(World("cpu", 1, 1), cpu)
+    names = [setting.name for setting in step_settings.SETTINGS if setting.without]
+    assert [finding.what.partition(":")[0] for finding in findings] == names
+    assert {finding.state for finding in findings} == {"passed"}
+    assert first.state == "not run"
+    setting = next(each for each in step_settings.SETTINGS if each.name == "LoRA on int8")
+    monkeypatch.setattr(memory, "SMALL_BOUND", -1.0)
+    assert memory.small_steps(setting).state == "failed"
 
 
 def test_summary_predicts_a_step_by_the_factor_of_the_others():

@@ -7,7 +7,7 @@
 ``parity``    a step on every axis against the same step of one process
 ``training``  twenty steps, routes, weights sent and saved, offload, host waits
 ``kernels``   log-probabilities by Triton against torch's operators
-``memory``    the peak of a step against the dry run's
+``memory``    the peak of a step against the dry run's, with and without each lever of memory
 ``bench``     with ``--bench``: log-probabilities, norms, attention and steps beside torch and other packages
 ``report``    one Markdown page of all findings
 """

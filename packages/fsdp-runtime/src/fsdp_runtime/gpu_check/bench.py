@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from fsdp_runtime.gpu_check.bench_attention import attention_contenders, exact_attention
 from fsdp_runtime.gpu_check.bench_peers import Contender, head_contenders, logit_contenders, norm_contenders
-from fsdp_runtime.gpu_check.bench_steps import SMALL_STEPS, STEPS, StepCase, step_call
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import machine, optional
+from fsdp_runtime.gpu_check.step_settings import BENCH, TINY_BENCH, StepSetting
 from fsdp_runtime.meters.step_meter import synchronize
 
 #: Seconds after which no further contender is timed.
@@ -48,13 +49,13 @@ class Sizes:
     )
     gradients: tuple[int, int] = (300, 7_158_278)  # 4 GiB of bfloat16
     documents: Sequence[tuple[int, int]] = ((16, 1024), (8, 4096), (64, 512))
-    steps: Sequence[StepCase] = STEPS
+    steps: Sequence[StepSetting] = BENCH
     copy: int = 2**32
     product: int = 8192
 
 
 #: A CPU tries the logic.
-SMALL = Sizes([(64, 500)], [("small", 64, 32, 300)], (20, 1000), [(3, 8)], SMALL_STEPS, 2**16, 64)
+SMALL = Sizes([(64, 500)], [("small", 64, 32, 300)], (20, 1000), [(3, 8)], TINY_BENCH, 2**16, 64)
 HEADS, HEAD_SIZE = 16, 128
 
 
@@ -233,17 +234,19 @@ class Bench:
             yield from self._contend("Packed rows", f"{number} documents of {length}", contenders, measure)
 
     def _steps(self) -> Iterator[Row]:
-        for case in self.sizes.steps:
-            contenders = [Contender(name, partial(step_call, case, name)) for name in ("ours", "transformers")]
-            yield from self._contend("Steps", case.name, contenders, partial(self._stepped, case=case))
+        for setting in self.sizes.steps:
+            calls = {"ours": setting.step_on, "transformers": partial(setting.step_on, plain=True)}
+            contenders = [Contender(name, call) for name, call in calls.items()]
+            measure = partial(self._stepped, tokens=math.prod(setting.tokens))
+            yield from self._contend("Steps", setting.name, contenders, measure)
 
-    def _stepped(self, contender: Contender, case: StepCase) -> Row:
+    def _stepped(self, contender: Contender, tokens: int) -> Row:
         step = contender.call(self.device)
         step()
         (done, launched), peak = self._timed(step), self._peak(step)
         if peak is not None:
             peak += torch.cuda.memory_allocated(self.device) / 2**20
-        rate = f"{case.batch * case.length / done:.1f}k tokens a second"
+        rate = f"{tokens / done:.1f}k tokens a second"
         return Row("", contender.name, "", None, done, None, None, launched, peak, note=rate)
 
 

@@ -12,6 +12,7 @@ MEANINGS = {
     "Training": "Losses and norms of a run: the largest relative difference from one process.",
     "Routes": "The share of other routes; the largest difference of gradients from one process.",
     "Host waits": "Calls of a step that wait for the device, and their places.",
+    "Levers": "Peak and time of a step beside the step without the lever.",
     "Kernels": "The largest difference between Triton's kernels and torch's operators.",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 from statistics import median
 from typing import Literal, NamedTuple
@@ -12,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from fsdp_runtime.dry_run.step_time import HARDWARE, step_time
-from fsdp_runtime.gpu_check.check_result import CheckResult
+from fsdp_runtime.gpu_check.check_result import CheckResult, largest, within
 from fsdp_runtime.gpu_check.machine import World, optional
 from fsdp_runtime.gpu_check.step_settings import SETTINGS, StepSetting
 from fsdp_runtime.meters.step_meter import synchronize
@@ -21,6 +22,9 @@ from fsdp_runtime.meters.step_meter import synchronize
 TOLERANCE = 0.08
 #: Steps before a timed one: the first makes the optimizer's state, and a compiled one its graphs.
 WARM_UP = 2
+#: A small step on a CPU, and the largest relative difference of its loss: quantized weights have other values.
+SMALL_TOKENS, SMALL_BOUND = (1, 16), 0.05
+SMALL_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 96}
 
 
 class StepCost(NamedTuple):
@@ -34,9 +38,14 @@ class StepCost(NamedTuple):
 def check_memory(world: World, device: torch.device) -> Iterator[CheckResult]:
     """Yield bytes and seconds of every setting on one rank beside the dry run's, and the medians."""
     lacking = [name for name in ("rl_logprobs", "peft") if optional(name) is None]
-    if device.type == "cpu" or lacking:
-        reason = f"{' and '.join(lacking)} are not installed" if lacking else "a CPU has no allocator that counts"
+    if lacking:
+        reason = f"{' and '.join(lacking)} are not installed"
         yield CheckResult("Memory", "steps against the dry run", reason, state="not run")
+        return
+    if device.type == "cpu":
+        reason = "a CPU has no allocator that counts"
+        yield CheckResult("Memory", "steps against the dry run", reason, state="not run")
+        yield from (small_steps(setting) for setting in SETTINGS if setting.without)
         return
     measured: dict[str, StepCost] = {}
     for setting in SETTINGS:
@@ -51,6 +60,27 @@ def check_memory(world: World, device: torch.device) -> Iterator[CheckResult]:
     for name, cost in measured.items():
         yield compared(f"{name} ({world.name})", cost, expected[name])
     yield from summary([*measured.values()], costs)
+    for setting in settings:
+        if setting.without in measured:
+            yield lever(setting.name, measured[setting.name], setting.without, measured[setting.without])
+
+
+def lever(name: str, cost: StepCost, without: str, larger: StepCost) -> CheckResult:
+    """Return the bytes and the time of a lever's setting beside the setting without it; it passes with fewer bytes."""
+    figures = [f"{each.allocated / 2**30:.2f} GiB, {each.seconds * 1e3:.0f} ms" for each in (cost, larger)]
+    state: Literal["passed", "failed"] = "passed" if cost.allocated < larger.allocated else "failed"
+    return CheckResult("Levers", name, f"{figures[0]}; {without}: {figures[1]}", "fewer bytes", state)
+
+
+def small_steps(setting: StepSetting) -> CheckResult:
+    """Return the losses of small steps on a CPU beside steps without the setting's lever."""
+    without = next(each for each in SETTINGS if each.name == setting.without)
+    losses = []
+    for each in (setting, without):
+        step = replace(each, tokens=SMALL_TOKENS, sizes=SMALL_SIZES).step_on(torch.device("cpu"))
+        losses.append([float(step()) for _ in range(2)])
+    error = largest(abs(one - other) / other for one, other in zip(*losses, strict=True))
+    return within("Levers", f"{setting.name}: losses beside {setting.without}", error, SMALL_BOUND)
 
 
 def expected_cost(setting: StepSetting, device_name: str = "") -> StepCost:
@@ -64,9 +94,9 @@ def expected_cost(setting: StepSetting, device_name: str = "") -> StepCost:
 def measured_cost(setting: StepSetting, device: torch.device) -> StepCost:
     """Return the bytes of all steps on a device, and the seconds of the fastest of some."""
     gc.collect()  # the model of the setting before
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
     step = setting.step_on(device)
+    torch.cuda.empty_cache()  # weights in full precision, of a base that is quantized
+    torch.cuda.reset_peak_memory_stats(device)
     seconds = []
     for _ in range(WARM_UP + 3):
         begin = time.perf_counter()
