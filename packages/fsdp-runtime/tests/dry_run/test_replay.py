@@ -39,6 +39,7 @@ def _estimate(blocks: int = FEW, **options: object) -> Estimate:
         {},
         {"compile": True, "activation_checkpointing": "none"},
         {"micro_batches": 2},
+        {"optimizer": "adamw_8bit"},
         {"activation_checkpointing": ActivationCheckpointing("none", offload=True), "blocks": 12},
         {"activation_checkpointing": ActivationCheckpointing("block", offload=True), "blocks": 12},
     ],

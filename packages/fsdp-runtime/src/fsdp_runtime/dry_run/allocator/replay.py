@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 
 from fsdp_runtime.dry_run.allocator.caching import (
     AllocatorSettings,
@@ -63,8 +64,14 @@ def _added_sizes(tape: Tape, smaller: Tape, groups: int) -> dict[str, list[int]]
     few, many = _sizes(smaller), _sizes(tape)
     added: dict[str, list[int]] = defaultdict(list)
     for (where, operator), sizes in many.items():
-        added[where] += list((sizes - few[where, operator]).elements()) * groups
+        if where not in _UPDATE or _most(tape, where) > _most(smaller, where):  # else freed after each parameter
+            added[where] += list((sizes - few[where, operator]).elements()) * groups
     return added
+
+
+def _most(tape: Tape, phase: str) -> int:
+    """Return the most bytes that a phase adds to the bytes at its start."""
+    return max(accumulate((entry.delta for entry in tape if entry.phase == phase), initial=0))
 
 
 def _sizes(tape: Tape) -> dict[tuple[str, str], Counter[int]]:
