@@ -227,6 +227,12 @@ def _host_optimizer(**state: Any) -> None:
     )
 
 
+def _step_during(*, in_a_step: bool) -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]))
+    optimizer = CPUOffloadAdamW((model if in_a_step else nn.Linear(2, 2)).parameters())
+    optimizer.step_during(model, optimizer.step)
+
+
 def _without_room() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_copies, "available_host_memory", lambda: 10)
@@ -238,11 +244,13 @@ CASES: Provocations = {
     "fsdp_runtime/optim/cpu_offload.py": {
         "OptionError: give the part of the parameters": lambda: CPUOffloadAdamW([], fraction=2.0),
         "OptionError: give numbers of at least 0": lambda: CPUOffloadAdamW([], lr=-1.0),
+        "OptionError: take the next one when it has returned": lambda: _step_during(in_a_step=True),
         "MismatchError: it is not AdamW's": _host_optimizer,
         "MismatchError: load a state of another mesh": lambda: _host_optimizer(
             step=torch.ones(()), exp_avg=torch.ones(1), exp_avg_sq=torch.ones(1)
         ),
     },
+    "fsdp_runtime/optim/step_beside.py": {"ModelError: are not in the model": lambda: _step_during(in_a_step=False)},
     "fsdp_runtime/steps/fsdp/dtypes.py": {"OptionError: one dtype for the trainable": _mixed_experts},
     "fsdp_runtime/steps/fsdp/megatron_fsdp.py": {
         "BackendError: cannot be imported": _without_megatron,

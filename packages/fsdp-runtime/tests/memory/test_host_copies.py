@@ -69,6 +69,9 @@ def test_device_copies_wait_for_the_computation_and_the_computation_for_them(mon
         "computation waits for the event",
         "the host waits",
     ]
+    LOG.clear()
+    copies.for_thread().copy(host, source)  # on a stream that waits once
+    assert LOG == ["copies wait for computation", "enter", "leave"]
     assert torch.equal(back, source)
     assert copies.empty(5).shape == (5,)
     assert pinned == [True, False, True]  # the device's memory belongs to the stream of the computation

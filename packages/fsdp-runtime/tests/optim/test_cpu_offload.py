@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import ModelError, OptionError, load_training_state, parallelize, save_training_state
+from fsdp_runtime import FSDP2, ModelError, OptionError, load_training_state, parallelize, save_training_state
 from fsdp_runtime.errors import MismatchError, OffloadError
 from fsdp_runtime.memory import host_copies
-from fsdp_runtime.optim import CPUOffloadAdamW, staging
+from fsdp_runtime.optim import CPUOffloadAdamW, cpu_offload, staging
+from fsdp_runtime.steps import Compile
 from harness.lazy_copies import LazyCopies
 from harness.models import tiny_inputs, tiny_model
 from harness.parity import largest, mesh_for, own_part
@@ -265,3 +267,130 @@ def _built_before() -> str:
 def test_an_optimizer_built_before_parallelize_is_refused(two_ranks: RankPool) -> None:
     for message in two_ranks.run(_built_before):
         assert "CPUOffloadAdamW" in message
+
+
+class _LockedCopies(LazyCopies):
+    """Copies of two threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.RLock()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with self._lock:
+            super().copy(target, source)
+
+    def record(self) -> int:
+        with self._lock:
+            return super().record()
+
+    def wait(self, event: int) -> None:
+        with self._lock:
+            super().wait(event)
+
+    synchronize = wait
+
+
+def _trained(model: nn.Module, *, beside: bool) -> list[Tensor]:
+    """The losses of three steps and this rank's parameters after them."""
+    optimizer = CPUOffloadAdamW(model.parameters(), lr=1e-2, fraction=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    inputs = tiny_inputs(model, batch=2, length=8)
+
+    def forward() -> Tensor:
+        loss: Tensor = model(**inputs, use_cache=False).logits.square().mean()
+        return loss
+
+    losses = [forward()]
+    for _ in range(3):
+        losses[-1].backward()
+        if not beside:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(optimizer.step_during(model, forward) if beside else forward())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        scheduler.step()
+    return [*losses, *(getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters())]
+
+
+def _same_bits(axes: dict[str, int], options: dict[str, Any]) -> tuple[bool, list[str], int]:
+    copies, original, elements = _LockedCopies(), host_copies.make_copies, staging.CHUNK_ELEMENTS
+    host_copies.make_copies, staging.CHUNK_ELEMENTS = lambda _device: copies, 500
+    try:
+        one, other = (
+            _trained(parallelize(tiny_model("Qwen3ForCausalLM", num_hidden_layers=3), mesh_for(axes), **options),
+                     beside=beside)
+            for beside in (False, True)
+        )  # fmt: skip
+    finally:
+        host_copies.make_copies, staging.CHUNK_ELEMENTS = original, elements
+    return all(map(torch.equal, one, other)), copies.faults, len(copies.queue)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"dp_shard": 2}, {"fsdp": FSDP2(prefetch_forward=1), "activation_checkpointing": "block"}),
+        ({"tp": 2}, {"sequence_parallel": True, "compile": Compile({"backend": "aot_eager"})}),
+    ],
+    ids=["dp_shard", "tp"],
+)
+def test_step_during_has_the_bits_of_a_step_and_a_forward(
+    two_ranks: RankPool, axes: dict[str, int], options: dict[str, Any]
+) -> None:
+    assert two_ranks.run(_same_bits, axes, options) == [(True, [], 0)] * 2
+
+
+def _with_groups() -> tuple[nn.Module, CPUOffloadAdamW]:
+    """A model with gradients, and an optimizer with a chunk of each block, and one of the other parameters first."""
+    model = tiny_model("Qwen3ForCausalLM", num_hidden_layers=3)
+    blocks = [list(block.parameters()) for block in model.model.layers]
+    others = [p for name, p in model.named_parameters() if ".layers." not in name]
+    optimizer = CPUOffloadAdamW([{"params": group} for group in (others, *blocks)])
+    model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits.sum().backward()
+    return model, optimizer
+
+
+def test_step_during_lets_a_block_wait_for_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = _with_groups()
+    events: list[str] = []
+    ran = [threading.Event() for _ in range(4)]
+    original = cpu_offload._compute
+
+    def compute(*args: Any) -> None:
+        number = sum(event.startswith("chunk") for event in events)
+        assert number < 2 or ran[number - 2].wait(timeout=60)  # the block before has run
+        original(*args)
+        events.append(f"chunk {number}")
+
+    def run(number: int) -> None:
+        events.append(f"block {number}")
+        ran[number].set()
+
+    monkeypatch.setattr(cpu_offload, "_compute", compute)
+    for number, block in enumerate(model.model.layers):
+        block.register_forward_hook(lambda *_, number=number: run(number))
+    optimizer.step_during(model, lambda: model(**tiny_inputs(model, batch=2, length=5), use_cache=False))
+    assert events[:2] == ["chunk 0", "chunk 1"]
+    assert events[2:] == ["block 0", "chunk 2", "block 1", "chunk 3", "block 2"]
+
+
+def test_step_during_raises_errors_and_refuses_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = _with_groups()
+    before = copy.deepcopy(model)
+    with pytest.raises(ModelError, match="36 parameters of the optimizer are not in the model"):
+        optimizer.step_during(before, lambda: None)
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
+    with pytest.raises(OptionError, match="take the next one when it has returned"):
+        optimizer.step_during(model, optimizer.step)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    assert not any(map(torch.equal, model.parameters(), before.parameters()))
+
+    def fail(*_args: Any) -> None:
+        raise ValueError("no kernel")
+
+    monkeypatch.setattr(cpu_offload, "_compute", fail)
+    model(**tiny_inputs(model, batch=2, length=5), use_cache=False).logits.sum().backward()
+    with pytest.raises(ValueError, match="no kernel"):
+        optimizer.step_during(model, lambda: model(**tiny_inputs(model, batch=2, length=5), use_cache=False))
+    assert not any(module._forward_pre_hooks for module in model.modules())

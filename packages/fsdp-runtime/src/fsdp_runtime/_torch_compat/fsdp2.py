@@ -149,6 +149,13 @@ def _unshard(group: Any, async_op: bool = False) -> None:
     group.unshard(async_op)
 
 
+def prefetched_shards(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the shards of other modules that a module gathers in its forward."""
+    # ``set_modules_to_forward_prefetch`` has no public getter (torch 2.11 to 2.15).
+    states = unit._get_fsdp_state()._states_to_forward_prefetch
+    return [each.sharded_param for state in states for group in _groups_of(state) for each in group.fsdp_params]
+
+
 def in_forward(unit: FSDPModule) -> bool:
     """Return True while the root of an FSDP module runs its forward (private in torch 2.11 to 2.15)."""
     state: Any = unit._get_fsdp_state()

@@ -235,7 +235,10 @@ class Bench:
 
     def _steps(self) -> Iterator[Row]:
         for setting in self.sizes.steps:
-            calls = {"ours": setting.step_on, "transformers": partial(setting.step_on, plain=True)}
+            calls: dict[str, Callable[..., Any]] = {
+                "ours": setting.step_on,
+                "transformers": partial(setting.step_on, plain=True),
+            }
             contenders = [Contender(name, call) for name, call in calls.items()]
             measure = partial(self._stepped, tokens=math.prod(setting.tokens))
             yield from self._contend("Steps", setting.name, contenders, measure)

@@ -65,6 +65,10 @@ class HostCopies:
     def record(self) -> Any:
         """Return an event behind the copies so far."""
 
+    def for_thread(self) -> HostCopies:
+        """Return copies for another thread, behind the work that the current stream has now, but no later work."""
+        return self
+
     def wait(self, event: Any) -> None:
         """Let the current stream wait for an event; the host goes on."""
 
@@ -78,8 +82,8 @@ class DeviceCopies(HostCopies):
     # Tensors of the device belong to the stream of the computation: it makes them, and it waits for a copy before it
     # uses or frees them. So the caching allocator may reuse their memory in the order of that stream.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, waits: bool = True) -> None:
+        self._device, self._waits = device, waits  # each copy waits for the current stream
         self._stream = torch.Stream(device)
 
     def empty(self, nbytes: int) -> Tensor:
@@ -88,7 +92,8 @@ class DeviceCopies(HostCopies):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """See :class:`HostCopies`."""
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        if self._waits:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             target.copy_(source, non_blocking=True)
 
@@ -103,6 +108,13 @@ class DeviceCopies(HostCopies):
         target = torch.empty(host.shape, dtype=host.dtype, device=self._device)
         self.copy(target, host)
         return target
+
+    def for_thread(self) -> HostCopies:
+        """See :class:`HostCopies`."""
+        # A ``torch.Stream`` keeps the stream before its ``with``, so that two threads must not share one.
+        copies = DeviceCopies(self._device, waits=False)
+        copies._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return copies
 
     def record(self) -> Any:
         """See :class:`HostCopies`."""

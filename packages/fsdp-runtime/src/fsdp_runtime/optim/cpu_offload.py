@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -21,10 +23,12 @@ from fsdp_runtime._torch_compat import local_tensor, tensor_version
 from fsdp_runtime.errors import MismatchError, OptionError
 from fsdp_runtime.memory import host_copies
 from fsdp_runtime.optim.staging import Piece, Staging, chunks_of, pieces_of
+from fsdp_runtime.optim.step_beside import StepBeside
 
 logger = logging.getLogger(__name__)
 #: Parameters of these dtypes have float32 masters and moments.
 _LOW = (torch.bfloat16, torch.float16)
+_Chunks = list[tuple[dict[str, Any], list[Piece]]]
 
 
 class CPUOffloadAdamW(Optimizer):
@@ -93,6 +97,8 @@ class CPUOffloadAdamW(Optimizer):
         # The version of a parameter after its last step, and its master: a later write to the parameter counts.
         self._stepped: dict[Tensor, tuple[int, Tensor]] = {}
         self._stages: tuple[Staging, Staging] | None = None
+        self._forward: tuple[StepBeside, Callable[[], Any]] | None = None
+        self._is_beside = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})
         self._require_room()
@@ -103,23 +109,64 @@ class CPUOffloadAdamW(Optimizer):
 
         On return the host has computed all parameters, and the current stream of the device waits for the last of them.
         """
-        loss = None
+        if self._is_beside:
+            raise OptionError("step_during runs a step: take the next one when it has returned")
+        loss, beside = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         on_host, on_device = self._divided()
         for group, parameters in on_device:
-            self._step_on_device(group, parameters)
-        chunks = [(group, chunk) for group, parameters in on_host for chunk in chunks_of([*self._pieces(parameters)])]
-        if chunks:
-            self._step_on_host(chunks)
+            if parameters:
+                self._step_on_device(group, parameters)
+        chunks = [
+            ({**group}, chunk) for group, parameters in on_host for chunk in chunks_of([*self._pieces(parameters)])
+        ]
+        copies = host_copies.make_copies(chunks[0][1][0].parameter.device if chunks else torch.device("cpu"))
+        if self._forward is None:
+            self._step_on_host(chunks, copies)
+        else:
+            copies = copies.for_thread()
+            beside = self._step_beside(chunks, copies, *self._forward)
+        copies.wait(copies.record())
         for _, parameters in (*on_host, *on_device):
             for parameter in parameters:
                 state = self.state[parameter]
                 state["step"] += 1
                 if "master" in state:
                     self._stepped[parameter] = tensor_version(local_tensor(parameter)), state["master"]
-        return loss
+        return loss if beside is None else beside.result()
+
+    def step_during(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Take a step while ``forward`` runs; return its result when both are complete.
+
+        The step runs in another thread.  A block's forward waits for the block's parameters, and any other module's for
+        all parameters outside of blocks.  ``forward`` reads parameters by calls of these modules only: others may
+        have old values until the return.  Gradients are cleared before ``forward``; their memory is free at the return.
+
+        Args:
+            model: the model of the parameters, parallelized or not.
+            forward: calls the model, several times or with a backward too.  The step is complete also if it raises.
+
+        Raises:
+            ModelError: a parameter is not in the model, or no blocks are found; nothing changes.
+            OptionError: ``forward`` takes a step.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from fsdp_runtime.optim import CPUOffloadAdamW
+            >>> model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]))
+            >>> optimizer = CPUOffloadAdamW(model.parameters(), lr=1e-3)
+            >>> model[0][0](torch.ones(1, 2)).sum().backward()
+            >>> optimizer.step_during(model, lambda: model[0][0](torch.ones(1, 2))).shape
+            torch.Size([1, 2])
+        """
+        self._forward = StepBeside(model, self._parameters()), torch.enable_grad()(forward)
+        try:
+            return self.step()
+        finally:
+            self._forward = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a result of ``state_dict`` for the same parameters on the same mesh; state goes to its place.
@@ -147,7 +194,7 @@ class CPUOffloadAdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._stepped, self._stages = {}, None
+        self._stepped, self._stages, self._forward, self._is_beside = {}, None, None, False
 
     def _parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
@@ -203,23 +250,38 @@ class CPUOffloadAdamW(Optimizer):
             reads = "master" not in state or self._written(parameter)
             yield from pieces_of(parameter, gradient, state, reads_parameter=reads)  # type: ignore[arg-type]  # not None
 
-    def _step_on_host(self, chunks: list[tuple[dict[str, Any], list[Piece]]]) -> None:
-        device = chunks[0][1][0].parameter.device
-        copies = host_copies.make_copies(device)
+    def _step_beside(
+        self, chunks: _Chunks, copies: host_copies.HostCopies, beside: StepBeside, forward: Callable[[], Any]
+    ) -> Future[Any]:
+        for parameter in self._parameters():  # the chunks hold the gradients
+            parameter.grad = None
+        step = partial(self._step_on_host, chunks, copies)
+        self._is_beside = True
+        try:
+            return beside.run([[piece.whole for piece in chunk] for _, chunk in chunks], step, forward, copies)
+        finally:
+            self._is_beside = False
+
+    def _step_on_host(
+        self, chunks: _Chunks, copies: host_copies.HostCopies, sent: Callable[[], None] | None = None
+    ) -> None:
+        if not chunks:
+            return
         if self._stages is None:
-            self._stages = Staging(copies), Staging(copies)
-            if device.type != "cpu" and torch.get_num_threads() == 1:
+            self._stages = Staging(), Staging()
+            if chunks[0][1][0].parameter.device.type != "cpu" and torch.get_num_threads() == 1:
                 logger.warning("the optimizer's step runs on one thread of the host: set OMP_NUM_THREADS for each rank")
         for stage, (_, chunk) in zip(self._stages, chunks, strict=False):
-            stage.fetch(chunk)
+            stage.fetch(chunk, copies)
         for index, (group, chunk) in enumerate(chunks):
             stage = self._stages[index % 2]
             views = stage.arrived()
             _compute(group, chunk, views)
             stage.send(chunk)
+            if sent is not None:
+                sent()
             if index + 2 < len(chunks):
-                stage.fetch(chunks[index + 2][1])
-        copies.wait(copies.record())
+                stage.fetch(chunks[index + 2][1], copies)
 
     def _step_on_device(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
         pieces = list(self._pieces(parameters))

@@ -26,6 +26,7 @@ class Piece:
     gradient: Tensor
     state: dict[str, Tensor]
     reads_parameter: bool  # the parameter is the master, or was written since the last step
+    whole: Tensor  # the parameter of the rows
 
 
 def pieces_of(
@@ -40,7 +41,7 @@ def pieces_of(
         part = slice(start, start + rows) if local.ndim else ...
         # A fused step counts in place: each piece has its own count.
         cut = {name: value.clone() if name == "step" else value[part] for name, value in tensors.items()}
-        yield Piece(local[part], grad[part], cut, reads_parameter)
+        yield Piece(local[part], grad[part], cut, reads_parameter, parameter)
 
 
 def chunks_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -58,14 +59,15 @@ def chunks_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 class Staging:
     """Host memory of one chunk: gradients and parameters arrive, and the new parameters leave."""
 
-    def __init__(self, copies: HostCopies) -> None:
-        self._copies = copies
+    def __init__(self) -> None:
+        self._copies = HostCopies()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: list[tuple[Tensor, Tensor]] = []
         self._arrived: Any = None
 
-    def fetch(self, chunk: Sequence[Piece]) -> None:
+    def fetch(self, chunk: Sequence[Piece], copies: HostCopies) -> None:
         """Begin to copy a chunk's gradients and parameters to the host; earlier copies of this memory come first."""
+        self._copies = copies
         tensors = [tensor for piece in chunk for tensor in (piece.gradient, piece.parameter)]
         starts = [0]
         for tensor in tensors:
