@@ -108,8 +108,8 @@ def _other_ranks_tokens(value: Any, mesh: Any) -> Any:
 #: Fault to the function of ``tp_plans.torch_styles.replicated`` that stands in for, and what stands in.
 FAULTS: dict[str, tuple[str, Any]] = {
     "a gradient that is not summed": (
-        "stream_and_parameters",
-        lambda stream, parameters: [each.to_local() for each in (stream, *parameters)],
+        "local_parts",
+        lambda tensors, is_partial: [each.to_local() for each in tensors],
     ),
     "a gradient that is summed twice": ("plain_full_tensor", _summed_once_more),
     "tokens of another rank": ("plain_full_tensor", _other_ranks_tokens),

@@ -7,18 +7,16 @@ specs, unwraps them in each call, and wraps each gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import torch
-from torch import Size, Tensor, nn
+from torch import Size, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tp_plans._torch_compat import own_children, own_parameters
-from tp_plans.torch_styles._host_time_compat import direct, local_of, spec_of, with_spec
+from tp_plans.torch_styles._host_time_compat import spec_of
 from tp_plans.torch_styles.base import Part
-from tp_plans.torch_styles.boundaries import from_part, local_part, same_mesh, shared_part, unshared
-from tp_plans.torch_styles.collectives import all_reduce
+from tp_plans.torch_styles.boundaries import from_part, local_part, local_parts, same_mesh
 from tp_plans.torch_styles.linear import on_first_rank
 
 #: The sharded dim of a tensor, or ``None``, and its full size there, or ``None`` if all ranks' parts have equal sizes.
@@ -70,11 +68,12 @@ def call_on_plain_tensors(
     swapped = [place for place in places if _is_plain_part(place.parameters[place.name])]
     parameters: list[DTensor] = [place.parameters[place.name] for place in swapped]
     streams = {key: value for key, value in (*enumerate(args), *kwargs.items()) if _is_placed(value, mesh)}
-    parts = _plain_tensors(parameters, [place.part.gradient == "partial" for place in swapped])
-    plain: dict[Any, Tensor] = {key: shared_part(tensor) for key, tensor in streams.items()}
+    is_partial = [False] * len(streams) + [place.part.gradient == "partial" for place in swapped]
+    parts = local_parts([*streams.values(), *parameters], is_partial)
+    plain = dict(zip(streams, parts, strict=False))
     placed = {key: _placed(tensor, mesh.size()) for key, tensor in streams.items()}
     try:
-        for place, part in zip(swapped, parts, strict=True):
+        for place, part in zip(swapped, parts[len(streams) :], strict=True):
             place.parameters[place.name] = on_first_rank(part, mesh) if place.part.gradient == "first" else part
         outputs, placed = run(
             placed,
@@ -139,52 +138,3 @@ def _changed(output: Any, change: Callable[[int, Any], Any]) -> Any:
         return change(0, output)
     changed = [change(index, value) for index, value in enumerate(output)]
     return changed if isinstance(output, list) else tuple(changed)
-
-
-def _plain_tensors(parameters: Sequence[DTensor], is_partial: Sequence[bool]) -> Sequence[Tensor]:
-    """Return this rank's parts of parameters, in eager code, by one autograd function."""
-    if not torch.is_grad_enabled():
-        return [local_of(parameter) for parameter in parameters]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return [local_of(parameter) for parameter in parameters]
-    partial = [is_sum for is_sum, parameter in zip(is_partial, parameters, strict=True) if parameter.requires_grad]
-    parts: Sequence[Tensor] = _plain_parts(partial, *trained)
-    if len(trained) == len(parameters):
-        return parts
-    following = iter(parts)
-    return [next(following) if parameter.requires_grad else local_of(parameter) for parameter in parameters]
-
-
-class _PlainParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, is_partial: Sequence[bool], *parameters: DTensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.is_partial, ctx.specs = is_partial, [spec_of(parameter) for parameter in parameters]
-        shards = [local_of(parameter) for parameter in parameters]
-        return tuple([shard.view_as(shard) for shard in shards])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
-        own = [None if gradient is None else unshared(gradient) for gradient in gradients]
-        partial = [index for index, tensor in enumerate(own) if tensor is not None and ctx.is_partial[index]]
-        if partial:
-            sums = _all_reduced([cast(Tensor, own[index]) for index in partial], ctx.specs[0].mesh)
-            for index, total in zip(partial, sums, strict=True):
-                own[index] = total
-        pairs = zip(own, ctx.specs, strict=True)
-        return None, *[None if gradient is None else with_spec(gradient, spec) for gradient, spec in pairs]
-
-
-def _all_reduced(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """Return the sums over the ranks; tensors of one dtype take one collective."""
-    if len(tensors) == 1 or len({tensor.dtype for tensor in tensors}) > 1:
-        return [all_reduce(tensor, mesh) for tensor in tensors]
-    total = all_reduce(torch.cat([tensor.view(-1) for tensor in tensors]), mesh)
-    # A DTensor of a view at an offset cannot be deep-copied.
-    sizes = [tensor.numel() for tensor in tensors]
-    sums: Any = torch.split_with_sizes_copy(total, sizes)  # type: ignore[func-returns-value]  # typed as its out form
-    return [part.view(tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
-
-
-_plain_parts = direct(_PlainParts)

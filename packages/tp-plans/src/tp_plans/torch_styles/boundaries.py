@@ -6,8 +6,9 @@ most of a layer's host time.  Compiled code has none of these costs and traces t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import compress
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,39 +22,52 @@ _REPLICATE, _PARTIAL = Replicate(), Partial()
 _ENTERED, _SHARED, _PART, _TAKEN = "_tp_plans_entered", "_tp_plans_shared", "_tp_plans_part", "_tp_plans_taken"
 
 
+def is_recorded(tensor: Tensor) -> bool:
+    """Return whether autograd in eager code records operations on a contiguous tensor."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return tensor.requires_grad and tensor.is_contiguous()
+
+
 def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
     """Return this rank's part of a DTensor over one axis as a plain tensor."""
     # The gradient lies across the ranks as the tensor by default, but replicated for partial sums.
+    if is_recorded(tensor):
+        return cast(Tensor, _parts((_spec_of_gradient(tensor, gradient),), (False,), None, tensor)[0])
     if torch.compiler.is_compiling() or not tensor.is_contiguous():
         return tensor.to_local(grad_placements=None if gradient is None else [gradient])
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return local_of(tensor)
-    part: Tensor = _local_part(tensor, _spec_of_gradient(tensor, gradient))
-    return part
+    return local_of(tensor)
+
+
+def local_parts(
+    tensors: Sequence[DTensor], is_partial: Sequence[bool] | None = None, scale: float | None = None
+) -> Sequence[Tensor]:
+    """Return this rank's parts of DTensors as plain tensors, by one autograd function in eager code."""
+    # A gradient lies across the ranks as the tensor, Replicate or Shard. Where ``is_partial``, it is summed over the
+    # ranks. Eager code multiplies it by ``scale``.
+    is_partial = is_partial or [False] * len(tensors)
+    is_eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    recorded = [is_eager and tensor.requires_grad and tensor.is_contiguous() for tensor in tensors]
+    if all(recorded) and tensors:
+        return cast("Sequence[Tensor]", _parts([spec_of(tensor) for tensor in tensors], is_partial, scale, *tensors))
+    parts: Iterator[Tensor] = iter(())
+    if any(recorded):
+        parts = iter(local_parts(list(compress(tensors, recorded)), list(compress(is_partial, recorded)), scale))
+    reads = zip(tensors, is_partial, recorded, strict=True)
+    return [next(parts) if made else _one_part(tensor, partial, scale) for tensor, partial, made in reads]
+
+
+def _one_part(tensor: DTensor, is_partial: bool, scale: float | None) -> Tensor:
+    part = local_part(tensor)
+    if is_partial and part.requires_grad:
+        part = with_summed_gradient(part, tensor.device_mesh)
+    return scaled_gradient(part, scale)
 
 
 def local_parameter(parameter: DTensor) -> Tensor:
     """Return this rank's part of a parameter as a plain tensor; its gradient has the parameter's placement."""
-    if torch.compiler.is_compiling():
-        return parameter.to_local()
-    part: Tensor | None = vars(parameter).get(_PART)
-    if part is not None:
-        return part
-    if not parameter.is_contiguous():
-        return parameter.to_local()
-    if not (parameter.requires_grad and torch.is_grad_enabled()):
-        return local_of(parameter)
-    made: Tensor = _local_part(parameter, spec_of(parameter))
-    return made
-
-
-def local_parameters(parameters: Sequence[DTensor], scale: float | None = None) -> Sequence[Tensor]:
-    """Apply :func:`local_parameter` to parameters, in eager code; gradients are multiplied by ``scale``."""
-    trained = [parameter.requires_grad and parameter.is_contiguous() for parameter in parameters]
-    if parameters and all(trained) and torch.is_grad_enabled():
-        parts: Sequence[Tensor] = _local_parts(scale, *parameters)
-        return parts
-    return [scaled_gradient(local_parameter(parameter), scale) for parameter in parameters]
+    part: Tensor | None = None if torch.compiler.is_compiling() else vars(parameter).get(_PART)
+    return local_part(parameter) if part is None else part
 
 
 def scaled_gradient(tensor: Tensor, scale: float | None) -> Tensor:
@@ -67,12 +81,10 @@ def scaled_gradient(tensor: Tensor, scale: float | None) -> Tensor:
 def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
     """Apply :func:`local_parameter` to parameters by one autograd function, and share the results until dropped."""
     # One may come twice. Returns the parameters for ``drop_parts``.
-    if torch.compiler.is_compiling():  # asked here too: Python code may call this in a separate graph
+    read = [tensor for tensor in {id(tensor): tensor for tensor in parameters}.values() if is_recorded(tensor)]
+    if len(read) < 2:
         return []
-    read = [tensor for tensor in {id(tensor): tensor for tensor in parameters}.values() if tensor.requires_grad]
-    if len(read) < 2 or not torch.is_grad_enabled() or not all(tensor.is_contiguous() for tensor in read):
-        return []
-    for parameter, part in zip(read, _local_parts(None, *read), strict=True):
+    for parameter, part in zip(read, local_parts(read), strict=True):
         vars(parameter)[_PART] = part
     return read
 
@@ -85,24 +97,7 @@ def drop_parts(parameters: Sequence[DTensor]) -> None:
 
 def summed_gradient(tensor: DTensor) -> Tensor:
     """Return a replicated tensor as a plain tensor with a partial gradient on each rank."""
-    if torch.compiler.is_compiling():
-        return with_summed_gradient(local_part(tensor), tensor.device_mesh)
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return local_part(tensor)
-    part: Tensor = _summed_part(tensor, spec_of(tensor))
-    return part
-
-
-def stream_and_parameters(stream: DTensor, parameters: Sequence[DTensor]) -> Sequence[Tensor] | None:
-    """Return ``local_part`` of a stream and ``summed_gradient`` of parameters, made by one autograd function."""
-    # ``None`` if not all of them have a gradient: an output has one if any input has.
-    read = (stream, *parameters)
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return None
-    if not all(tensor.requires_grad and tensor.is_contiguous() for tensor in read):
-        return None
-    parts: Sequence[Tensor] = _stream_and_parameters(stream, _spec_of_gradient(stream, None), *parameters)
-    return parts
+    return local_parts([tensor], [True])[0]
 
 
 def with_summed_gradient(local: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -261,31 +256,38 @@ def unshared(gradient: Tensor) -> Tensor:
     return own
 
 
-class _LocalPart(torch.autograd.Function):
+class _Parts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, spec: Any) -> Tensor:
-        ctx.spec = spec
-        local = local_of(tensor)
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
-        return with_spec(unshared(gradient), ctx.spec), None
-
-
-class _LocalParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scale: float | None, *parameters: DTensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, specs: Sequence[Any], is_partial: Sequence[bool], scale: float | None, *tensors: DTensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.scale, ctx.specs = scale, [spec_of(parameter) for parameter in parameters]
-        return tuple([local_of(parameter).view_as(local_of(parameter)) for parameter in parameters])
+        ctx.specs, ctx.is_partial, ctx.scale = specs, is_partial, scale
+        shards = [local_of(tensor) for tensor in tensors]
+        return tuple([shard.view_as(shard) for shard in shards])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
-        scale = ctx.scale
-        own = [gradient if gradient is None or scale is None else gradient * scale for gradient in gradients]
-        pairs = zip(own, ctx.specs, strict=True)
-        return None, *[None if gradient is None else with_spec(unshared(gradient), spec) for gradient, spec in pairs]
+        scale, specs = ctx.scale, ctx.specs
+        shards = [gradient if gradient is None or scale is None else gradient * scale for gradient in gradients]
+        if partial := [index for index, shard in enumerate(shards) if ctx.is_partial[index] and shard is not None]:
+            sums = _all_reduced([cast(Tensor, shards[index]) for index in partial], specs[partial[0]].mesh)
+            for index, total in zip(partial, sums, strict=True):
+                shards[index] = total
+        pairs = zip(shards, specs, strict=True)
+        wrapped = [None if shard is None else with_spec(unshared(shard), spec) for shard, spec in pairs]
+        return None, None, None, *wrapped
+
+
+def _all_reduced(tensors: Sequence[Tensor], mesh: DeviceMesh) -> Sequence[Tensor]:
+    """Return the sums over the ranks; tensors of one dtype take one collective."""
+    if len(tensors) < 2 or len({tensor.dtype for tensor in tensors}) > 1:
+        return [all_reduce(tensor, mesh) for tensor in tensors]
+    total = all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), mesh)
+    # A DTensor of a view at an offset cannot be deep-copied.
+    sizes = [tensor.numel() for tensor in tensors]
+    sums: Any = torch.split_with_sizes_copy(total, sizes)  # type: ignore[func-returns-value]  # typed as its out form
+    return [part.view(tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -299,32 +301,6 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.scale, None
-
-
-class _SummedPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, spec: Any) -> Tensor:
-        ctx.spec, ctx.mesh = spec, tensor.device_mesh
-        local = local_of(tensor)
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
-        return with_spec(all_reduce(gradient, ctx.mesh), ctx.spec), None
-
-
-class _StreamAndParameters(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, stream: DTensor, spec: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.spec, ctx.specs, ctx.mesh = spec, [spec_of(tensor) for tensor in parameters], stream.device_mesh
-        return tuple([local_of(tensor).view_as(local_of(tensor)) for tensor in (stream, *parameters)])
-
-    @staticmethod
-    def backward(ctx: Any, of_stream: Tensor | None, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
-        pairs = zip(gradients, ctx.specs, strict=True)
-        summed = [None if tensor is None else with_spec(all_reduce(tensor, ctx.mesh), spec) for tensor, spec in pairs]
-        return None if of_stream is None else with_spec(unshared(of_stream), ctx.spec), None, *summed
 
 
 class _SumGradient(torch.autograd.Function):
@@ -413,7 +389,5 @@ class _Scattered(torch.autograd.Function):
         return part_in(gradient, _REPLICATE), None, None
 
 
-_local_part, _summed_part, _sum_gradient = direct(_LocalPart), direct(_SummedPart), direct(_SumGradient)
+_parts, _enter, _scale_gradient, _sum_gradient = map(direct, (_Parts, _Enter, _ScaleGradient, _SumGradient))
 _from_part, _moved, _sum, _scatter = direct(_FromPart), direct(_Moved), direct(_Summed), direct(_Scattered)
-_enter, _local_parts, _scale_gradient = direct(_Enter), direct(_LocalParts), direct(_ScaleGradient)
-_stream_and_parameters = direct(_StreamAndParameters)

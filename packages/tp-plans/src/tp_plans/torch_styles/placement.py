@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from tp_plans import layouts
 from tp_plans.errors import LayoutError
 from tp_plans.layouts import Layout
-from tp_plans.torch_styles.boundaries import enter, from_part, moved, same, same_mesh, scattered, summed
+from tp_plans.torch_styles.boundaries import enter, from_part, is_recorded, moved, same, same_mesh, scattered, summed
 from tp_plans.torch_styles.collectives import own_bounds
 from tp_plans.torch_styles.gradients import to_local_writable
 
@@ -76,16 +76,9 @@ def prepared(tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
         arrived = as_dtensor(tensor, mesh, layout)
         if type(arrived.placements[0]) is Replicate:
             return redistribute(arrived, layout)
-    if isinstance(layout, layouts.Replicate) and _is_recorded(tensor):
+    if isinstance(layout, layouts.Replicate) and is_recorded(tensor):
         return enter(tensor, mesh)
     return redistribute(as_dtensor(tensor, mesh, layouts.Replicate()), layout)
-
-
-def _is_recorded(tensor: Tensor) -> bool:
-    """Return whether autograd in eager code records operations on a contiguous tensor."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    return tensor.requires_grad and tensor.is_contiguous()
 
 
 class _OwnPart(torch.autograd.Function):

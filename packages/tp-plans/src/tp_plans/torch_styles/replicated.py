@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -23,7 +22,7 @@ from tp_plans.torch_styles.base import (
     LocalTensorStyle,
     distribute_tied,
 )
-from tp_plans.torch_styles.boundaries import local_part, shared_part, stream_and_parameters, summed_gradient
+from tp_plans.torch_styles.boundaries import local_parts, shared_part, summed_gradient
 from tp_plans.torch_styles.gradients import full_view, local_view
 from tp_plans.torch_styles.placement import as_dtensor, existing_dim, plain_full_tensor, prepared, redistribute, wrap
 
@@ -97,28 +96,18 @@ class SequenceParallelImpl(FirstTensorStyle):
         return "partial"
 
     def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
-        # Most often together with the stream, in ``enter``.
-        return super().views(module, parameters) if self._matched_rules or torch.compiler.is_compiling() else {}
-
-    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, context: ForwardContext) -> Arguments:
-        args, kwargs = super().pre_forward(module, args, kwargs, context)
-        for name, parameter in context.parameters.items():
-            if context.views[name] is parameter:
-                context.views.update(super().views(module, context.parameters))
-                break
-        return args, kwargs
+        # Otherwise together with the stream, in ``enter``.
+        return super().views(module, parameters) if self._matched_rules else {}
 
     def enter(self, module: nn.Module, tensor: Tensor, context: ForwardContext) -> Tensor:
         sequence = layouts.Shard(existing_dim(self.style.sequence_dim, tensor))
         stream = redistribute(as_dtensor(tensor, context.mesh, layouts.Replicate()), sequence)
         context.saved.update(dim=sequence.dim, length=stream.shape[sequence.dim])
-        parameters = context.parameters
-        waiting = parameters and not self._matched_rules
-        together = stream_and_parameters(stream, list(parameters.values())) if waiting else None
-        if together is None:
-            return local_part(stream)
-        context.views.update(zip(parameters, together[1:], strict=True))
-        return together[0]
+        parameters = {} if self._matched_rules else context.parameters
+        part, *views = local_parts([stream, *parameters.values()], [False] + [True] * len(parameters))
+        if parameters:  # the compiler takes an empty update for a change
+            context.views.update(zip(parameters, views, strict=True))
+        return part
 
     def post_forward(self, module: nn.Module, output: Tensor, context: ForwardContext) -> Tensor:
         stream = wrap(output, context.mesh, context.saved["dim"], size=context.saved["length"])

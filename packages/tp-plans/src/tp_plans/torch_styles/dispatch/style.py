@@ -27,7 +27,7 @@ from tp_plans.torch_styles.base import (
     distribute_tied,
     expert_counts,
 )
-from tp_plans.torch_styles.boundaries import local_parameters, scaled_gradient, summed_gradient
+from tp_plans.torch_styles.boundaries import local_parts, scaled_gradient, summed_gradient
 from tp_plans.torch_styles.collectives import own_bounds
 from tp_plans.torch_styles.dispatch.exchange import (
     AllToAllExchange,
@@ -120,7 +120,8 @@ class DispatchExpertsImpl(LocalTensorStyle):
     def views(self, module: nn.Module, parameters: Mapping[str, DTensor]) -> Mapping[str, Tensor]:
         stack: _Stack = vars(module)[_STACK]
         stacked = [name for name in parameters if name in stack.stacked]
-        tensors = dict(zip(stacked, local_parameters([parameters[each] for each in stacked], stack.scale), strict=True))
+        parts = local_parts([parameters[name] for name in stacked], scale=stack.scale)
+        tensors = dict(zip(stacked, parts, strict=True))
         others = {name: each for name, each in parameters.items() if name not in tensors}
         ruled = {name: each for name, each in others.items() if each.shape[:1] == (stack.experts,)}
         for name, view in super().views(module, ruled).items():
