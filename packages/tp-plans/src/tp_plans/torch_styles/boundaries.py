@@ -33,7 +33,8 @@ def local_part(tensor: DTensor, gradient: Placement | None = None) -> Tensor:
     """Return this rank's part of a DTensor over one axis as a plain tensor."""
     # The gradient lies across the ranks as the tensor by default, but replicated for partial sums.
     if is_recorded(tensor):
-        return cast(Tensor, _parts((_spec_of_gradient(tensor, gradient),), (False,), None, tensor)[0])
+        parts: Sequence[Tensor] = _parts((_spec_of_gradient(tensor, gradient),), (False,), None, tensor)
+        return parts[0]
     if torch.compiler.is_compiling() or not tensor.is_contiguous():
         return tensor.to_local(grad_placements=None if gradient is None else [gradient])
     return local_of(tensor)
@@ -49,12 +50,13 @@ def local_parts(
     is_eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     recorded = [is_eager and tensor.requires_grad and tensor.is_contiguous() for tensor in tensors]
     if all(recorded) and tensors:
-        return cast("Sequence[Tensor]", _parts([spec_of(tensor) for tensor in tensors], is_partial, scale, *tensors))
-    parts: Iterator[Tensor] = iter(())
+        parts: Sequence[Tensor] = _parts([spec_of(tensor) for tensor in tensors], is_partial, scale, *tensors)
+        return parts
+    following: Iterator[Tensor] = iter(())
     if any(recorded):
-        parts = iter(local_parts(list(compress(tensors, recorded)), list(compress(is_partial, recorded)), scale))
+        following = iter(local_parts(list(compress(tensors, recorded)), list(compress(is_partial, recorded)), scale))
     reads = zip(tensors, is_partial, recorded, strict=True)
-    return [next(parts) if made else _one_part(tensor, partial, scale) for tensor, partial, made in reads]
+    return [next(following) if made else _one_part(tensor, partial, scale) for tensor, partial, made in reads]
 
 
 def _one_part(tensor: DTensor, is_partial: bool, scale: float | None) -> Tensor:
@@ -81,7 +83,10 @@ def scaled_gradient(tensor: Tensor, scale: float | None) -> Tensor:
 def share_parts(parameters: Sequence[DTensor]) -> Sequence[DTensor]:
     """Apply :func:`local_parameter` to parameters by one autograd function, and share the results until dropped."""
     # One may come twice. Returns the parameters for ``drop_parts``.
-    read = [tensor for tensor in {id(tensor): tensor for tensor in parameters}.values() if is_recorded(tensor)]
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return []
+    distinct = {id(tensor): tensor for tensor in parameters if tensor.requires_grad and tensor.is_contiguous()}
+    read = list(distinct.values())
     if len(read) < 2:
         return []
     for parameter, part in zip(read, local_parts(read), strict=True):
@@ -243,7 +248,9 @@ def _spec_of_gradient(tensor: DTensor, gradient: Placement | None) -> Any:
     spec = spec_of(tensor)
     (placement,) = spec.placements
     if gradient is None:
-        gradient = _of_gradient(placement)
+        if not placement.is_partial():
+            return spec
+        gradient = _REPLICATE
     return spec if same(placement, gradient) else make_spec(spec.mesh, gradient, tensor.shape, tensor.dtype)
 
 
@@ -268,26 +275,28 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
-        scale, specs = ctx.scale, ctx.specs
-        shards = [gradient if gradient is None or scale is None else gradient * scale for gradient in gradients]
-        if partial := [index for index, shard in enumerate(shards) if ctx.is_partial[index] and shard is not None]:
-            sums = _all_reduced([cast(Tensor, shards[index]) for index in partial], specs[partial[0]].mesh)
-            for index, total in zip(partial, sums, strict=True):
-                shards[index] = total
-        pairs = zip(shards, specs, strict=True)
+        scale, shards = ctx.scale, list(gradients)
+        if scale is not None:
+            shards = [None if shard is None else shard * scale for shard in shards]
+        if True in ctx.is_partial:
+            _sum_partial(shards, ctx.is_partial, ctx.specs)
+        pairs = zip(shards, ctx.specs, strict=True)
         wrapped = [None if shard is None else with_spec(unshared(shard), spec) for shard, spec in pairs]
         return None, None, None, *wrapped
 
 
-def _all_reduced(tensors: Sequence[Tensor], mesh: DeviceMesh) -> Sequence[Tensor]:
-    """Return the sums over the ranks; tensors of one dtype take one collective."""
-    if len(tensors) < 2 or len({tensor.dtype for tensor in tensors}) > 1:
-        return [all_reduce(tensor, mesh) for tensor in tensors]
-    total = all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), mesh)
-    # A DTensor of a view at an offset cannot be deep-copied.
-    sizes = [tensor.numel() for tensor in tensors]
-    sums: Any = torch.split_with_sizes_copy(total, sizes)  # type: ignore[func-returns-value]  # typed as its out form
-    return [part.view(tensor.shape) for part, tensor in zip(sums, tensors, strict=True)]
+def _sum_partial(shards: list[Tensor | None], is_partial: Sequence[bool], specs: Sequence[Any]) -> None:
+    """Sum partial gradients over the ranks, in place in the list; gradients of one dtype take one collective."""
+    places = [index for index, shard in enumerate(shards) if is_partial[index] and shard is not None]
+    partial = [cast(Tensor, shards[index]) for index in places]
+    if len(partial) < 2 or len({tensor.dtype for tensor in partial}) > 1:
+        sums: Any = [all_reduce(tensor, specs[0].mesh) for tensor in partial]
+    else:
+        total = all_reduce(torch.cat([tensor.reshape(-1) for tensor in partial]), specs[0].mesh)
+        # A DTensor of a view at an offset cannot be deep-copied.
+        sums = torch.split_with_sizes_copy(total, [tensor.numel() for tensor in partial])  # type: ignore[func-returns-value]  # typed as its out form
+    for index, tensor, whole in zip(places, partial, sums, strict=True):
+        shards[index] = whole.view(tensor.shape)
 
 
 class _ScaleGradient(torch.autograd.Function):
