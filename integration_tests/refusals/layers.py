@@ -96,6 +96,12 @@ def _with_old_torchao() -> None:
         _in_float8(Float8(emulate=True))
 
 
+def _with_another_prototype() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torchao_compat, "MX_RELEASE", (0, 99))
+        _in_float8(Float8("mxfp8", emulate=True))
+
+
 ASYNC = Compile(async_tensor_parallel=True)
 CASES: Provocations = {
     "fsdp_runtime/steps/refused_adapters.py": {
@@ -150,7 +156,11 @@ CASES: Provocations = {
         "ModelError: was given a key/value cache": _with_cache,
     },
     "fsdp_runtime/steps/float8.py": {
-        "BackendError: needs a GPU with float8 units": lambda: _in_float8(Float8()),
+        "BackendError: needs a GPU with such units": (
+            lambda: _in_float8(Float8()),
+            lambda: _in_float8(Float8("blockwise")),
+            lambda: _in_float8(Float8("mxfp8")),
+        ),
         "ModelError: can multiply in float8": lambda: refuse(Own(), plan=None, steps=(Float8(emulate=True),)),
         "OptionError: stores them as packed bytes": lambda: refuse(
             _adapted(target_modules=["q_proj"]), plan=None, steps=(Quantized("nf4"), Float8(emulate=True))
@@ -160,6 +170,7 @@ CASES: Provocations = {
     "fsdp_runtime/_torchao_compat.py": {
         "OptionError: needs torchao": _without_torchao,
         "OptionError: or later, and": _with_old_torchao,
+        "OptionError: where it is a prototype": _with_another_prototype,
     },
     "fsdp_runtime/steps/compile.py": {
         "OptionError: it needs a mesh with tp larger": lambda: _compiled(compile=ASYNC),

@@ -39,7 +39,7 @@ class RuntimeState:
     mesh: Any = None  # the model was parallelized on it
     fused_rows: Any = None  # rows of the matrices in fused weights by module, under ``tp``
     unloaded: Any = None  # the hooks that refuse a forward with parameters on meta
-    not_quantized: Mapping[str, str] = field(default_factory=dict)  # weights in blocks, with the reason
+    not_quantized: Mapping[str, str] = field(default_factory=dict)  # matrices in blocks, with the reason
     source: Any = None  # the checkpoint that the weights came from
 
     def __getstate__(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class ParallelismReport:
         local_bytes: bytes of all parameters on this rank.
         full_bytes: bytes of all parameters of the model.
         quantized: the format of each weight in packed bytes, such as ``"nf4, blocks of 64"``.
-        not_quantized: the matrices of a quantized base that keep their dtype, with the reason.
+        not_quantized: the matrices that keep their dtype beside a quantized base or float8 layers, with the reason.
     """
 
     fsdp_modules: tuple[str, ...]

@@ -1,8 +1,8 @@
 """Linear layers of the blocks multiply in float8, with torchao's casts and products.
 
-A scale follows from the current tensor (dynamic scaling, arXiv:2209.05433, section 3): one for the tensor, or one for
-each row.  The maximum of a tensor that is sharded over ``tp`` is the maximum over its ranks, so ``tp`` does not change
-the scales.
+A scale follows from the current tensor (dynamic scaling, arXiv:2209.05433, section 3): one for the tensor, a row or a
+block.  The maximum of a tensor that is sharded over ``tp`` is the maximum over its ranks, and a shard holds whole
+blocks, so ``tp`` does not change the scales.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
-from fsdp_runtime._torchao_compat import Float8Recipe, has_float8_units, require_torchao
+from fsdp_runtime._torchao_compat import Float8Recipe, MXFP8Recipe, missing_units, require_torchao
 from fsdp_runtime.errors import BackendError, ModelError, OptionError
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
+from fsdp_runtime.steps.float8_blocks import BlockwiseRecipe
 from fsdp_runtime.values import require_bool, require_one_of
 from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans import ColwiseParallel, Plan, RowwiseParallel
@@ -28,27 +31,53 @@ from tp_plans.styles import MLAKVProjection
 
 logger = logging.getLogger(__name__)
 
-#: The recipes of torchao; ``rowwise_with_gw_hp`` computes the gradients of weights in the layer's dtype.
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-#: Sizes of operands that float8 units take are multiples of this number.
-MULTIPLE = 16
+#: The recipes; ``rowwise_with_gw_hp`` computes the gradients of weights in the layer's dtype.
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
+#: The dtypes that torchao casts to float8.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Casts(Protocol):
+    """The casts and products of a recipe."""
+
+    multiple: ClassVar[int]  # of the sizes of a weight on a rank
+    tokens: ClassVar[int]  # rows of inputs are filled up to a multiple
+
+    def cast(self, tensor: Tensor, operand: str, *, sharded: int | None, mesh: DeviceMesh | None) -> Any:
+        """Cast an operand ``[rows, columns]``, and put the dim last that its product sums over."""
+
+    def product(self, left: Any, right: Any, dtype: torch.dtype) -> Tensor:
+        """Return ``left @ right.T`` of two cast operands."""
 
 
 @dataclass(frozen=True)
 class LinearCasts:
     """The casts of a linear layer, and the dim of its weight ``[out, in]`` that is sharded over ``tp``."""
 
-    recipe: Float8Recipe
+    recipe: Casts
     sharded: int | None = None
     mesh: DeviceMesh | None = None
 
-    def cast(self, tensor: Tensor, operand: str, *, axis: int) -> Tensor:
-        """Cast an operand for a product that sums over ``axis``: the weight, or ``[tokens, features]``."""
-        sharded = self.sharded
-        if sharded is not None and not operand.startswith("weight"):
-            of_inputs = operand.startswith("input")
-            sharded = 1 if sharded == (1 if of_inputs else 0) else None
-        return self.recipe.cast(tensor, operand, axis=axis, sharded=sharded, mesh=self.mesh)
+    def product(self, left: tuple[Tensor, str], right: tuple[Tensor, str]) -> Tensor:
+        """Multiply two operands, a weight or ``[tokens, features]``, by the names of their casts."""
+        rows, columns = (
+            self.recipe.cast(tensor, operand, sharded=self._sharded_dim(operand), mesh=self.mesh)
+            for tensor, operand in (left, right)
+        )
+        return self.recipe.product(rows, columns, left[0].dtype)
+
+    def _sharded_dim(self, operand: str) -> int | None:
+        if self.sharded is None or operand.startswith("weight"):
+            return self.sharded
+        return 1 if self.sharded == (1 if operand.startswith("input") else 0) else None
+
+
+@dataclass(frozen=True)
+class Float8Layers:
+    """The layers that multiply in float8, each with the dim of its weight that is sharded over ``tp``."""
+
+    sharded: Mapping[str, int | None]
+    kept: Mapping[str, str]  # matrices that keep their dtype, with the reason
 
 
 class _Product(torch.autograd.Function):
@@ -58,8 +87,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, layer: LinearCasts) -> Tensor:  # noqa: A002
         ctx.save_for_backward(input, weight)
         ctx.layer = layer
-        rows = layer.cast(input, "input", axis=1)
-        return rows @ layer.cast(weight, "weight", axis=1).t()
+        return layer.product((input, "input"), (weight, "weight"))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -68,11 +96,9 @@ class _Product(torch.autograd.Function):
         layer: LinearCasts = ctx.layer
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            rows = layer.cast(gradient, "grad_output", axis=1)
-            of_input = rows @ layer.cast(weight, "weight_for_grad_input", axis=0)
+            of_input = layer.product((gradient, "grad_output"), (weight, "weight_for_grad_input"))
         if ctx.needs_input_grad[1]:
-            columns = layer.cast(gradient, "grad_output_for_grad_weight", axis=0)
-            of_weight = columns.t() @ layer.cast(input, "input_for_grad_weight", axis=0)
+            of_weight = layer.product((gradient, "grad_output_for_grad_weight"), (input, "input_for_grad_weight"))
         return of_input, of_weight, None
 
 
@@ -86,29 +112,39 @@ class _InFloat8(Wrapper):
         module: Any = self
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))  # noqa: A001
-        rows = _Product.apply(input.flatten(0, -2), module.weight, self.layer)  # type: ignore[no-untyped-call]
-        output: Tensor = rows.unflatten(0, input.shape[:-1])
+        rows = input.flatten(0, -2)
+        count = rows.shape[0]
+        if count == 0:  # of an expert without tokens
+            return torch.nn.functional.linear(input, module.weight, module.bias)
+        if missing := -count % self.layer.recipe.tokens:
+            rows = pad(rows, (0, 0, 0, missing))
+        rows = _Product.apply(rows, module.weight, self.layer)  # type: ignore[no-untyped-call]
+        output: Tensor = rows[:count].unflatten(0, input.shape[:-1])
         return output if module.bias is None else output + module.bias.to(output.dtype)
 
 
 @dataclass(frozen=True)
-class Float8(Step[dict[str, int | None]]):
+class Float8(Step[Float8Layers]):
     """Multiply in float8 in the linear layers of the blocks; parameters and optimizer keep their dtype.
 
     Each call casts inputs, weights and the gradients of outputs, so saves, weight syncs and norms see the parameters as
     before.  Routers, norms, heads, embeddings, adapters and stacked experts keep their dtype.  So do layers with a size
-    on a rank that is no multiple of 16, and layers with features that ranks of ``tp`` share.  ``describe_parallelism``
-    lists the layers that multiply in float8.  FSDP2 gathers a weight in its dtype, before the cast.  Ranks of ``tp``
-    agree on every scale; ranks with other tokens (of ``dp`` or ``cp``) have scales for their own tokens, as in torchao.
+    on a rank that is no multiple of 16 (``"blockwise"``: 128, ``"mxfp8"``: 32), and layers with features that ranks of
+    ``tp`` share.  ``describe_parallelism`` lists the layers that multiply in float8 in ``wrapped``, and the other
+    matrices with the reason in ``not_quantized``.  FSDP2 gathers a weight in its dtype, before the cast.  Ranks of
+    ``tp`` agree on every scale; ranks with other tokens (of ``dp`` or ``cp``) have scales for their own tokens, as in
+    torchao.
 
     Args:
         recipe: the scales: ``"tensorwise"`` (one for a tensor; the fastest), ``"rowwise"`` (one for a row, a power of
-            two), or ``"rowwise_with_gw_hp"``, where the gradients of weights are computed in the layer's dtype.
-        emulate: multiply the cast values in float32, on any device and slowly: to test a recipe.
+            two), ``"rowwise_with_gw_hp"``, where the gradients of weights are computed in the layer's dtype,
+            ``"blockwise"`` (DeepSeek-V3: one for 128 x 128 elements of a weight, and for 128 features of a token; on
+            Hopper), or ``"mxfp8"`` (one for 32 elements, a power of two; on Blackwell, by a prototype of torchao).
+        emulate: multiply the cast values in a dtype of the device, on any device and slowly: to test a recipe.
 
     Raises:
         OptionError: a value is not allowed, or torchao is missing or too old.
-        BackendError: the device has no float8 units.
+        BackendError: the device has no units for the recipe.
         ModelError: no layer of the model can multiply in float8.
 
     Example:
@@ -129,39 +165,47 @@ class Float8(Step[dict[str, int | None]]):
         require_one_of("recipe", self.recipe, get_args(Recipe))
         require_bool("emulate", self.emulate)
 
-    def check(self, setup: Setup) -> dict[str, int | None]:
-        """Return the layers that multiply in float8, each with the dim of its weight that is sharded over ``tp``."""
-        require_torchao()
+    def check(self, setup: Setup) -> Float8Layers:
+        """Return the layers that multiply in float8."""
+        require_torchao(self.recipe)
         if setup.packed_base:
             raise OptionError("Float8 casts weights, and Quantized stores them as packed bytes: give one of the two")
-        if not self.emulate and not has_float8_units(device := _device_type(setup)):
+        if not self.emulate and (gpus := missing_units(device := _device_type(setup), self.recipe)):
             raise BackendError(
-                f"Float8 needs a GPU with float8 units (NVIDIA from compute capability 8.9, AMD from MI300), and the "
-                f"model is on {device}: leave it out, or test it slowly by Float8({self.recipe!r}, emulate=True)"
+                f"Float8({self.recipe!r}) needs a GPU with such units ({gpus}), and the model is on {device}: leave it "
+                f"out, or test it slowly by Float8({self.recipe!r}, emulate=True)"
             )
-        layers: dict[str, int | None] = {}
-        left, rules = Counter[str](), _rules(setup)
+        sharded: dict[str, int | None] = {}
+        rules, kept, multiple = _rules(setup), dict(_stacked(setup)), self._casts().multiple
         for path, layer in _linear_layers(setup):
-            sharded = _sharded_dim(rules.get(path))
-            sizes = [size // setup.tp if dim == sharded else size for dim, size in enumerate(layer.weight.shape)]
-            if reason := _reason_against(rules.get(path), sizes):
-                left[reason] += 1
+            if reason := _reason_against(layer, rules.get(path), setup.tp, multiple):
+                kept[f"{path}.weight"] = reason
             else:
-                layers[path] = sharded
-        if not layers:
+                sharded[path] = _sharded_dim(rules.get(path))
+        reasons = dict(Counter(kept.values()))
+        if not sharded:
             raise ModelError(
-                f"Float8: no linear layer in the blocks of {setup.facts.name} can multiply in float8: {dict(left)}"
+                f"Float8: no linear layer in the blocks of {setup.facts.name} can multiply in float8: {reasons}"
             )
-        logger.info("float8: %d linear layers; layers in their dtype: %s", len(layers), dict(left) or "none")
-        return layers
+        logger.info("float8: %d linear layers; matrices in their dtype: %s", len(sharded), reasons or "none")
+        return Float8Layers(sharded, kept)
 
-    def prepare(self, model: nn.Module, setup: Setup, checked: dict[str, int | None]) -> None:
+    def prepare(self, model: nn.Module, setup: Setup, checked: Float8Layers) -> None:
         """Wrap the layers; tensor parallelism then gives their forwards local inputs and weights."""
-        recipe = Float8Recipe.named(self.recipe, emulate=self.emulate)
-        for sharded in sorted({*checked.values()}, key=str):
-            layer = LinearCasts(recipe, sharded, None if sharded is None else setup.meshes.tp)
-            paths = (path for path, dim in checked.items() if dim == sharded)
+        casts = self._casts()
+        for sharded in sorted({*checked.sharded.values()}, key=str):
+            layer = LinearCasts(casts, sharded, None if sharded is None else setup.meshes.tp)
+            paths = (path for path, dim in checked.sharded.items() if dim == sharded)
             wrap(map(model.get_submodule, paths), _InFloat8, layer=layer)
+        runtime_state(model).not_quantized = checked.kept
+
+    def _casts(self) -> Casts:
+        match self.recipe:
+            case "blockwise":
+                return BlockwiseRecipe(self.emulate)
+            case "mxfp8":
+                return MXFP8Recipe(self.emulate)
+        return Float8Recipe.named(self.recipe, emulate=self.emulate)
 
 
 def _rules(setup: Setup) -> Mapping[str, object]:
@@ -190,10 +234,23 @@ def _sharded_dim(style: object) -> int | None:
     return 0 if isinstance(style, ColwiseParallel | MLAKVProjection) else None
 
 
-def _reason_against(style: object, sizes: list[int]) -> str:
-    """Return the reason why a layer with these local sizes keeps its dtype, if any."""
-    if any(size % MULTIPLE for size in sizes):
-        return f"a size on a rank is no multiple of {MULTIPLE}"
+def _stacked(setup: Setup) -> Iterator[tuple[str, str]]:
+    """Yield the stacks of experts' matrices in the blocks."""
+    for block in setup.structure.blocks:
+        for path, parameter in setup.facts.model.get_submodule(block).named_parameters(prefix=block):
+            if parameter.ndim == 3 and "experts" in path:
+                yield path, "stacked experts have no float8 product"
+
+
+def _reason_against(layer: nn.Linear, style: object, tp: int, multiple: int) -> str:
+    """Return the reason why a layer keeps its dtype, if any."""
+    if layer.weight.dtype not in DTYPES:
+        return f"float8 casts start from {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+    if any(size % multiple for size in layer.weight.shape):
+        return f"a size is no multiple of {multiple}"
+    sharded = _sharded_dim(style)
+    if sharded is not None and layer.weight.shape[sharded] % (tp * multiple):
+        return f"a size on a rank of tp is no multiple of {multiple}"
     return "ranks share its features" if getattr(style, "replicate_kv_heads", False) else ""
 
 
