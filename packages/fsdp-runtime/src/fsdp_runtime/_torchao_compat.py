@@ -44,7 +44,7 @@ class Float8Recipe:
     """The casts of a recipe of torchao, and the settings of its three products."""
 
     config: Any  # ``torchao.float8.Float8LinearConfig``
-    products: Any  # ``LinearMMConfig``
+    settings: Any  # ``LinearMMConfig``, of the three products
     multiple: ClassVar[int] = 16  # of the sizes of a weight
     tokens: ClassVar[int] = 1  # rows of inputs are filled up to a multiple
 
@@ -58,6 +58,13 @@ class Float8Recipe:
         config = replace(Float8LinearConfig.from_recipe_name(name), emulate=emulate, pad_inner_dim=True)
         products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
         return cls(config, LinearMMConfig(*(ScaledMMConfig(emulate, p.use_fast_accum, False, True) for p in products)))
+
+    @property
+    def products(self) -> int:
+        """The number of a layer's three products in float8."""
+        from torchao.float8.config import ScalingType
+
+        return 3 - (self.config.cast_config_input_for_grad_weight.scaling_type is ScalingType.DISABLED)
 
     def cast(self, tensor: Tensor, operand: str, *, sharded: int | None, mesh: DeviceMesh | None) -> Tensor:
         """Cast an operand ``[rows, columns]``, and put the dim last that its product sums over.
@@ -78,7 +85,7 @@ class Float8Recipe:
         result: Tensor = hp_tensor_to_float8_dynamic(
             tensor,
             cast.target_dtype,
-            self.products,
+            self.settings,
             reduce_amax=agreed,
             gemm_input_role=role,
             device_mesh=mesh if agreed else None,
@@ -100,6 +107,7 @@ class MXFP8Recipe:
     emulate: bool
     multiple: ClassVar[int] = 32
     tokens: ClassVar[int] = 32
+    products: ClassVar[int] = 3
 
     def cast(self, tensor: Tensor, operand: str, *, sharded: int | None, mesh: DeviceMesh | None) -> Tensor:
         """Cast an operand; a shard holds whole groups of 32 elements, so its scales need no other rank."""

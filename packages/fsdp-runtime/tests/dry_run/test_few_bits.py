@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_runtime.dry_run import Estimate, estimate
 from fsdp_runtime.dry_run.adapters import WithAdapters
-from fsdp_runtime.steps import Quantized
+from fsdp_runtime.steps import Float8, Quantized
 from harness.models import tiny_config
 
 _CONFIG = tiny_config("Qwen3ForCausalLM", intermediate_size=128, num_hidden_layers=6)
@@ -29,6 +29,20 @@ def test_estimate_counts_the_packed_bytes_of_a_quantized_base() -> None:
     (advice,) = [each for each in plain.advice if "Quantized('nf4')" in each.change]
     assert advice.saves == pytest.approx(freed, rel=0.1)  # the adapters' bytes are not frozen
     assert packed.settings.quantized
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_estimate_counts_float8_products_without_a_device(recipe: Any) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = tiny_config("Qwen3ForCausalLM", head_dim=128, num_hidden_layers=6, **wide)
+    plain, cast = (
+        estimate(config, {"tp": 2}, seq_len=128, dtype="bf16", clip=False, steps=steps)
+        for steps in ((), (Float8(recipe),))
+    )
+    weights = 6 * (4 * 256 * 256 + 3 * 256 * 512) // 2
+    assert cast.flops_by_kind["float8"] == 3 * 2 * 128 * weights
+    assert cast.flops_by_kind["float8"] + cast.flops_by_kind["matmul"] == plain.flops_by_kind["matmul"]
+    assert cast.memory.resident.parameters == plain.memory.resident.parameters
 
 
 def test_estimate_counts_moments_in_few_bits() -> None:

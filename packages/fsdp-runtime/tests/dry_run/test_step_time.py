@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fsdp_runtime.dry_run.step_time import ATTENTION_EFFICIENCY, LINK_EFFICIENCY, MATMUL_EFFICIENCY, Hardware, step_time
@@ -51,6 +53,15 @@ def test_traffic_of_fsdp_hides_behind_computing_and_that_of_tp_does_not() -> Non
     assert hidden.expected == pytest.approx(alone)
     assert added.expected == pytest.approx(alone + 2 / LINK_EFFICIENCY)
     assert step_time(_estimate(tp=2, traffic={"dp_shard": 10**12}), RATES).expected > 1000
+
+
+def test_float8_products_have_their_rate() -> None:
+    flops = {"matmul": 10**12, "float8": 4 * 10**12}
+    assert step_time(replace(_estimate(), flops_by_kind=flops), "H100").lower_bound == pytest.approx(
+        2 * (1e12 / 989e12 + 4e12 / 1979e12)
+    )
+    with pytest.raises(EstimateError, match=r"has no rate of float8 products: give Hardware\(float8_flops"):
+        step_time(replace(_estimate(), flops_by_kind=flops), "A100")
 
 
 def test_unknown_hardware_is_refused() -> None:

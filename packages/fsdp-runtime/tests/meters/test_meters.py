@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_runtime import MeshSpec, parallelize
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.meters import AttentionFlops, ModelFlops, StepMeter
-from fsdp_runtime.steps import ActivationCheckpointing
+from fsdp_runtime.steps import ActivationCheckpointing, Float8
 from harness.models import tiny_inputs, tiny_model
 from harness.ranks import RankPool
 
@@ -72,6 +72,22 @@ def test_a_frozen_weight_has_no_gradient():
     trained = ModelFlops.of(model).per_token
     model.requires_grad_(False)
     assert ModelFlops.of(model).per_token == trained * 2 / 3
+
+
+@pytest.mark.parametrize(("recipe", "products"), [("tensorwise", 3), ("rowwise_with_gw_hp", 2), ("mxfp8", 3)])
+def test_float8_operations_are_counted_apart(recipe, products):
+    model = tiny_model("LlamaForCausalLM", dtype=torch.float32)
+    total = ModelFlops.of(model).per_token
+    parallelize(model, MeshSpec().build(device_type="cpu"), steps=(Float8(recipe, emulate=True),))
+    blocks = sum(p.numel() for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2)
+    meter = StepMeter(model, peak_flops=1e12)
+    with meter.step(lengths=[3, 5]):
+        pass
+    assert ModelFlops.of(model).per_token == total
+    assert meter.last.float8_flops == 8 * products * 2 * blocks
+    speed = (meter.last.flops - meter.last.float8_flops / 2) / meter.last.seconds
+    assert meter.last.mfu == pytest.approx(speed / 1e12)
+    assert meter.last.to_dict()["float8_tflops_per_second_per_rank"] > 0
 
 
 def _step(sizes: dict[str, int]) -> tuple[dict[str, float], int, int]:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -25,12 +26,14 @@ import fsdp_runtime._torchao_compat as compat
 from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
 from fsdp_runtime.errors import BackendError, ModelError, OptionError
+from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.steps import Compile, Float8, float8, float8_blocks
 from fsdp_runtime.steps.float8_blocks import BlockwiseRecipe
 from fsdp_runtime.wrap import wrap
 from harness import models
 from harness.models import tiny_inputs
 from harness.ranks import RankPool
+from tp_plans import plan_for
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: The sums over ranks round the operands of later casts, so a few of them round to another float8 value.
@@ -114,6 +117,31 @@ def test_float8_over_tp_equals_one_process(two_ranks: RankPool, name: str, recip
         assert max(two_ranks.run(*run, sequence_parallel=sequence_parallel)) < rounding
 
 
+def _kept(name: str, recipe: Any, tp: int) -> dict[str, str]:
+    model = _model(name).float()
+    setup: Any = SimpleNamespace(
+        facts=SimpleNamespace(model=model, name=name),
+        structure=inspect_model(model),
+        plan=plan_for(model),
+        meshes=SimpleNamespace(tp=tp),
+        tp=tp,
+        packed_base=False,
+    )
+    return {path.rpartition(".layers.0.")[2]: reason for path, reason in Float8(recipe, True).check(setup).kept.items()}
+
+
+def test_float8_keeps_the_dtype_of_layers_with_shared_heads_or_cut_blocks() -> None:
+    shared = "ranks of tp share key and value heads"
+    heads = {f"self_attn.{name}_proj.weight": shared for name in "kv"}
+    assert heads.items() <= _kept("wide", "tensorwise", 4).items()
+    assert not any("self_attn" in path for path in _kept("wide", "blockwise", 2))
+    with pytest.raises(ModelError, match="'a size on a rank of tp is no multiple of 128': 5"):
+        _kept("wide", "blockwise", 8)
+    # The ranges of a fused weight have 48 rows in each of two pieces: 96 are a multiple of 32, and 48 are not.
+    assert "mlp.gate_up_proj.weight" not in _kept("phi3", "mxfp8", 1)
+    assert "mlp.gate_up_proj.weight" in _kept("phi3", "mxfp8", 2)
+
+
 def _error_without_agreement(name: str, recipe: str) -> float:
     agreeing = compat.Float8Recipe.cast
     compat.Float8Recipe.cast = lambda *args, sharded, **options: agreeing(*args, sharded=None, **options)  # type: ignore[method-assign]
@@ -179,11 +207,14 @@ def _scaled_product(*arguments: Any, output_dtype: torch.dtype) -> torch.Tensor:
     return result
 
 
-def test_blockwise_products_of_a_gpu_equal_the_emulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("inputs", "outputs"), [(640, 256), (512, 512)])
+def test_blockwise_products_of_a_gpu_equal_the_emulated_ones(
+    monkeypatch: pytest.MonkeyPatch, inputs: int, outputs: int
+) -> None:
     monkeypatch.setattr(float8_blocks, "scaled_mm", _scaled_product)
     torch.manual_seed(0)
-    layer = nn.Linear(640, 256, dtype=torch.bfloat16)
-    rows = torch.randn(3, 60, 640, dtype=torch.bfloat16, requires_grad=True)
+    layer = nn.Linear(inputs, outputs, dtype=torch.bfloat16)
+    rows = torch.randn(3, 60, inputs, dtype=torch.bfloat16, requires_grad=True)
     results = []
     for emulate in (True, False):
         own = copy.deepcopy(layer)

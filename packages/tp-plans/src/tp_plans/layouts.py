@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tp_plans.errors import PlanError
 
-__all__ = ["Layout", "Partial", "Replicate", "Shard", "shard_ranges"]
+__all__ = ["Layout", "Partial", "Replicate", "Shard", "compute_ranges", "shard_ranges"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ class Hardware:
     """Rates of one accelerator."""
 
     flops: float  # operations per second of dense matrix products in bfloat16
+    float8_flops: float | None = None  # likewise in float8; ``None`` without such units
     memory_bandwidth: float  # bytes per second of its memory
     node_bandwidth: float  # bytes per second that a rank sends inside a node
     network_bandwidth: float = 50e9  # bytes per second that a rank sends to other nodes
@@ -33,9 +34,9 @@ class Hardware:
 #: 400 Gb/s a rank between nodes.
 HARDWARE: Mapping[str, Hardware] = {
     "A100": Hardware(flops=PEAK_FLOPS["A100"], memory_bandwidth=2.04e12, node_bandwidth=300e9, network_bandwidth=25e9),
-    "H100": Hardware(flops=PEAK_FLOPS["H100"], memory_bandwidth=3.35e12, node_bandwidth=450e9),
-    "H200": Hardware(flops=PEAK_FLOPS["H200"], memory_bandwidth=4.8e12, node_bandwidth=450e9),
-    "B200": Hardware(flops=PEAK_FLOPS["B200"], memory_bandwidth=8e12, node_bandwidth=900e9),
+    "H100": Hardware(flops=PEAK_FLOPS["H100"], float8_flops=1979e12, memory_bandwidth=3.35e12, node_bandwidth=450e9),
+    "H200": Hardware(flops=PEAK_FLOPS["H200"], float8_flops=1979e12, memory_bandwidth=4.8e12, node_bandwidth=450e9),
+    "B200": Hardware(flops=PEAK_FLOPS["B200"], float8_flops=4500e12, memory_bandwidth=8e12, node_bandwidth=900e9),
 }
 
 #: Parts of the rates that kernels reach: matrix products of the sizes of training; attention by its kernels
@@ -74,14 +75,15 @@ def step_time(estimate: Estimate, hardware: str | Hardware) -> StepTime:
         hardware = HARDWARE[hardware]
     settings, kinds = estimate.settings, estimate.flops_by_kind
     attention = kinds.get("attention", 0) / 2  # the masked half of a causal one
-    matmul = sum(kinds.values()) - kinds.get("attention", 0)
+    products = sum(kinds.values()) - kinds.get("attention", 0) - kinds.get("float8", 0)
+    matmul = products / hardware.flops + _float8_seconds(kinds.get("float8", 0), hardware)
     sent = {axis: nbytes for axis, nbytes in bytes_sent_by_axis(estimate.traffic).items() if nbytes}
     links = {axis: nbytes / _bandwidth(estimate, axis, hardware) for axis, nbytes in sent.items()}
     moved = 0.0 if settings.compiled else estimate.bytes_moved / hardware.memory_bandwidth
     passes = settings.micro_batches
-    lower = max((matmul + attention) / hardware.flops, *links.values(), 0.0)
+    lower = max(matmul + attention / hardware.flops, *links.values(), 0.0)
     parts = (
-        matmul / hardware.flops / MATMUL_EFFICIENCY,
+        matmul / MATMUL_EFFICIENCY,
         attention / hardware.flops / ATTENTION_EFFICIENCY[settings.attention_kernels],
         moved / MEMORY_EFFICIENCY,
     )
@@ -100,6 +102,12 @@ def step_time(estimate: Estimate, hardware: str | Hardware) -> StepTime:
         traffic={axis: seconds * passes for axis, seconds in links.items()},
         tokens_per_second=tokens / expected if expected else 0.0,
     )
+
+
+def _float8_seconds(operations: int, hardware: Hardware) -> float:
+    if operations and hardware.float8_flops is None:
+        raise EstimateError(f"{hardware} has no rate of float8 products: give Hardware(float8_flops=...), or no Float8")
+    return operations / (hardware.float8_flops or hardware.flops)
 
 
 def _bandwidth(estimate: Estimate, axis: str, hardware: Hardware) -> float:

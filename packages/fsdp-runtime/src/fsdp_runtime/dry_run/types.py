@@ -278,7 +278,7 @@ class Estimate:
         device_memory: bytes of a device, if given.
         advice: changes that lower the peak, largest savings first.
         seconds: duration of the dry run.
-        flops_by_kind: the operations of matrix products, grouped matrix products, and attention with its masked half.
+        flops_by_kind: the operations of matrix products, grouped and float8 ones, and attention with its masked half.
         bytes_moved: bytes that the other operators of forward and backward read and write, none of them fused.
     """
 

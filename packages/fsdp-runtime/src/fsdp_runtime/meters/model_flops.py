@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import ModelStructure, inspect_model
+from fsdp_runtime.steps.float8 import float8_products
 from fsdp_runtime.steps.routing.routers import routers_of
 
 #: A multiply-add is two operations.
@@ -56,6 +57,7 @@ class ModelFlops:
     Args:
         per_token: operations of the products with weights for one token, forward and backward.
         attention: the attention of each block that has attention.
+        float8_per_token: the part of ``per_token`` in float8, by the step ``Float8``.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -70,6 +72,7 @@ class ModelFlops:
 
     per_token: float
     attention: tuple[AttentionFlops, ...]
+    float8_per_token: float = 0.0
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops:
@@ -79,7 +82,9 @@ class ModelFlops:
             ModelError: the model has no blocks, or a router does not tell the number of experts per token.
         """
         structure = inspect_model(model)
-        return cls(sum(_of_weights(structure)), tuple(_of_attention(structure)))
+        operations = [*_of_weights(structure)]
+        in_float8 = sum(part for _, part in operations)
+        return cls(sum(count for count, _ in operations), tuple(_of_attention(structure)), in_float8)
 
     def step(self, lengths: Iterable[int]) -> float:
         """Return the operations of forward and backward for sequences of these lengths, in tokens."""
@@ -90,7 +95,8 @@ class ModelFlops:
         return total
 
 
-def _of_weights(structure: ModelStructure) -> Iterator[float]:
+def _of_weights(structure: ModelStructure) -> Iterator[tuple[float, float]]:
+    """Yield the operations of each weight for one token, and their part in float8."""
     tree = structure.tree
     towers = _towers(structure)
     shares = dict(_expert_shares(structure))
@@ -102,7 +108,8 @@ def _of_weights(structure: ModelStructure) -> Iterator[float]:
         for parameter in tree.own_parameters(path).values():
             if parameter.ndim >= 2:
                 passes = _TRAINED if parameter.requires_grad else _FROZEN
-                yield passes * _MULTIPLY_ADD * parameter.numel() * share
+                once = _MULTIPLY_ADD * parameter.numel() * share
+                yield passes * once, min(passes, float8_products(module)) * once
 
 
 def _towers(structure: ModelStructure) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ class StepValues:
         peak_bytes: the largest allocated memory of this rank's device by phase; empty on a CPU.
         host_bytes: the largest number of bytes that activations of this rank took on the host.
         bytes_sent: the least bytes that this rank sent, by axis, in the last step with counted traffic.
+        float8_flops: the part of ``flops`` in float8.
     """
 
     seconds: float
@@ -49,6 +50,7 @@ class StepValues:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     bytes_sent: dict[str, int] = field(default_factory=dict)
     host_bytes: int = 0
+    float8_flops: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -57,14 +59,19 @@ class StepValues:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: ``flops`` over the peak of all devices in that time."""
-        return None if self.peak_flops is None else self.flops / (self.seconds * self.ranks * self.peak_flops)
+        """Model FLOPs utilization: ``flops`` over the peak of all devices in that time; float8 has twice the peak."""
+        if self.peak_flops is None:
+            return None
+        return (self.flops - self.float8_flops / 2) / (self.seconds * self.ranks * self.peak_flops)
 
     def to_dict(self) -> dict[str, float]:
         """Return flat numbers by name, for a logger."""
         values = {"seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
         values["tokens_per_second_per_rank"] = self.tokens_per_second / self.ranks
-        values["tflops_per_second_per_rank"] = self.flops / (self.seconds * self.ranks) / 1e12
+        rank_seconds = self.seconds * self.ranks * 1e12
+        values["tflops_per_second_per_rank"] = self.flops / rank_seconds
+        if self.float8_flops:
+            values["float8_tflops_per_second_per_rank"] = self.float8_flops / rank_seconds
         values |= {} if self.mfu is None else {"mfu": self.mfu}
         values |= {f"seconds/{name}": seconds for name, seconds in self.phases.items()}
         values |= {"host_bytes": float(self.host_bytes)} if self.host_bytes else {}
@@ -153,10 +160,11 @@ class StepMeter:
         seconds = time.perf_counter() - begin
         if counter is not None:
             self._traffic = dict(counter.sent)
-        total = torch.tensor([sum(lengths), self._flops.step(lengths)], dtype=torch.float64, device=self._device)
+        counts = [sum(lengths), self._flops.step(lengths), self._flops.float8_per_token * sum(lengths)]
+        total = torch.tensor(counts, dtype=torch.float64, device=self._device)
         if self._mesh is not None and (data := submesh(self._mesh, "dp")).size() > 1:
             dist.all_reduce(total, group=data.get_group())
-        tokens, flops = total.tolist()
+        tokens, flops, float8_flops = total.tolist()
         self._last = StepValues(
             seconds=seconds,
             phases=self._phases,
@@ -167,6 +175,7 @@ class StepMeter:
             peak_bytes=self._peaks,
             bytes_sent=self._traffic,
             host_bytes=HELD_BYTES.peak,
+            float8_flops=float8_flops,
         )
 
     @contextmanager

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
+from fsdp_runtime._torch_compat import has_values
 from fsdp_runtime._torchao_compat import Float8Recipe, MXFP8Recipe, missing_units, require_torchao
 from fsdp_runtime.errors import BackendError, ModelError, OptionError
 from fsdp_runtime.runtime_state import runtime_state
@@ -27,6 +29,8 @@ from fsdp_runtime.steps.float8_blocks import BlockwiseRecipe
 from fsdp_runtime.values import require_bool, require_one_of
 from fsdp_runtime.wrap import Wrapper, wrap
 from tp_plans import ColwiseParallel, Plan, RowwiseParallel
+from tp_plans.layouts import compute_ranges
+from tp_plans.runtime import resolve_style
 from tp_plans.styles import MLAKVProjection
 
 logger = logging.getLogger(__name__)
@@ -42,6 +46,10 @@ class Casts(Protocol):
 
     multiple: ClassVar[int]  # of the sizes of a weight on a rank
     tokens: ClassVar[int]  # rows of inputs are filled up to a multiple
+
+    @property
+    def products(self) -> int:
+        """The number of a layer's three products in float8."""
 
     def cast(self, tensor: Tensor, operand: str, *, sharded: int | None, mesh: DeviceMesh | None) -> Any:
         """Cast an operand ``[rows, columns]``, and put the dim last that its product sums over."""
@@ -129,11 +137,11 @@ class Float8(Step[Float8Layers]):
 
     Each call casts inputs, weights and the gradients of outputs, so saves, weight syncs and norms see the parameters as
     before.  Routers, norms, heads, embeddings, adapters and stacked experts keep their dtype.  So do layers with a size
-    on a rank that is no multiple of 16 (``"blockwise"``: 128, ``"mxfp8"``: 32), and layers with features that ranks of
-    ``tp`` share.  ``describe_parallelism`` lists the layers that multiply in float8 in ``wrapped``, and the other
-    matrices with the reason in ``not_quantized``.  FSDP2 gathers a weight in its dtype, before the cast.  Ranks of
-    ``tp`` agree on every scale; ranks with other tokens (of ``dp`` or ``cp``) have scales for their own tokens, as in
-    torchao.
+    on a rank that is no multiple of 16 (``"blockwise"``: 128, ``"mxfp8"``: 32), and key and value projections if ranks
+    of ``tp`` share a head.  ``describe_parallelism`` lists the layers that multiply in float8 in ``wrapped``, and the
+    other matrices with the reason in ``not_quantized``.  FSDP2 gathers a weight in its dtype, before the cast.  Ranks
+    of ``tp`` agree on every scale; ranks with other tokens (of ``dp`` or ``cp``) have scales for their own tokens, as
+    in torchao.
 
     Args:
         recipe: the scales: ``"tensorwise"`` (one for a tensor; the fastest), ``"rowwise"`` (one for a row, a power of
@@ -170,7 +178,8 @@ class Float8(Step[Float8Layers]):
         require_torchao(self.recipe)
         if setup.packed_base:
             raise OptionError("Float8 casts weights, and Quantized stores them as packed bytes: give one of the two")
-        if not self.emulate and (gpus := missing_units(device := _device_type(setup), self.recipe)):
+        needs_units = not self.emulate and has_values(torch.empty(()))  # a dry run has no values
+        if needs_units and (gpus := missing_units(device := _device_type(setup), self.recipe)):
             raise BackendError(
                 f"Float8({self.recipe!r}) needs a GPU with such units ({gpus}), and the model is on {device}: leave it "
                 f"out, or test it slowly by Float8({self.recipe!r}, emulate=True)"
@@ -178,7 +187,7 @@ class Float8(Step[Float8Layers]):
         sharded: dict[str, int | None] = {}
         rules, kept, multiple = _rules(setup), dict(_stacked(setup)), self._casts().multiple
         for path, layer in _linear_layers(setup):
-            if reason := _reason_against(layer, rules.get(path), setup.tp, multiple):
+            if reason := _reason_against(setup, path, layer, rules.get(path), multiple):
                 kept[f"{path}.weight"] = reason
             else:
                 sharded[path] = _sharded_dim(rules.get(path))
@@ -206,6 +215,11 @@ class Float8(Step[Float8Layers]):
             case "mxfp8":
                 return MXFP8Recipe(self.emulate)
         return Float8Recipe.named(self.recipe, emulate=self.emulate)
+
+
+def float8_products(module: nn.Module) -> int:
+    """Return the number of a module's products in float8, of forward and the two gradients."""
+    return module.layer.recipe.products if isinstance(module, _InFloat8) else 0
 
 
 def _rules(setup: Setup) -> Mapping[str, object]:
@@ -242,16 +256,28 @@ def _stacked(setup: Setup) -> Iterator[tuple[str, str]]:
                 yield path, "stacked experts have no float8 product"
 
 
-def _reason_against(layer: nn.Linear, style: object, tp: int, multiple: int) -> str:
+def _reason_against(setup: Setup, path: str, layer: nn.Linear, style: object, multiple: int) -> str:
     """Return the reason why a layer keeps its dtype, if any."""
     if layer.weight.dtype not in DTYPES:
         return f"float8 casts start from {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
     if any(size % multiple for size in layer.weight.shape):
         return f"a size is no multiple of {multiple}"
-    sharded = _sharded_dim(style)
-    if sharded is not None and layer.weight.shape[sharded] % (tp * multiple):
+    if (dim := _sharded_dim(style)) is None:
+        return ""
+    size = layer.weight.shape[dim]
+    shards = [*chain(*_shards(setup, path, style, size))]
+    if any(edge % multiple for shard in shards for edge in (shard.start, shard.stop)):
         return f"a size on a rank of tp is no multiple of {multiple}"
-    return "ranks share its features" if getattr(style, "replicate_kv_heads", False) else ""
+    return "ranks of tp share key and value heads" if sum(map(len, shards)) > size else ""
+
+
+def _shards(setup: Setup, path: str, style: Any, size: int) -> list[list[range]]:
+    """Return the ranges of the sharded dim that each rank computes with."""
+    pieces, shared = getattr(style, "fused_sizes", ()), getattr(style, "replicate_kv_heads", False)
+    if not pieces and not shared:
+        return compute_ranges(size, setup.tp)
+    resolved: Any = resolve_style(style, setup.facts.model.get_submodule(path.rpartition(".")[0]))
+    return compute_ranges(size, setup.tp, unit=resolved.multiple_of, pieces=resolved.fused_sizes, shared=shared)
 
 
 def _device_type(setup: Setup) -> str:

@@ -31,6 +31,7 @@ class BlockwiseRecipe:
     emulate: bool
     multiple: ClassVar[int] = BLOCK
     tokens: ClassVar[int] = BLOCK
+    products: ClassVar[int] = 3
 
     def cast(self, tensor: Tensor, operand: str, *, sharded: int | None, mesh: DeviceMesh | None) -> Blocks:
         """Cast an operand; a shard holds whole blocks, so its scales need no other rank."""
@@ -67,4 +68,4 @@ def _per_element(scales: Tensor, matrix: Tensor) -> Tensor:
 
 def _grouped(scales: Tensor) -> Tensor:
     """Fill the rows of scales up to whole groups."""
-    return pad(scales, (0, -scales.shape[1] % _SCALE_GROUP), value=1.0)
+    return pad(scales, (0, -scales.shape[1] % _SCALE_GROUP), value=1.0).contiguous()

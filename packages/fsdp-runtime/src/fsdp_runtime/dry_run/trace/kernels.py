@@ -68,16 +68,18 @@ def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     if "grouped_mm" in _name_of(packet) and getattr(args[0], "ndim", 0) == 2:
         products = 2 if "backward" in _name_of(packet) else 1  # transformers' operator computes both gradients
         return 2 * products * int(args[0].numel() * args[1].shape[-1])
+    if packet is torch.ops.aten._scaled_mm_v2:  # torch counts the first version only
+        return 2 * int(args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def kind_of(function: Any) -> str:
-    """Return the kind of an operator's operations: ``"attention"``, ``"grouped"`` or ``"matmul"``."""
+    """Return the kind of an operator's operations: ``"attention"``, ``"grouped"``, ``"float8"`` or ``"matmul"``."""
     name = _name_of(function.overloadpacket)
-    return (
-        "attention" if "attention" in name or "varlen_attn" in name else "grouped" if "grouped_mm" in name else "matmul"
-    )
+    if "attention" in name or "varlen_attn" in name:
+        return "attention"
+    return "grouped" if "grouped_mm" in name else "float8" if "scaled_mm" in name else "matmul"
 
 
 @cache  # torch builds the text at each call

@@ -160,7 +160,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and record it."""
-        if any(issubclass(kind, DTensor) for kind in types):
+        # torchao's tensors in float8 reach their local operators likewise.
+        if any(issubclass(kind, DTensor) or kind.__module__.startswith("torchao.") for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         self._note_arguments(func, args)
