@@ -20,7 +20,7 @@ from fsdp_runtime import FSDP2, forward_with_lm_head, parallelize, unsharded
 from fsdp_runtime.memory import host_copies
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.optim import CPUOffloadAdamW, Muon, param_groups
-from fsdp_runtime.steps import CheckInputs, RouterBalance, Routes
+from fsdp_runtime.steps import CheckInputs, GlobalAuxLoss, RouterBalance, Routes
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.trainers import training_arguments as trainers
@@ -151,6 +151,16 @@ def _stale() -> None:
 
 def _balance() -> RouterBalance:
     return RouterBalance(tiny_model("DeepseekV3ForCausalLM"))
+
+
+def _aux_loss(*, top_k: int = 2, times: int = 1, **options: Any) -> None:
+    """Call a mixture for router logits, inside and outside of a count."""
+    model = tiny_model("Qwen3MoeForCausalLM")
+    model.num_experts_per_tok = top_k
+    for _ in range(times):
+        aux_loss = GlobalAuxLoss(model)
+    with aux_loss.counting():
+        model(ids(1, 4), use_cache=False, **options)
 
 
 #: Arguments of a trainer that ask for nothing.
@@ -318,6 +328,13 @@ CASES: Provocations = {
         "OptionError: rate=-1: give 0 or more": lambda: RouterBalance(nn.Identity(), rate=-1),
         "RoutesError: no forward was counted": lambda: _balance().step(),
         "RoutesError: mask has 3 tokens": lambda: _balance().count(Routes({"gate": torch.zeros(2, 1)}), torch.ones(3)),
+    },
+    "fsdp_runtime/steps/routing/global_aux_loss.py": {
+        "ModelError: computes no auxiliary loss": lambda: GlobalAuxLoss(tiny_model("DeepseekV3ForCausalLM")),
+        "ModelError: has a GlobalAuxLoss already": lambda: _aux_loss(times=2),
+        "ModelError: another formula": lambda: _aux_loss(top_k=1, output_router_logits=True),
+        "OptionError: return_dict=False beside": lambda: _aux_loss(output_router_logits=True, return_dict=False),
+        "RoutesError: no forward inside counting": _aux_loss,
     },
     "fsdp_runtime/trainers/training_arguments.py": {
         **{piece: lambda given=given: _arguments(**given) for piece, given in SET.items()},  # type: ignore[misc]

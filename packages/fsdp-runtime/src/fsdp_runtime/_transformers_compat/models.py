@@ -58,6 +58,12 @@ def calls_loss_function(model: Any) -> bool:
     return hasattr(model, "loss_function") and "loss_function" in _names_in_forward(model)
 
 
+def computes_balancing_loss(model: Any) -> bool:
+    """Return True if a decoder's forward calls transformers' auxiliary loss of router logits (4.36 to 5.24)."""
+    # Encoder-decoders (Switch, NLLB) have a loss per stack, with other outputs.
+    return "load_balancing_loss_func" in _names_in_forward(model) and not is_encoder_decoder(model)
+
+
 def takes_places_of_logits(model: Any) -> bool:
     """Return True if the model's forward takes token positions, or their number, as ``logits_to_keep``."""
     # The forward calls ``slice_logits_to_keep`` (since 5.23), or chooses between a slice and indices (4.57 on).

@@ -6,7 +6,7 @@ Memory:   ``ActivationCheckpointing``, ``Quantized``
 Speed:    ``Compile``, ``Float8``
 Checks:   ``CheckInputs``
 Your own: a subclass of ``Step``
-Mixtures: ``RouterBalance``
+Mixtures: ``RouterBalance``, ``GlobalAuxLoss``
 Values:   ``SelectiveCheckpoint`` of a checkpointing step, ``ContextAttention`` of a model, ``Routes`` of a mixture and
           ``routes_from_generator``
 """

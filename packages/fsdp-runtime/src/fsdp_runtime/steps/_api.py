@@ -15,6 +15,7 @@ from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.quantized.step import Quantized
 from fsdp_runtime.steps.routing.balance import RouterBalance
+from fsdp_runtime.steps.routing.global_aux_loss import GlobalAuxLoss
 from fsdp_runtime.steps.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.steps.tensor.step import TensorParallel
 
@@ -27,6 +28,7 @@ __all__ = [
     "ContextParallel",
     "ExpertParallel",
     "Float8",
+    "GlobalAuxLoss",
     "PackedSequences",
     "Quantized",
     "RouterBalance",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import ModelError, OptionError, RoutesError
 from fsdp_runtime.model.state import state_entries
@@ -124,11 +125,7 @@ class RouterBalance:
         if not self._counts:
             raise RoutesError("no forward was counted since the last step: run it inside `with balance.counting():`")
         paths, biases = sorted(self._counts), self._biases()
-        mesh = model_mesh(self._model, self._model.parameters())
-        if mesh is not None and not models_with(self._model.parameters()):
-            raise ModelError("the model was sharded by other code, so its batch axis is unknown: call parallelize")
-        axes = [axis for axis in _BATCH_AXES if mesh is not None and axis in (mesh.mesh_dim_names or ())]
-        groups = [mesh.get_group(axis) for axis in axes if mesh is not None and mesh[axis].size() > 1]
+        groups = batch_groups(self._model)
         summed = all_reduce_over(groups, torch.cat([self._counts[path] for path in paths]), dist.ReduceOp.SUM)
         sizes = [len(self._counts[path]) for path in paths]
         self.loads, self._counts = dict(zip(paths, torch.split_with_sizes(summed, sizes), strict=True)), {}
@@ -139,6 +136,17 @@ class RouterBalance:
                 local, box = local_part(bias)
                 full = (change - change.mean()).reshape(bias.shape)
                 local.add_(full[slices_of(box)].to(local.device, local.dtype))
+
+
+def batch_groups(model: nn.Module) -> list[ProcessGroup]:
+    """Return this rank's groups on the axes with different tokens on each rank."""
+    mesh = model_mesh(model, model.parameters())
+    if mesh is None:
+        return []
+    if not models_with(model.parameters()):
+        raise ModelError("the model was sharded by other code, so its batch axis is unknown: call parallelize")
+    axes = [axis for axis in _BATCH_AXES if axis in (mesh.mesh_dim_names or ())]
+    return [mesh.get_group(axis) for axis in axes if mesh[axis].size() > 1]
 
 
 def _bias(router: Router, tensors: dict[str, Tensor]) -> Tensor | None:
