@@ -60,7 +60,7 @@ def require_same_setup(
     Return the groups of the axes, which together connect all ranks, and whether a rank has a parameter with values.
     """
     # One all-gather of digests over the ranks of each axis, none for a single process or on a simulated mesh.
-    groups = list(_groups(meshes.fsdp, meshes.cp, meshes.tp, meshes.ep, meshes.expert_fsdp))
+    groups = list(_groups(meshes.fsdp, meshes.cp, meshes.tp, meshes.ep, meshes.expert_fsdp, meshes.pp))
     if not groups:
         return (), False
     ranks = ModelRanks(groups)
@@ -68,7 +68,7 @@ def require_same_setup(
     digests = {part: blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest() for part, lines in texts.items()}
     by_rank = all_gather_objects(ranks, {**digests, _VALUES: has_values(model)})
     # Ranks of ``cp`` are part of FSDP2's, and ``ep`` divides the same ranks.
-    disjoint = _groups(meshes.cp if meshes.fsdp is None else meshes.fsdp, meshes.tp)
+    disjoint = _groups(meshes.cp if meshes.fsdp is None else meshes.fsdp, meshes.tp, meshes.pp)
     connected = tuple(disjoint), any(digest[_VALUES] for digest in by_rank.values())
     differing = [part for part in texts if len({digest[part] for digest in by_rank.values()}) > 1]
     if not differing:

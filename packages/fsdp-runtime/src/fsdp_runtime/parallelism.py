@@ -38,6 +38,7 @@ from fsdp_runtime.steps.guards.methods import guard_methods
 from fsdp_runtime.steps.guards.optimizers import watch_optimizers
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 from fsdp_runtime.steps.outputs.step import Outputs
+from fsdp_runtime.steps.pipeline.step import Pipeline, require_pipeline_step
 from fsdp_runtime.steps.quantized.step import Quantized
 from fsdp_runtime.steps.random_states import RandomStates
 from fsdp_runtime.steps.recomputation import recomputes
@@ -47,6 +48,7 @@ from tp_plans import Plan
 
 #: The order of steps.  A step of no other class, such as a user's step, takes the place of ``Step``.
 ORDER: tuple[type[Step[Any]], ...] = (
+    Pipeline,
     PackedSequences,
     TensorParallel,
     Outputs,
@@ -173,11 +175,12 @@ def resolve_steps(
     """Resolve and check steps, in any order, against a model on one mesh per axis; change nothing."""
     # ``allow_dtensors`` accepts parameters that are DTensors already, unless a plan is to be applied.
     all_steps = list(steps)
+    require_pipeline_step(all_steps, meshes.pp)
     groups, has_values = require_same_setup(model, meshes, all_steps)
     if runtime_state(model).offloaded is not None:
         raise ModelError("tensors of the model are offloaded to host memory: call onload(model) before parallelize")
     _require_fresh(model, plain=not allow_dtensors or meshes.tp is not None)
-    if any(mesh is not None for mesh in (meshes.tp, meshes.ep, meshes.fsdp)):
+    if any(mesh is not None for mesh in (meshes.tp, meshes.ep, meshes.pp, meshes.fsdp)):
         _require_no_gradients(model)
     if not any(isinstance(step, PackedSequences) for step in all_steps):
         all_steps.append(PackedSequences(isolate=False))  # warns about packed rows
@@ -205,6 +208,7 @@ def _meshes(mesh: DeviceMesh, fsdp: FSDP2) -> Meshes:
     return Meshes(
         tp=submesh(mesh, "tp") if tp > 1 else None,
         cp=mesh["cp"] if cp > 1 else None,
+        pp=mesh["pp"] if axis_size(mesh, "pp") > 1 else None,
         ep=submesh(mesh, "ep") if ep > 1 else None,
         shared=submesh(mesh, "tp") if ep > 1 and tp > 1 else None,
         fsdp=shards,

@@ -37,6 +37,8 @@ class RuntimeState:
     gathered: Any = None  # under context parallelism, the modules on full sequences
     routers: Any = None  # of a model with recorded or replayed routes
     mesh: Any = None  # the model was parallelized on it
+    stages: Any = None  # of a model in pipeline stages, its ``StagedModel``
+    part: Any = None  # the place of a block, embedding or head in the pipeline's stages
     fused_rows: Any = None  # rows of the matrices in fused weights by module, under ``tp``
     unloaded: Any = None  # the hooks that refuse a forward with parameters on meta
     not_quantized: Mapping[str, str] = field(default_factory=dict)  # matrices in blocks, with the reason

@@ -138,6 +138,7 @@ class Meshes:
 
     tp: DeviceMesh | None = None  # layers are sharded over it
     cp: DeviceMesh | None = None  # sequences are sharded over it
+    pp: DeviceMesh | None = None  # blocks are divided over it
     ep: DeviceMesh | None = None  # experts are divided over it
     shared: DeviceMesh | None = None  # its ranks have the same tokens, and each sends a part of them to experts
     fsdp: DeviceMesh | None = None  # the axis, or the two axes (replicas, shards), of FSDP2
@@ -171,7 +172,7 @@ class Setup:
     @property
     def is_sharded(self) -> bool:
         """Whether several ranks share the model's layers, tokens, experts or parameters."""
-        return any(mesh is not None for mesh in (self.meshes.tp, self.meshes.cp, self.meshes.ep, self.meshes.fsdp))
+        return any(mesh is not None for mesh in (self.meshes.tp, self.meshes.cp, self.meshes.pp, self.meshes.ep, self.meshes.fsdp))
 
     @property
     def tp(self) -> int:

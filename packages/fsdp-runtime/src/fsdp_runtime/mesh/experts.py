@@ -35,9 +35,11 @@ def build_expert_mesh(mesh: DeviceMesh, ep: int) -> None:
     """Build the second view of a mesh with all axes; every rank of the world must call this function."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    replicas, ranks = mesh.size(0), mesh.size() // mesh.size(0)
-    view = init_device_mesh(mesh.device_type, (replicas, ranks // ep, ep), mesh_dim_names=EXPERT_AXES)
-    setattr(mesh, _VIEW, view)
+    *stages, replicas = tuple(mesh.shape)[: -len(DIVIDED)]
+    sizes = (*stages, replicas, mesh.size() // math.prod((*stages, replicas, ep)), ep)
+    names = (*(mesh.mesh_dim_names or ())[: len(stages)], *EXPERT_AXES)
+    view = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
+    setattr(mesh, _VIEW, view[EXPERT_AXES] if stages else view)
 
 
 def adopt_expert_mesh(mesh: DeviceMesh, view: DeviceMesh, names: dict[str, str]) -> None:
@@ -80,7 +82,7 @@ def expert_view(mesh: DeviceMesh) -> DeviceMesh | None:
     from fsdp_runtime._torch_compat import root_mesh
 
     view: DeviceMesh | None = getattr(mesh, _VIEW, None) or getattr(root_mesh(mesh), _VIEW, None)
-    if view is not None and sorted(view.mesh.flatten().tolist()) != sorted(mesh.mesh.flatten().tolist()):
+    if view is not None and mesh.ndim <= len(DIVIDED) + 1 and sorted(view.mesh.flatten().tolist()) != sorted(mesh.mesh.flatten().tolist()):
         raise MeshError(
             f"the mesh has {mesh.size()} ranks, and the mesh that it was sliced from has experts over {view.size()} "
             "ranks: pass the whole mesh"

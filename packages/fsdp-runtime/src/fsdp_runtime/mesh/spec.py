@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: The axes of a mesh, slowest-varying rank first.
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+#: The axis of pipeline stages, slower than all others; a mesh has it only where it is used.
+PIPELINE = "pp"
 #: Flattened axes: ``dp`` shards the batch, ``dp_shard_cp`` parameters, ``dp_cp`` tokens.
 FLATTENED: dict[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -43,6 +45,8 @@ class MeshSpec:
         cp: number of ranks that a sequence is sharded over (context parallelism).
         tp: number of ranks that layers are sharded over (tensor parallelism); neighbouring ranks, which share the
             fastest links.
+        pp: number of ranks that blocks are divided over (pipeline parallelism), the slowest-varying axis.  The mesh has
+            the axis only where its size is not 1.
         ep: number of ranks that experts are divided over (expert parallelism).  A second view divides the ranks
             of ``dp_shard x cp x tp``: ``ep`` neighbouring ranks together hold all experts, and ``efsdp`` such groups
             hold the same experts.  ``ep`` may be smaller than ``tp``, equal or larger; 1 divides no experts.
@@ -53,7 +57,7 @@ class MeshSpec:
     Example:
         >>> from fsdp_runtime import MeshSpec
         >>> MeshSpec(dp_shard=-1, tp=2).resolve(world_size=8)
-        MeshSpec(dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=1)
+        MeshSpec(dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=1, pp=1)
         >>> MeshSpec().build(device_type="cpu").mesh_dim_names
         ('dp_replicate', 'dp_shard', 'cp', 'tp')
     """
@@ -63,6 +67,7 @@ class MeshSpec:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in {"ep": self.ep, **self.sizes}.items():
@@ -74,8 +79,8 @@ class MeshSpec:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by axis name, in mesh order, without ``ep``, which divides the same ranks again."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        """Sizes by axis name, in mesh order, without ``ep``, which divides the same ranks again, and a ``pp`` of 1."""
+        return {**({} if self.pp == 1 else {PIPELINE: self.pp}), **{axis: getattr(self, axis) for axis in AXES}}
 
     def resolve(self, world_size: int) -> MeshSpec:
         """Return the spec with every size known and a product of ``world_size``.
@@ -102,7 +107,7 @@ class MeshSpec:
         return resolved
 
     def build(self, *, device_type: str | None = None) -> DeviceMesh:
-        """Build the ``DeviceMesh`` with all four axes and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
+        """Build the ``DeviceMesh`` with all four axes (``pp`` too, where it is used) and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
         Starts ``torch.distributed`` if it is not running, from torchrun's or Slurm's environment, else as one process.
         :func:`submesh` returns flattened axes.
@@ -151,6 +156,7 @@ def adopt_mesh(
     dp_shard: str = "dp_shard",
     cp: str = "cp",
     tp: str = "tp",
+    pp: str = "pp",
     expert_mesh: DeviceMesh | None = None,
     efsdp: str = "efsdp",
     ep: str = "ep",
@@ -166,6 +172,7 @@ def adopt_mesh(
             accepted, and ``cp`` is then 1 in the result.
         cp: its name for the context-parallel axis.
         tp: its name for the tensor-parallel axis.
+        pp: its name for the axis of pipeline stages; the result has the axis only where the mesh has it.
         expert_mesh: another mesh over the same ranks, with axes for experts: any subset of ``dp_replicate``, ``efsdp``
             and ``ep``, in this order.
         efsdp: the expert mesh's name for the axis that shards experts.
@@ -186,7 +193,7 @@ def adopt_mesh(
     import torch.distributed as dist
 
     require_mesh(mesh)
-    renames = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    renames = {PIPELINE: pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     names = mesh.mesh_dim_names or ()
     if unknown := [name for name in names if name not in renames.values()]:
         arguments = ", ".join(f"{axis}={name!r}" for axis, name in renames.items())
@@ -201,6 +208,8 @@ def adopt_mesh(
         raise MeshError(f"the axes are in the order {', '.join(names)}; pass mesh[{', '.join(map(repr, order))}]")
     if mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not one of the ranks {mesh.mesh.flatten().tolist()} of the mesh")
+    if pp not in names:
+        del renames[PIPELINE]
     adopted = renamed_mesh(mesh, renames)
     for name in FLATTENED:
         submesh(adopted, name)
@@ -305,7 +314,7 @@ def require_axes(mesh: DeviceMesh) -> None:
     """Check the axis names of a mesh."""
     require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
-    if not names or (unknown := [name for name in names if name not in AXES]):
+    if not names or (unknown := [name for name in names if name not in (PIPELINE, *AXES)]):
         axes = f"axes {', '.join(unknown)}" if names else "unnamed axes"
         raise MeshError(
             f"the mesh has {axes}; name them out of {', '.join(AXES)}, build it with MeshSpec(...), or rename them "

@@ -1,0 +1,106 @@
+"""The forward of a model on one stage: absent blocks pass on received tensors, and sent tensors are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_runtime.steps.pipeline.parts import Call, Part, Run, StagedModel
+from fsdp_runtime.steps.pipeline.values import Path, Value, at, filled, tensors_in, with_tensor
+
+#: Keywords of a call with media, which only the first stage reads.
+MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "audio_values", "image_patches")
+
+
+class WholeRun:
+    """A forward of a whole copy."""
+
+    def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block."""
+        return call(*args, **kwargs)
+
+    def outer(self, part: Part, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module outside of the blocks."""
+        return call(*args, **kwargs)
+
+
+class StageRun:
+    """One forward of a stage, from its received tensors to its sent ones."""
+
+    def __init__(self, staged: StagedModel, stage: int, received: Mapping[Value, Tensor]) -> None:
+        self.staged, self.stage, self.received = staged, stage, received
+        self.first, self.end = staged.ranges[stage]
+        self.captured: dict[Value, Tensor] = {}
+        self.is_last = stage == len(staged.ranges) - 1
+        self.sending = () if self.is_last else staged.sent[stage]
+        self.stream = next(iter(received.values()), None)
+
+    def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an own block, and replace another."""
+        inputs = [list(args), kwargs]
+        if index < self.first:
+            return self._earlier(index, inputs)
+        if index >= self.end:
+            self._capture(index, "input", inputs)
+            return self._later(index, inputs)
+        for value in self._received_by(index, "input"):
+            with_tensor(inputs, value.path, self.received[value])
+        output = call(*inputs[0], **kwargs)
+        self._capture(index, "output", output)
+        self._capture(index, "entry", inputs)
+        return output
+
+    def outer(self, part: Part, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module of this stage; return zeros for another."""
+        runs = part.where == "every" or (self.is_last if part.where == "last" else self.stage == 0)
+        return call(*args, **kwargs) if runs else part.zeros(args, kwargs, self.stream)
+
+    def sent(self) -> tuple[Tensor, ...]:
+        """Return the tensors for the next stage; received ones may be for a later stage."""
+        both = {**self.received, **self.captured}
+        return tuple(both[value] for value in self.sending)
+
+    def _earlier(self, index: int, inputs: Any) -> Any:
+        def received(path: Path) -> Tensor:
+            values = (Value(block, "output", path) for block in (index, self.first - 1))
+            tensor = next((self.received[value] for value in values if value in self.received), self.stream)
+            assert tensor is not None  # a stage without a first block receives tensors
+            return tensor
+
+        for path, skeleton in self.staged.entries[index].items():
+            below = {value.path: self.received[value] for value in self._received_by(index, "entry")}
+            if any(known[: len(path)] == path for known in below):
+                at(inputs, path[:-1])[path[-1]] = filled(skeleton, lambda leaf, top=path: below[(*top, *leaf)])
+        return filled(self.staged.skeletons[index], received)
+
+    def _later(self, index: int, inputs: Any) -> Any:
+        stream = next(tensor for _, tensor in tensors_in(inputs)).detach()
+        return filled(self.staged.skeletons[index], lambda _: stream)
+
+    def _received_by(self, index: int, place: str) -> list[Value]:
+        return [value for value in self.received if value.block == index and value.place == place]
+
+    def _capture(self, index: int, place: str, nest: Any) -> None:
+        for value in self.sending:
+            if value.block == index and value.place == place and value not in self.received:
+                self.captured[value] = at(nest, value.path)
+
+
+@contextmanager
+def running(staged: StagedModel, run: Run) -> Iterator[None]:
+    """Let a run treat the parts of the model inside the ``with``."""
+    staged.run = run
+    try:
+        yield
+    finally:
+        staged.run = None
+
+
+def stage_inputs(inputs: Mapping[str, Any], stage: int, stages: int) -> dict[str, Any]:
+    """Return the keywords of the model's forward on a stage."""
+    last = stage == stages - 1
+    dropped = (*(() if last else ("labels",)), *(MEDIA if stage else ()))
+    return {**{name: value for name, value in inputs.items() if name not in dropped}, "use_cache": False}

@@ -1,0 +1,236 @@
+"""Train and score a model in pipeline stages with the schedules of ``torch.distributed.pipelining``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.runtime_state import RUNTIME_STATE
+from fsdp_runtime.steps.pipeline.parts import StagedModel
+from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
+from fsdp_runtime.steps.pipeline.shapes import Sent, sent_shapes
+from fsdp_runtime.steps.pipeline.shared import summing_shared_gradients
+from fsdp_runtime.steps.pipeline.values import Value
+
+MicroBatch = Mapping[str, Any]
+Loss = Callable[[Any, MicroBatch], Tensor]
+
+
+def forward_backward(model: nn.Module, micro_batches: Sequence[MicroBatch], loss: Loss | None = None) -> Tensor:
+    """Run the forward and backward of a batch over all stages; every rank of ``pp`` calls it with the same batch.
+
+    Gradients are added to ``parameter.grad``, as by one ``loss.backward()`` of the sum of all losses.  Parameters on
+    several ranks of ``pp``, such as a tied embedding, get the sum of their gradients.
+
+    Args:
+        model: from ``parallelize(model, mesh, steps=(Pipeline(...),))``.
+        micro_batches: keywords of the model's forward, one dict per micro-batch, as many as the step's
+            ``microbatches``.  Their lengths may differ.
+        loss: a function of the model's output and the micro-batch, which returns a scalar; called on the last stage.
+            Weigh it for a mean over all micro-batches, as with ``rl_logprobs.mean_weights``.  By default the loss that
+            the model computes from ``labels``, weighted by the number of labels.
+
+    Returns:
+        The loss of each micro-batch, ``[micro_batches]``, on every rank of ``pp``, detached.
+
+    Raises:
+        ModelError: the model is not in pipeline stages.
+        OptionError: the number of micro-batches is not the step's, or a micro-batch has neither ``labels`` nor a loss.
+
+    Example:
+        >>> from fsdp_runtime.steps.pipeline.schedule import forward_backward  # on each rank of a mesh with pp
+    """
+    staged = _staged(model, micro_batches)
+    weights = [1.0] * len(micro_batches) if loss is not None else _label_weights(micro_batches)
+
+    def weighted(index: int, output: Any) -> Tensor:
+        batch = micro_batches[index]
+        value = output.loss * weights[index] if loss is None else loss(output, batch)
+        if not isinstance(value, Tensor) or value.ndim:
+            raise OptionError(f"the loss of micro-batch {index} is {value!r}: return a tensor without dimensions")
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    with summing_shared_gradients(model, staged):
+        return _Schedule(model, staged, micro_batches, weighted).run(backward=True)
+
+
+def forward_only(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], outputs: Callable[[Any, MicroBatch], Any] | None = None
+) -> list[Any] | None:
+    """Run the forward of a batch over all stages, without gradients; every rank of ``pp`` calls it with the same batch.
+
+    Args:
+        model: from ``parallelize(model, mesh, steps=(Pipeline(...),))``.
+        micro_batches: keywords of the model's forward, one dict per micro-batch.
+        outputs: a function of the model's output and the micro-batch, called on the last stage, such as one that
+            returns log-probabilities; by default the output itself.
+
+    Returns:
+        The outputs of the micro-batches on the rank with the last stage, ``None`` on others.
+
+    Raises:
+        ModelError: the model is not in pipeline stages.
+        OptionError: the number of micro-batches is not the step's.
+    """
+    staged = _staged(model, micro_batches)
+    results: dict[int, Any] = {}
+
+    def keep(index: int, output: Any) -> Tensor:
+        results[index] = output if outputs is None else outputs(output, micro_batches[index])
+        return torch.zeros((), device=_device(model))
+
+    with torch.no_grad():
+        _Schedule(model, staged, micro_batches, keep).run(backward=False)
+    return [results[index] for index in range(len(micro_batches))] if results else None
+
+
+class _Stage(PipelineStage):
+    """A stage that takes its micro-batch from the call, and whose FSDP modules reduce once, after the schedule."""
+
+    # torch divides batches into equal parts of tensors; micro-batches here are dicts of any shapes.
+    forward: Callable[..., Any]
+    micro_batch = 0
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.micro_batch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(self.stage_index, self.micro_batch, args)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Do nothing: the stages of a rank reduce together."""
+
+    def reduce_gradients(self, model: nn.Module) -> None:
+        """Reduce the gradients of all FSDP modules of the model."""
+        self.submod = model
+        super().perform_reduce_grad(1)
+
+
+class _Parameters(nn.Module):
+    """Stands for the model in a stage: torch reads its parameters, and does not see FSDP modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["model"] = model
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.__dict__["model"].parameters(recurse)
+
+
+class _Schedule:
+    """One call of a schedule."""
+
+    def __init__(
+        self, model: nn.Module, staged: StagedModel, batches: Sequence[MicroBatch], end: Callable[[int, Any], Tensor]
+    ) -> None:
+        self.model, self.staged, self.batches, self.end = model, staged, batches, end
+
+    def run(self, *, backward: bool) -> Tensor:
+        """Run all micro-batches; return the losses."""
+        step, count = self.staged.schedules, len(self.batches)
+        self.shapes = sent_shapes(self.model, self.staged, self.batches)
+        stages = [self._stage(stage, backward) for stage in self.staged.stages]
+        kind = get_schedule_class(step.schedule)
+        single = issubclass(kind, PipelineScheduleSingle)
+        schedule = kind(stages[0] if single else stages, count, loss_fn=_identity, scale_grads=False)
+        losses: list[Tensor] = []
+        target = torch.zeros(count, device=_device(self.model))
+        fsdp = self.model if isinstance(self.model, FSDPModule) else None
+        if backward:
+            _accumulate(fsdp)
+            schedule.step(target=target, losses=losses, return_outputs=False)
+            if fsdp is not None:
+                stages[0].reduce_gradients(fsdp)
+        else:
+            schedule.eval(target=target, losses=losses, return_outputs=False)
+        return self._on_all_ranks(losses)
+
+    def _stage(self, stage: int, backward: bool) -> _Stage:
+        staged = self.staged
+        received = () if stage == 0 else tuple(s.buffer(backward) for s in self.shapes[stage - 1][None])
+        last = stage == len(staged.ranks) - 1
+        sent = (torch.empty((), device="meta"),) if last else tuple(s.buffer(backward) for s in self.shapes[stage][None])
+        made = _Stage(
+            _Parameters(self.model), stage, len(staged.ranks), _device(self.model), received, sent,
+            group=staged.mesh.get_group(),
+        )  # fmt: skip
+        made.stage_index_to_group_rank = dict(enumerate(staged.ranks))
+        made.forward = self._forward
+        return made
+
+    def _forward(self, stage: int, index: int, tensors: tuple[Tensor, ...]) -> Any:
+        staged, count = self.staged, len(self.staged.ranks)
+        values = staged.sent[stage - 1] if stage else ()
+        shapes = self.shapes[stage - 1][index] if stage else ()
+        received: dict[Value, Tensor] = {
+            value: shape.received(tensor) for value, shape, tensor in zip(values, shapes, tensors, strict=True)
+        }
+        run = StageRun(staged, stage, received)
+        with running(staged, run):
+            output = self.model(**stage_inputs(self.batches[index], stage, count))
+        if stage == count - 1:
+            return self.end(index, output)
+        return tuple(
+            largest.sent(tensor) for largest, tensor in zip(self.shapes[stage][None], run.sent(), strict=True)
+        )
+
+    def _on_all_ranks(self, losses: list[Tensor]) -> Tensor:
+        group, last = self.staged.mesh.get_group(), self.staged.ranks[-1]
+        count, device = len(self.batches), _device(self.model)
+        values = torch.zeros(count, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        if losses:
+            values = torch.stack([loss.detach() for loss in losses]).to(values)
+        dist.broadcast(values, dist.get_global_rank(group, last), group=group)
+        return values
+
+
+def _accumulate(fsdp: FSDPModule | None) -> None:
+    """Let FSDP modules keep the gradients of all micro-batches until they are reduced."""
+    if fsdp is not None:
+        fsdp.set_is_last_backward(False)
+        fsdp.set_reshard_after_backward(False)
+        fsdp.set_requires_gradient_sync(False)
+
+
+def _identity(loss: Tensor, target: Tensor) -> Tensor:
+    return loss
+
+
+def _staged(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> StagedModel:
+    staged: StagedModel | None = getattr(model.__dict__.get(RUNTIME_STATE), "stages", None)
+    if staged is None:
+        raise ModelError(
+            f"{type(model).__name__} is not in pipeline stages: parallelize it on a mesh with pp of 2 or more, with "
+            "steps=(Pipeline(...),)"
+        )
+    if len(micro_batches) != (count := staged.schedules.microbatches):
+        raise OptionError(f"{len(micro_batches)} micro-batches were given: the step has Pipeline(microbatches={count})")
+    return staged
+
+
+def _label_weights(micro_batches: Sequence[MicroBatch]) -> list[Any]:
+    """Return each micro-batch's share of the labels, by which its mean loss is weighted."""
+    for index, batch in enumerate(micro_batches):
+        if batch.get("labels") is None:
+            raise OptionError(f"micro-batch {index} has no labels, and no loss was given: give one of the two")
+    counts = [(batch["labels"][..., 1:] != -100).sum() for batch in micro_batches]
+    total = torch.stack(counts).sum().clamp(min=1)
+    return [count / total for count in counts]
+
+
+def _device(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters())
+    return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+
+
+__all__ = ["Sent", "forward_backward", "forward_only"]

@@ -1,0 +1,118 @@
+"""Shapes of the tensors between stages: found by one forward, then computed from rows and tokens.
+
+Micro-batches may have different lengths: a sent tensor is padded to the longest, and the receiver cuts the padding off.
+So the code of the model sees no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+from torch.nn.functional import pad
+
+from fsdp_runtime.errors import OptionError
+from fsdp_runtime.steps.pipeline.parts import StagedModel
+from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A tensor between two stages; ``shape`` is of this rank's part."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    whole: tuple[int, ...] | None = None  # of a DTensor over ``tp``
+    placements: tuple[Placement, ...] = ()
+    mesh: Any = None
+
+    def buffer(self, backward: bool) -> Tensor:
+        """Return a tensor on the meta device, for torch to allocate the buffer of the receiver."""
+        return torch.empty(
+            self.shape, dtype=self.dtype, device="meta", requires_grad=backward and self.dtype.is_floating_point
+        )
+
+    def sent(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part, padded to the shape."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        missing = [size - actual for size, actual in zip(self.shape, local.shape, strict=True)]
+        return pad(local, [n for m in reversed(missing) for n in (0, m)]) if any(missing) else local.contiguous()
+
+    def received(self, buffer: Tensor) -> Tensor:
+        """Return the tensor without padding; a copy, which model code may change in place."""
+        local = buffer[tuple(slice(size) for size in self.shape)].clone()
+        if self.whole is None:
+            return local
+        strides = torch.empty(self.whole, device="meta").stride()
+        return DTensor.from_local(
+            local, self.mesh, self.placements, shape=torch.Size(self.whole), stride=strides, run_check=False
+        )
+
+
+Shapes = list[dict[int | None, tuple[Sent, ...]]]
+
+
+def sent_shapes(model: nn.Module, staged: StagedModel, batches: Sequence[Mapping[str, Any]]) -> Shapes:
+    """Return for each stage but the last the tensors that it sends, by micro-batch; ``None`` has their largest sizes."""
+    sizes = [_rows_and_tokens(batch) for batch in batches]
+    known = staged.shapes
+    for index, size in enumerate(sizes):
+        if size not in known:
+            known[size] = _probe(model, staged, batches[index])
+    shapes: Shapes = []
+    for boundary in range(len(staged.sent)):
+        by_batch: dict[int | None, tuple[Sent, ...]] = {i: known[size][boundary] for i, size in enumerate(sizes)}
+        by_batch[None] = tuple(_largest(same) for same in zip(*by_batch.values(), strict=True))
+        shapes.append(by_batch)
+    return shapes
+
+
+def _rows_and_tokens(batch: Mapping[str, Any]) -> tuple[int, ...]:
+    tensor = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(tensor, Tensor):
+        raise OptionError("a micro-batch has neither input_ids nor inputs_embeds: give one of the two")
+    return tuple(tensor.shape[:2])
+
+
+def _largest(same: Sequence[Sent]) -> Sent:
+    shape = tuple(max(sizes) for sizes in zip(*(sent.shape for sent in same), strict=True))
+    return Sent(shape, same[0].dtype)
+
+
+def _probe(model: nn.Module, staged: StagedModel, batch: Mapping[str, Any]) -> list[tuple[Sent, ...]]:
+    """Run one micro-batch through all stages without gradients, and return the tensors that each stage sends."""
+    group, count = staged.mesh.get_group(), len(staged.ranks)
+    results: list[tuple[Sent, ...]] = []
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    for stage, rank in enumerate(staged.ranks[:-1]):
+        sent: list[Any] = [None]
+        if rank == staged.rank:
+            values = staged.sent[stage - 1] if stage else ()
+            tensors = [_zeros(model, shape) for shape in results[-1]] if stage else []
+            run = StageRun(staged, stage, dict(zip(values, tensors, strict=True)))
+            with torch.no_grad(), running(staged, run):
+                model(**stage_inputs(batch, stage, count))
+            sent = [[_described(tensor) for tensor in run.sent()]]
+        dist.broadcast_object_list(sent, dist.get_global_rank(group, rank), group=group)
+        results.append(tuple(Sent(*fields, mesh=staged.tp) for fields in sent[0]))
+    for module in training:
+        module.training = True
+    return results
+
+
+def _described(tensor: Tensor) -> tuple[Any, ...]:
+    if isinstance(tensor, DTensor):
+        return tuple(tensor.to_local().shape), tensor.dtype, tuple(tensor.shape), tuple(tensor.placements)
+    return tuple(tensor.shape), tensor.dtype, None, ()
+
+
+def _zeros(model: nn.Module, shape: Sent) -> Tensor:
+    parameter = next(model.parameters())
+    device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+    return shape.received(torch.zeros(shape.shape, dtype=shape.dtype, device=device))

@@ -1,0 +1,58 @@
+"""Parameters on several ranks of ``pp``, such as a tied embedding: their gradients are summed after the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.steps.pipeline.parts import StagedModel
+
+
+@contextmanager
+def summing_shared_gradients(model: nn.Module, staged: StagedModel) -> Iterator[None]:
+    """Sum the gradients that a schedule computes inside the ``with``; earlier ones are sums already."""
+    parameters = {name: p for name, p in model.named_parameters() if name in staged.shared}
+    earlier = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    yield
+    parameters = {name: p for name, p in model.named_parameters() if name in staged.shared}
+    with torch.no_grad():
+        for name in staged.shared:
+            if name in parameters:
+                _sum(name, parameters[name], staged)
+        for name, gradient in earlier.items():
+            if gradient is not None:
+                parameters[name].grad = gradient.add_(parameters[name].grad)  # type: ignore[arg-type]
+
+
+def _sum(name: str, parameter: nn.Parameter, staged: StagedModel) -> None:
+    """Exchange a gradient with the other ranks of the parameter, and add in the order of ranks: equal bits on all."""
+    if name in staged.unused:
+        if parameter.grad is not None:
+            raise ModelError(f"{name} got a gradient, and none in the small copy of the model: report this model")
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    group, ranks = staged.mesh.get_group(), staged.shared[name]
+    own = local.contiguous()
+    parts: dict[int, Tensor] = {rank: own if rank == staged.rank else torch.empty_like(own) for rank in ranks}
+    operations = []
+    for rank in ranks:
+        if rank != staged.rank:
+            peer = dist.get_global_rank(group, rank)
+            operations.append(dist.P2POp(dist.isend, own, peer, group))
+            operations.append(dist.P2POp(dist.irecv, parts[rank], peer, group))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    total = parts[ranks[0]].clone()
+    for rank in ranks[1:]:
+        total += parts[rank]
+    local.copy_(total)

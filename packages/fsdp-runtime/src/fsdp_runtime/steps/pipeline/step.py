@@ -1,0 +1,234 @@
+"""The step of pipeline parallelism: its options, its checks, and the division of a model into stages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.setup import Setup
+from fsdp_runtime.step import Step
+from fsdp_runtime.steps.pipeline.copies import SHAPES, absent_tensors, require_equal, rows, small_copy
+from fsdp_runtime.steps.pipeline.parts import Part, StagedModel, add_parts, outer_modules
+from fsdp_runtime.steps.pipeline.split import ranges_of, split_blocks
+from fsdp_runtime.steps.pipeline.trace import Record, crossing, places, record
+from fsdp_runtime.steps.pipeline.values import Value
+from fsdp_runtime.values import require_one_of
+
+logger = logging.getLogger(__name__)
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
+#: Schedules with several stages per rank; the last two place stages in a V: rank 0 has the first and the last stage.
+INTERLEAVED = ("interleaved1f1b", "interleavedzerobubble")
+V_SHAPED = ("zbvzerobubble", "dualpipev")
+#: Schedules with separate backwards of inputs and weights.
+SPLIT_BACKWARD = ("interleavedzerobubble", *V_SHAPED)
+
+
+@dataclass(frozen=True)
+class Pipeline(Step[StagedModel | None]):
+    """Divide the blocks of a model over the ranks of ``pp``; the schedules are torch's.
+
+    A rank keeps its blocks; the first stage has the embedding, and the last stage the final norm and the head.  The
+    forward of the model's own class runs on every stage, and absent blocks pass on the tensors that the stage
+    received.  A small copy of the model is run before anything changes: it shows which tensors cross stages, and its
+    stages must give the logits and gradients of the whole copy.
+
+    Train with ``forward_backward`` and score with ``forward_only`` of ``fsdp_runtime.steps.pipeline.schedule``.
+
+    Args:
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved1f1b"``, ``"interleavedzerobubble"``, ``"zbvzerobubble"`` or
+            ``"dualpipev"``, of ``torch.distributed.pipelining``.
+        microbatches: the number of micro-batches of each call.
+        layers: the number of blocks of each stage, first stage first; by default parameters, with the head's, are
+            divided equally.
+        stages_per_rank: the number of stages of each rank in an interleaved schedule; 2 in a V, else 1.
+
+    Raises:
+        OptionError: a value is not allowed.
+
+    Source: D. Narayanan et al., arXiv:2104.04473 (1F1B, interleaved); P. Qi et al., arXiv:2401.10241 (zero bubble).
+    """
+
+    schedule: ScheduleName = "1f1b"
+    microbatches: int = 4
+    layers: Sequence[int] | None = None
+    stages_per_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        require_one_of("schedule", self.schedule, get_args(ScheduleName))
+        if type(self.microbatches) is not int or self.microbatches < 1:
+            raise OptionError(f"microbatches={self.microbatches!r}: give a positive integer")
+        several = self.schedule in (*INTERLEAVED, *V_SHAPED)
+        if (count := self.stages_per_rank) is not None and (
+            type(count) is not int or count < 1 or (count > 1 and not several) or (self.schedule in V_SHAPED and count != 2)
+        ):
+            legal = "2" if self.schedule in V_SHAPED else "a positive integer" if several else "1"
+            raise OptionError(f"stages_per_rank={count!r}: the schedule {self.schedule!r} takes {legal}")
+        if self.layers is not None and any(type(layers) is not int or layers < 1 for layers in self.layers):
+            raise OptionError(f"layers={self.layers!r}: give a positive number of blocks for each stage")
+
+    @property
+    def per_rank(self) -> int:
+        """The number of stages of each rank."""
+        return self.stages_per_rank or (2 if self.schedule in (*INTERLEAVED, *V_SHAPED) else 1)
+
+    def stage_ranks(self, pp: int) -> tuple[int, ...]:
+        """Return the rank of ``pp`` of each stage."""
+        if self.schedule in V_SHAPED:
+            return (*range(pp), *reversed(range(pp)))
+        return tuple(stage % pp for stage in range(pp * self.per_rank))
+
+    def check(self, setup: Setup) -> StagedModel | None:
+        """Divide the model, and compare the stages of a small copy with the whole copy."""
+        mesh = setup.meshes.pp
+        if mesh is None:
+            return None
+        _require_transformers(setup)
+        self._require_microbatches(mesh.size())
+        staged = StagedModel(
+            ranges=self._ranges(setup, mesh.size()),
+            ranks=self.stage_ranks(mesh.size()),
+            rank=mesh.get_local_rank(),
+            mesh=mesh,
+            tp=setup.meshes.tp,
+            blocks=setup.structure.decoder,
+            schedules=self,
+        )
+        _find_crossing_tensors(setup.facts.model, staged)
+        _find_shared_parameters(setup.facts.model, staged)
+        return staged
+
+    def _require_microbatches(self, pp: int) -> None:
+        stages = pp * self.per_rank
+        least = {"dualpipev": stages, "zbvzerobubble": 1, "gpipe": 1}.get(self.schedule, pp)
+        if self.microbatches < least:
+            raise OptionError(
+                f"microbatches={self.microbatches}: the schedule {self.schedule!r} over pp={pp} takes at least {least}"
+            )
+        if self.schedule in INTERLEAVED and self.microbatches % pp:
+            raise OptionError(
+                f"microbatches={self.microbatches}: the schedule {self.schedule!r} takes multiples of pp={pp}"
+            )
+
+    def _ranges(self, setup: Setup, pp: int) -> tuple[tuple[int, int], ...]:
+        blocks, stages = setup.structure.decoder, pp * self.per_rank
+        if self.layers is not None:
+            if len(self.layers) != stages or sum(self.layers) != len(blocks):
+                raise OptionError(
+                    f"layers={tuple(self.layers)} has {len(self.layers)} stages and {sum(self.layers)} blocks: the "
+                    f"schedule over pp={pp} has {stages} stages, and the model {len(blocks)} blocks"
+                )
+            return ranges_of(self.layers)
+        head = setup.structure.lm_head
+        return ranges_of(
+            split_blocks(
+                [_parameters(setup.facts.model.get_submodule(path)) for path in blocks],
+                stages,
+                after=0 if head is None else _parameters(setup.facts.model.get_submodule(head)),
+            )
+        )
+
+    def prepare(self, model: nn.Module, setup: Setup, checked: StagedModel | None) -> None:
+        """Remove the parameters of other stages, before all other steps."""
+        if checked is None:
+            return
+        staged = checked
+        slots = absent_tensors(model, staged, staged.rank)
+        names = {id(p): name for name, p in model.named_parameters()}
+        add_parts(model, _parts(model, staged))
+        for slot in slots:
+            slot.tensors[slot.name] = None
+        staged.absent = tuple(names[id(slot.tensor)] for slot in slots if id(slot.tensor) in names)
+        runtime_state(model).stages = staged
+        logger.info("pipeline: stages %s of %s blocks", staged.stages, [end - start for start, end in staged.ranges])
+
+
+def require_pipeline_step(steps: Iterable[object], mesh: DeviceMesh | None) -> None:
+    """Check that a mesh with ``pp`` comes with the step, and the step with such a mesh."""
+    count = sum(isinstance(step, Pipeline) for step in steps)
+    if mesh is None and count:
+        raise OptionError("steps has a Pipeline, and the mesh has no axis pp of 2 or more: build it with MeshSpec(pp=2)")
+    if mesh is not None and count != 1:
+        raise OptionError(
+            f"the mesh has pp={mesh.size()}, and steps has {count} times Pipeline: give one, as in "
+            "steps=(Pipeline('1f1b', microbatches=8),)"
+        )
+
+
+def _require_transformers(setup: Setup) -> None:
+    facts = setup.facts
+    facts.require_transformers("pipeline stages need the forward of a transformers model; use a mesh without pp")
+    if getattr(facts.base_model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{facts.name} is an encoder-decoder: its decoder has no stages of its own; use a mesh without pp")
+
+
+def _parameters(module: nn.Module) -> float:
+    return float(sum(parameter.numel() for parameter in module.parameters()))
+
+
+def _parts(model: nn.Module, staged: StagedModel, seen: Record | None = None) -> list[Part]:
+    parts = [Part(staged, path, block=index) for index, path in enumerate(staged.blocks)]
+    for path, where in staged.outer.items():
+        module: Any = model.get_submodule(path)
+        absent = staged.replaced[path]
+        parts.append(Part(staged, path, where=where, absent=absent, width=_width(module, absent)))
+    return parts
+
+
+def _width(module: Any, absent: str) -> int:
+    for name in {"table": ("embedding_dim",), "linear": ("out_features",), "like": ()}[absent]:
+        if isinstance(width := getattr(module, name, None), int):
+            return width
+    return 0
+
+
+def _find_crossing_tensors(model: nn.Module, staged: StagedModel) -> None:
+    """Fill in the record of the stages from runs of a small copy."""
+    small = small_copy(model, len(staged.blocks))
+    paths = [path for path, _ in outer_modules(small, _structure(small))]
+    staged.outer = dict.fromkeys(paths, "every")
+    staged.replaced = dict.fromkeys(paths, "like")
+    add_parts(small, _parts(small, staged))
+    inputs = [rows(small, shape) for shape in SHAPES]
+    whole, longer = (record(small, staged, each) for each in inputs)
+    staged.outer = places(whole, len(staged.blocks), paths)
+    staged.replaced = {path: whole.absent.get(path) or "like" for path in paths}
+    staged.skeletons = tuple(call.skeleton for call in whole.calls)
+    staged.entries = tuple(call.entries for call in whole.calls)
+    add_parts(small, _parts(small, staged))
+    starts = [start for start, _ in staged.ranges[1:]]
+    staged.sent = tuple(tuple(crossing(small, staged, whole, inputs[0], start)) for start in starts)
+    values = {value for sent in staged.sent for value in sent}
+    staged.varying = {value: _varying(value, whole, longer) for value in values}
+    staged.unused = require_equal(small, staged, inputs[0])
+
+
+def _varying(value: Value, whole: Record, longer: Record) -> tuple[str | None, ...]:
+    """Return for each dim of a sent tensor whether it is rows or tokens."""
+    dims = {(rows, more): name for rows, more, name in zip(*SHAPES, ("rows", "tokens"), strict=True)}
+    shapes = zip(whole.tensor(value).shape, longer.tensor(value).shape, strict=True)
+    return tuple(None if one == other else dims.get((one, other), "unknown") for one, other in shapes)
+
+
+def _structure(model: nn.Module) -> Any:
+    from fsdp_runtime.model.structure import inspect_model
+
+    return inspect_model(model)
+
+
+def _find_shared_parameters(model: nn.Module, staged: StagedModel) -> None:
+    """Record the ranks of each trained parameter that several ranks hold."""
+    holders: dict[str, list[int]] = {name: [] for name, p in model.named_parameters() if p.requires_grad}
+    for rank in sorted(set(staged.ranks)):
+        absent = {id(slot.tensor) for slot in absent_tensors(model, staged, rank)}
+        for name, parameter in model.named_parameters():
+            if name in holders and id(parameter) not in absent:
+                holders[name].append(rank)
+    staged.shared = {name: tuple(ranks) for name, ranks in holders.items() if len(ranks) > 1}
