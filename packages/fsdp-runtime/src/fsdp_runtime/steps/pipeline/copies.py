@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import inspect_model
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, WholeRun, running, stage_inputs
 from fsdp_runtime.steps.pipeline.trace import logits_of
@@ -52,9 +53,22 @@ def kept_parts(staged: StagedModel, rank: int) -> set[str]:
 class Slot:
     """A parameter or buffer of an absent part, and the dict that holds it."""
 
+    module: nn.Module
     tensors: dict[str, Any]
     name: str
     tensor: Tensor
+
+    def remove(self) -> None:
+        """Leave ``None`` in its place."""
+        self.tensors[self.name] = None
+        if (part := runtime_state(self.module).part) is not None:
+            part.removed.add(self.name)
+
+    def restore(self) -> None:
+        """Undo :meth:`remove`."""
+        self.tensors[self.name] = self.tensor
+        if (part := runtime_state(self.module).part) is not None:
+            part.removed.discard(self.name)
 
 
 def absent_tensors(model: nn.Module, staged: StagedModel, rank: int) -> list[Slot]:
@@ -62,30 +76,27 @@ def absent_tensors(model: nn.Module, staged: StagedModel, rank: int) -> list[Slo
     kept = kept_parts(staged, rank)
     absent = [path for path in (*staged.blocks, *staged.outer) if path not in kept]
     others = {module for path in absent for module in model.get_submodule(path).modules()}
-    used = {id(tensor) for module in model.modules() if module not in others for _, _, tensor in _own(module)}
-    return [
-        Slot(tensors, name, tensor) for module in others for tensors, name, tensor in _own(module)
-        if id(tensor) not in used
-    ]  # fmt: skip
+    used = {id(slot.tensor) for module in model.modules() if module not in others for slot in _own(module)}
+    return [slot for module in others for slot in _own(module) if id(slot.tensor) not in used]
 
 
-def _own(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+def _own(module: nn.Module) -> Iterator[Slot]:
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is not None:
-                yield tensors, name, tensor
+                yield Slot(module, tensors, name, tensor)
 
 
 @contextmanager
 def without(slots: list[Slot]) -> Iterator[None]:
     """Remove tensors from their modules inside the ``with``."""
     for slot in slots:
-        slot.tensors[slot.name] = None
+        slot.remove()
     try:
         yield
     finally:
         for slot in slots:
-            slot.tensors[slot.name] = slot.tensor
+            slot.restore()
 
 
 def require_equal(model: Any, staged: StagedModel, inputs: Mapping[str, Any]) -> frozenset[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import ModelError
@@ -79,6 +80,7 @@ class Part:
     where: Where = "every"
     absent: Absent = "like"
     width: int = 0  # of an absent output
+    removed: set[str] = field(default_factory=set)  # names of parameters that this rank lacks
 
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self.staged.run
@@ -94,10 +96,13 @@ class Part:
         """Return an output of the absent module, without a gradient and with little memory."""
         _, first = next(tensors_in((args, kwargs)))
         if self.absent == "table":
-            stream = first.new_zeros(1, dtype=None if like is None else like.dtype) if like is None else like
-            return stream.detach().new_zeros(()).expand(*first.shape, self.width)
-        shape = first.shape if self.absent == "like" else (*first.shape[:-1], self.width)
-        return first.detach().new_zeros(()).expand(shape)
+            dtype = None if like is None else like.dtype
+            return (first if like is None else like).detach().new_zeros((*first.shape, self.width), dtype=dtype)
+        if self.absent == "like":
+            return torch.zeros_like(first)
+        shape = (*first.shape[:-1], self.width)
+        # Logits, which no code reads, take the memory of one number.
+        return first.new_zeros(()).expand(shape) if self.where == "last" else first.new_zeros(shape)
 
 
 class OnStage(Wrapper):
@@ -110,10 +115,23 @@ class OnStage(Wrapper):
         return part(super().__call__, args, kwargs)  # type: ignore[misc]  # mypy: of the module's class
 
 
+class OuterOnStage(OnStage):
+    """The same for a module outside of blocks; model code may read the dtype or device of its absent parameters."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # type: ignore[misc]  # of the module's class
+        if value is None and name in (part := self.__dict__[RUNTIME_STATE].part).removed:
+            stream = getattr(part.staged.run, "stream", None)
+            return value if stream is None else stream.new_empty(0)
+        return value
+
+
 def add_parts(model: nn.Module, parts: list[Part]) -> None:
     """Put the parts' wrapper on their modules."""
     modules = [model.get_submodule(part.path) for part in parts]
-    wrap((module for module in modules if not isinstance(module, OnStage)), OnStage)
+    for wrapper, is_block in ((OnStage, True), (OuterOnStage, False)):
+        own = (m for m, part in zip(modules, parts, strict=True) if (part.block is not None) is is_block)
+        wrap((module for module in own if not isinstance(module, OnStage)), wrapper)
     for module, part in zip(modules, parts, strict=True):
         runtime_state(module).part = part
 

@@ -49,6 +49,7 @@ class StageRun:
         for value in self._received_by(index, "input"):
             with_tensor(inputs, value.path, self.received[value])
         output = call(*inputs[0], **kwargs)
+        self.stream = next((tensor for _, tensor in tensors_in(output)), self.stream)
         self._capture(index, "output", output)
         self._capture(index, "entry", inputs)
         return output

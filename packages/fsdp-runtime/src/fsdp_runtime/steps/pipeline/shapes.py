@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.functional import pad
 
-from fsdp_runtime.errors import OptionError
+from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
 
@@ -86,24 +86,35 @@ def _largest(same: Sequence[Sent]) -> Sent:
 
 def _probe(model: nn.Module, staged: StagedModel, batch: Mapping[str, Any]) -> list[tuple[Sent, ...]]:
     """Run one micro-batch through all stages without gradients, and return the tensors that each stage sends."""
-    group, count = staged.mesh.get_group(), len(staged.ranks)
-    results: list[tuple[Sent, ...]] = []
+    group, results = staged.mesh.get_group(), list[tuple[Sent, ...]]()
     training = [module for module in model.modules() if module.training]
     model.eval()
     for stage, rank in enumerate(staged.ranks[:-1]):
-        sent: list[Any] = [None]
+        answer: list[Any] = [None]
         if rank == staged.rank:
-            values = staged.sent[stage - 1] if stage else ()
-            tensors = [_zeros(model, shape) for shape in results[-1]] if stage else []
-            run = StageRun(staged, stage, dict(zip(values, tensors, strict=True)))
-            with torch.no_grad(), running(staged, run):
-                model(**stage_inputs(batch, stage, count))
-            sent = [[_described(tensor) for tensor in run.sent()]]
-        dist.broadcast_object_list(sent, dist.get_global_rank(group, rank), group=group)
-        results.append(tuple(Sent(*fields, mesh=staged.tp) for fields in sent[0]))
+            try:
+                answer = [[_described(tensor) for tensor in _forward(model, staged, stage, batch, results)]]
+            except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
+                answer = [f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(answer, dist.get_global_rank(group, rank), group=group)
+        if isinstance(answer[0], str):
+            raise ModelError(f"the forward of stage {stage} on rank {rank} of pp raises {answer[0]}")
+        results.append(tuple(Sent(*fields, mesh=staged.tp) for fields in answer[0]))
     for module in training:
         module.training = True
     return results
+
+
+def _forward(
+    model: nn.Module, staged: StagedModel, stage: int, batch: Mapping[str, Any], results: Sequence[tuple[Sent, ...]]
+) -> tuple[Tensor, ...]:
+    """Run a stage on zeros."""
+    values = staged.sent[stage - 1] if stage else ()
+    tensors = [_zeros(model, shape) for shape in results[-1]] if stage else []
+    run = StageRun(staged, stage, dict(zip(values, tensors, strict=True)))
+    with torch.no_grad(), running(staged, run):
+        model(**stage_inputs(batch, stage, len(staged.ranks)))
+    return run.sent()
 
 
 def _described(tensor: Tensor) -> tuple[Any, ...]:

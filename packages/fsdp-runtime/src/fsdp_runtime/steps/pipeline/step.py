@@ -90,7 +90,7 @@ class Pipeline(Step[StagedModel | None]):
         mesh = setup.meshes.pp
         if mesh is None:
             return None
-        _require_transformers(setup)
+        _require_decoder(setup)
         self._require_microbatches(mesh.size())
         staged = StagedModel(
             ranges=self._ranges(setup, mesh.size()),
@@ -144,7 +144,7 @@ class Pipeline(Step[StagedModel | None]):
         names = {id(p): name for name, p in model.named_parameters()}
         add_parts(model, _parts(model, staged))
         for slot in slots:
-            slot.tensors[slot.name] = None
+            slot.remove()
         staged.absent = tuple(names[id(slot.tensor)] for slot in slots if id(slot.tensor) in names)
         runtime_state(model).stages = staged
         logger.info("pipeline: stages %s of %s blocks", staged.stages, [end - start for start, end in staged.ranges])
@@ -162,11 +162,11 @@ def require_pipeline_step(steps: Iterable[object], mesh: DeviceMesh | None) -> N
         )
 
 
-def _require_transformers(setup: Setup) -> None:
+def _require_decoder(setup: Setup) -> None:
     facts = setup.facts
-    facts.require_transformers("pipeline stages need the forward of a transformers model; use a mesh without pp")
-    if getattr(facts.base_model.config, "is_encoder_decoder", False):
-        raise ModelError(f"{facts.name} is an encoder-decoder: its decoder has no stages of its own; use a mesh without pp")
+    facts.require_not_compiled()
+    if getattr(getattr(facts.base_model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(f"{facts.name} is an encoder-decoder: the stages are parts of one stack; use a mesh without pp")
 
 
 def _parameters(module: nn.Module) -> float:

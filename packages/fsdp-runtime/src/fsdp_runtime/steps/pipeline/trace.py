@@ -6,7 +6,7 @@ depends on an absent part, so the stage has to receive it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,7 @@ def _entries(inputs: Any) -> list[tuple[Path, Any]]:
     containers += [((1, name), value) for name, value in inputs[1].items()]
     entries: list[tuple[Path, Any]] = []
     for path, value in containers:
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        items = value.items() if isinstance(value, MutableMapping) else enumerate(value) if isinstance(value, list) else ()
         entries += [((*path, key), part) for key, part in items]
     return entries
 
@@ -199,6 +199,9 @@ def crossing(model: nn.Module, staged: StagedModel, whole: Record, inputs: Mappi
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the first floating-point tensor of a model's output."""
+    """Return the logits, else the first floating-point tensor, of a model's output."""
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
     return next(tensor for _, tensor in tensors_in(output) if tensor.is_floating_point())
 

@@ -1,0 +1,98 @@
+"""Pipeline stages of one architecture: losses, logits and every gradient on every rank, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coverage.measure import default_dtype
+from coverage.packing import packed_positions
+from coverage.shrink import VOCAB
+from coverage.table import coverage_entries, tiny_model
+from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
+from fsdp_runtime.mesh.spec import axis_size
+from fsdp_runtime.steps.pipeline.schedule import forward_backward, forward_only
+from fsdp_runtime.steps.pipeline.step import Pipeline
+from harness.float64 import compute_in_float64
+from harness.parity import gradient_errors, largest, mesh_for
+
+PIPELINE_BOUND = 1e-12
+
+
+def measure_pipeline(
+    name: str, axes: Mapping[str, int], step: Pipeline, *, packed: bool = False, **options: Any
+) -> dict[str, float]:
+    """Compare one architecture in pipeline stages with the plain model, on this rank.
+
+    Args:
+        name: the row.
+        axes: the mesh.
+        step: the schedule.
+        packed: give rows of several documents.
+        options: further keywords of ``parallelize``.
+    """
+    with default_dtype(torch.float64), compute_in_float64():
+        plain = tiny_model(coverage_entries()[name])
+        mesh = mesh_for(axes)
+        staged = parallelize(copy.deepcopy(plain), mesh, steps=(step,), logits="full", **options)
+        data = submesh(mesh, "dp")
+        batches = [_batches(step.microbatches, rank, packed) for rank in range(data.size())]
+        for mine in batches:
+            for batch in mine:
+                _weighted(_logits(plain, batch), batch).backward()
+        own = batches[data.get_local_rank()]
+        expected = [_logits(plain, batch).detach() for batch in own]
+
+        def loss(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+            return _weighted(_of(output), batch) * data.size()
+
+        losses = forward_backward(staged, own, loss)
+        scored = forward_only(staged, own, lambda output, _: _of(output))
+    targets = torch.stack([_weighted(logits, batch) for logits, batch in zip(expected, own, strict=True)])
+    errors = {"losses": largest(losses / data.size() - targets)}
+    if scored is not None:
+        errors["logits"] = max(largest(a - b) for a, b in zip(scored, expected, strict=True))
+    return errors | gradient_errors({name: p.grad for name, p in plain.named_parameters()}, staged)
+
+
+def _batches(count: int, rank: int, packed: bool) -> list[dict[str, Tensor]]:
+    """Return micro-batches of two lengths, or packed rows."""
+    generator = torch.Generator().manual_seed(rank)
+    if packed:
+        positions = packed_positions()
+        ids = [torch.randint(3, VOCAB, positions.shape, generator=generator) for _ in range(count)]
+        return [{"input_ids": each, "position_ids": positions} for each in ids]
+    return [{"input_ids": torch.randint(3, VOCAB, (2, 7 + i % 2), generator=generator)} for i in range(count)]
+
+
+def _weighted(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    generator = torch.Generator().manual_seed(int(batch["input_ids"].sum()))
+    return (logits * torch.randn(logits.shape, generator=generator, dtype=torch.float64)).sum()
+
+
+def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return _of(model(**batch, use_cache=False))
+
+
+def _of(output: Any) -> Tensor:
+    logits: Tensor = output.logits
+    return logits
+
+
+def pipeline_outcome(name: str, axes: Mapping[str, int], step: Pipeline, **options: Any) -> dict[str, Any]:
+    """Return the status of one row on this rank: right, refused, wrong or failed."""
+    try:
+        errors = measure_pipeline(name, axes, step, **options)
+    except FsdpRuntimeError as error:
+        return {"status": "refused", "note": str(error)}
+    except Exception as error:  # of any kind: a row that fails costs itself only
+        return {"status": "failed", "note": f"{type(error).__name__}: {error}"[-600:]}
+    wrong = {path: error for path, error in errors.items() if not error <= PIPELINE_BOUND}
+    if not wrong:
+        return {"status": "right"}
+    worst = max(wrong, key=lambda path: wrong[path])
+    return {"status": "wrong", "note": f"{len(wrong)} tensors, {worst} off by {wrong[worst]:.1e}"}
