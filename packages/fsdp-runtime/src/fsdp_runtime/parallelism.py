@@ -48,7 +48,6 @@ from tp_plans import Plan
 
 #: The order of steps.  A step of no other class, such as a user's step, takes the place of ``Step``.
 ORDER: tuple[type[Step[Any]], ...] = (
-    Pipeline,
     PackedSequences,
     TensorParallel,
     Outputs,
@@ -56,6 +55,7 @@ ORDER: tuple[type[Step[Any]], ...] = (
     Quantized,
     ContextParallel,
     SharedPrefixes,
+    Pipeline,
     Step,
     ActivationCheckpointing,
     Compile,

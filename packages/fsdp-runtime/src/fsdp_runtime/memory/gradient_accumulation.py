@@ -92,15 +92,20 @@ def watch_accumulation(root: Any, outputs: Iterable[Tensor]) -> None:
 
     def begin(_gradient: Tensor) -> None:
         drop_cleared_gradients(root)
-        state = runtime_state(root)
-        for shard, mark in state.marks:
-            shard.grad = None if shard.grad is mark else shard.grad
-        state.marks = ()
+        drop_placeholders(root)
         after_backward(partial(_mark, root))
 
     for output in outputs:
         if output.requires_grad:
             output.register_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def drop_placeholders(root: Any) -> None:
+    """Take the placeholders from ``parameter.grad``; the next reduction writes there."""
+    state = runtime_state(root)
+    for shard, mark in state.marks:
+        shard.grad = None if shard.grad is mark else shard.grad
+    state.marks = ()
 
 
 def _mark(root: Any) -> None:

@@ -284,7 +284,8 @@ def _blocks_to_wrap(model: nn.Module, structure: ModelStructure, fsdp: FSDP2) ->
     blocks: dict[str, nn.Module] = {}
     for path in structure.blocks:
         block = model.get_submodule(path)
-        parameters = list(block.parameters())
+        if not (parameters := list(block.parameters())):
+            continue  # of another pipeline stage
         trains = any(parameter.requires_grad for parameter in parameters)
         if not shared.isdisjoint(parameters):
             logger.info("%s shares parameters with another module: part of the root", path)

@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.runtime_state import RUNTIME_STATE
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
@@ -112,6 +113,7 @@ class _Stage(PipelineStage):
 
     def reduce_gradients(self, model: nn.Module) -> None:
         """Reduce the gradients of all FSDP modules of the model."""
+        drop_placeholders(model)
         self.submod = model
         super().perform_reduce_grad(1)
 

@@ -135,8 +135,8 @@ class Pipeline(Step[StagedModel | None]):
             )
         )
 
-    def prepare(self, model: nn.Module, setup: Setup, checked: StagedModel | None) -> None:
-        """Remove the parameters of other stages, before all other steps."""
+    def apply(self, model: nn.Module, setup: Setup, checked: StagedModel | None) -> None:
+        """Remove the parameters of other stages; before FSDP2, which shards the remaining ones."""
         if checked is None:
             return
         staged = checked
