@@ -23,6 +23,8 @@ class StateEntry:
     tensor: Tensor  # for a parameter that FSDP2 has gathered, its shard
     module: nn.Module  # the first module that owns the tensor
     attribute: str
+    ranks: tuple[int, ...] | None = None  # global ranks with the tensor; ``None`` for all ranks of the model
+    is_absent: bool = False  # another pipeline stage has the tensor, and ``tensor`` is empty
 
 
 def state_entries(model: nn.Module, *, allow_offloaded: bool = False) -> list[StateEntry]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import OptionError, OtherRankError
+from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 
@@ -41,12 +42,13 @@ class ModelRanks:
 
 
 def model_mesh(model: nn.Module, tensors: Iterable[Tensor]) -> DeviceMesh | None:
-    """Return the mesh of a model with these tensors, ``None`` for plain tensors."""
+    """Return the mesh of a model with these tensors, ``None`` for plain tensors outside of pipeline stages."""
     on_mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    recorded = next(_recorded_meshes(model), None)
     if on_mesh is None:
-        return None
+        return None if recorded is None or axis_size(recorded, "pp") == 1 else recorded
     # torch's caches of specs may give a DTensor the equal slice of an earlier mesh with other axes.
-    return next(_recorded_meshes(model), None) or root_mesh(on_mesh)
+    return recorded or root_mesh(on_mesh)
 
 
 def _recorded_meshes(model: nn.Module) -> Iterator[DeviceMesh]:
@@ -85,7 +87,7 @@ def mesh_or_world_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> Mode
     """Return the ranks that write a model's checkpoint: its mesh's ranks, or the world for a model without a mesh."""
     # A model, or a part of a model, that was parallelized on a mesh of one rank has plain tensors.
     one_rank = any(mesh.size() == 1 for mesh in _recorded_meshes(model))
-    on_mesh = one_rank or any(isinstance(entry.tensor, DTensor) for entry in entries)
+    on_mesh = one_rank or model_mesh(model, (entry.tensor for entry in entries)) is not None
     return mesh_ranks(model, entries) if on_mesh else world_ranks()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp_runtime._peft_compat import BaseModel
 from fsdp_runtime._transformers_compat.conversions import Conversion
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
-from fsdp_runtime.errors import OptionError
+from fsdp_runtime.errors import ConversionError, OptionError
 from fsdp_runtime.model.state import StateEntry, require_unquantized
 from fsdp_runtime.sharded.chunks import Chunk, identity_chunk, local_part, slices_of
 from fsdp_runtime.sharded.gather import full_tensors
@@ -40,6 +40,7 @@ class ExportGroup:
     conversion: Conversion | None  # makes the tensors without chunks
     adapters: Mapping[str, Sequence[LoraFactors]]  # to merge, by the weight's name; ``sources`` has the factors too
     dtypes: Mapping[str, torch.dtype]  # export dtypes of the sources, factors excluded
+    ranks: tuple[int, ...] | None = None  # global ranks with all sources; ``None`` for all ranks of the model
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +80,7 @@ def export_groups(
         name: TensorSpec(tuple(t.shape), fixed_dtypes.get(name, dtype) if dtype and t.is_floating_point() else t.dtype)
         for name, t in tensors.items()
     }
+    holders = {name: entry.ranks for entry in base_entries for name in entry.names}
     position = {name: index for index, name in enumerate(tensors)}
     conversion_at = {
         min(conversion.sources, key=position.__getitem__): conversion for conversion in mapping.conversions
@@ -99,8 +101,20 @@ def export_groups(
         sources = {source: tensors[source] for source in dtypes}
         for factor in (factor for members in adapters.values() for factor in members):
             sources |= {factor.a_name: factor.a, factor.b_name: factor.b}
-        groups.append(ExportGroup(sources, exported, None if target else conversion, adapters, dtypes))
+        ranks = _common_ranks({source: holders[source] for source in dtypes})
+        groups.append(ExportGroup(sources, exported, None if target else conversion, adapters, dtypes, ranks))
     return groups
+
+
+def _common_ranks(holders: Mapping[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
+    """Return the ranks with all tensors of a conversion."""
+    sets = [set(ranks) for ranks in holders.values() if ranks is not None]
+    if sets and not (common := set.intersection(*sets)):
+        raise ConversionError(
+            f"{', '.join(list(holders)[:8])} become tensors of the checkpoint together, and no pipeline stage has all "
+            'of them: export with names="model", or use a mesh without pp'
+        )
+    return tuple(sorted(common)) if sets else None
 
 
 def _assemble(item: ExportedTensor, full: Mapping[str, Tensor]) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol, TypeVar
 
 from torch.distributed.tensor import DTensor
@@ -38,17 +39,23 @@ class _SizedGroup:
     group: ExportGroup
     position: int  # in the model
     tensors: list[ExportedTensor]
+    has_plain: bool
 
     @property
     def nbytes(self) -> int:
         """Bytes in the files."""
         return sum(item.nbytes for item in self.tensors)
 
-    @property
-    def has_plain(self) -> bool:
-        """Whether a source is a plain tensor, or is copied from a file."""
-        sources = self.group.sources.values()
-        return not sources or not all(isinstance(tensor, DTensor) for tensor in sources)
+
+def plain_groups(groups: Sequence[ExportGroup], rank: int) -> set[int]:
+    """Return the positions of groups with plain tensors on this rank of a pipeline stage."""
+    return {position for position, group in enumerate(groups) if rank in (group.ranks or ()) and _has_plain(group)}
+
+
+def _has_plain(group: ExportGroup) -> bool:
+    """Return whether a source is a plain tensor, or is copied from a file."""
+    sources = group.sources.values()
+    return not sources or not all(isinstance(tensor, DTensor) for tensor in sources)
 
 
 def plan_files(
@@ -56,20 +63,29 @@ def plan_files(
     parts: Mapping[str, Sequence[ExportedTensor]],
     max_shard_size: int | str,
     machines: Mapping[int, str],
+    plain: Collection[int] = (),
 ) -> dict[int, RankFiles]:
     """Return the files of each rank that writes, equal on every rank.
 
-    ``parts`` maps each exported tensor to the tensors in the files, and ``machines`` each rank to its host.
+    ``parts`` maps each exported tensor to the tensors in the files, ``machines`` each rank to its host, and ``plain``
+    has the :func:`plain_groups` of all pipeline stages.
     """
     sized = [
-        _SizedGroup(group, position, [part for item in group.tensors for part in parts[item.name]])
+        _SizedGroup(
+            group,
+            position,
+            [part for item in group.tensors for part in parts[item.name]],
+            has_plain=_has_plain(group) if group.ranks is None else position in plain,
+        )
         for position, group in enumerate(groups)
     ]
     ranks = _by_machine(machines)
     hosts = len({*machines.values()}) if any(not member.has_plain for member in sized) else 1
     limit = min(parse_bytes(max_shard_size), max(-(-sum(member.nbytes for member in sized) // hosts), 1))
     # Copies of a plain tensor may differ between ranks, such as buffers: the first rank writes its copy.
-    runs = list(split_by_bytes(sorted(sized, key=lambda member: not member.has_plain), limit))
+    in_order = sorted(sized, key=lambda member: (member.group.ranks or (), not member.has_plain))
+    of_stages = (list(members) for _, members in groupby(in_order, lambda member: member.group.ranks))
+    runs = [run for members in of_stages for run in split_by_bytes(members, limit)]
     contents = []
     for run in runs:
         run.sort(key=lambda member: member.position)
@@ -78,7 +94,8 @@ def plan_files(
     count, number = sum(map(len, contents)), 0
     nbytes, plan = dict.fromkeys(ranks, 0), dict[int, RankFiles]()
     for run, files in zip(runs, contents, strict=True):
-        writer = ranks[0] if any(member.has_plain for member in run) else min(nbytes, key=nbytes.__getitem__)
+        holders = [rank for rank in ranks if rank in (run[0].group.ranks or ranks)]
+        writer = holders[0] if any(member.has_plain for member in run) else min(holders, key=nbytes.__getitem__)
         nbytes[writer] += sum(member.nbytes for member in run)
         share = plan.setdefault(writer, RankFiles())
         share.buckets += split_by_bytes([member.group for member in run], BUCKET_BYTES)

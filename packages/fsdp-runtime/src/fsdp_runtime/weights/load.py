@@ -18,6 +18,7 @@ from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, source_folder
+from fsdp_runtime.model.stages import whole_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import fill_from, fill_local
 from fsdp_runtime.sharded.collectives import first_rank_speaks, mesh_ranks, raise_on_all, require_equal_on_all
@@ -46,7 +47,7 @@ class LoadReport:
     """Result of :func:`load_weights` on one rank.
 
     Args:
-        tensors: number of the model's tensors that were loaded, tied tensors counted once.
+        tensors: number of the model's tensors that all ranks loaded, tied tensors counted once.
         bytes_read: bytes of tensors that this rank read from the files; if several ranks of a host read a byte, it
             comes from the page cache.
         unexpected: names in the checkpoint that the model lacks.
@@ -137,15 +138,16 @@ def load_weights(
         with checkpoint:
             with raise_on_all(ranks) as matched, first_rank_speaks(ranks.groups):
                 read_stored_weights(checkpoint)
-                base_entries = base_state_entries(base, entries)
+                base_entries = base_state_entries(base, whole_entries(model, entries))
+                own_entries = [entry for entry in base_entries if not entry.is_absent]
                 require_materialized_adapters(base, entries)
-                require_layouts({entry.names[0]: entry.tensor for entry in base_entries})
-                require_unquantized(base_entries)
+                require_layouts({entry.names[0]: entry.tensor for entry in own_entries})
+                require_unquantized(own_entries)
                 weights = map_into(base.module, prefix, base_entries, checkpoint.tensors)
                 names = {entry.names[0]: weights.name_of(entry) for entry in base_entries}
                 _compare(base.module, base_entries, names, weights, checkpoint, new_modules or {}, strict=strict)
                 sources = ValueSources(weights, checkpoint)
-                ties = list(differing_ties(base_entries, sources))
+                ties = list(differing_ties(own_entries, sources))
                 folder = checkpoint.folder or source_folder(inner)
                 generates = weights.rules is not None and inner.can_generate()
                 matched.value = ties, read_generation_settings(folder) if folder and generates else None
@@ -153,7 +155,7 @@ def load_weights(
             with raise_on_all(ranks):
                 materialize_entries(model, entries, device)
             reshard_all(model)
-            present = refresh_buffers(base_entries)
+            present = refresh_buffers(own_entries)
             with raise_on_all(ranks):
                 for entry in present:
                     name, packed = names[entry.names[0]], packed_weight(entry)

@@ -44,7 +44,7 @@ from fsdp_runtime.sharded.work_directory import machine, others_at_work, remove_
 from fsdp_runtime.values import require_no_removed
 from fsdp_runtime.weights.companion_files import files_in_order, leave_out_present, save_companions
 from fsdp_runtime.weights.export import ExportedTensor
-from fsdp_runtime.weights.files import RankFiles, parse_bytes, plan_files, shard_name
+from fsdp_runtime.weights.files import RankFiles, parse_bytes, plain_groups, plan_files, shard_name
 from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
 from fsdp_runtime.weights.multi_token_heads import heads_at_source
 from fsdp_runtime.weights.naming import Names
@@ -183,12 +183,13 @@ def save_weights(
         export = exporter.resolve(model, entries)
         copies_heads = ranks.is_first and names == "checkpoint"
         heads = heads_at_source(export.base, export.parts.keys()) if copies_heads else []
-        step.value = machine(), options, heads
+        step.value = machine(), options, heads, plain_groups(export.groups, ranks.rank)
         wait_for_running()
-    require_equal_on_all({rank: options for rank, (_, options, _) in step.values.items()})
+    require_equal_on_all({rank: options for rank, (_, options, *_) in step.values.items()})
+    plain = set[int]().union(*(positions for *_, positions in step.values.values()))
+    machines = {rank: machine for rank, (machine, *_) in step.values.items()}
     export.append(step.values[ranks.global_first][2])
-    machines = {rank: machine for rank, (machine, _, _) in step.values.items()}
-    plan = plan_files(export.groups, export.parts, max_shard_size, machines)
+    plan = plan_files(export.groups, export.parts, max_shard_size, machines, plain)
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(target, ranks))
         staging = HostStaging() if asynchronous else None

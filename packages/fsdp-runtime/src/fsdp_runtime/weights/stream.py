@@ -16,10 +16,12 @@ from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
+from fsdp_runtime.model.stages import whole_entries
 from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.sharded.collectives import first_rank_speaks, mesh_ranks, own_rank
 from fsdp_runtime.sharded.gather import full_tensors
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
+from fsdp_runtime.sharded.stages import StageRanks
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
 from fsdp_runtime.weights.files import split_by_bytes
 from fsdp_runtime.weights.naming import Names
@@ -114,7 +116,8 @@ class WeightExport:
     def resolve(self, model: nn.Module, entries: Sequence[StateEntry]) -> ExportedModel:
         """Do the work of :meth:`prepare`; every rank logs."""
         base, quantize = base_of(model), self.quantize
-        groups = export_groups(base, entries, dtype=self.exported_dtype, names=self.names)
+        whole = whole_entries(model, entries)
+        groups = export_groups(base, whole, dtype=self.exported_dtype, names=self.names)
         if quantize is not None:  # the class keeps some tensors in another dtype while the model is in bfloat16
             fixed = kept_dtypes(base.module, [name for group in groups for name in group.dtypes], torch.bfloat16)
             items = [item for group in groups if fixed.keys() & group.dtypes.keys() for item in group.tensors]
@@ -126,7 +129,7 @@ class WeightExport:
             if quantize is not None and quantize.applies(item.name, item.shape):
                 stored = quantize.parts(item.name, item.shape)
                 parts[item.name] = [ExportedTensor(part.name, part.dtype, part.shape, None) for part in stored]
-        return ExportedModel(replace(self, quantize=quantize), base.module, groups, parts)
+        return ExportedModel(replace(self, quantize=quantize), base.module, groups, parts, StageRanks.of(model))
 
 
 class ExportedModel:
@@ -140,10 +143,12 @@ class ExportedModel:
         base: nn.Module,
         groups: list[ExportGroup],
         parts: Mapping[str, list[ExportedTensor]],
+        stages: StageRanks | None,
     ) -> None:
         self._options, self.groups, self.quantize = options, groups, options.quantize
         self.parts = parts  # the exported tensors of each weight, by its name: one, or quantized values and scales
         self.base = base  # the model without peft's wrappers
+        self._stages = stages
 
     def append(self, groups: Sequence[ExportGroup]) -> None:
         """Add groups that are exported as they are."""
@@ -201,7 +206,8 @@ class ExportedModel:
 
     def _ahead(self, to: int | None) -> Iterator[Iterator[tuple[ExportedTensor, Tensor]]]:
         """Yield one iterator over weights per run of groups; the next runs are gathered meanwhile."""
-        runs = split_by_bytes(self.groups, self._options.bucket_bytes)
+        of_stages = (list(groups) for _, groups in itertools.groupby(self.groups, lambda group: group.ranks))
+        runs = (run for groups in of_stages for run in split_by_bytes(groups, self._options.bucket_bytes))
         return started_ahead((self.gather(groups, to) for groups in runs), self._options.buckets_ahead)
 
     def _buckets(self, to: int | None) -> Iterator[Bucket]:
@@ -221,10 +227,16 @@ class ExportedModel:
                 yield open_buckets.pop(next(iter(open_buckets)))
 
     def gather(self, groups: Sequence[ExportGroup], to: int | None = None) -> Iterator[tuple[ExportedTensor, Tensor]]:
-        """Start the gathers of groups; the caller must exhaust the returned iterator over weights.  Collective."""
+        """Start the gathers of groups, all of the same ranks; the caller must exhaust the iterator.  Collective."""
         sources = [tensor for group in groups for tensor in group.sources.values()]
         dtypes = [dtype for group in groups for dtype in self.gathered_dtypes(group)]
-        full = full_tensors(sources, dtypes=dtypes, to=to)
+        holders = groups[0].ranks
+        if self._stages is not None and holders is not None and to not in holders:
+            full = self._stages.full_tensors(sources, dtypes, holders, to)
+        elif holders is not None and own_rank() not in holders:
+            return iter(())
+        else:
+            full = full_tensors(sources, dtypes=dtypes, to=to)
         return self._produced(groups, full, is_needed=to is None or to == own_rank())
 
     def _produced(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.model.structure import ModelStructure
 from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
 from fsdp_runtime.steps.pipeline.values import Value, tensors_in
@@ -59,6 +60,7 @@ class StagedModel:
     shared: dict[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of parameters on several ranks
     unused: frozenset[str] = frozenset()  # parameters without a gradient in the whole copy
     absent: tuple[str, ...] = ()  # parameters that this rank lacks
+    state: tuple[StateEntry, ...] = ()  # of the whole model; all tensors are on meta
     schedules: Any = None  # of the step, with the options of the user
 
     @property

@@ -17,6 +17,7 @@ from fsdp_runtime.step import Step
 from fsdp_runtime.steps.pipeline.copies import SHAPES, absent_tensors, require_equal, rows, small_copy
 from fsdp_runtime.steps.pipeline.parts import Part, StagedModel, add_parts, outer_modules
 from fsdp_runtime.steps.pipeline.split import ranges_of, split_blocks
+from fsdp_runtime.steps.pipeline.state import recorded_state
 from fsdp_runtime.steps.pipeline.trace import Record, crossing, places, record
 from fsdp_runtime.steps.pipeline.values import Value
 from fsdp_runtime.values import require_one_of
@@ -142,6 +143,7 @@ class Pipeline(Step[StagedModel | None]):
         staged = checked
         slots = absent_tensors(model, staged, staged.rank)
         names = {id(p): name for name, p in model.named_parameters()}
+        staged.state = recorded_state(model, staged, setup.meshes.root)
         add_parts(model, _parts(model, staged))
         for slot in slots:
             slot.remove()

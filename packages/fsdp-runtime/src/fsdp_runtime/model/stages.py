@@ -1,0 +1,66 @@
+"""The state of a whole model in pipeline stages: this rank's tensors, and empty tensors for those of other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from fsdp_runtime.errors import ModelError
+from fsdp_runtime.model.state import StateEntry
+from fsdp_runtime.runtime_state import RUNTIME_STATE, RuntimeState
+
+
+def stages_of(model: nn.Module) -> Any:
+    """Return the record of a model in pipeline stages, ``None`` for any other; refuse a part of such a model."""
+    states: list[RuntimeState] = [m.__dict__[RUNTIME_STATE] for m in model.modules() if RUNTIME_STATE in m.__dict__]
+    root = model.__dict__.get(RUNTIME_STATE)
+    if root is not None and root.stages is not None:
+        return root.stages
+    if any(state.stages is not None or state.part is not None for state in states):
+        raise ModelError(
+            f"{type(model).__name__} is a part of a model in pipeline stages, or a module around one: pass the model "
+            "that parallelize returned"
+        )
+    return None
+
+
+def whole_entries(model: nn.Module, entries: Sequence[StateEntry]) -> list[StateEntry]:
+    """Return the state entries of the whole model, equal on every rank; tensors of other stages are on meta."""
+    if (stages := stages_of(model)) is None:
+        return list(entries)
+    present, whole = {entry.names: entry for entry in entries}, []
+    for recorded in stages.state:
+        entry = present.pop(recorded.names, None)
+        if recorded.is_absent:
+            whole.append(recorded)
+        elif entry is None or _form(entry) != _form(recorded):
+            now = "removed or renamed" if entry is None else f"{_form(entry)}"
+            raise ModelError(
+                f"{recorded.names[0]} was {_form(recorded)} when parallelize divided the model into stages, and is "
+                f"{now} now: other ranks cannot know; change the model before parallelize"
+            )
+        else:
+            whole.append(replace(entry, ranks=recorded.ranks))
+    if present:
+        raise ModelError(
+            f"{len(present)} tensors were added to a model in pipeline stages, first {next(iter(present))[0]}: other "
+            "ranks cannot know; change the model before parallelize"
+        )
+    return whole
+
+
+def is_absent(model: nn.Module, path: str) -> bool:
+    """Return whether a module is in a block, an embedding or a head that only other pipeline stages have."""
+    module = model
+    for name in path.split("."):
+        module = module.get_submodule(name)
+        if RUNTIME_STATE in module.__dict__ and module.__dict__[RUNTIME_STATE].part is not None:
+            return next(module.parameters(), None) is None
+    return False
+
+
+def _form(entry: StateEntry) -> str:
+    return f"{str(entry.tensor.dtype).removeprefix('torch.')} of shape {tuple(entry.tensor.shape)}"

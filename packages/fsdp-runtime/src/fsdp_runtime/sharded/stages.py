@@ -1,0 +1,95 @@
+"""The ranks of a model in pipeline stages, and the full tensors of one stage on the ranks of all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_runtime.model.stages import stages_of
+from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.sharded.async_saves import flat_bytes
+from fsdp_runtime.sharded.collectives import ModelRanks, own_rank
+from fsdp_runtime.sharded.gather import full_tensors
+
+
+@dataclass(frozen=True)
+class StageRanks:
+    """The ranks of a mesh with an axis ``pp``; a line has one rank of each stage."""
+
+    mesh: DeviceMesh
+
+    @staticmethod
+    def of(model: nn.Module) -> StageRanks | None:
+        """Return the ranks of a model in pipeline stages, ``None`` for any other model."""
+        return None if stages_of(model) is None else StageRanks(runtime_state(model).mesh)
+
+    @property
+    def table(self) -> Tensor:
+        """Global ranks, ``[pp, ranks of a stage]``."""
+        return self.mesh.mesh.movedim((self.mesh.mesh_dim_names or ()).index("pp"), 0).flatten(1)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group of this rank's line."""
+        return self.mesh.get_group("pp")
+
+    @property
+    def line(self) -> ModelRanks:
+        """The ranks of this rank's line."""
+        ranks = self.line_of(own_rank())
+        return ModelRanks([self.group], ranks.index(own_rank()), len(ranks), ranks[0])
+
+    @property
+    def stage(self) -> ModelRanks:
+        """The ranks of this rank's stage."""
+        names = self.mesh.mesh_dim_names or ()
+        groups = [self.mesh.get_group(axis) for axis in names if axis != "pp" and self.mesh[axis].size() > 1]
+        ranks = next(ranks for ranks in self.table.tolist() if own_rank() in ranks)
+        return ModelRanks(groups, ranks.index(own_rank()), len(ranks), ranks[0])
+
+    def line_of(self, rank: int) -> list[int]:
+        """Return the ranks of the line with a rank, first stage first."""
+        return next(line for line in self.table.T.tolist() if rank in line)
+
+    def full_tensors(
+        self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], holders: Collection[int], to: int | None
+    ) -> Iterator[Tensor]:
+        """Return an iterator over the full tensors of ``holders``, on all ranks or on ``to``.  Collective."""
+        # The first stage with the tensors gathers them; then its rank of each line sends them along the line.
+        source = next(rank for rank in self.line_of(own_rank()) if rank in holders)
+        target = None if to is None else next(rank for rank in self.line_of(to) if rank in holders)
+        is_source = source == own_rank()
+        full = full_tensors(tensors, dtypes=dtypes, to=target) if is_source else None
+        return self._passed_on(tensors, dtypes, full, source, to, target)
+
+    def _passed_on(
+        self,
+        tensors: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        full: Iterator[Tensor] | None,
+        source: int,
+        to: int | None,
+        target: int | None,
+    ) -> Iterator[Tensor]:
+        takes_part = to is None or own_rank() in (to, target)
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
+            values = None if full is None else next(full)
+            if not takes_part:
+                yield torch.empty(0)
+                continue
+            if values is None:
+                values = torch.empty(tensor.shape, dtype=dtype, device=self.mesh.device_type)
+            values = values.to(self.mesh.device_type).contiguous()
+            if to is None:
+                dist.broadcast(flat_bytes(values), source, group=self.group)
+            elif own_rank() == target:
+                dist.send(flat_bytes(values), to, group=self.group)
+            else:
+                dist.recv(flat_bytes(values), target, group=self.group)
+            yield values
