@@ -50,13 +50,14 @@ class Campaign:
         timeout: of ``monitor_ranks``, in seconds; every rank must end within twice that.
         seed: for the ranks that are struck.
         axes: of the job's mesh; ``dp_shard=2, tp=2`` by default.
+        levers: of the job.
     """
 
     def __init__(
-        self, directory: Path, *, timeout: float, seed: int = 0, axes: Mapping[str, int] | None = None
+        self, directory: Path, *, timeout: float, seed: int = 0, axes: Mapping[str, int] | None = None, levers: str = ""
     ) -> None:
         self._directory, self._timeout, self.bound = directory, timeout, 2 * timeout
-        self._axes = axes or {"dp_shard": 2, "tp": 2}
+        self._axes, self._levers = axes or {"dp_shard": 2, "tp": 2}, levers
         self._random = random.Random(seed)
         self._whole = directory / "uninterrupted" / "states"
         ended = self._job(directory / "uninterrupted", self._whole)
@@ -158,7 +159,7 @@ class Campaign:
         self, folder: Path, states: Path, *, resume: Path | None = None, fault: Fault | None = None
     ) -> list[Ended]:
         resumed = None if resume is None else str(resume)
-        settings = Settings(str(folder), str(states), resumed, STEPS, self._timeout, fault, self._axes)
+        settings = Settings(str(folder), str(states), resumed, STEPS, self._timeout, fault, self._axes, self._levers)
         return launch(settings, after=folder / STRUCK if fault else None, bound=1.5 * self.bound)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -21,6 +22,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import fsdp_runtime
 from faults.inject import Fault, InjectedFault
 from fsdp_runtime.monitor import monitor_ranks, stop_on_signal
+from fsdp_runtime.optim import CPUOffloadAdamW, LowBitAdamW
+from fsdp_runtime.steps import ActivationCheckpointing, Quantized
 from harness.models import tiny_inputs, tiny_model
 
 #: A state is saved after every so many steps.
@@ -39,6 +42,8 @@ class Settings:
         timeout: of ``monitor_ranks``, in seconds.
         fault: what happens on one rank.
         axes: of the mesh.
+        levers: what saves memory: nothing, ``"host"`` (adapters on a base in nf4, their optimizer and activations on
+            the host) or ``"8bit"`` (moments of all parameters).
     """
 
     folder: str
@@ -48,6 +53,7 @@ class Settings:
     timeout: float
     fault: Fault | None
     axes: Mapping[str, int]
+    levers: str = ""
 
     @property
     def ranks(self) -> int:
@@ -58,11 +64,22 @@ class Settings:
 class Training:
     """Model, optimizer and scheduler; steps draw noise, so that random states matter."""
 
-    def __init__(self, axes: Mapping[str, int]) -> None:
+    def __init__(self, axes: Mapping[str, int], levers: str = "") -> None:
         mesh = fsdp_runtime.MeshSpec(**axes).build(device_type="cpu")
         model = tiny_model("Qwen3ForCausalLM", dtype=torch.float32)
-        self.model = fsdp_runtime.parallelize(model, mesh, sequence_parallel="tp" in axes)
-        self.optimizer = AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        options: dict[str, Any] = {"sequence_parallel": "tp" in axes}
+        if levers == "host":
+            torch.manual_seed(0)
+            model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+            options["activation_checkpointing"] = ActivationCheckpointing("block", offload=True)
+            options["steps"] = (Quantized("nf4", block_size=16),)
+        self.model = fsdp_runtime.parallelize(model, mesh, **options)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer: Any = {
+            "": lambda: AdamW(trained, lr=1e-3, fused=True),
+            "host": lambda: CPUOffloadAdamW(trained, lr=1e-3, fraction=0.7),
+            "8bit": lambda: LowBitAdamW(trained, lr=1e-3),
+        }[levers]()
         self.scheduler = CosineAnnealingLR(self.optimizer, T_max=20)
         self._saving: Any = None
         torch.manual_seed(fsdp_runtime.submesh(mesh, "dp").get_local_rank())
@@ -99,7 +116,7 @@ class Training:
 def train(settings: Settings) -> None:
     """Train as a user's loop does, and write down every loss."""
     torch.set_num_threads(1)
-    training = Training(settings.axes)
+    training = Training(settings.axes, settings.levers)
     injected = InjectedFault(settings.fault, training.model, Path(settings.folder))
     asynchronous = settings.fault is not None and settings.fault.phase == "asynchronous save"
     losses = Path(settings.folder, f"losses-{dist.get_rank()}.jsonl")
