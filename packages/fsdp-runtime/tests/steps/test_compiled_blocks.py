@@ -58,8 +58,9 @@ def _frames_of_a_step(model: Any, inputs: dict[str, Any]) -> int:
         pytest.param({"tp": 4}, {**SP, "activation_checkpointing": "block"}, 180, marks=pytest.mark.slow),
         ({"tp": 4}, {**SP, "activation_checkpointing": "selective"}, 180),
         ({"dp_shard": 2, "tp": 4}, {**SP, "activation_checkpointing": "block"}, 220),
+        ({"tp": 4}, {**SP, "packed_sequences": True}, 180),
     ],
-    ids=["TP", "SP", "SP recomputed", "SP selective", "FSDP2 x SP"],
+    ids=["TP", "SP", "SP recomputed", "SP selective", "FSDP2 x SP", "packed SP"],
 )
 def test_compiled_blocks_have_one_graph_and_few_frames(
     axes: dict[str, int], options: dict[str, Any], most: int
@@ -72,7 +73,10 @@ def test_compiled_blocks_have_one_graph_and_few_frames(
                 "LlamaForCausalLM", num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4
             )
             parallelize(model, mesh, compile=AOT, **options)
-            frames.append(_frames_of_a_step(model, tiny_inputs(model, batch=1, length=8)))
+            inputs = tiny_inputs(model, batch=1, length=8)
+            if "packed_sequences" in options:
+                inputs = {"input_ids": inputs["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+            frames.append(_frames_of_a_step(model, inputs))
             assert (graphs_compiled(), graph_breaks()) == (1, {})
     assert frames[1] - frames[0] <= most
 
@@ -105,6 +109,21 @@ def test_compiled_blocks_train_as_one_process_at_any_length(two_ranks: RankPool,
     for mismatches, graphs, breaks in two_ranks.run(_faults_at_lengths, architecture, mode):
         assert (mismatches, breaks) == ([], {})
         assert graphs <= 10  # with and without gradients: lengths that ``tp`` divides or not, one length or any
+
+
+@pytest.mark.parametrize(("lengths", "graphs"), [([(3, 6), (4, 5), (2, 3, 4)], 1), ([(4, 5), (9,), (5, 4)], 2)])
+def test_compiled_blocks_isolate_the_documents_of_each_batch(lengths: list[tuple[int, ...]], graphs: int) -> None:
+    plain = tiny_model("LlamaForCausalLM", num_hidden_layers=2)
+    mesh = MeshSpec().build(device_type="cpu")
+    model = parallelize(copy.deepcopy(plain), mesh, packed_sequences=True, compile=AOT)
+    tokens = tiny_inputs(plain, batch=1, length=9)["input_ids"]
+    for documents in lengths:
+        positions = torch.cat([torch.arange(length) for length in documents])[None]
+        model(input_ids=tokens, position_ids=positions).logits.square().sum().backward()
+        for document in tokens.split(documents, dim=1):
+            plain(input_ids=document, use_cache=False).logits.square().sum().backward()
+    assert list(gradient_mismatches(plain, model, bound=1e-4)) == []
+    assert (graphs_compiled(), graph_breaks()) == (graphs, {})  # a row of one document needs no mask
 
 
 def _copied_after_backward() -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,21 @@ class Documents:
 
     begins: Tensor
     bounds: tuple[int, int] | None = None  # the most documents, and the most tokens of a document, where known
-    _masks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _masks: dict[int | str, Any] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def numbers(self) -> Tensor:
         """``[batch, seq]`` int64: the number of each token's document in its row."""
-        return self.begins.cumsum(-1)
+        return self._once("numbers", lambda: self.begins.cumsum(-1))  # type: ignore[no-any-return]
+
+    def _once(self, key: int | str, compute: Callable[[], Any]) -> Any:
+        """Return a result that eager code computes once per forward, and compiled code in each graph."""
+        # The compiler traces neither the lock of ``cached_property`` (Python 3.11) nor the ``id`` of a tensor.
+        if torch.compiler.is_compiling():
+            return compute()
+        if key not in self._masks:
+            self._masks[key] = compute()
+        return self._masks[key]
 
     @cached_property
     def positions(self) -> Tensor:
@@ -69,7 +79,7 @@ class Documents:
         bounds = self.most + self.begins.numel() // tokens, min(tokens, self.longest)
         return Documents(self.begins | (self.positions % tokens == 0), bounds)
 
-    @property
+    @cached_property
     def packed(self) -> bool:
         """True if some row has several documents; waits for the device, once per forward."""
         return len(self.lengths) > self.begins.shape[0]
@@ -105,32 +115,32 @@ class Documents:
 
     def restrict(self, mask: Tensor, *, true_allows: bool = True) -> Tensor:
         """Return an attention mask under which no token attends to another document; computed once per mask."""
+
         # It is ``[batch or 1, heads or 1, seq or 1, seq]``, bool or added to the scores.
-        if id(mask) not in self._masks:
+        def restricted() -> tuple[Tensor, Tensor]:
             same = self.same
             if mask.dtype == torch.bool:
-                restricted = mask & same if true_allows else mask | ~same
-            else:
-                restricted = mask.masked_fill(~same, torch.finfo(mask.dtype).min)
-            self._masks[id(mask)] = mask, restricted  # the mask is kept, so that its id is not used again
-        return self._masks[id(mask)][1]
+                return mask, mask & same if true_allows else mask | ~same
+            return mask, mask.masked_fill(~same, torch.finfo(mask.dtype).min)
 
-    @cached_property
+        # The mask is kept with the result, so that its id is not used again.
+        return self._once(0 if torch.compiler.is_compiling() else id(mask), restricted)[1]  # type: ignore[no-any-return]
+
+    @property
     def causal(self) -> Tensor:
         """``[batch, 1, seq, seq]`` bool: true where a query may attend to a key of its document."""
         index = torch.arange(self.begins.shape[1], device=self.begins.device)
-        return self.same & (index[:, None] >= index[None, :])
+        return self._once("causal", lambda: self.same & (index[:, None] >= index[None, :]))  # type: ignore[no-any-return]
 
-    @cached_property
+    @property
     def same(self) -> Tensor:
         """``[batch, 1, seq, seq]`` bool: true where query and key are of one document."""
-        return (self.numbers[:, :, None] == self.numbers[:, None, :]).unsqueeze(1)
+        numbers = self.numbers
+        return self._once("same", lambda: (numbers[:, :, None] == numbers[:, None, :]).unsqueeze(1))  # type: ignore[no-any-return]
 
     def forget_masks(self) -> None:
         """Free the masks of this forward."""
         self._masks.clear()
-        for name in ("causal", "same"):
-            self.__dict__.pop(name, None)
 
 
 @dataclass(frozen=True, eq=False)

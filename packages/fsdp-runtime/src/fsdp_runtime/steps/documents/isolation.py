@@ -109,7 +109,7 @@ def map_arguments(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[str, Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a module's forward after ``change(name, value)`` of every argument."""
-    names = _argument_names(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
+    names = _argument_names(type(module))
     changed = tuple(change(name, each) for name, each in zip_longest(names[: len(args)], args, fillvalue=""))
     return changed, {name: change(name, value) for name, value in kwargs.items()}
 
@@ -168,7 +168,7 @@ def _put_together(outputs: list[Any], documents: Documents, batches: list[Docume
 
 def mask_argument(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the mask that an attention is called with, and the name of its implementation."""
-    place = _mask_place(type(module))  # type: ignore[arg-type]  # mypy: type[Module] is hashable
+    place = _argument_names(type(module)).index(MASK)
     mask = args[place] if place < len(args) else kwargs.get(MASK)
     return mask, str(attention_in_force(module.config)) if hasattr(module, "config") else "eager"
 
@@ -192,7 +192,7 @@ def restricted(
             hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
             mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
     elif isinstance(mask, Tensor) and mask.dim() == 4 and _of_keys(mask, tokens):
-        by_interface = uses_interface(type(module))  # type: ignore[arg-type]  # as below
+        by_interface = uses_interface(type(module))
         mask = documents.restrict(mask, true_allows=by_interface or _true_allows(mask))
     else:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -200,7 +200,7 @@ def restricted(
             f"{type(module).__name__} has a mask {shape} for {tokens} tokens: packed rows need a mask "
             f"[batch, heads or 1, {tokens}, {tokens}]"
         )
-    place = _mask_place(type(module))  # type: ignore[arg-type]
+    place = _argument_names(type(module)).index(MASK)
     if place < len(args):
         return (*args[:place], mask, *args[place + 1 :]), kwargs
     return args, {**kwargs, MASK: mask}
@@ -216,24 +216,26 @@ def _true_allows(mask: Tensor) -> bool:
     return mask.dtype != torch.bool or bool(mask[0, 0, 0, 0])
 
 
-@cache
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
 def uses_interface(cls: type) -> bool:
     """Return True for attention through ``transformers.AttentionInterface``: true in its masks allows."""
+    return _uses_interface(cls)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
+def _argument_names(cls: type) -> tuple[str, ...]:
+    """Return the argument names of a class's own forward; a wrapper's forward takes ``*args, **kwargs``."""
+    return _names_of_arguments(cls)
+
+
+# Cached apart from the above: the compiler would warn, and trace what is cached.
+@cache
+def _uses_interface(cls: type) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in referenced_names(cls)
 
 
 @cache
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
-def _mask_place(cls: type) -> int:
-    """Return the place of the mask among the arguments of a class's own forward, not of a wrapper's."""
-    return _argument_names(cls).index(MASK)  # type: ignore[no-any-return]
-
-
-@cache
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
-def _argument_names(cls: type) -> tuple[str, ...]:
-    """Return the argument names of a class's own forward; a wrapper's forward takes ``*args, **kwargs``."""
+def _names_of_arguments(cls: type) -> tuple[str, ...]:
     variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     for base in cls.__mro__:
         if (forward := vars(base).get("forward")) is not None:
