@@ -129,8 +129,7 @@ class Documents:
     @property
     def causal(self) -> Tensor:
         """``[batch, 1, seq, seq]`` bool: true where a query may attend to a key of its document."""
-        index = torch.arange(self.begins.shape[1], device=self.begins.device)
-        return self._once("causal", lambda: self.same & (index[:, None] >= index[None, :]))  # type: ignore[no-any-return]
+        return self._once("causal", lambda: self.same & torch.ones_like(self.same[:1]).tril())  # type: ignore[no-any-return]
 
     @property
     def same(self) -> Tensor:

@@ -228,7 +228,7 @@ def _argument_names(cls: type) -> tuple[str, ...]:
     return _names_of_arguments(cls)
 
 
-# Cached apart from the above: the compiler would warn, and trace what is cached.
+# The caches of the two functions above: the compiler ignores a cache around a constant function, and warns.
 @cache
 def _uses_interface(cls: type) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in referenced_names(cls)
