@@ -107,7 +107,8 @@ def test_a_bench_on_the_cpu_writes_its_figures_as_a_page_and_as_json(tmp_path, m
     page = tmp_path / "bench.md"
     assert main(["--device", "cpu", "--bench", "--output", str(page)]) == 0
     text, data = page.read_text(), json.loads(page.with_suffix(".json").read_text())
-    sections = ["Ceilings", "From logits", "From hidden states", "Norm and clipping", "Packed rows", "Steps"]
+    sections = ["Ceilings", "From logits", "From hidden states", "Norm and clipping", "Packed rows"]
+    sections += ["A block in float8", "Steps"]
     assert list(dict.fromkeys(row["section"] for row in data["rows"])) == sections
     assert all(f"## {section}" in text for section in sections)
     ours = [row for row in data["rows"] if row["what"] == "rl-logprobs"]
@@ -116,6 +117,10 @@ def test_a_bench_on_the_cpu_writes_its_figures_as_a_page_and_as_json(tmp_path, m
     attention = [row for row in data["rows"] if row["section"] == "Packed rows"]
     assert len(attention) == 2
     assert all(row["error"] < 2**-6 for row in attention)  # of bfloat16
+    blocks = {row["what"]: row for row in data["rows"] if row["section"] == "A block in float8"}
+    assert "no multiple of 128" in blocks.pop("blockwise")["note"]
+    assert [blocks["bfloat16"]["error"], blocks["mxfp8"]["error"] > 0] == [0, True]
+    assert all(row["both_ms"] > 0 and row["error"] < 0.25 for row in blocks.values())
     steps = [row for row in data["rows"] if row["section"] == "Steps"]
     assert [row["what"] for row in steps] == ["ours", "transformers"] * 3
     assert all(row["both_ms"] > 0 and row["note"].endswith("k tokens a second") for row in steps)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fsdp_runtime.gpu_check.bench_attention import attention_contenders, exact_attention
+from fsdp_runtime.gpu_check.bench_float8 import float8_rows
 from fsdp_runtime.gpu_check.bench_peers import Contender, head_contenders, logit_contenders, norm_contenders
 from fsdp_runtime.gpu_check.check_result import CheckResult
 from fsdp_runtime.gpu_check.machine import machine, optional
@@ -92,7 +93,9 @@ class Bench:
         self.rows.append(Row("Ceilings", "copy", f"{copied / 1e9:.0f} GB/s read and written"))
         self.rows.append(Row("Ceilings", "bfloat16 product", f"{multiplied / 1e12:.1f} TFLOP/s"))
         sections = self._logits(copied), self._heads(multiplied), self._norms(copied), self._attention(multiplied)
-        for section in (*sections, self._steps()):
+        tokens = self.sizes.product  # of a block
+        in_float8 = float8_rows(self.device, tokens, multiplied, self._contend, self._scored)
+        for section in (*sections, in_float8, self._steps()):
             for row in section:
                 self.rows.append(row)
                 sys.stderr.write(f"  {row.section}: {row.what}, {row.shape}\n")

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
@@ -178,8 +179,9 @@ class Float8(Step[Float8Layers]):
         require_torchao(self.recipe)
         if setup.packed_base:
             raise OptionError("Float8 casts weights, and Quantized stores them as packed bytes: give one of the two")
-        needs_units = not self.emulate and has_values(torch.empty(()))  # a dry run has no values
-        if needs_units and (gpus := missing_units(device := _device_type(setup), self.recipe)):
+        if not (self.emulate or _is_dry_run(setup)) and (
+            gpus := missing_units(device := _device_type(setup), self.recipe)
+        ):
             raise BackendError(
                 f"Float8({self.recipe!r}) needs a GPU with such units ({gpus}), and the model is on {device}: leave it "
                 f"out, or test it slowly by Float8({self.recipe!r}, emulate=True)"
@@ -278,6 +280,11 @@ def _shards(setup: Setup, path: str, style: Any, size: int) -> list[list[range]]
         return compute_ranges(size, setup.tp)
     resolved: Any = resolve_style(style, setup.facts.model.get_submodule(path.rpartition(".")[0]))
     return compute_ranges(size, setup.tp, unit=resolved.multiple_of, pieces=resolved.fused_sizes, shared=shared)
+
+
+def _is_dry_run(setup: Setup) -> bool:
+    is_simulated = dist.is_initialized() and dist.get_backend() == "fake"
+    return is_simulated and not has_values(next(setup.facts.model.parameters()))
 
 
 def _device_type(setup: Setup) -> str:
