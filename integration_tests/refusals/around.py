@@ -20,7 +20,7 @@ from fsdp_runtime import FSDP2, forward_with_lm_head, parallelize, unsharded
 from fsdp_runtime.memory import host_copies
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.optim import CPUOffloadAdamW, Muon, param_groups
-from fsdp_runtime.steps import CheckInputs, GlobalAuxLoss, RouterBalance, Routes
+from fsdp_runtime.steps import CheckInputs, GlobalAuxLoss, MultiTokenHeads, RouterBalance, Routes
 from fsdp_runtime.steps.fsdp.megatron_fsdp import resolve_megatron_fsdp
 from fsdp_runtime.steps.outputs.lm_head import KEEPS_OVER_CP
 from fsdp_runtime.trainers import training_arguments as trainers
@@ -161,6 +161,17 @@ def _aux_loss(*, top_k: int = 2, times: int = 1, **options: Any) -> None:
         aux_loss = GlobalAuxLoss(model)
     with aux_loss.counting():
         model(ids(1, 4), use_cache=False, **options)
+
+
+def _multi_token(*, after: bool = False, count: int | None = None, times: int = 1) -> None:
+    """Add heads to a mixture, and call it without token ids."""
+    model: Any = tiny_model("DeepseekV3ForCausalLM")
+    if after:
+        with parallelized(model, TP):
+            MultiTokenHeads(model)
+    for _ in range(times):
+        MultiTokenHeads(model, count)
+    model(inputs_embeds=torch.ones(1, 4, model.config.hidden_size), use_cache=False)
 
 
 #: Arguments of a trainer that ask for nothing.
@@ -328,6 +339,13 @@ CASES: Provocations = {
         "OptionError: rate=-1: give 0 or more": lambda: RouterBalance(nn.Identity(), rate=-1),
         "RoutesError: no forward was counted": lambda: _balance().step(),
         "RoutesError: mask has 3 tokens": lambda: _balance().count(Routes({"gate": torch.zeros(2, 1)}), torch.ones(3)),
+    },
+    "fsdp_runtime/steps/multi_token_heads.py": {
+        "ModelError: has no known multi-token heads": lambda: MultiTokenHeads(_llama()),
+        "ModelError: has multi-token heads already": lambda: _multi_token(times=2),
+        "ModelError: add multi-token heads before": lambda: _multi_token(after=True),
+        "OptionError: has 1 head": lambda: _multi_token(count=0),
+        "LayoutError: embed the next tokens": _multi_token,
     },
     "fsdp_runtime/steps/routing/global_aux_loss.py": {
         "ModelError: computes no auxiliary loss": lambda: GlobalAuxLoss(tiny_model("DeepseekV3ForCausalLM")),

@@ -42,6 +42,7 @@ class RuntimeState:
     fused_rows: Any = None  # rows of the matrices in fused weights by module, under ``tp``
     unloaded: Any = None  # the hooks that refuse a forward with parameters on meta
     not_quantized: Mapping[str, str] = field(default_factory=dict)  # matrices in blocks, with the reason
+    multi_token: int = 0  # number of multi-token heads among the blocks
     source: Any = None  # the checkpoint that the weights came from
 
     def __getstate__(self) -> dict[str, Any]:

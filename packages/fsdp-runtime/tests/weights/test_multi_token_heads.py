@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coverage.table import coverage_entries, tiny_model
-from fsdp_runtime import MeshSpec, load_weights, parallelize, save_weights
+from fsdp_runtime import MeshSpec, load_weights, parallelize, save_weights, stream_weights
+from fsdp_runtime.steps import MultiTokenHeads
 from fsdp_runtime.weights import multi_token_weights
+from harness.parity import mesh_for
 from harness.ranks import RankPool
 
 #: Names of heads, by the architectures that store them so.
@@ -109,3 +111,37 @@ def test_save_of_a_shallower_model_leaves_deeper_blocks_out(tmp_path: Path) -> N
     load_weights(shallow, tmp_path / "from")
     save_weights(shallow, tmp_path / "to")
     assert not [name for name in load_file(tmp_path / "to" / "model.safetensors") if "layers.1." in name]
+
+
+def _trained(name: str, source: Path, target: Path, axes: dict[str, int]) -> tuple[dict[str, Tensor], int]:
+    """Load trained heads on a mesh, save and stream them; the streamed tensors, and the number of copied ones."""
+    model = tiny_model(coverage_entries()[name])
+    MultiTokenHeads(model)
+    parallelize(model, mesh_for(axes))
+    load_weights(model, source)
+    save_weights(model, target)
+    return dict(stream_weights(model)), len(list(multi_token_weights(model)))
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [("deepseek_v3", "model.layers.2.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight")]
+)
+def test_save_and_stream_of_trained_heads_have_the_names_of_the_checkpoint(
+    two_ranks: RankPool, tmp_path: Path, name: str, head: str
+) -> None:
+    model = tiny_model(coverage_entries()[name])
+    MultiTokenHeads(model)
+    save_weights(model, tmp_path / "from")
+    expected = load_file(tmp_path / "from" / "model.safetensors")
+    assert head in expected
+    # A copy of the embedding beside the head is replaced by the shared one.
+    beside = (
+        {"model.layers.2.embed_tokens.weight": expected["model.embed_tokens.weight"].clone()} if "2" in head else {}
+    )
+    save_file(expected | beside, tmp_path / "from" / "model.safetensors", {"format": "pt"})
+    for streamed, copied in two_ranks.run(_trained, name, tmp_path / "from", tmp_path / "to", {"tp": 2}):
+        saved = load_file(tmp_path / "to" / "model.safetensors")
+        assert saved.keys() == streamed.keys() == expected.keys()
+        assert not [key for key in expected if not torch.equal(saved[key], expected[key])]
+        assert not [key for key in expected if not torch.equal(streamed[key], expected[key])]
+        assert copied == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from fsdp_runtime._transformers_compat.models import original_classes
 from fsdp_runtime._transformers_compat.release import require_known_release
+
+#: The attribute of a model with the prefixes of added modules by their prefixes in checkpoints.
+_RENAMED = "_fsdp_runtime_renamed"
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ def checkpoint_to_model(model: Any, checkpoint_names: Iterable[str], known: set[
             groups.add(target, pattern, name)
     used = [rule for rule in rules if rule.was_used()]
     return Translation(renamed, groups.conversions(lambda name: name), used)
+
+
+def rename_in_checkpoints(model: Any, prefixes: Mapping[str, str]) -> None:
+    """Give modules that were added to a model other prefixes in its checkpoints; ``prefixes`` are by these."""
+    model.__dict__[_RENAMED] = dict(prefixes)
 
 
 def remember_rules(model: Any, rules: list[Any]) -> None:
@@ -128,9 +137,12 @@ class _GroupsByTarget:
 
 def _conversion_rules(model: Any, **options: Any) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
 
     with original_classes(model):
-        return list(get_model_conversion_mapping(model, **options))
+        rules = list(get_model_conversion_mapping(model, **options))
+    renamed = model.__dict__.get(_RENAMED, {})
+    return [WeightRenaming(f"^{re.escape(name)}", target) for name, target in renamed.items()] + rules
 
 
 def _by_kind(rules: list[Any]) -> tuple[list[Any], list[Any]]:

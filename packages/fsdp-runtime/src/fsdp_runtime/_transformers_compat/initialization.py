@@ -1,7 +1,9 @@
-"""The buffers that ``_init_weights`` computes."""
+"""The buffers and the values of new modules that ``_init_weights`` computes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,3 +34,41 @@ def initialize_module(owner: Any, module: nn.Module) -> None:
     finally:
         for tensor in marked:
             delattr(tensor, _INITIALIZED)
+
+
+@contextmanager
+def longer_config(config: Any, count: int) -> Iterator[None]:
+    """A decoder's config with ``count`` further blocks of full attention and experts, inside the ``with``."""
+    # ``get_mtp_config`` (since 5.24) restarts the indices at 0 and needs fields that Qwen3-Next's config lacks.
+    types = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
+    before = {
+        name: value for name in ("num_hidden_layers", *types) if (value := getattr(config, name, None)) is not None
+    }
+    try:
+        config.num_hidden_layers += count
+        for name in types.keys() & before.keys():
+            setattr(config, name, [*before[name], *([types[name]] * count)])
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def initial_head(owner: Any, block: Any, config: Any, index: int) -> Any:
+    """Return a block with the modules of a multi-token head and initial values."""
+    # The modules are ``MtpLayer``'s (5.24), under DeepSeek-V3's names.
+    weight = next(block.parameters())
+    norm: Any = type(block.input_layernorm)
+    with torch.device(weight.device):
+        head: Any = type(block)(config, index)
+        for name in ("enorm", "hnorm"):
+            setattr(head, name, norm(config.hidden_size, eps=config.rms_norm_eps))
+        head.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        head.shared_head = nn.Module()
+        head.shared_head.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
+    for module in head.modules():
+        owner._init_weights(module)
+    dtypes = {name: parameter.dtype for name, parameter in block.named_parameters()}
+    for name, parameter in head.named_parameters():
+        parameter.data = parameter.data.to(dtypes.get(name, weight.dtype))
+    return head

@@ -7,6 +7,7 @@ Speed:    ``Compile``, ``Float8``
 Checks:   ``CheckInputs``
 Your own: a subclass of ``Step``
 Mixtures: ``RouterBalance``, ``GlobalAuxLoss``
+Heads:    ``MultiTokenHeads``
 Values:   ``SelectiveCheckpoint`` of a checkpointing step, ``ContextAttention`` of a model, ``Routes`` of a mixture and
           ``routes_from_generator``
 """

@@ -13,6 +13,7 @@ from fsdp_runtime.steps.experts.step import ExpertParallel
 from fsdp_runtime.steps.float8 import Float8
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
+from fsdp_runtime.steps.multi_token_heads import MultiTokenHeads
 from fsdp_runtime.steps.quantized.step import Quantized
 from fsdp_runtime.steps.routing.balance import RouterBalance
 from fsdp_runtime.steps.routing.global_aux_loss import GlobalAuxLoss
@@ -29,6 +30,7 @@ __all__ = [
     "ExpertParallel",
     "Float8",
     "GlobalAuxLoss",
+    "MultiTokenHeads",
     "PackedSequences",
     "Quantized",
     "RouterBalance",

@@ -1,4 +1,4 @@
-"""Multi-token heads of a checkpoint: the model's class does not load them, and a save copies them.
+"""Multi-token heads of a checkpoint that are not trained: the model's class does not load them, a save copies them.
 
 transformers drops the layers that predict further tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2) when it loads a
 model, and ``generate(use_mtp=True)`` and engines read them from the checkpoint.
@@ -22,6 +22,7 @@ from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.model.pretrained_source import source_folder
 from fsdp_runtime.model.stages import whole_entries
 from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
 from fsdp_runtime.weights.companion_files import is_resized
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
@@ -100,6 +101,9 @@ def heads_at_source(model: Any, exported: Collection[str]) -> Sequence[CopiedTen
         return []
     names = [name for name in stored if name not in exported and _is_head(model, name, stored)]
     if not names:
+        return []
+    if runtime_state(model).multi_token:
+        logger.info("%d tensors of %s are replaced by trained heads and their shared embedding", len(names), folder)
         return []
     reason = "the vocabulary was resized" if is_resized(model, folder) else ""
     if packed := next((name for name in names if stored[name].dtype not in ("F64", "F32", "F16", "BF16")), None):
