@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import offloads_to_cpu, parameter_hooks, persistent_buffers, set_parameter_hooks
@@ -14,6 +15,7 @@ from fsdp_runtime.mesh.spec import default_device_type
 from fsdp_runtime.model.buffers import compute_meta_buffers
 from fsdp_runtime.model.state import StateEntry, state_entries
 from fsdp_runtime.model.unloaded import allow_loaded
+from fsdp_runtime.runtime_state import runtime_state
 
 
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
@@ -56,7 +58,7 @@ def materialize_entries(
     tensors = (*(entry.tensor for entry in entries), *model.buffers())
     if device is None and not any(tensor.is_meta for tensor in tensors):
         return
-    target = require_device(device) if device is not None else compute_device(entries)
+    target = require_device(device) if device is not None else compute_device(entries, runtime_state(model).mesh)
     compute_meta_buffers(model)
     parameter_device = torch.device("cpu") if offloads_to_cpu(model) else target
     for entry in entries:
@@ -86,16 +88,20 @@ def require_device(device: torch.device | str) -> torch.device:
     return target
 
 
-def compute_device(entries: Sequence[StateEntry]) -> torch.device:
+def compute_device(entries: Sequence[StateEntry], mesh: DeviceMesh | None = None) -> torch.device:
     """Return the device a model computes on: the mesh's current device, or the parameters' device without one."""
-    plain = torch.device("cpu")
+    plain = torch.device("cpu") if mesh is None else _current_device(mesh)
     for entry in entries:
         if isinstance(entry.tensor, DTensor):
-            kind = entry.tensor.device_mesh.device_type
-            return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+            return _current_device(entry.tensor.device_mesh)
         if not entry.tensor.is_meta:
             plain = entry.tensor.device
     return plain
+
+
+def _current_device(mesh: DeviceMesh) -> torch.device:
+    kind = mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def materialize_parameter(parameter: nn.Parameter, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime.model.stages import stages_of
+from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.sharded.async_saves import flat_bytes
 from fsdp_runtime.sharded.collectives import ModelRanks, own_rank
@@ -46,12 +47,20 @@ class StageRanks:
         return ModelRanks([self.group], ranks.index(own_rank()), len(ranks), ranks[0])
 
     @property
+    def own(self) -> list[int]:
+        """The ranks with the same stages as this rank."""
+        return next(ranks for ranks in self.table.tolist() if own_rank() in ranks)
+
+    @property
     def stage(self) -> ModelRanks:
-        """The ranks of this rank's stage."""
-        names = self.mesh.mesh_dim_names or ()
-        groups = [self.mesh.get_group(axis) for axis in names if axis != "pp" and self.mesh[axis].size() > 1]
-        ranks = next(ranks for ranks in self.table.tolist() if own_rank() in ranks)
-        return ModelRanks(groups, ranks.index(own_rank()), len(ranks), ranks[0])
+        """The ranks with the same stages as this rank."""
+        axes = [axis for axis, name in enumerate(self.mesh.mesh_dim_names or ()) if name != "pp"]
+        groups = [self.mesh.get_group(axis) for axis in axes if self.mesh.size(axis) > 1]
+        return ModelRanks(groups, self.own.index(own_rank()), len(self.own), self.own[0])
+
+    def foreign(self, entries: Sequence[StateEntry]) -> set[str]:
+        """Return the names of the tensors that other stages save; one stage saves a tensor of several."""
+        return {entry.names[0] for entry in entries if entry.ranks is not None and entry.ranks[0] not in self.own}
 
     def line_of(self, rank: int) -> list[int]:
         """Return the ranks of the line with a rank, first stage first."""

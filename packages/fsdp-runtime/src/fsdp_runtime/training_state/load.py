@@ -22,6 +22,7 @@ from fsdp_runtime.model.generators import require_rng_states, set_rng_states
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, settings_at_source, source_folder
+from fsdp_runtime.model.stages import whole_entries
 from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all, state_entries
 from fsdp_runtime.sharded.chunks import fill_local, whole_chunk
 from fsdp_runtime.sharded.collectives import (
@@ -37,6 +38,7 @@ from fsdp_runtime.training_state.directory import newest_state
 from fsdp_runtime.training_state.manifest import MANIFEST, Manifest, StoredTensor, read_manifest
 from fsdp_runtime.training_state.optimizers import (
     as_list,
+    of_parameters,
     parameter_names,
     require_same_optimizer,
     require_saved_optimizer,
@@ -137,7 +139,10 @@ def load_training_state(
             for index, saved in enumerate(shared["optimizers"]):
                 require_saved_optimizer(folder / SHARED_FILE, index, saved, manifest.tensors)
             require_layouts({entry.names[0]: entry.tensor for entry in entries})
-            _check(entries, optimizers, scheduler, manifest, shared)
+            whole = whole_entries(model, entries)
+            absent = {entry.names[0] for entry in whole if entry.is_absent}
+            shared["optimizers"] = [of_parameters(saved, absent) for saved in shared["optimizers"]]
+            _check(whole, optimizers, scheduler, manifest, shared)
             if verify:
                 reader.verify(range(ranks.index, len(manifest.tensors), ranks.count))
         with raise_on_all(ranks):

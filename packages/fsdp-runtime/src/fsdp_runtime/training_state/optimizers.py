@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 #: Placement of a state tensor: as its parameter; as its parameter's rows, with another last dim; replicated over the
 #: mesh of a DTensor parameter; or plain.
 StatePlacement = Literal["parameter", "parameter on the cpu", "rows", "replicated", "plain", "plain on the cpu"]
+
+
+#: Keys of an optimizer's metadata with values by parameter.
+_BY_PARAMETER = ("placements", "values")
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,46 @@ def optimizer_metadata(optimizer: Optimizer, names: Mapping[int, str]) -> dict[s
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     return {"class": _class_name(optimizer), "groups": groups, "placements": placements, "values": values}
+
+
+def merged_metadata(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the metadata of the optimizers of all pipeline stages, which have different parameters."""
+    (first, expected), *others = by_rank.items()
+    merged = [
+        {**saved, "groups": [{**group} for group in saved["groups"]], **{key: {**saved[key]} for key in _BY_PARAMETER}}
+        for saved in expected
+    ]
+    for rank, optimizers in others:
+        _require_same_settings(first, expected, rank, optimizers)
+        for whole, saved in zip(merged, optimizers, strict=True):
+            for group, more in zip(whole["groups"], saved["groups"], strict=True):
+                group["params"] = list(dict.fromkeys([*group["params"], *more["params"]]))
+            for key in _BY_PARAMETER:
+                whole[key] = {**saved[key], **whole[key]}
+    return merged
+
+
+def _require_same_settings(
+    first: int, expected: Sequence[Mapping[str, Any]], rank: int, optimizers: Sequence[Mapping[str, Any]]
+) -> None:
+    one, other = ([(saved["class"], *map(_settings, saved["groups"])) for saved in s] for s in (expected, optimizers))
+    if one != other:
+        raise OptionError(
+            f"optimizer: rank {first} has the groups {one}, and rank {rank} {other}: give every pipeline stage the "
+            'same optimizers and groups, with "params": [] where the stage has no parameters of a group'
+        )
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    values = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def of_parameters(saved: Mapping[str, Any], absent: Collection[str]) -> dict[str, Any]:
+    """Return an optimizer's metadata without the parameters of other pipeline stages."""
+    groups = [{**g, "params": [name for name in g["params"] if name not in absent]} for g in saved["groups"]]
+    by_parameter = {key: {n: value for n, value in saved[key].items() if n not in absent} for key in _BY_PARAMETER}
+    return {**saved, "groups": groups, **by_parameter}
 
 
 def parameter_names(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> dict[int, str]:

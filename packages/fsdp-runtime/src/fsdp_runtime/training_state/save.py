@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.generators import rng_states
+from fsdp_runtime.model.stages import whole_entries
 from fsdp_runtime.model.state import StateEntry, require_memory, state_entries
 from fsdp_runtime.sharded.async_saves import (
     SAVES_WAIT,
@@ -28,6 +29,7 @@ from fsdp_runtime.sharded.async_saves import (
 from fsdp_runtime.sharded.chunks import local_part
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
+    all_gather_objects,
     mesh_or_world_ranks,
     model_mesh,
     raise_on_all,
@@ -36,15 +38,24 @@ from fsdp_runtime.sharded.collectives import (
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
 from fsdp_runtime.sharded.shard_offsets import require_layouts, shard_steps
+from fsdp_runtime.sharded.stages import StageRanks
 from fsdp_runtime.sharded.work_directory import work_directory
 from fsdp_runtime.training_state.directory import commit
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor
-from fsdp_runtime.training_state.optimizers import as_list, optimizer_metadata, optimizer_tensors, parameter_names
+from fsdp_runtime.training_state.optimizers import (
+    as_list,
+    merged_metadata,
+    optimizer_metadata,
+    optimizer_tensors,
+    parameter_names,
+)
 from fsdp_runtime.training_state.safe_pickle import serialize, write_object
 from fsdp_runtime.values import require_no_removed
 from tp_plans.boxes import Box
 
 SHARED_FILE = "shared.pt"
+#: Shape and dtype of tensors by name.
+_Described = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 @runtime_checkable
@@ -151,28 +162,36 @@ def save_training_state(
         if step < 0 or (keep is not None and keep < 0):
             raise OptionError(f"step={step}, keep={keep}: give numbers of at least 0")
         folder = require_path("directory", directory)
-        tensors = named_tensors(entries, optimizers)
+        stages = StageRanks.of(model)
+        writers = ranks if stages is None else stages.stage
+        tensors = named_tensors(
+            entries, optimizers, [] if stages is None else stages.foreign(whole_entries(model, entries))
+        )
         require_memory(tensors, "tensors of the training state")
         require_layouts(tensors)
         names = parameter_names(entries, optimizers)
-        shared = serialize(
-            {
-                "optimizers": [optimizer_metadata(item, names) for item in optimizers],
-                "scheduler": None if scheduler is None else scheduler.state_dict(),
-                "extra": dict(extra or {}),
-            }
-        )
+        metadata = [optimizer_metadata(item, names) for item in optimizers]
+        state = None if scheduler is None else scheduler.state_dict()
+        values: dict[str, Any] = {"optimizers": metadata, "scheduler": state, "extra": dict(extra or {})}
+        shared = serialize(values)
         rng = serialize({"rng": rng_states()})
         options = {"directory": os.path.normpath(folder), "step": step, "keep": keep, "asynchronous": asynchronous}
         agreed.value = options
         wait_for_running()
     require_equal_on_all(agreed.values)
+    if stages is not None:
+        with raise_on_all(ranks):
+            of_stages = all_gather_objects(stages.line, metadata)
+            shared = serialize({**values, "optimizers": merged_metadata(of_stages)})
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(folder, ranks))
         with raise_on_all(ranks):
-            writes = _started_writes(work, tensors, ranks, resources, asynchronous=asynchronous)
+            chunks = list(chunks_to_write(tensors, writers))
+            file = work / f"rank-{ranks.index:05d}.safetensors"
+            writes = _started_writes(file, chunks, resources, asynchronous=asynchronous)
         objects = {rng_file(ranks.index): rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
         described = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+        described = described if writers.is_first else {}
         save = _Save(work, step, keep, mesh_sizes(model, entries), writes, objects, described)
         if not asynchronous:
             return save.finish(ranks)
@@ -189,7 +208,7 @@ class _Save:
     mesh: Mapping[str, int]
     writes: Callable[[], dict[str, StoredChunk]]  # completes this rank's shards
     objects: Mapping[str, bytes]  # this rank's other files
-    described: Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of every tensor
+    described: _Described  # shape and dtype of every tensor of a stage, by its first rank
 
     def finish(self, ranks: ModelRanks) -> Path:
         """Write this rank's files, and put the state into effect after all ranks; return its directory.  Collective."""
@@ -198,26 +217,27 @@ class _Save:
             files: dict[str, tuple[int, int]] = {}
             for name, content in self.objects.items():
                 files |= write_object(self.work, name, content)
-            written.value = chunks, files
+            written.value = chunks, files, self.described
         with raise_on_all(ranks) as committed:
             if ranks.is_first:
-                self._manifest(written.values.values(), ranks).write(self.work)
+                self._manifest(list(written.values.values()), ranks).write(self.work)
                 committed.value = commit(self.work, self.step, self.keep)
         final: Path = committed.values[ranks.global_first]
         return final
 
     def _manifest(
-        self, written: Iterable[tuple[Mapping[str, StoredChunk], Mapping[str, tuple[int, int]]]], ranks: ModelRanks
+        self,
+        written: Sequence[tuple[Mapping[str, StoredChunk], Mapping[str, tuple[int, int]], _Described]],
+        ranks: ModelRanks,
     ) -> Manifest:
-        chunks: dict[str, list[StoredChunk]] = {name: [] for name in self.described}
+        described = {name: form for *_, forms in written for name, form in forms.items()}
+        chunks: dict[str, list[StoredChunk]] = {name: [] for name in described}
         files: dict[str, tuple[int, int]] = {}
-        for rank_chunks, rank_files in written:
+        for rank_chunks, rank_files, _ in written:
             files |= rank_files
             for name, chunk in rank_chunks.items():
                 chunks[name].append(chunk)
-        stored = {
-            name: StoredTensor(shape, dtype, tuple(chunks[name])) for name, (shape, dtype) in self.described.items()
-        }
+        stored = {name: StoredTensor(shape, dtype, tuple(chunks[name])) for name, (shape, dtype) in described.items()}
         return Manifest(step=self.step, world_size=ranks.count, mesh=self.mesh, tensors=stored, files=files)
 
 
@@ -235,15 +255,18 @@ def mesh_sizes(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, int
     return {name: size for name, size in zip(names, mesh.shape, strict=True) if size > 1}
 
 
-def named_tensors(entries: Sequence[StateEntry], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return every tensor by its name in the manifest, in the same order on all ranks."""
+def named_tensors(
+    entries: Sequence[StateEntry], optimizers: Sequence[Optimizer], skipped: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Return every tensor by its name in the manifest, in the same order on all ranks of a stage."""
     if on_meta := [entry.names[0] for entry in entries if entry.tensor.is_meta]:
         raise OptionError(f"{len(on_meta)} tensors are on the meta device, first {on_meta[0]}: load weights first")
     names = parameter_names(entries, optimizers)
-    tensors = {f"model/{entry.names[0]}": entry.tensor for entry in entries}
+    tensors = {f"model/{name}": entry.tensor for entry in entries if (name := entry.names[0]) not in skipped}
     for index, optimizer in enumerate(optimizers):
         for item in optimizer_tensors(optimizer, names):
-            tensors[f"optimizer/{index}/{item.parameter}/{item.key}"] = item.tensor
+            if item.parameter not in skipped:
+                tensors[f"optimizer/{index}/{item.parameter}/{item.key}"] = item.tensor
     return tensors
 
 
@@ -274,12 +297,11 @@ def _writes(tensor: Tensor, index: int, ranks: ModelRanks) -> bool:
 
 @torch.no_grad()
 def _started_writes(
-    work: Path, tensors: Mapping[str, Tensor], ranks: ModelRanks, resources: ExitStack, *, asynchronous: bool
+    path: Path, chunks: Sequence[tuple[str, Box, Tensor]], resources: ExitStack, *, asynchronous: bool
 ) -> Callable[[], dict[str, StoredChunk]]:
     """Write this rank's chunks, or copy them to host memory; return a function that completes the file."""
-    chunks = list(chunks_to_write(tensors, ranks))
     headers = [WeightInfo(name, local.dtype, tuple(local.shape)) for name, _, local in chunks]
-    file = SafetensorsWriter(work / f"rank-{ranks.index:05d}.safetensors", headers, with_checksums=True)
+    file = SafetensorsWriter(path, headers, with_checksums=True)
     resources.callback(file.close)
     staging = HostStaging()
     writer = StagedWriter(file, staging) if asynchronous else file

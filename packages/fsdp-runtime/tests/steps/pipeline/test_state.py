@@ -11,13 +11,10 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_runtime import (
-    load_weights,
-    parallelize,
-    save_weights,
-    stream_weights,
-)
+from fsdp_runtime import load_weights, parallelize, save_weights, stream_weights
+from fsdp_runtime.steps.pipeline.schedule import forward_backward
 from fsdp_runtime.steps.pipeline.step import Pipeline
+from fsdp_runtime.training_state import load_training_state, save_training_state
 from harness.models import tiny_config, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -82,3 +79,67 @@ def test_weights_of_stages_equal_the_checkpoint_of_save_pretrained(
     assert {tensors for tensors, _ in reports} == {len(reference.state_dict()) - tied}
     total = sum(tensor.nbytes for tensor in expected.values())
     assert all(0 < nbytes < total for _, nbytes in reports)
+
+
+def _trainer(axes: dict[str, int], *, seed: int = 0) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """Return a tied mixture on a mesh, with an optimizer of two groups and one of the norms."""
+    steps = {1: (), 2: (Pipeline("interleaved1f1b"),), 4: (Pipeline(),)}[axes.get("pp", 1)]
+    model = parallelize(_model("Qwen3MoeForCausalLM", tied=True, seed=seed), mesh_for(axes), steps=steps)
+    parts: dict[str, list[nn.Parameter]] = {"norms": [], "embedding": [], "matrices": []}
+    for name, parameter in model.named_parameters():
+        parts["norms" if "norm" in name else "embedding" if "embed" in name else "matrices"].append(parameter)
+    groups = [{"params": parts["matrices"]}, {"params": parts["embedding"], "lr": 0.02}]
+    return model, [torch.optim.AdamW(groups, lr=0.01), torch.optim.SGD(parts["norms"], lr=0.1, momentum=0.9)]
+
+
+def _stepped(model: nn.Module, optimizers: list[torch.optim.Optimizer], axes: dict[str, int]) -> None:
+    ids = torch.randint(3, 131, (4, 1, 6), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": row, "labels": row} for row in ids]
+    if axes.get("pp", 1) > 1:
+        forward_backward(model, batches)
+    else:
+        for batch in batches:
+            (model(**batch).loss / 4).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _saved_after_a_step(axes: dict[str, int], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, optimizers = _trainer(axes)
+    _stepped(model, optimizers, axes)
+    save_training_state(folder, model, optimizers, step=1, extra={"tokens": 24})
+    at_save = {name: tensor.clone() for name, tensor in stream_weights(model)}
+    _stepped(model, optimizers, axes)
+    return at_save, dict(stream_weights(model))
+
+
+def _resumed(axes: dict[str, int], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    model, optimizers = _trainer(axes, seed=1)
+    state = load_training_state(folder, model, optimizers)
+    assert state.extra == {"tokens": 24}
+    at_load = {name: tensor.clone() for name, tensor in stream_weights(model)}
+    _stepped(model, optimizers, axes)
+    return at_load, dict(stream_weights(model)), state.rng_restored
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "resumed_on"),
+    [
+        ({"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}),
+        ({"pp": 2, "dp_shard": 2}, {"tp": 4}),
+        ({"dp_shard": 4}, {"pp": 4}),
+        ({"pp": 4}, {"pp": 4}),
+    ],
+    ids=str,
+)
+def test_training_state_of_stages_resumes_on_any_mesh(
+    four_ranks: RankPool, tmp_path: Path, saved_on: dict[str, int], resumed_on: dict[str, int]
+) -> None:
+    saved = four_ranks.run(_saved_after_a_step, saved_on, tmp_path)
+    resumed = four_ranks.run(_resumed, resumed_on, tmp_path)
+    for (at_save, after), (at_load, again, has_generators) in zip(saved, resumed, strict=True):
+        _assert_equal(at_load, at_save)
+        for name, tensor in after.items():
+            torch.testing.assert_close(again[name], tensor, rtol=0, atol=1e-7)
+        assert has_generators == (saved_on == resumed_on)

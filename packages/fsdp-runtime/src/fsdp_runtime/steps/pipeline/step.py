@@ -138,12 +138,13 @@ class Pipeline(Step[StagedModel | None]):
 
     def apply(self, model: nn.Module, setup: Setup, checked: StagedModel | None) -> None:
         """Remove the parameters of other stages; before FSDP2, which shards the remaining ones."""
-        if checked is None:
+        mesh = setup.meshes.root
+        if checked is None or mesh is None:
             return
         staged = checked
         slots = absent_tensors(model, staged, staged.rank)
         names = {id(p): name for name, p in model.named_parameters()}
-        staged.state = recorded_state(model, staged, setup.meshes.root)
+        staged.state = recorded_state(model, staged, mesh)
         add_parts(model, _parts(model, staged))
         for slot in slots:
             slot.remove()
