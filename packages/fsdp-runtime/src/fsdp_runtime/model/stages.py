@@ -52,15 +52,5 @@ def whole_entries(model: nn.Module, entries: Sequence[StateEntry]) -> list[State
     return whole
 
 
-def is_absent(model: nn.Module, path: str) -> bool:
-    """Return whether a module is in a block, an embedding or a head that only other pipeline stages have."""
-    module = model
-    for name in path.split("."):
-        module = module.get_submodule(name)
-        if RUNTIME_STATE in module.__dict__ and module.__dict__[RUNTIME_STATE].part is not None:
-            return next(module.parameters(), None) is None
-    return False
-
-
 def _form(entry: StateEntry) -> str:
     return f"{str(entry.tensor.dtype).removeprefix('torch.')} of shape {tuple(entry.tensor.shape)}"

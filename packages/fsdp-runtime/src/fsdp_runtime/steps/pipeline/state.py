@@ -28,5 +28,5 @@ def recorded_state(model: nn.Module, staged: StagedModel, mesh: DeviceMesh) -> t
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

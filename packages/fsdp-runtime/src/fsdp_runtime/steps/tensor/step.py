@@ -13,7 +13,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fsdp_runtime._torch_compat import hook_gradient
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model.stages import is_absent
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
@@ -135,7 +134,6 @@ class TensorParallel(Step[tuple[str, ...]]):
         styles: Mapping[str, Any] = plan.to_torch(model) if isinstance(plan, Plan) else plan
         if isinstance(plan, Plan):  # an attention module counts this rank's heads afterwards
             runtime_state(model).fused_rows = fused_rows(model, plan)
-            styles = {path: style for path, style in styles.items() if not is_absent(model, path)}
         parallelize_module(model, tp_mesh, dict(styles))
         for parameter in model.parameters():
             if parameter.numel() == 1 and parameter.is_floating_point() and not isinstance(parameter, DTensor):
