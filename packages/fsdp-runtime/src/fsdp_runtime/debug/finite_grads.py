@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import GradientError
 from fsdp_runtime.model.state import require_memory, state_entries
-from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks
+from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks, required_device
 
 #: The most parameters that a message names; it counts further parameters.
 _MAX_NAMED = 8
@@ -45,7 +45,7 @@ def assert_finite_gradients(model: nn.Module) -> None:
     counts = {name: _count_nonfinite(gradient) for name, gradient in gradients.items()}
     device = next((p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)), None)
     total = torch.stack(list(counts.values())).sum() if counts else torch.zeros((), dtype=torch.int64)
-    total = total.to(device)
+    total = total.to(device or required_device(ranks.groups))
     for group in ranks.groups:
         dist.all_reduce(total, group=group)
     if not total.item():

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_runtime._torch_compat import all_gather_flat
 from fsdp_runtime.errors import ReplicaError
 from fsdp_runtime.mesh.experts import DIVIDED
+from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.sharded.hashing import hash_bits
 
@@ -31,8 +32,8 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh | None = None) -> N
 
     Args:
         model: before, during or after training; parameters must be sharded (not inside ``unsharded``).
-        mesh: the root mesh; tensors then count as replicated over the axes that their own mesh lacks.  Without ``mesh``
-            only the axes of each DTensor's mesh are compared, and plain tensors are not compared.
+        mesh: the root mesh; tensors then count as replicated over the axes that their own mesh lacks, except ``pp``.
+            Without ``mesh`` only the axes of each DTensor's mesh are compared, and plain tensors are not compared.
 
     Raises:
         ReplicaError: tensors differ; all are named, with the axis and the ranks, on every rank that compared them.
@@ -43,9 +44,10 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh | None = None) -> N
         >>> assert_replicas_equal(nn.Linear(2, 3))  # nothing to compare without a mesh
     """
     state_entries(model)  # raises where tensors are offloaded
+    stages = stages_of(model)
     groups: dict[ProcessGroup, tuple[str, list[tuple[str, Tensor]]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        for axis, group in _replica_groups(tensor, mesh):
+        for axis, group in _replica_groups(tensor, mesh, () if stages is None else ("pp",)):
             groups.setdefault(group, (axis, []))[1].append((name, tensor))
     differing: dict[str, list[str]] = defaultdict(list)
     for group, (axis, tensors) in groups.items():
@@ -66,7 +68,9 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh | None = None) -> N
         )
 
 
-def _replica_groups(tensor: Tensor, mesh: DeviceMesh | None) -> Iterator[tuple[str, ProcessGroup]]:
+def _replica_groups(
+    tensor: Tensor, mesh: DeviceMesh | None, different: tuple[str, ...]
+) -> Iterator[tuple[str, ProcessGroup]]:
     """Yield the axes over which a tensor is replicated, with this rank's group on each."""
     own_axes: tuple[str, ...] = ()
     own_ranks: list[set[int]] = []  # of axes that may have been flattened from several, as dp_shard_cp
@@ -80,7 +84,7 @@ def _replica_groups(tensor: Tensor, mesh: DeviceMesh | None) -> Iterator[tuple[s
     if "ep" in own_axes:  # the expert mesh divides the ranks of these axes again
         own_axes += DIVIDED
     for index, axis in enumerate((mesh.mesh_dim_names if mesh is not None else None) or ()):
-        if mesh is None or axis in own_axes or mesh.size(index) == 1:
+        if mesh is None or axis in (*own_axes, *different) or mesh.size(index) == 1:
             continue
         group = mesh.get_group(index)
         if not any(set(dist.get_process_group_ranks(group)) <= ranks for ranks in own_ranks):

@@ -21,3 +21,4 @@ from fsdp_runtime.sharded.rank_boxes import BoxOwners as BoxOwners
 from fsdp_runtime.sharded.rank_boxes import block_view as block_view
 from fsdp_runtime.sharded.rank_boxes import stored_part as stored_part
 from fsdp_runtime.sharded.safetensors_io import WeightInfo as WeightInfo
+from fsdp_runtime.sharded.stages import StageRanks as StageRanks

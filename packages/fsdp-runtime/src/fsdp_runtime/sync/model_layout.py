@@ -12,8 +12,17 @@ from fsdp_runtime._peft_compat import BASE, base_model
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import ConversionError, OptionError
-from fsdp_runtime.model import state_entries
-from fsdp_runtime.sharded import BoxOwners, identity_chunk, mesh_ranks, model_mesh, own_rank, stored_part
+from fsdp_runtime.model import stages_of, state_entries
+from fsdp_runtime.sharded import (
+    BoxOwners,
+    StageRanks,
+    all_gather_objects,
+    identity_chunk,
+    mesh_ranks,
+    model_mesh,
+    own_rank,
+    stored_part,
+)
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights import ExportedTensor, ExportGroup, HeldTensors, MergedShards, WeightExport, saved_tensors
 from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
@@ -23,8 +32,9 @@ class ModelShards:
     """A model's shards as one side of a transfer: the layout of all ranks, and this rank's local tensors.
 
     ``layout`` has the blocks of checkpoint tensors on each rank of the world.  It is equal on every rank of the model's
-    mesh, without communication.  The local tensors are the model's own storage: training changes their values, and a
-    transfer into them changes the model.
+    mesh, without communication.  Exception: pipeline stages exchange their blocks, so every rank builds the object.
+    The local tensors are the model's own storage: training changes their values, and a transfer into them changes the
+    model.
 
     With ``quantize``, and for weights with active adapters, the local tensors are copies of this rank's shards, in low
     precision or with the adapters merged.  :meth:`refresh` updates the copies.  Pass the object as ``source`` to
@@ -63,34 +73,50 @@ class ModelShards:
             prepared = export.prepare(model, entries)
             groups, quantize = prepared.groups, prepared.quantize
         else:
+            if stages_of(model) is not None:
+                raise OptionError(
+                    f"adapter={adapter!r}: an adapter of a model in pipeline stages is not listed as shards; send the "
+                    "merged weights (adapter=None)"
+                )
             tensors_of_adapter = saved_tensors(model, entries, adapter, embeddings=False)
             groups = _adapter_groups(base_model(model), tensors_of_adapter, export.exported_dtype)
         self._held = HeldTensors(model, entries)
         mesh = model_mesh(model, (entry.tensor for entry in entries))
-        own = own_rank()
+        own, stages = own_rank(), StageRanks.of(model)
         everyone = [own] if mesh is None else mesh.mesh.flatten().tolist()
+        members = everyone if stages is None else stages.own
         tensors: dict[str, CheckpointTensor] = {}
         blocks: dict[str, list[StoredBlock]] = {}
         local: dict[str, Tensor] = {}
-        owners = BoxOwners(everyone)
+        owners = BoxOwners(members)
         for group in groups:
             if converted := next((item.name for item in group.tensors if item.chunks is None), None):
                 raise ConversionError(
                     f"{converted} is computed from the model's tensors, not a rearrangement of blocks of them: send it "
                     'with stream_weights, or use names="model"'
                 )
+            for item in group.tensors:
+                tensors[item.name] = CheckpointTensor(item.shape, str(item.dtype).removeprefix("torch."))
+                blocks[item.name] = []
+            if group.ranks is not None and own not in group.ranks:
+                continue
             adapters = {part for each in group.adapters.values() for f in each for part in (f.a_name, f.b_name)}
             local |= {name: local_tensor(each).detach() for name, each in group.sources.items() if name not in adapters}
             for item in group.tensors:
-                tensors[item.name] = CheckpointTensor(item.shape, str(item.dtype).removeprefix("torch."))
                 blocks[item.name] = [
                     replace(block, rank=rank)
                     for chunk in item.chunks or ()
                     for held, ranks in owners.near(group.sources[chunk.source], chunk.source_box)
                     for block in stored_part(chunk, ranks[0], held)
                     for rank in ranks
+                    if stages is None or rank in members
                 ]
-        merged = MergedShards(groups, exact=quantize is not None)
+        if stages is not None:
+            of_stages = all_gather_objects(stages.line, blocks).values()
+            blocks = {name: [block for stage in of_stages for block in stage[name]] for name in tensors}
+        merged = MergedShards(
+            [group for group in groups if group.ranks is None or own in group.ranks], exact=quantize is not None
+        )
         self.layout = TransferLayout(tensors, blocks)
         self.storage = {**local, **merged.local}  # ``local``; merged and quantized copies may lack values
         self._derived: list[MergedShards | QuantizedShards] = [merged] if merged.local else []

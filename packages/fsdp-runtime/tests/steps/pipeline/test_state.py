@@ -11,13 +11,27 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fsdp_runtime import load_weights, parallelize, save_weights, stream_weights
+from fsdp_runtime import (
+    assert_finite_gradients,
+    assert_replicas_equal,
+    load_weights,
+    offload,
+    onload,
+    parallelize,
+    save_weights,
+    stream_weights,
+    unsharded,
+)
+from fsdp_runtime.errors import GradientError
 from fsdp_runtime.steps.pipeline.schedule import forward_backward
 from fsdp_runtime.steps.pipeline.step import Pipeline
+from fsdp_runtime.sync import ModelShards, WeightExport, WeightSync, digest
 from fsdp_runtime.training_state import load_training_state, save_training_state
+from fsdp_runtime.weights import Quantization
 from harness.models import tiny_config, tiny_model
 from harness.parity import mesh_for
 from harness.ranks import RankPool
+from tp_plans.transfer import plan_transfer
 
 #: Architecture, tied embeddings, mesh, and the step.
 CASES: list[tuple[str, bool, dict[str, int], Pipeline]] = [
@@ -143,3 +157,60 @@ def test_training_state_of_stages_resumes_on_any_mesh(
         for name, tensor in after.items():
             torch.testing.assert_close(again[name], tensor, rtol=0, atol=1e-7)
         assert has_generators == (saved_on == resumed_on)
+
+
+def _synchronized(axes: dict[str, int]) -> None:
+    """Send the weights of stages to a model on ``tp``, twice, and to one rank of each stage."""
+    staged, optimizers = _trainer(axes)
+    engine = parallelize(_model("Qwen3MoeForCausalLM", tied=True, seed=1), mesh_for({"tp": 4}))
+    shards, target = ModelShards(staged), ModelShards(engine)
+    plan = plan_transfer(shards.layout, target.layout)
+    sync = WeightSync(plan, source=shards, destination=target.local)
+    for version in (1, 2):
+        sync.update(version)
+        expected = dict(stream_weights(staged))
+        _assert_equal(dict(stream_weights(engine)), expected)
+        _stepped(staged, optimizers, axes)
+    expected = dict(stream_weights(staged))
+    for rank in (0, 3):
+        buckets = WeightExport(bucket_bytes=2**16).prepare(staged).buckets(to=rank)
+        weights = {name: tensor for bucket in buckets for name, tensor in bucket}
+        assert list(weights) == (list(expected) if rank == torch.distributed.get_rank() else [])
+        _assert_equal(weights, expected if weights else {})
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"pp": 4}], ids=str)
+def test_weight_sync_of_stages_sends_every_weight(four_ranks: RankPool, axes: dict[str, int]) -> None:
+    four_ranks.run(_synchronized, axes)
+
+
+def _checked(axes: dict[str, int]) -> str:
+    staged, optimizers = _trainer(axes)
+    reference = _model("Qwen3MoeForCausalLM", tied=True)
+    for export in (
+        WeightExport(),
+        WeightExport(quantize=Quantization(format="fp8")),
+        WeightExport(dtype=torch.bfloat16),
+    ):
+        assert digest(staged, export=export) == digest(reference, export=export)
+    assert_replicas_equal(staged, mesh_for(axes))
+    with unsharded(staged):
+        _assert_equal(dict(stream_weights(staged)), dict(stream_weights(reference)))
+    _stepped(staged, optimizers, axes)
+    before = digest(staged)
+    offload(staged)
+    onload(staged)
+    assert digest(staged) == before
+    for name, parameter in staged.named_parameters():
+        parameter.grad = torch.full_like(parameter, float("nan")) if name == "model.norm.weight" else None
+    with pytest.raises(GradientError) as caught:
+        assert_finite_gradients(staged)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
+def test_digests_and_checks_of_stages_count_the_whole_model(four_ranks: RankPool, axes: dict[str, int]) -> None:
+    messages = four_ranks.run(_checked, axes)
+    assert "1 parameters" in messages[0]
+    assert "model.norm.weight" in messages[0]
+    assert len({*messages}) == 1
