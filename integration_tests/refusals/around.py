@@ -265,7 +265,7 @@ CASES: Provocations = {
     "fsdp_runtime/optim/cpu_offload.py": {
         "OptionError: give the part of the parameters": lambda: CPUOffloadAdamW([], fraction=2.0),
         "OptionError: give numbers of at least 0": lambda: CPUOffloadAdamW([], lr=-1.0),
-        "OptionError: take the next one when it has returned": lambda: _step_during(in_a_step=True),
+        "OptionError: take the next step and state_dict": lambda: _step_during(in_a_step=True),
         "MismatchError: it is not AdamW's": _host_optimizer,
         "MismatchError: load a state of another mesh": lambda: _host_optimizer(
             step=torch.ones(()), exp_avg=torch.ones(1), exp_avg_sq=torch.ones(1)

@@ -19,6 +19,7 @@ class RuntimeState:
     reshard_after_forward: bool | None = None  # of the step ``FSDP2``; ``None`` if other code wrapped the module
     is_fsdp_root: bool = False  # ``FSDP2`` made it the root of its FSDP modules
     checkpoint_contexts: Callable[[], Any] | None = None  # the ``context_fn`` of selective checkpointing
+    arriving: Callable[[], None] | None = None  # waits for the parameters of a step in another thread
     activations: Any = None  # the order of the blocks with activations on the host
     compiled: Any = None  # the compiled forward of blocks; ``None`` while outputs are recorded
     plain_parameters: Any = None  # of a compiled block, the parameters that are unwrapped before its graph

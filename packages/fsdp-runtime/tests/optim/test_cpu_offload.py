@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp_runtime import FSDP2, ModelError, OptionError, load_training_state, parallelize, save_training_state
+from fsdp_runtime import (
+    FSDP2,
+    ModelError,
+    OptionError,
+    load_training_state,
+    parallelize,
+    save_training_state,
+    stream_weights,
+)
 from fsdp_runtime.errors import MismatchError, OffloadError
 from fsdp_runtime.memory import host_copies
 from fsdp_runtime.optim import CPUOffloadAdamW, cpu_offload, staging
@@ -375,13 +384,34 @@ def test_step_during_lets_a_block_wait_for_its_own_parameters(monkeypatch: pytes
     assert events[2:] == ["block 0", "chunk 2", "block 1", "chunk 3", "block 2"]
 
 
+@pytest.mark.parametrize("read", [nn.Module.state_dict, lambda model: dict(stream_weights(model))])
+def test_step_during_lets_other_readers_wait_for_all_parameters(monkeypatch: pytest.MonkeyPatch, read: Any) -> None:
+    model, optimizer = _with_groups()
+    reads, original = threading.Event(), cpu_offload._compute
+
+    def compute(*args: Any) -> None:
+        assert reads.wait(timeout=60)
+        time.sleep(0.05)  # a reader that does not wait is done by then
+        original(*args)
+
+    def forward() -> dict[str, Tensor]:
+        reads.set()
+        with pytest.raises(OptionError, match="take the next step and state_dict when it has returned"):
+            optimizer.state_dict()
+        return {name: tensor.clone() for name, tensor in read(model).items()}
+
+    monkeypatch.setattr(cpu_offload, "_compute", compute)
+    values = optimizer.step_during(model, forward)
+    assert all(torch.equal(values[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_step_during_raises_errors_and_refuses_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = _with_groups()
     before = copy.deepcopy(model)
     with pytest.raises(ModelError, match="36 parameters of the optimizer are not in the model"):
         optimizer.step_during(before, lambda: None)
     assert all(map(torch.equal, model.parameters(), before.parameters()))
-    with pytest.raises(OptionError, match="take the next one when it has returned"):
+    with pytest.raises(OptionError, match="when it has returned"):
         optimizer.step_during(model, optimizer.step)
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
     assert not any(map(torch.equal, model.parameters(), before.parameters()))

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_runtime._torch_compat import local_tensor, persistent_buffers, sharded_parameters
 from fsdp_runtime.errors import ConversionError, ModelError
+from fsdp_runtime.runtime_state import RUNTIME_STATE
 
 #: Path components that activation checkpointing wrappers and ``torch.compile`` add.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -29,6 +30,8 @@ class StateEntry:
 
 def state_entries(model: nn.Module, *, allow_offloaded: bool = False) -> list[StateEntry]:
     """Return the tensors of a model's state dict in model order; a tied tensor once, with all its names."""
+    if (waits := getattr(model.__dict__.get(RUNTIME_STATE), "arriving", None)) is not None:
+        waits()
     entries: dict[int, StateEntry] = {}
     for name, tensor, module, attribute in _named_tensors(model):
         known = entries.get(id(tensor))

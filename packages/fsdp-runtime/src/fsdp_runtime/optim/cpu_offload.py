@@ -109,8 +109,7 @@ class CPUOffloadAdamW(Optimizer):
 
         On return the host has computed all parameters, and the current stream of the device waits for the last of them.
         """
-        if self._is_beside:
-            raise OptionError("step_during runs a step: take the next one when it has returned")
+        self._require_no_step()
         loss, beside = None, None
         if closure is not None:
             with torch.enable_grad():
@@ -141,8 +140,9 @@ class CPUOffloadAdamW(Optimizer):
         """Take a step while ``forward`` runs; return its result when both are complete.
 
         The step runs in another thread.  A block's forward waits for the block's parameters, and any other module's for
-        all parameters outside of blocks.  ``forward`` reads parameters by calls of these modules only: others may
-        have old values until the return.  Gradients are cleared before ``forward``; their memory is free at the return.
+        all parameters outside of blocks.  ``state_dict``, saves, streams and all functions of this package wait for all
+        parameters.  Other code in ``forward`` may read old values, such as a moving average of parameters.  Gradients
+        are cleared before ``forward``; their memory is free at the return.
 
         Args:
             model: the model of the parameters, parallelized or not.
@@ -150,7 +150,7 @@ class CPUOffloadAdamW(Optimizer):
 
         Raises:
             ModelError: a parameter is not in the model, or no blocks are found; nothing changes.
-            OptionError: ``forward`` takes a step.
+            OptionError: ``forward`` takes a step, or reads the optimizer's ``state_dict``.
 
         Example:
             >>> import torch
@@ -256,11 +256,16 @@ class CPUOffloadAdamW(Optimizer):
         for parameter in self._parameters():  # the chunks hold the gradients
             parameter.grad = None
         step = partial(self._step_on_host, chunks, copies)
-        self._is_beside = True
+        self._is_beside, hook = True, self.register_state_dict_pre_hook(lambda _self: self._require_no_step())
         try:
             return beside.run([[piece.whole for piece in chunk] for _, chunk in chunks], step, forward, copies)
         finally:
             self._is_beside = False
+            hook.remove()
+
+    def _require_no_step(self) -> None:
+        if self._is_beside:
+            raise OptionError("step_during runs a step: take the next step and state_dict when it has returned")
 
     def _step_on_host(
         self, chunks: _Chunks, copies: host_copies.HostCopies, sent: Callable[[], None] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fsdp_runtime._torch_compat import prefetched_shards
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.memory.host_copies import HostCopies
 from fsdp_runtime.model import inspect_model
+from fsdp_runtime.runtime_state import runtime_state
 
 
 class StepBeside:
@@ -56,10 +58,11 @@ class StepBeside:
         output: Future[Any] = Future()
         self._copies = copies
         self._last = {parameter: number for number, chunk in enumerate(chunks) for parameter in chunk}
-        hooks = [
-            module.register_forward_pre_hook(lambda _module, _inputs, read=read: self._wait(read), prepend=True)
-            for module, read in self._reads.items()
-        ]
+        hooks = []
+        for module, read in self._reads.items():
+            runtime_state(module).arriving = partial(self._wait, self._last)
+            hooks += [module.register_state_dict_pre_hook(lambda *_: self._wait(self._last))]
+            hooks += [module.register_forward_pre_hook(lambda *_, read=read: self._wait(read), prepend=True)]
         try:
             with ThreadPoolExecutor(1) as pool:
                 self._result = pool.submit(torch.no_grad()(step), self._sent)
@@ -68,6 +71,8 @@ class StepBeside:
         except BaseException as error:  # noqa: BLE001  # the step ends first
             output.set_exception(error)
         finally:
+            for module in self._reads:
+                runtime_state(module).arriving = None
             for hook in hooks:
                 hook.remove()
         self._result.result()
