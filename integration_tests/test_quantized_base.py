@@ -140,6 +140,47 @@ def test_quantized_computes_one_process_on_four_ranks(kind: Any, case: Case, fou
     assert four_ranks.run(_errors, Quantized(kind, block_size=16), [case]) == [{}] * 4
 
 
+_KINDS: tuple[Any, ...] = ("nf4", "int8", "fp8", "mxfp4")
+_ROWS_OF_MODELS = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "qwen3_next", "vision")
+_SP = {"sequence_parallel": True}
+
+
+def _meshes(name: str, ranks: int) -> list[Case]:
+    """Every axis and product of axes that the model and the number of ranks allow."""
+    two: list[Any] = [
+        ({"tp": 2}, {}),
+        ({"tp": 2}, _SP),
+        ({"dp_shard": 2}, {}),
+        ({"dp_replicate": 2}, {}),
+        ({"cp": 2}, {}),
+    ]
+    four: list[Any] = [
+        *(({"dp_shard": 2, "tp": 2}, options) for options in ({}, _SP)),
+        *(({"dp_replicate": 2, axis: 2}, {}) for axis in ("dp_shard", "tp")),
+        *(({"cp": 2, axis: 2}, {}) for axis in ("dp_shard", "tp")),
+    ]
+    experts: list[Any] = [({"dp_shard": 2, "ep": 2}, {}), ({"tp": 2, "ep": 2}, {})]
+    experts_of_four: list[Any] = [({"dp_shard": 4, "ep": 2}, {}), ({"dp_shard": 2, "tp": 2, "ep": 4}, _SP)]
+    has_experts = name in ("Qwen3MoeForCausalLM", "qwen3_next")
+    cases = (two, four)[ranks == 4] + (experts, experts_of_four)[ranks == 4] * has_experts
+    # The inputs of the model with images lack positions, which cp needs.
+    return [(name, axes, options) for axes, options in cases if "cp" not in axes or name != "vision"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _ROWS_OF_MODELS)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_quantized_computes_one_process_on_every_mesh_of_two(kind: Any, name: str, two_ranks: RankPool) -> None:
+    assert two_ranks.run(_errors, Quantized(kind, block_size=16), _meshes(name, 2)) == [{}] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _ROWS_OF_MODELS)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_quantized_computes_one_process_on_every_mesh_of_four(kind: Any, name: str, four_ranks: RankPool) -> None:
+    assert four_ranks.run(_errors, Quantized(kind, block_size=16), _meshes(name, 4)) == [{}] * 4
+
+
 def _differences(name: str, step: Quantized, axes: Mapping[str, int], directory: str) -> list[str]:
     """The tensors that differ after a load by slices, in an export, and in the shards of a weight sync."""
     rounded = _rounded(name, step)
