@@ -61,7 +61,7 @@ class StepBeside:
         hooks = []
         for module, read in self._reads.items():
             runtime_state(module).arriving = partial(self._wait, self._last)
-            hooks += [module.register_state_dict_pre_hook(lambda *_: self._wait(self._last))]
+            hooks += [module.register_state_dict_pre_hook(lambda *_: self._wait(self._last))]  # type: ignore[no-untyped-call]
             hooks += [module.register_forward_pre_hook(lambda *_, read=read: self._wait(read), prepend=True)]
         try:
             with ThreadPoolExecutor(1) as pool:
