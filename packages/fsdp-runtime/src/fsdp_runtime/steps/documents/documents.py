@@ -115,16 +115,10 @@ class Documents:
 
     def restrict(self, mask: Tensor, *, true_allows: bool = True) -> Tensor:
         """Return an attention mask under which no token attends to another document; computed once per mask."""
-
-        # It is ``[batch or 1, heads or 1, seq or 1, seq]``, bool or added to the scores.
-        def restricted() -> tuple[Tensor, Tensor]:
-            same = self.same
-            if mask.dtype == torch.bool:
-                return mask, mask & same if true_allows else mask | ~same
-            return mask, mask.masked_fill(~same, torch.finfo(mask.dtype).min)
-
-        # The mask is kept with the result, so that its id is not used again.
-        return self._once(0 if torch.compiler.is_compiling() else id(mask), restricted)[1]  # type: ignore[no-any-return]
+        # It is ``[batch or 1, heads or 1, seq or 1, seq]``, bool or added to the scores. The mask is kept with the
+        # result, so that its id is not used again.
+        key = 0 if torch.compiler.is_compiling() else id(mask)
+        return self._once(key, lambda: (mask, _hide(mask, ~self.same, true_allows)))[1]  # type: ignore[no-any-return]
 
     @property
     def causal(self) -> Tensor:
@@ -167,10 +161,14 @@ class DocumentBatch:
         row, token = self.tokens // self.row, self.tokens % self.row
         within = mask.movedim(1, -1)[row[:, :1, None], token[:, :, None], token[:, None, :]].movedim(-1, 1)
         places = torch.arange(self.tokens.shape[1], device=mask.device)
-        later = places[None, :] > places[:, None]
-        if mask.dtype == torch.bool:
-            return within & ~later if true_allows else within | later
-        return within.masked_fill(later, torch.finfo(mask.dtype).min)
+        return _hide(within, places[None, :] > places[:, None], true_allows)
+
+
+def _hide(mask: Tensor, hidden: Tensor, true_allows: bool) -> Tensor:
+    """Return a mask under which no query attends to ``hidden`` keys."""
+    if mask.dtype == torch.bool:
+        return mask & ~hidden if true_allows else mask | hidden
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 def find_documents(
