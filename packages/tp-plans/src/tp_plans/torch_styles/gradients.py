@@ -92,22 +92,8 @@ class _ToLocalWritable(torch.autograd.Function):
 def contiguous_part(tensor: DTensor) -> DTensor:
     """Return ``tensor`` with this rank's part contiguous, where parts of unequal length leave a view of padded rows."""
     # Compiled code guards on strides and on a view's base, and would be compiled once more for a view.
-    if torch.compiler.is_compiling():
-        return cast(DTensor, _ContiguousPart.apply(tensor))  # type: ignore[no-untyped-call]
     (placement,) = tensor.placements
     return from_part(local_part(tensor).contiguous(), tensor.device_mesh, placement, tensor.shape)
-
-
-class _ContiguousPart(torch.autograd.Function):
-    """A copy of this rank's part where it is not contiguous, in compiled code; backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> DTensor:
-        return _with_local(tensor, tensor.to_local().contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 def attach_zero_grads(output: Tensor, on: Iterable[object]) -> Tensor:
