@@ -25,6 +25,7 @@ class Settings:
     sequence_parallel: Annotated[bool, "split the activations between layers over tp, too"] = True
 
     activation_checkpointing: Annotated[bool, "recompute each block in backward instead of keeping it"] = False
+    float8: Annotated[str | None, "recipe of float8 products, such as rowwise; a CPU emulates them"] = None
 
     warmup_steps: Annotated[int, "supervised steps; 0 starts from the checkpoint as it is"] = 80
     warmup_batch: Annotated[int, "texts in a supervised step"] = 192

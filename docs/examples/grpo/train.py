@@ -78,7 +78,9 @@ def set_up(settings: Settings) -> Run:
         settings=settings,
         mesh=mesh,
         device=device,
-        trainer=Trainer(config, folder, mesh, dtype, sequence_parallel, settings.activation_checkpointing),
+        trainer=Trainer(
+            config, folder, mesh, dtype, sequence_parallel, settings.activation_checkpointing, settings.float8
+        ),
         tokenizer=tokenizer,
         generator=generator,
         report=Report(visible=rank == 0, every=settings.report_every),

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import fsdp_runtime
 import rl_logprobs
+from fsdp_runtime.steps import Float8
 
 STREAM_BUCKET = 64 << 20
 """Bytes that the stream of full weights gathers at once."""
@@ -27,6 +28,7 @@ class Trainer:
         dtype: What to compute in. Weights, gradients and optimizer states are float32 whatever it is.
         sequence_parallel: Whether activations between layers are split over the ``tp`` axis.
         activation_checkpointing: Recompute each block in backward instead of keeping its activations.
+        float8: The recipe of float8 products in the blocks, if any.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class Trainer:
         dtype: torch.dtype,
         sequence_parallel: bool,
         activation_checkpointing: bool,
+        float8: str | None = None,
     ) -> None:
         with fsdp_runtime.meta_device():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         policy = None
         if dtype is not torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        steps = () if float8 is None else (Float8(float8, emulate=mesh.device_type == "cpu"),)
         self.model = fsdp_runtime.parallelize(
             model,
             mesh,
@@ -50,6 +54,7 @@ class Trainer:
             sequence_parallel=sequence_parallel,
             activation_checkpointing="block" if activation_checkpointing else "none",
             fsdp=fsdp_runtime.FSDP2(mp_policy=policy),
+            steps=steps,
         )
         fsdp_runtime.load_weights(self.model, checkpoint)
         self.reset_optimizer()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from fsdp_runtime import BackendError, MeshError, ModelError, OptionError, stream_weights
+from fsdp_runtime.steps import Float8
 from fsdp_runtime.trainers import Trainer, training_arguments
 from harness.ranks import RankPool
 from harness.trainers import (
@@ -117,6 +118,19 @@ def test_they_are_with_every_option(four_ranks: RankPool, folder: Path, tmp_path
     set_up = partial(build, output=str(tmp_path), **options)
     found, expected = compare(four_ranks, set_up, folder, axes, parallel=parallel, key=repr(options))
     assert differences(found, expected) == {}
+
+
+def test_float8_by_parallelize_takes_the_steps_of_one_process(
+    two_ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    float8 = {"steps": (Float8("rowwise", emulate=True),)}
+    set_up, runs = partial(build, output=str(tmp_path)), []
+    for axes in ({"dp_shard": 1, "tp": 2}, {"dp_shard": 2}):
+        runs.append(compare(two_ranks, set_up, folder, axes, parallel=float8, key="plain"))
+    (sharded, plain), (alone, _) = runs
+    assert sharded.logged("loss") == pytest.approx(alone.logged("loss"), rel=1e-3)
+    assert sharded.logged("loss") == pytest.approx(plain.logged("loss"), rel=2e-2)
+    assert differences(sharded, plain) != {}
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM"])

@@ -52,6 +52,8 @@ class FsdpRuntimeEngineConfig(EngineConfig):
     # ``none``
     activation_checkpointing: str | None = None
     compile: bool = False  # compile every block
+    float8: str | None = None  # recipe of ``fsdp_runtime.steps.Float8``; null for products in the compute dtype
+    float8_emulate: bool = False  # multiply in a dtype of the device, to test a recipe
     # dtype of the parameters; null for float32, and for ``param_dtype`` of a model that is not trained
     model_dtype: str | None = None
     param_dtype: str | None = None  # dtype to compute in; null for verl's ``dtype``

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_runtime import FSDP2, init_adapters, load_adapter, load_weights, meta_device, parallelize
 from fsdp_runtime.errors import ModelError, OptionError
-from fsdp_runtime.steps import ContextParallel, ExpertParallel, Step
+from fsdp_runtime.steps import ContextParallel, ExpertParallel, Float8, Step
 from fsdp_runtime.trainers.verl import verl_api
 from fsdp_runtime.trainers.verl.config import FsdpRuntimeEngineConfig
 
@@ -95,6 +95,8 @@ def parallelized(
     if recompute is None:
         recompute = "block" if model_config.enable_gradient_checkpointing and not config.forward_only else "none"
     steps: list[Step[Any]] = [ExpertParallel(exchange=config.exchange)] if config.axes.ep > 1 else []
+    if config.float8 is not None:
+        steps.append(Float8(config.float8, config.float8_emulate))  # type: ignore[arg-type]
     computes = None if config.compute_dtype == config.parameter_dtype == torch.float32 else config.compute_dtype
     reduces = None if config.gradient_dtype == (computes or torch.float32) else config.gradient_dtype
     policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=reduces)
