@@ -95,6 +95,22 @@ class Float8Recipe:
         )
         return result.t() if axis == 0 else result
 
+    def scale(self, largest: Tensor) -> Tensor:
+        """Return the scales of weights with these largest magnitudes."""
+        from torchao.float8.float8_utils import amax_to_scale
+
+        cast = self.config.cast_config_weight
+        scale: Tensor = amax_to_scale(largest, cast.target_dtype, self.config.round_scales_to_power_of_2)
+        return scale
+
+    def cast_by(self, scale: Tensor, weight: Tensor, operand: str) -> Any:
+        """Cast a weight by the scale of the full weight, as :meth:`cast` does."""
+        from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
+
+        dtype, role = self.config.cast_config_weight.target_dtype, GemmInputRole.WEIGHT
+        result = hp_tensor_and_scale_to_float8(weight, scale, dtype, self.settings, role)
+        return result.t() if "_for_" in operand else result
+
     def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``left @ right.T``."""
         return left @ right.t()

@@ -26,6 +26,7 @@ import fsdp_runtime._torchao_compat as compat
 from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import MeshSpec, describe_parallelism, parallelize
 from fsdp_runtime.errors import BackendError, ModelError, OptionError
+from fsdp_runtime.meters import StepMeter
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.steps import Compile, Float8, float8, float8_blocks
 from fsdp_runtime.steps.float8_blocks import BlockwiseRecipe
@@ -166,6 +167,34 @@ def test_float8_layers_compile_in_the_graph_of_their_block() -> None:
     compiled = Compile({"backend": backend, "fullgraph": True})
     assert _largest_error("qwen3", "tensorwise", {}, compile=compiled) == 0
     assert len(graphs) == 1
+
+
+def _steps_of_fsdp(axes: dict[str, int], gather: bool, **options: Any) -> tuple[list[torch.Tensor], int]:
+    """The parameters and gradients of two steps in bfloat16, and the bytes sent over dp_shard in the second."""
+    model = _model("qwen3").bfloat16()
+    mesh = MeshSpec(**axes).build(device_type="cpu")
+    parallelize(model, mesh, logits="full", steps=(Float8(emulate=True, gather=gather),), **options)
+    meter, optimizer = StepMeter(model, mesh), torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, tensors = tiny_inputs(model, batch=1, length=9), []
+    for _ in range(2):
+        with meter.step(lengths=[9], count_traffic=True):
+            model(**inputs, use_cache=False).logits.float().square().mean().backward()
+        gradients = [each.grad.full_tensor() for each in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        tensors += [*gradients, *(each.detach().full_tensor() for each in model.parameters())]
+    return tensors, meter.last.bytes_sent["dp_shard"]
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_float8_gather_takes_the_same_steps_with_fewer_bytes(
+    two_ranks: RankPool, four_ranks: RankPool, axes: dict[str, int]
+) -> None:
+    pool = four_ranks if len(axes) > 1 else two_ranks
+    for options in ({}, {"activation_checkpointing": "block"}):
+        plain, cast = (pool.run(_steps_of_fsdp, axes, gather, **options)[0] for gather in (False, True))
+        assert all(map(torch.equal, plain[0], cast[0]))
+        assert cast[1] < 0.9 * plain[1]  # embedding, head and gradients have their dtype
 
 
 def _torchaos_block_casts() -> Any:

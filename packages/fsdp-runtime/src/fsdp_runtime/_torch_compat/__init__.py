@@ -9,5 +9,6 @@ from fsdp_runtime._torch_compat.collectives import *  # noqa: F403
 from fsdp_runtime._torch_compat.dispatch import *  # noqa: F403
 from fsdp_runtime._torch_compat.fake_tensors import *  # noqa: F403
 from fsdp_runtime._torch_compat.fsdp2 import *  # noqa: F403
+from fsdp_runtime._torch_compat.fsdp_gathers import *  # noqa: F403
 from fsdp_runtime._torch_compat.meshes import *  # noqa: F403
 from fsdp_runtime._torch_compat.modules import *  # noqa: F403

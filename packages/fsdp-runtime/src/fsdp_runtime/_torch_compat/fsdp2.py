@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat.meshes import local_tensor
 
+_AFTER_INITIALIZATION: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+
 
 def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
     """FSDP2's sharded parameters by owning module and name; tied parameters under every owner."""
@@ -20,7 +23,7 @@ def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Param
     # return the shards publicly only after the full tensors are dropped (``FSDPModule.reshard``;
     # pytorch/pytorch#120879).
     shards: dict[tuple[nn.Module, str], nn.Parameter] = {}
-    for fsdp_parameter in _fsdp_parameters(model):
+    for fsdp_parameter in fsdp_parameters(model):
         shards.update(dict.fromkeys(_places(fsdp_parameter._module_info), fsdp_parameter.sharded_param))
     return shards
 
@@ -37,6 +40,13 @@ def initialize_root(root: FSDPModule) -> None:
             if isinstance(module, FSDPModule):
                 module._get_fsdp_state()._is_root = None
     state._lazy_init()
+    if (function := _AFTER_INITIALIZATION.get(root)) is not None:
+        function()
+
+
+def after_initialization(root: Any, function: Callable[[], None]) -> None:
+    """Call a function whenever a root was initialized: the first time replaces the shards' local tensors."""
+    _AFTER_INITIALIZATION[root] = function
 
 
 def unreduced_gradients(unit: FSDPModule) -> list[nn.Parameter]:
@@ -206,7 +216,7 @@ def _drop_unreduced(group: Any, parameters: Iterable[Any]) -> None:
 
 def offloads_to_cpu(model: nn.Module) -> bool:
     """Return True if FSDP2 keeps the model's shards on the CPU (torch 2.11 to 2.15 keep the policy private)."""
-    return any(bool(parameter.offload_to_cpu) for parameter in _fsdp_parameters(model))
+    return any(bool(parameter.offload_to_cpu) for parameter in fsdp_parameters(model))
 
 
 def gathered_bytes(unit: FSDPModule) -> int:
@@ -222,7 +232,8 @@ def gathered_bytes(unit: FSDPModule) -> int:
     )
 
 
-def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    """Iterate over FSDP2's records of parameters (private in torch 2.11 to 2.15)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in _parameter_groups(module):

@@ -67,12 +67,16 @@ class LinearCasts:
     sharded: int | None = None
     mesh: DeviceMesh | None = None
 
-    def product(self, left: tuple[Tensor, str], right: tuple[Tensor, str]) -> Tensor:
-        """Multiply two operands, a weight or ``[tokens, features]``, by the names of their casts."""
-        rows, columns = (
-            self.recipe.cast(tensor, operand, sharded=self._sharded_dim(operand), mesh=self.mesh)
-            for tensor, operand in (left, right)
-        )
+    def product(self, left: tuple[Tensor, str], right: tuple[Tensor, str], scale: Tensor | None = None) -> Tensor:
+        """Multiply two operands, a weight or ``[tokens, features]``, by the names of their casts.
+
+        ``scale`` is the weight's, if FSDP2 gathered it in float8.
+        """
+        rows = self.recipe.cast(*left, sharded=self._sharded_dim(left[1]), mesh=self.mesh)
+        if scale is None:
+            columns = self.recipe.cast(*right, sharded=self._sharded_dim(right[1]), mesh=self.mesh)
+        else:
+            columns = self.recipe.cast_by(scale, *right)  # type: ignore[attr-defined]
         return self.recipe.product(rows, columns, left[0].dtype)
 
     def _sharded_dim(self, operand: str) -> int | None:
@@ -93,22 +97,22 @@ class _Product(torch.autograd.Function):
     """``input @ weight.T`` of ``[tokens, in]`` and ``[out, in]``; each of the three products casts its operands."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, layer: LinearCasts) -> Tensor:  # noqa: A002
+    def forward(ctx: Any, input: Tensor, weight: Tensor, layer: LinearCasts, scale: Tensor | None) -> Tensor:  # noqa: A002
         ctx.save_for_backward(input, weight)
-        ctx.layer = layer
-        return layer.product((input, "input"), (weight, "weight"))
+        ctx.layer, ctx.scale = layer, scale
+        return layer.product((input, "input"), (weight, "weight"), scale)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         input, weight = ctx.saved_tensors  # noqa: A001
         layer: LinearCasts = ctx.layer
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_input = layer.product((gradient, "grad_output"), (weight, "weight_for_grad_input"))
+            of_input = layer.product((gradient, "grad_output"), (weight, "weight_for_grad_input"), ctx.scale)
         if ctx.needs_input_grad[1]:
             of_weight = layer.product((gradient, "grad_output_for_grad_weight"), (input, "input_for_grad_weight"))
-        return of_input, of_weight, None
+        return of_input, of_weight, None, None
 
 
 class _InFloat8(Wrapper):
@@ -116,6 +120,8 @@ class _InFloat8(Wrapper):
 
     effect: ClassVar[str] = "multiplies in float8"
     layer: ClassVar[LinearCasts]
+    gathers_in_float8: ClassVar[bool]
+    weight_scale: Tensor | None = None  # of a weight that FSDP2 gathered in float8
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         module: Any = self
@@ -127,7 +133,7 @@ class _InFloat8(Wrapper):
             return torch.nn.functional.linear(input, module.weight, module.bias)
         if missing := -count % self.layer.recipe.tokens:
             rows = pad(rows, (0, 0, 0, missing))
-        rows = _Product.apply(rows, module.weight, self.layer)  # type: ignore[no-untyped-call]
+        rows = _Product.apply(rows, module.weight, self.layer, self.weight_scale)  # type: ignore[no-untyped-call]
         output: Tensor = rows[:count].unflatten(0, input.shape[:-1])
         return output if module.bias is None else output + module.bias.to(output.dtype)
 
@@ -140,9 +146,8 @@ class Float8(Step[Float8Layers]):
     before.  Routers, norms, heads, embeddings, adapters and stacked experts keep their dtype.  So do layers with a size
     on a rank that is no multiple of 16 (``"blockwise"``: 128, ``"mxfp8"``: 32), and key and value projections if ranks
     of ``tp`` share a head.  ``describe_parallelism`` lists the layers that multiply in float8 in ``wrapped``, and the
-    other matrices with the reason in ``not_quantized``.  FSDP2 gathers a weight in its dtype, before the cast.  Ranks
-    of ``tp`` agree on every scale; ranks with other tokens (of ``dp`` or ``cp``) have scales for their own tokens, as
-    in torchao.
+    other matrices with the reason in ``not_quantized``.  Ranks of ``tp`` agree on every scale; ranks with other tokens
+    (of ``dp`` or ``cp``) have scales for their own tokens, as in torchao.
 
     Args:
         recipe: the scales: ``"tensorwise"`` (one for a tensor; the fastest), ``"rowwise"`` (one for a row, a power of
@@ -150,6 +155,8 @@ class Float8(Step[Float8Layers]):
             ``"blockwise"`` (DeepSeek-V3: one for 128 x 128 elements of a weight, and for 128 features of a token; on
             Hopper), or ``"mxfp8"`` (one for 32 elements, a power of two; on Blackwell, by a prototype of torchao).
         emulate: multiply the cast values in a dtype of the device, on any device and slowly: to test a recipe.
+        gather: FSDP2 gathers weights of ``"tensorwise"`` in float8: half of bfloat16's bytes and equal products.  By
+            default it gathers a weight in its dtype, before the cast.
 
     Raises:
         OptionError: a value is not allowed, or torchao is missing or too old.
@@ -169,10 +176,14 @@ class Float8(Step[Float8Layers]):
 
     recipe: Recipe = "tensorwise"
     emulate: bool = False
+    gather: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("recipe", self.recipe, get_args(Recipe))
         require_bool("emulate", self.emulate)
+        require_bool("gather", self.gather)
+        if self.gather and self.recipe != "tensorwise":
+            raise OptionError(f"gather=True with {self.recipe!r}, which casts a weight twice: give 'tensorwise'")
 
     def check(self, setup: Setup) -> Float8Layers:
         """Return the layers that multiply in float8."""
@@ -207,7 +218,7 @@ class Float8(Step[Float8Layers]):
         for sharded in sorted({*checked.sharded.values()}, key=str):
             layer = LinearCasts(casts, sharded, None if sharded is None else setup.meshes.tp)
             paths = (path for path, dim in checked.sharded.items() if dim == sharded)
-            wrap(map(model.get_submodule, paths), _InFloat8, layer=layer)
+            wrap(map(model.get_submodule, paths), _InFloat8, layer=layer, gathers_in_float8=self.gather)
         runtime_state(model).not_quantized = checked.kept
 
     def _casts(self) -> Casts:

@@ -28,6 +28,7 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.fsdp.dtypes import FSDPDtypes, reduce_gradients, resolve_fsdp_dtypes
+from fsdp_runtime.steps.fsdp.float8_gather import check_float8_gather, gather_in_float8
 from fsdp_runtime.steps.fsdp.missing_media import apply_absent_media
 from fsdp_runtime.steps.fsdp.root import gather_root_modules
 from fsdp_runtime.values import floating_dtype, require_bool, require_instance, require_one_of
@@ -125,6 +126,7 @@ class FSDP2(Step[FSDPDtypes]):
         if setup.meshes.fsdp is None:
             return FSDPDtypes()
         refuse_gradient_hooks(model)
+        check_float8_gather(setup.steps, self.offload_policy, policy.param_dtype if policy is not None else None)
         return resolve_fsdp_dtypes(
             model,
             setup.structure,
@@ -216,6 +218,7 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes
     runtime_state(model).is_fsdp_root = True
     gather_root_modules(model, structure, replicated)
     apply_absent_media(model, structure, mesh)
+    gather_in_float8(model, mesh, policy.param_dtype)
     _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], experts.values(), fsdp)
     logger.info("FSDP2: %d blocks and the root over %d ranks", len(blocks), mesh.size())
 
