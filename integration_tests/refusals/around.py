@@ -174,6 +174,12 @@ def _multi_token(*, after: bool = False, count: int | None = None, times: int = 
     model(inputs_embeds=torch.ones(1, 4, model.config.hidden_size), use_cache=False)
 
 
+def _passed_by() -> None:
+    model: Any = tiny_model("DeepseekV3ForCausalLM")
+    MultiTokenHeads(model)
+    model.model(ids(1, 4))
+
+
 #: Arguments of a trainer that ask for nothing.
 NOTHING: dict[str, Any] = {
     **dict.fromkeys(("fsdp", "deepspeed", "parallelism_config", "fp16", "fp16_full_eval", "bf16_full_eval")),
@@ -346,6 +352,7 @@ CASES: Provocations = {
         "ModelError: add multi-token heads before": lambda: _multi_token(after=True),
         "OptionError: has 1 head": lambda: _multi_token(count=0),
         "LayoutError: embed the next tokens": _multi_token,
+        "ModelError: was passed by": _passed_by,
     },
     "fsdp_runtime/steps/routing/global_aux_loss.py": {
         "ModelError: computes no auxiliary loss": lambda: GlobalAuxLoss(tiny_model("DeepseekV3ForCausalLM")),

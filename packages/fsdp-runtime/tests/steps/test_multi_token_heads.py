@@ -18,10 +18,12 @@ from fsdp_runtime import (
     OptionError,
     forward_with_lm_head,
     parallelize,
+    record_routes,
+    replay_routes,
     sequence_layout,
     submesh,
 )
-from fsdp_runtime.errors import LayoutError
+from fsdp_runtime.errors import LayoutError, RoutesError
 from fsdp_runtime.steps import MultiTokenHeads
 from harness.float64 import compute_in_float64
 from harness.models import tiny_inputs
@@ -185,3 +187,19 @@ def test_multi_token_heads_refuse_models_counts_and_embeddings() -> None:
     rows = tiny_inputs(model, batch=1, length=LENGTH)["input_ids"]
     with pytest.raises(LayoutError, match="give input_ids, not inputs_embeds"):
         model(inputs_embeds=model.get_input_embeddings()(rows), use_cache=False)
+    with pytest.raises(ModelError, match="the forward of the model with multi-token heads was passed by"):
+        model.model(rows)
+
+
+def test_replay_routes_of_a_generator_have_no_layer_for_a_head() -> None:
+    model, _ = _model("glm4_moe")  # a dense block, a mixture, and the head, which is a mixture
+    rows = _batch(model, packed=False)
+    with record_routes(model) as routes:
+        expected = model(**rows, use_cache=False).logits
+    assert [*routes] == ["model.layers.1.mlp.gate", "model.layers.2.mlp.gate"]
+    of_mixture = routes["model.layers.1.mlp.gate"]
+    for layers in ([of_mixture], [torch.full_like(of_mixture, -1), of_mixture]):  # of mixtures, or of all blocks
+        with replay_routes(model, torch.stack(layers)):
+            assert torch.equal(model(**rows, use_cache=False).logits, expected)
+    with pytest.raises(RoutesError, match="routes of 3 layers: this model has 1 routers in 2 blocks"):
+        replay_routes(model, torch.stack([of_mixture] * 3)).__enter__()

@@ -121,9 +121,12 @@ class MultiTokenHeads:
     def _run(self, trunk: Any, _args: Any, output: Any) -> None:
         """Run the heads inside the model's forward, while FSDP2 has its embedding and LM head gathered."""
         arguments, self._arguments = self._arguments, {}
-        ids, labels = self._inputs.pop("input_ids", None), self._inputs.get("labels")
+        inputs, self._inputs = self._inputs, {}
+        ids, labels = inputs.get("input_ids"), inputs.get("labels")
         if labels is None and not torch.is_grad_enabled():
             return
+        if "labels" not in inputs:
+            raise ModelError("the forward of the model with multi-token heads was passed by: call it, or its PeftModel")
         if ids is None:
             raise LayoutError("multi-token heads embed the next tokens: give input_ids, not inputs_embeds")
         rows = inputs_of(self._base).rows if under_context_parallelism(self._base) else None
@@ -134,10 +137,10 @@ class MultiTokenHeads:
             hidden = head(hidden, embedded.detach() if self.detach else embedded, **arguments)
             self.hidden_states.append(hidden)
             if labels is not None:
-                losses.append(self._loss(hidden, labels, depth, rows))
+                losses.append(self._loss(hidden, labels, depth, rows, inputs["num_items_in_batch"]))
         self.loss = torch.stack(losses).mean() if losses else None
 
-    def _loss(self, hidden: Tensor, labels: Tensor, depth: int, rows: GlobalRows | None) -> Tensor:
+    def _loss(self, hidden: Tensor, labels: Tensor, depth: int, rows: GlobalRows | None, items: Any) -> Tensor:
         targets = _shifted(labels, depth + 1, rows, -100)
         documents = _documents(self._base)
         if documents is not None:
@@ -146,8 +149,7 @@ class MultiTokenHeads:
             targets = targets.masked_fill(ends if rows is None else rows.layout.shard(ends), -100)
         with _frozen(self._base.get_output_embeddings(), self.detach):
             logits = self._base.get_output_embeddings()(hidden)
-        count = {name: value for name, value in self._inputs.items() if name != "labels" and value is not None}
-        options = {"vocab_size": self._base.config.vocab_size, "shift_labels": targets, **count}
+        options = {"vocab_size": self._base.config.vocab_size, "shift_labels": targets, "num_items_in_batch": items}
         loss: Tensor = self._base.loss_function(logits, labels, **options)
         return loss
 

@@ -57,7 +57,7 @@ class Routers:
 
     by_path: dict[str, Router]  # in the order of the model
     tables: tuple[str, ...]  # paths of the routers that look experts up by token id
-    layers: int  # blocks in the stack that the token embedding feeds
+    layers: int  # blocks in the stack that the token embedding feeds, without multi-token heads
 
     def are_current(self) -> bool:
         """Return whether the model's numbers of experts are unchanged."""
@@ -104,7 +104,8 @@ def routers_of(structure: ModelStructure) -> Routers:
         if len(candidates) != 1:
             raise ModelError(_unidentified(tree, mixture, candidates))
         routers[candidates[0]] = _router(structure, candidates[0], mixture)
-    return Routers(routers, tuple(tables), len(structure.decoder))
+    heads = sum(hasattr(tree.modules[block], "eh_proj") for block in structure.decoder)
+    return Routers(routers, tuple(tables), len(structure.decoder) - heads)
 
 
 def selection_of(cls: type[nn.Module]) -> SelectionKind | None:

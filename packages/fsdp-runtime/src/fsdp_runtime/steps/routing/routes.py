@@ -214,6 +214,8 @@ def _by_path(routers: Routers, routes: Any) -> dict[str, Tensor]:
             f"routes are {actual}: give a tensor [layers, tokens, k] (routes_from_generator makes one from what vLLM "
             "and SGLang return), Routes, or a mapping from router to [tokens, k]"
         )
+    # A generator returns no routes of multi-token heads.
+    known = {path: router for path, router in known.items() if (router.layer or 0) < routers.layers}
     if len(routes) == len(known):
         return dict(zip(known, routes, strict=True))
     ordered = [*known.values()]
