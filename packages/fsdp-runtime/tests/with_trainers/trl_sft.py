@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from fsdp_runtime import ModelError, OptionError, load_weights, parallelize
+from fsdp_runtime.optim import Muon
 from fsdp_runtime.trainers import SFTTrainer
 from harness.models import VOCAB
 from harness.parity import mesh_for
@@ -50,7 +51,7 @@ def rows(count: int = 16) -> Dataset:
     return Dataset.from_list([{"prompt": words(2 + i % 3), "completion": " " + words(4 + i % 5)} for i in range(count)])
 
 
-def build(model: Any, mesh: Any, dp: int, *, output: str, **options: Any) -> Any:
+def build(model: Any, mesh: Any, dp: int, *, output: str, optimizer: Any = None, **options: Any) -> Any:
     """A trainer of three steps, on a mesh or, for ``mesh=None``, TRL's own."""
     accumulation = options.get("gradient_accumulation_steps", 1)
     given = {
@@ -67,6 +68,7 @@ def build(model: Any, mesh: Any, dp: int, *, output: str, **options: Any) -> Any
         "train_dataset": rows(),
         "eval_dataset": rows(8),
         "processing_class": tokenizer(),
+        "optimizers": (None if optimizer is None else optimizer(model), None),
     }
     return trl.SFTTrainer(**common) if mesh is None else SFTTrainer(**common, mesh=mesh)
 
@@ -100,6 +102,12 @@ def test_they_are_with_every_option(four_ranks: RankPool, folder: Path, tmp_path
     axes = {"dp_shard": 2, "tp": 2}
     set_up = partial(build, output=str(tmp_path), **options)
     found, expected = compare(four_ranks, set_up, folder, axes, parallel=parallel, key=f"sft {options}")
+    assert differences(found, expected, FIGURES) == {}
+
+
+def test_muon_trains_as_in_one_process(four_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    set_up = partial(build, output=str(tmp_path), optimizer=partial(Muon, lr=1e-3, ns_dtype=torch.float32))
+    found, expected = compare(four_ranks, set_up, folder, {"dp_shard": 2, "tp": 2}, key="sft muon")
     assert differences(found, expected, FIGURES) == {}
 
 
