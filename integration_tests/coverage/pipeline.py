@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from coverage.measure import default_dtype
-from coverage.packing import packed_positions
+from coverage.packing import ROWS, documents, packed_positions
 from coverage.shrink import VOCAB
 from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
-from fsdp_runtime.mesh.spec import axis_size
 from fsdp_runtime.steps.pipeline.schedule import forward_backward, forward_only
 from fsdp_runtime.steps.pipeline.step import Pipeline
 from harness.float64 import compute_in_float64
 from harness.parity import gradient_errors, largest, mesh_for
+from rl_logprobs import grad_norm
 
 PIPELINE_BOUND = 1e-12
 
@@ -43,17 +43,21 @@ def measure_pipeline(
         batches = [_batches(step.microbatches, rank, packed) for rank in range(data.size())]
         for mine in batches:
             for batch in mine:
-                _weighted(_logits(plain, batch), batch).backward()
+                _weighted(_alone(plain, batch, packed), batch).backward()
         own = batches[data.get_local_rank()]
-        expected = [_logits(plain, batch).detach() for batch in own]
+        expected = [_alone(plain, batch, packed).detach() for batch in own]
 
         def loss(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
             return _weighted(_of(output), batch) * data.size()
 
         losses = forward_backward(staged, own, loss)
         scored = forward_only(staged, own, lambda output, _: _of(output))
+    norm, own_norm = (grad_norm(model.parameters()) for model in (plain, staged))
     targets = torch.stack([_weighted(logits, batch) for logits, batch in zip(expected, own, strict=True)])
-    errors = {"losses": largest(losses / data.size() - targets)}
+    errors = {
+        "losses": largest(losses / data.size() - targets) / largest(targets),
+        "norm": float(abs(own_norm - norm) / norm),
+    }
     if scored is not None:
         errors["logits"] = max(largest(a - b) for a, b in zip(scored, expected, strict=True))
     return errors | gradient_errors({name: p.grad for name, p in plain.named_parameters()}, staged)
@@ -74,8 +78,15 @@ def _weighted(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return (logits * torch.randn(logits.shape, generator=generator, dtype=torch.float64)).sum()
 
 
-def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    return _of(model(**batch, use_cache=False))
+def _alone(model: nn.Module, batch: Mapping[str, Tensor], packed: bool) -> Tensor:
+    """Return the logits of the plain model, of each document by itself."""
+    if not packed:
+        return _of(model(**batch, use_cache=False))
+    ids = batch["input_ids"]
+    parts = [_of(model(input_ids=ids[row : row + 1, tokens], use_cache=False)) for row, tokens in documents()]
+    return torch.stack(
+        [torch.cat([p[0] for p in parts[: len(ROWS[0])]]), torch.cat([p[0] for p in parts[len(ROWS[0]) :]])]
+    )
 
 
 def _of(output: Any) -> Tensor:

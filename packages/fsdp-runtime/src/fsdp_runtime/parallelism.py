@@ -38,6 +38,7 @@ from fsdp_runtime.steps.guards.methods import guard_methods
 from fsdp_runtime.steps.guards.optimizers import watch_optimizers
 from fsdp_runtime.steps.guards.replaced_parameters import carry_over_parameters
 from fsdp_runtime.steps.outputs.step import Outputs
+from fsdp_runtime.steps.pipeline.shared import mark_stage_parameters
 from fsdp_runtime.steps.pipeline.step import Pipeline, require_pipeline_step
 from fsdp_runtime.steps.quantized.step import Quantized
 from fsdp_runtime.steps.random_states import RandomStates
@@ -125,6 +126,7 @@ class Parallelism:
                 step.apply(model, self.setup, checked)
         for module in (model, self.setup.facts.base_model):
             runtime_state(module).mesh = self.setup.meshes.root
+        mark_stage_parameters(model)
         watch_optimizers(model)
         guard_methods(model)
         refuse_until_loaded(model, self.structure.blocks)

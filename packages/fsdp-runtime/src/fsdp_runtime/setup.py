@@ -172,7 +172,10 @@ class Setup:
     @property
     def is_sharded(self) -> bool:
         """Whether several ranks share the model's layers, tokens, experts or parameters."""
-        return any(mesh is not None for mesh in (self.meshes.tp, self.meshes.cp, self.meshes.pp, self.meshes.ep, self.meshes.fsdp))
+        return any(
+            mesh is not None
+            for mesh in (self.meshes.tp, self.meshes.cp, self.meshes.pp, self.meshes.ep, self.meshes.fsdp)
+        )
 
     @property
     def tp(self) -> int:

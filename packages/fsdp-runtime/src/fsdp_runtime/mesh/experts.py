@@ -82,7 +82,11 @@ def expert_view(mesh: DeviceMesh) -> DeviceMesh | None:
     from fsdp_runtime._torch_compat import root_mesh
 
     view: DeviceMesh | None = getattr(mesh, _VIEW, None) or getattr(root_mesh(mesh), _VIEW, None)
-    if view is not None and mesh.ndim <= len(DIVIDED) + 1 and sorted(view.mesh.flatten().tolist()) != sorted(mesh.mesh.flatten().tolist()):
+    if (
+        view is not None
+        and mesh.ndim <= len(DIVIDED) + 1
+        and sorted(view.mesh.flatten().tolist()) != sorted(mesh.mesh.flatten().tolist())
+    ):
         raise MeshError(
             f"the mesh has {mesh.size()} ranks, and the mesh that it was sliced from has experts over {view.size()} "
             "ranks: pass the whole mesh"

@@ -107,8 +107,9 @@ class MeshSpec:
         return resolved
 
     def build(self, *, device_type: str | None = None) -> DeviceMesh:
-        """Build the ``DeviceMesh`` with all four axes (``pp`` too, where it is used) and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
+        """Build the ``DeviceMesh`` with all four axes and flattened ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
+        ``pp`` is the first axis where its size is not 1.
         Starts ``torch.distributed`` if it is not running, from torchrun's or Slurm's environment, else as one process.
         :func:`submesh` returns flattened axes.
 

@@ -1,6 +1,7 @@
 """The steps of ``parallelize``: each class owns its options, their checks and their application.
 
 Shard:    ``TensorParallel``, ``ExpertParallel``, ``ContextParallel``, ``FSDP2``
+Stages:   ``Pipeline``, with ``forward_backward`` and ``forward_only`` for a model in stages
 Rows:     ``PackedSequences``, ``SharedPrefixes``
 Memory:   ``ActivationCheckpointing``, ``Quantized``
 Speed:    ``Compile``, ``Float8``

@@ -14,6 +14,8 @@ from fsdp_runtime.steps.float8 import Float8
 from fsdp_runtime.steps.fsdp.step import FSDP2
 from fsdp_runtime.steps.guards.check_inputs import CheckInputs
 from fsdp_runtime.steps.multi_token_heads import MultiTokenHeads
+from fsdp_runtime.steps.pipeline.schedule import forward_backward, forward_only
+from fsdp_runtime.steps.pipeline.step import Pipeline
 from fsdp_runtime.steps.quantized.step import Quantized
 from fsdp_runtime.steps.routing.balance import RouterBalance
 from fsdp_runtime.steps.routing.global_aux_loss import GlobalAuxLoss
@@ -32,6 +34,7 @@ __all__ = [
     "GlobalAuxLoss",
     "MultiTokenHeads",
     "PackedSequences",
+    "Pipeline",
     "Quantized",
     "RouterBalance",
     "Routes",
@@ -39,5 +42,7 @@ __all__ = [
     "SharedPrefixes",
     "Step",
     "TensorParallel",
+    "forward_backward",
+    "forward_only",
     "routes_from_generator",
 ]

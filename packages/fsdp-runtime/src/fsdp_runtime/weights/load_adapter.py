@@ -18,6 +18,7 @@ from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
 from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
+from fsdp_runtime.model.whole import require_whole
 from fsdp_runtime.sharded.chunks import fill_from, fill_local, identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.paths import require_path
@@ -81,6 +82,7 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
         ...     "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"].any())
         False
     """
+    require_whole(model, "init_adapters")
     entries = state_entries(model)
     tensors = adapter_tensors(model, entries, adapter)
     layers = list(lora_layers(base_model(model)))
@@ -137,6 +139,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         ...     save_adapter(model, directory)
         ...     load_adapter(model, directory)
     """
+    require_whole(model, "load_adapter")
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(model, entries)
     with raise_on_all(ranks) as step:

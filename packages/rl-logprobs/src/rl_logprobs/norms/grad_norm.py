@@ -14,7 +14,7 @@ from rl_logprobs.errors import DtypeError, NonFiniteNormError, OptionError, Shap
 from rl_logprobs.norms.chunk_table import fits_table, table_scale_
 from rl_logprobs.norms.local_gradients import LocalGradients, complete_partial_sums, local_gradients
 from rl_logprobs.norms.local_norms import norm_power
-from rl_logprobs.norms.reduce_groups import ReduceGroup, reduce_groups
+from rl_logprobs.norms.reduce_groups import ReduceGroup, counts, reduce_groups, stages_of
 from rl_logprobs.softmax.backends import runs_triton
 from rl_logprobs.tensors import has_cpu_costs
 
@@ -41,8 +41,9 @@ def grad_norm(
         parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed; parameters without a
             gradient count as zero.  Every rank must pass the same parameters, also those without a gradient.
         norm_type: order of the norm, positive, ``math.inf`` included.
-        groups: process groups of ranks with different parameters, such as pipeline stages; the norm then covers
-            the parameters of all their ranks.
+        groups: process groups of ranks with different parameters, such as pipeline stages of your own; the norm then
+            covers the parameters of all their ranks.  Stages of ``fsdp_runtime.parallelize`` need none: the norm always
+            covers all stages, and a parameter of several stages counts once.
         error_if_nonfinite: wait for the norm and raise if it is not finite.
 
     Returns:
@@ -240,10 +241,12 @@ def _norms(
     complete = complete_partial_sums(gradients)
     if not listed:
         return {}
+    stages = stages_of(everything)
+    groups = [group for group in groups if group is not stages]  # the norm covers all stages anyway
     powers = []
     for group, members in reduce_groups(everything, groups).items():
         device, weights = group.device(result_device), _weights(complete, members, group, is_max=is_max)
-        weighted = [[key for key in map(id, parameters) if key in weights] for parameters in listed.values()]
+        weighted = [[id(p) for p in parameters if id(p) in weights and counts(p)] for parameters in listed.values()]
         local_powers = [
             norm_power([complete.parts[key] for key in keys], [weights[key] for key in keys], float(norm_type), device)
             for keys in weighted
@@ -253,6 +256,9 @@ def _norms(
     total = powers[0]
     if len(powers) > 1:
         total = torch.stack(powers).amax(0) if is_max else torch.stack(powers).sum(0)
+    if stages is not None:
+        over_stages = ReduceGroup(None, (stages,))
+        total = over_stages.max(total) if is_max else over_stages.sum(total)
     total = total if is_max else total.pow(1 / norm_type)
     any_float64 = any(part.dtype is torch.float64 for part in gradients.parts.values())
     return dict(zip(listed, total.to(torch.float64 if any_float64 else torch.float32).unbind(), strict=True))

@@ -20,6 +20,21 @@ from torch.distributed.tensor.placement_types import Placement
 
 from rl_logprobs._torch_compat import joint_group, ranks_of, same_root
 
+#: The attribute of a parameter in a pipeline stage: the group of all stages, and whether this rank counts it.
+#: ``fsdp_runtime.parallelize`` sets it; of the ranks with a tied parameter, the first counts it.
+STAGES = "_pipeline_stages"
+
+
+def stages_of(parameters: Sequence[torch.Tensor]) -> dist.ProcessGroup | None:
+    """Return the group over the pipeline stages of a model with these parameters."""
+    return next((stages[0] for p in parameters if (stages := getattr(p, STAGES, None)) is not None), None)
+
+
+def counts(parameter: torch.Tensor) -> bool:
+    """Return whether this rank counts a parameter, which other stages may have too."""
+    stages = getattr(parameter, STAGES, None)
+    return stages is None or bool(stages[1])
+
 
 class MeshPlacements(NamedTuple):
     """The mesh and placements of a DTensor."""

@@ -106,7 +106,7 @@ def require_equal(model: Any, staged: StagedModel, inputs: Mapping[str, Any]) ->
     for forward in (_whole, _staged):
         logits = forward(model, staged, inputs)
         weights = torch.rand(logits.shape, dtype=logits.dtype) if weights is None else weights
-        (logits * weights).sum().backward()
+        (logits * weights).sum().backward()  # type: ignore[no-untyped-call]
         results.append((logits.detach(), {name: p.grad for name, p in model.named_parameters()}))
         model.zero_grad(set_to_none=True)
     (logits, gradients), (staged_logits, staged_gradients) = results
@@ -116,7 +116,9 @@ def require_equal(model: Any, staged: StagedModel, inputs: Mapping[str, Any]) ->
     for path, gradient in gradients.items():
         other = staged_gradients[path]
         if (gradient is None) != (other is None) or (gradient is not None and _error(other, gradient)):
-            raise ModelError(f"the gradient of {path} of {name} differs in stages of a small copy: use a mesh without pp")
+            raise ModelError(
+                f"the gradient of {path} of {name} differs in stages of a small copy: use a mesh without pp"
+            )
     return frozenset(path for path, gradient in gradients.items() if gradient is None)
 
 

@@ -35,7 +35,7 @@ class Run(Protocol):
     def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run or replace a block."""
 
-    def outer(self, part: Part, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def outer(self, part: StagePart, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run or replace a module outside of the blocks."""
 
 
@@ -73,7 +73,7 @@ class StagedModel:
 
 
 @dataclass
-class Part:
+class StagePart:
     """One block, or one module outside of the blocks."""
 
     staged: StagedModel
@@ -84,13 +84,13 @@ class Part:
     width: int = 0  # of an absent output
     removed: set[str] = field(default_factory=set)  # names of parameters that this rank lacks
 
-    def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let the forward in progress call or replace the module; outside of a schedule, raise."""
         run = self.staged.run
         if run is None:
             raise ModelError(
                 f"{self.path} was called outside of a pipeline schedule, and this rank has only its own blocks: call "
-                "fsdp_runtime.steps.pipeline.schedule.forward_backward(model, micro_batches), or "
-                "forward_only(model, micro_batches)"
+                "forward_backward(model, micro_batches) or forward_only(model, micro_batches) of fsdp_runtime.steps"
             )
         return run.outer(self, call, args, kwargs) if self.block is None else run.block(self.block, call, args, kwargs)
 
@@ -113,8 +113,9 @@ class OnStage(Wrapper):
     effect = "runs on its pipeline stage"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        part: Part = self.__dict__[RUNTIME_STATE].part
-        return part(super().__call__, args, kwargs)  # type: ignore[misc]  # mypy: of the module's class
+        """Call the module, or replace it."""
+        part: StagePart = self.__dict__[RUNTIME_STATE].part
+        return part.call(super().__call__, args, kwargs)  # type: ignore[misc]  # mypy: of the module's class
 
 
 class OuterOnStage(OnStage):
@@ -128,7 +129,7 @@ class OuterOnStage(OnStage):
         return value
 
 
-def add_parts(model: nn.Module, parts: list[Part]) -> None:
+def add_parts(model: nn.Module, parts: list[StagePart]) -> None:
     """Put the parts' wrapper on their modules."""
     modules = [model.get_submodule(part.path) for part in parts]
     for wrapper, is_block in ((OnStage, True), (OuterOnStage, False)):
@@ -154,14 +155,3 @@ def outer_modules(model: nn.Module, structure: ModelStructure) -> Iterator[tuple
                 yield inner, child
 
     return below("", model)
-
-
-def require_whole(model: nn.Module, call: str) -> None:
-    """Refuse a model in pipeline stages for a function that needs every block."""
-    for module in model.modules():
-        state = module.__dict__.get(RUNTIME_STATE)
-        if state is not None and state.stages is not None:
-            raise ModelError(
-                f"{call} does not support a model in pipeline stages (pp={state.stages.mesh.size()}), whose ranks have "
-                "different blocks: use a mesh without pp"
-            )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_runtime.steps.pipeline.parts import Call, Part, Run, StagedModel
+from fsdp_runtime.steps.pipeline.parts import Call, Run, StagedModel, StagePart
 from fsdp_runtime.steps.pipeline.values import Path, Value, at, filled, tensors_in, with_tensor
 
 #: Keywords of a call with media, which only the first stage reads.
@@ -22,7 +22,7 @@ class WholeRun:
         """Run a block."""
         return call(*args, **kwargs)
 
-    def outer(self, part: Part, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def outer(self, part: StagePart, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module outside of the blocks."""
         return call(*args, **kwargs)
 
@@ -54,7 +54,7 @@ class StageRun:
         self._capture(index, "entry", inputs)
         return output
 
-    def outer(self, part: Part, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def outer(self, part: StagePart, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of this stage; return zeros for another."""
         runs = part.where == "every" or (self.is_last if part.where == "last" else self.stage == 0)
         return call(*args, **kwargs) if runs else part.zeros(args, kwargs, self.stream)
@@ -65,16 +65,17 @@ class StageRun:
         return tuple(both[value] for value in self.sending)
 
     def _earlier(self, index: int, inputs: Any) -> Any:
+        stream = next(iter(self.received.values()))
+
         def received(path: Path) -> Tensor:
             values = (Value(block, "output", path) for block in (index, self.first - 1))
-            tensor = next((self.received[value] for value in values if value in self.received), self.stream)
-            assert tensor is not None  # a stage without a first block receives tensors
-            return tensor
+            return next((self.received[value] for value in values if value in self.received), stream)
 
-        for path, skeleton in self.staged.entries[index].items():
-            below = {value.path: self.received[value] for value in self._received_by(index, "entry")}
-            if any(known[: len(path)] == path for known in below):
-                at(inputs, path[:-1])[path[-1]] = filled(skeleton, lambda leaf, top=path: below[(*top, *leaf)])
+        entries = {value.path: self.received[value] for value in self._received_by(index, "entry")}
+        for top, skeleton in self.staged.entries[index].items():
+            below = {path[len(top) :]: tensor for path, tensor in entries.items() if path[: len(top)] == top}
+            if below:
+                at(inputs, top[:-1])[top[-1]] = filled(skeleton, below.__getitem__)
         return filled(self.staged.skeletons[index], received)
 
     def _later(self, index: int, inputs: Any) -> Any:

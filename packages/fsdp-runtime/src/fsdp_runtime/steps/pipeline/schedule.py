@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.runtime_state import RUNTIME_STATE
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
-from fsdp_runtime.steps.pipeline.shapes import Sent, sent_shapes
+from fsdp_runtime.steps.pipeline.shapes import sent_shapes
 from fsdp_runtime.steps.pipeline.shared import summing_shared_gradients
 from fsdp_runtime.steps.pipeline.values import Value
 
@@ -38,7 +39,8 @@ def forward_backward(model: nn.Module, micro_batches: Sequence[MicroBatch], loss
             ``microbatches``.  Their lengths may differ.
         loss: a function of the model's output and the micro-batch, which returns a scalar; called on the last stage.
             Weigh it for a mean over all micro-batches, as with ``rl_logprobs.mean_weights``.  By default the loss that
-            the model computes from ``labels``, weighted by the number of labels.
+            the model computes from ``labels``: the mean over the labels of this call.  Data-parallel ranks with other
+            numbers of labels need ``mean_weights``.
 
     Returns:
         The loss of each micro-batch, ``[micro_batches]``, on every rank of ``pp``, detached.
@@ -47,8 +49,6 @@ def forward_backward(model: nn.Module, micro_batches: Sequence[MicroBatch], loss
         ModelError: the model is not in pipeline stages.
         OptionError: the number of micro-batches is not the step's, or a micro-batch has neither ``labels`` nor a loss.
 
-    Example:
-        >>> from fsdp_runtime.steps.pipeline.schedule import forward_backward  # on each rank of a mesh with pp
     """
     staged = _staged(model, micro_batches)
     weights = [1.0] * len(micro_batches) if loss is not None else _label_weights(micro_batches)
@@ -108,6 +108,13 @@ class _Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(self.stage_index, self.micro_batch, args)
 
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: the stages of a rank reduce together."""
 
@@ -149,10 +156,10 @@ class _Schedule:
         target = torch.zeros(count, device=_device(self.model))
         fsdp = self.model if isinstance(self.model, FSDPModule) else None
         if backward:
-            _accumulate(fsdp)
-            schedule.step(target=target, losses=losses, return_outputs=False)
-            if fsdp is not None:
-                stages[0].reduce_gradients(fsdp)
+            with _accumulating(fsdp):
+                schedule.step(target=target, losses=losses, return_outputs=False)
+                if fsdp is not None:
+                    stages[0].reduce_gradients(fsdp)
         else:
             schedule.eval(target=target, losses=losses, return_outputs=False)
         return self._on_all_ranks(losses)
@@ -161,7 +168,9 @@ class _Schedule:
         staged = self.staged
         received = () if stage == 0 else tuple(s.buffer(backward) for s in self.shapes[stage - 1][None])
         last = stage == len(staged.ranks) - 1
-        sent = (torch.empty((), device="meta"),) if last else tuple(s.buffer(backward) for s in self.shapes[stage][None])
+        sent = (
+            (torch.empty((), device="meta"),) if last else tuple(s.buffer(backward) for s in self.shapes[stage][None])
+        )
         made = _Stage(
             _Parameters(self.model), stage, len(staged.ranks), _device(self.model), received, sent,
             group=staged.mesh.get_group(),
@@ -182,9 +191,7 @@ class _Schedule:
             output = self.model(**stage_inputs(self.batches[index], stage, count))
         if stage == count - 1:
             return self.end(index, output)
-        return tuple(
-            largest.sent(tensor) for largest, tensor in zip(self.shapes[stage][None], run.sent(), strict=True)
-        )
+        return tuple(largest.sent(tensor) for largest, tensor in zip(self.shapes[stage][None], run.sent(), strict=True))
 
     def _on_all_ranks(self, losses: list[Tensor]) -> Tensor:
         group, last = self.staged.mesh.get_group(), self.staged.ranks[-1]
@@ -196,12 +203,21 @@ class _Schedule:
         return values
 
 
-def _accumulate(fsdp: FSDPModule | None) -> None:
+@contextmanager
+def _accumulating(fsdp: FSDPModule | None) -> Iterator[None]:
     """Let FSDP modules keep the gradients of all micro-batches until they are reduced."""
-    if fsdp is not None:
-        fsdp.set_is_last_backward(False)
-        fsdp.set_reshard_after_backward(False)
-        fsdp.set_requires_gradient_sync(False)
+
+    def sync(on: bool) -> None:
+        if fsdp is not None:
+            fsdp.set_is_last_backward(on)
+            fsdp.set_reshard_after_backward(on)
+            fsdp.set_requires_gradient_sync(on)
+
+    sync(False)
+    try:
+        yield
+    finally:
+        sync(True)
 
 
 def _identity(loss: Tensor, target: Tensor) -> Tensor:
@@ -233,6 +249,3 @@ def _label_weights(micro_batches: Sequence[MicroBatch]) -> list[Any]:
 def _device(model: nn.Module) -> torch.device:
     parameter = next(model.parameters())
     return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-
-
-__all__ = ["Sent", "forward_backward", "forward_only"]

@@ -7,7 +7,7 @@ So the code of the model sees no padding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class Sent:
     def received(self, buffer: Tensor) -> Tensor:
         """Return the tensor without padding; a copy, which model code may change in place."""
         local = buffer[tuple(slice(size) for size in self.shape)].clone()
+        if local.requires_grad:
+            local.register_hook(_contiguous)  # type: ignore[no-untyped-call]
         if self.whole is None:
             return local
         strides = torch.empty(self.whole, device="meta").stride()
@@ -54,11 +56,16 @@ class Sent:
         )
 
 
+def _contiguous(gradient: Tensor) -> Tensor:
+    """Return the gradient in the layout in which it is sent."""
+    return gradient.contiguous()
+
+
 Shapes = list[dict[int | None, tuple[Sent, ...]]]
 
 
 def sent_shapes(model: nn.Module, staged: StagedModel, batches: Sequence[Mapping[str, Any]]) -> Shapes:
-    """Return for each stage but the last the tensors that it sends, by micro-batch; ``None`` has their largest sizes."""
+    """Return the tensors that each stage but the last sends, by micro-batch; ``None`` has their largest sizes."""
     sizes = [_rows_and_tokens(batch) for batch in batches]
     known = staged.shapes
     for index, size in enumerate(sizes):
@@ -99,7 +106,7 @@ def _probe(model: nn.Module, staged: StagedModel, batch: Mapping[str, Any]) -> l
         dist.broadcast_object_list(answer, dist.get_global_rank(group, rank), group=group)
         if isinstance(answer[0], str):
             raise ModelError(f"the forward of stage {stage} on rank {rank} of pp raises {answer[0]}")
-        results.append(tuple(Sent(*fields, mesh=staged.tp) for fields in answer[0]))
+        results.append(tuple(replace(sent, mesh=staged.tp) for sent in answer[0]))
     for module in training:
         module.training = True
     return results
@@ -117,10 +124,10 @@ def _forward(
     return run.sent()
 
 
-def _described(tensor: Tensor) -> tuple[Any, ...]:
+def _described(tensor: Tensor) -> Sent:
     if isinstance(tensor, DTensor):
-        return tuple(tensor.to_local().shape), tensor.dtype, tuple(tensor.shape), tuple(tensor.placements)
-    return tuple(tensor.shape), tensor.dtype, None, ()
+        return Sent(tuple(tensor.to_local().shape), tensor.dtype, tuple(tensor.shape), tuple(tensor.placements))
+    return Sent(tuple(tensor.shape), tensor.dtype)
 
 
 def _zeros(model: nn.Module, shape: Sent) -> Tensor:

@@ -11,7 +11,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import ModelError
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.pipeline.parts import StagedModel
+
+#: The attribute that ``rl_logprobs`` reads for norms over all stages.
+STAGES = "_pipeline_stages"
+
+
+def mark_stage_parameters(model: nn.Module) -> None:
+    """Record on each parameter the group of the stages, and whether this rank counts it in a norm."""
+    staged: StagedModel | None = runtime_state(model).stages
+    if staged is not None:
+        for name, parameter in model.named_parameters():
+            counted = staged.shared.get(name, (staged.rank,))[0] == staged.rank
+            setattr(parameter, STAGES, (staged.mesh.get_group(), counted))
 
 
 @contextmanager

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.pipeline.copies import SHAPES, absent_tensors, require_equal, rows, small_copy
-from fsdp_runtime.steps.pipeline.parts import Part, StagedModel, add_parts, outer_modules
+from fsdp_runtime.steps.pipeline.parts import StagedModel, StagePart, add_parts, outer_modules
 from fsdp_runtime.steps.pipeline.split import ranges_of, split_blocks
 from fsdp_runtime.steps.pipeline.state import recorded_state
 from fsdp_runtime.steps.pipeline.trace import Record, crossing, places, record
@@ -24,8 +25,9 @@ from fsdp_runtime.values import require_one_of
 
 logger = logging.getLogger(__name__)
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
-#: Schedules with several stages per rank; the last two place stages in a V: rank 0 has the first and the last stage.
+#: torch's names, in any case.
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+#: Schedules with several stages per rank; in a V, rank 0 has the first and the last stage.
 INTERLEAVED = ("interleaved1f1b", "interleavedzerobubble")
 V_SHAPED = ("zbvzerobubble", "dualpipev")
 #: Schedules with separate backwards of inputs and weights.
@@ -44,8 +46,8 @@ class Pipeline(Step[StagedModel | None]):
     Train with ``forward_backward`` and score with ``forward_only`` of ``fsdp_runtime.steps.pipeline.schedule``.
 
     Args:
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved1f1b"``, ``"interleavedzerobubble"``, ``"zbvzerobubble"`` or
-            ``"dualpipev"``, of ``torch.distributed.pipelining``.
+        schedule: ``"1F1B"``, ``"GPipe"``, ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or
+            ``"DualPipeV"`` of ``torch.distributed.pipelining``, in any case.
         microbatches: the number of micro-batches of each call.
         layers: the number of blocks of each stage, first stage first; by default parameters, with the head's, are
             divided equally.
@@ -57,32 +59,38 @@ class Pipeline(Step[StagedModel | None]):
     Source: D. Narayanan et al., arXiv:2104.04473 (1F1B, interleaved); P. Qi et al., arXiv:2401.10241 (zero bubble).
     """
 
-    schedule: ScheduleName = "1f1b"
+    schedule: str = "1F1B"
     microbatches: int = 4
     layers: Sequence[int] | None = None
     stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
-        require_one_of("schedule", self.schedule, get_args(ScheduleName))
+        if str(self.schedule).lower() not in [name.lower() for name in SCHEDULES]:
+            require_one_of("schedule", self.schedule, SCHEDULES)
         if type(self.microbatches) is not int or self.microbatches < 1:
             raise OptionError(f"microbatches={self.microbatches!r}: give a positive integer")
-        several = self.schedule in (*INTERLEAVED, *V_SHAPED)
-        if (count := self.stages_per_rank) is not None and (
-            type(count) is not int or count < 1 or (count > 1 and not several) or (self.schedule in V_SHAPED and count != 2)
-        ):
-            legal = "2" if self.schedule in V_SHAPED else "a positive integer" if several else "1"
-            raise OptionError(f"stages_per_rank={count!r}: the schedule {self.schedule!r} takes {legal}")
+        legal = {2} if self.kind in V_SHAPED else {1} if self.kind not in INTERLEAVED else range(1, 1000)
+        if self.stages_per_rank is not None and self.stages_per_rank not in legal:
+            numbers = "1 or more" if self.kind in INTERLEAVED else min(legal)
+            raise OptionError(
+                f"stages_per_rank={self.stages_per_rank!r}: the schedule {self.schedule!r} takes {numbers}"
+            )
         if self.layers is not None and any(type(layers) is not int or layers < 1 for layers in self.layers):
             raise OptionError(f"layers={self.layers!r}: give a positive number of blocks for each stage")
 
     @property
+    def kind(self) -> str:
+        """The schedule in lower case."""
+        return self.schedule.lower()
+
+    @property
     def per_rank(self) -> int:
         """The number of stages of each rank."""
-        return self.stages_per_rank or (2 if self.schedule in (*INTERLEAVED, *V_SHAPED) else 1)
+        return self.stages_per_rank or (2 if self.kind in (*INTERLEAVED, *V_SHAPED) else 1)
 
     def stage_ranks(self, pp: int) -> tuple[int, ...]:
         """Return the rank of ``pp`` of each stage."""
-        if self.schedule in V_SHAPED:
+        if self.kind in V_SHAPED:
             return (*range(pp), *reversed(range(pp)))
         return tuple(stage % pp for stage in range(pp * self.per_rank))
 
@@ -93,6 +101,11 @@ class Pipeline(Step[StagedModel | None]):
             return None
         _require_decoder(setup)
         self._require_microbatches(mesh.size())
+        if setup.meshes.fsdp is not None and self.kind in SPLIT_BACKWARD:
+            raise OptionError(
+                f"the schedule {self.schedule!r} computes gradients of weights apart from gradients of inputs, when "
+                "FSDP2 has freed the gathered weights: use '1F1B' or 'Interleaved1F1B', or no dp_shard and cp"
+            )
         staged = StagedModel(
             ranges=self._ranges(setup, mesh.size()),
             ranks=self.stage_ranks(mesh.size()),
@@ -108,12 +121,12 @@ class Pipeline(Step[StagedModel | None]):
 
     def _require_microbatches(self, pp: int) -> None:
         stages = pp * self.per_rank
-        least = {"dualpipev": stages, "zbvzerobubble": 1, "gpipe": 1}.get(self.schedule, pp)
+        least = {"dualpipev": stages, "zbvzerobubble": 1, "gpipe": 1}.get(self.kind, pp)
         if self.microbatches < least:
             raise OptionError(
                 f"microbatches={self.microbatches}: the schedule {self.schedule!r} over pp={pp} takes at least {least}"
             )
-        if self.schedule in INTERLEAVED and self.microbatches % pp:
+        if self.kind in INTERLEAVED and self.microbatches % pp:
             raise OptionError(
                 f"microbatches={self.microbatches}: the schedule {self.schedule!r} takes multiples of pp={pp}"
             )
@@ -157,7 +170,9 @@ def require_pipeline_step(steps: Iterable[object], mesh: DeviceMesh | None) -> N
     """Check that a mesh with ``pp`` comes with the step, and the step with such a mesh."""
     count = sum(isinstance(step, Pipeline) for step in steps)
     if mesh is None and count:
-        raise OptionError("steps has a Pipeline, and the mesh has no axis pp of 2 or more: build it with MeshSpec(pp=2)")
+        raise OptionError(
+            "steps has a Pipeline, and the mesh has no axis pp of 2 or more: build it with MeshSpec(pp=2)"
+        )
     if mesh is not None and count != 1:
         raise OptionError(
             f"the mesh has pp={mesh.size()}, and steps has {count} times Pipeline: give one, as in "
@@ -169,19 +184,21 @@ def _require_decoder(setup: Setup) -> None:
     facts = setup.facts
     facts.require_not_compiled()
     if getattr(getattr(facts.base_model, "config", None), "is_encoder_decoder", False):
-        raise ModelError(f"{facts.name} is an encoder-decoder: the stages are parts of one stack; use a mesh without pp")
+        raise ModelError(
+            f"{facts.name} is an encoder-decoder: the stages are parts of one stack; use a mesh without pp"
+        )
 
 
 def _parameters(module: nn.Module) -> float:
     return float(sum(parameter.numel() for parameter in module.parameters()))
 
 
-def _parts(model: nn.Module, staged: StagedModel, seen: Record | None = None) -> list[Part]:
-    parts = [Part(staged, path, block=index) for index, path in enumerate(staged.blocks)]
+def _parts(model: nn.Module, staged: StagedModel) -> list[StagePart]:
+    parts = [StagePart(staged, path, block=index) for index, path in enumerate(staged.blocks)]
     for path, where in staged.outer.items():
         module: Any = model.get_submodule(path)
         absent = staged.replaced[path]
-        parts.append(Part(staged, path, where=where, absent=absent, width=_width(module, absent)))
+        parts.append(StagePart(staged, path, where=where, absent=absent, width=_width(module, absent)))
     return parts
 
 
@@ -195,7 +212,7 @@ def _width(module: Any, absent: str) -> int:
 def _find_crossing_tensors(model: nn.Module, staged: StagedModel) -> None:
     """Fill in the record of the stages from runs of a small copy."""
     small = small_copy(model, len(staged.blocks))
-    paths = [path for path, _ in outer_modules(small, _structure(small))]
+    paths = [path for path, _ in outer_modules(small, inspect_model(small))]
     staged.outer = dict.fromkeys(paths, "every")
     staged.replaced = dict.fromkeys(paths, "like")
     add_parts(small, _parts(small, staged))
@@ -218,12 +235,6 @@ def _varying(value: Value, whole: Record, longer: Record) -> tuple[str | None, .
     dims = {(rows, more): name for rows, more, name in zip(*SHAPES, ("rows", "tokens"), strict=True)}
     shapes = zip(whole.tensor(value).shape, longer.tensor(value).shape, strict=True)
     return tuple(None if one == other else dims.get((one, other), "unknown") for one, other in shapes)
-
-
-def _structure(model: nn.Module) -> Any:
-    from fsdp_runtime.model.structure import inspect_model
-
-    return inspect_model(model)
 
 
 def _find_shared_parameters(model: nn.Module, staged: StagedModel) -> None:

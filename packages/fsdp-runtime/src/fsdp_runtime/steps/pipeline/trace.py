@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import ModelError
-from fsdp_runtime.steps.pipeline.parts import Absent, Call, Part, StagedModel, Where
+from fsdp_runtime.steps.pipeline.parts import Absent, Call, StagedModel, StagePart, Where
 from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
-from fsdp_runtime.steps.pipeline.values import Path, Value, at, filled, skeleton_of, tensors_in, with_tensor
+from fsdp_runtime.steps.pipeline.values import Path, Place, Value, at, filled, skeleton_of, tensors_in, with_tensor
 
 
 @dataclass
@@ -33,9 +34,11 @@ class BlockCall:
     def again(self, index: int, inputs: Any) -> Any:
         """Add the recorded entries to the arguments, and return the recorded output."""
         for top, skeleton in self.entries.items():
-            entry = filled(skeleton, lambda path, top=top: self.outputs[Value(index, "entry", (*top, *path))].clone())
-            at(inputs, top[:-1])[top[-1]] = entry
-        return filled(self.skeleton, lambda path: self.outputs[Value(index, "output", path)].clone())
+            at(inputs, top[:-1])[top[-1]] = filled(skeleton, partial(self._copy, index, "entry", top))
+        return filled(self.skeleton, partial(self._copy, index, "output", ()))
+
+    def _copy(self, index: int, place: Place, top: Path, path: Path) -> Tensor:
+        return self.outputs[Value(index, place, (*top, *path))].clone()
 
 
 @dataclass
@@ -72,7 +75,7 @@ class Record:
         self.order.append(index)
         return output
 
-    def outer(self, part: Part, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def outer(self, part: StagePart, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module outside of the blocks, and record when, and how its output relates to its input."""
         output = call(*args, **kwargs)
         self.times.setdefault(part.path, set()).add(len(self.calls))
@@ -95,12 +98,14 @@ def _entries(inputs: Any) -> list[tuple[Path, Any]]:
     containers += [((1, name), value) for name, value in inputs[1].items()]
     entries: list[tuple[Path, Any]] = []
     for path, value in containers:
-        items = value.items() if isinstance(value, MutableMapping) else enumerate(value) if isinstance(value, list) else ()
+        items = (
+            value.items() if isinstance(value, MutableMapping) else enumerate(value) if isinstance(value, list) else ()
+        )
         entries += [((*path, key), part) for key, part in items]
     return entries
 
 
-def _absent(part: Part, inputs: Any, output: Any) -> Absent | None:
+def _absent(part: StagePart, inputs: Any, output: Any) -> Absent | None:
     """Return the kind of output that replaces a module's where it is absent; ``None`` if there is none."""
     first = next((tensor for _, tensor in tensors_in(inputs)), None)
     if first is None or not isinstance(output, Tensor):
@@ -133,7 +138,7 @@ class RecordedBlocks:
                 self.differing.append(Value(index, "input", path))
         return recorded.again(index, inputs)
 
-    def outer(self, part: Part, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def outer(self, part: StagePart, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the stage or of a later one."""
         runs = part.where == "every" or part.where == "last"
         return call(*args, **kwargs) if runs else part.zeros(args, kwargs, self.run.stream)
@@ -169,7 +174,9 @@ def places(record: Record, blocks: int, outer: Sequence[str]) -> dict[str, Where
     return where
 
 
-def crossing(model: nn.Module, staged: StagedModel, whole: Record, inputs: Mapping[str, Any], first: int) -> list[Value]:
+def crossing(
+    model: nn.Module, staged: StagedModel, whole: Record, inputs: Mapping[str, Any], first: int
+) -> list[Value]:
     """Return the values that a stage from block ``first`` on needs from the stages before it."""
     known, call = whole.values(first), whole.calls[first - 1]
     values = [value for value in call.outputs if value.place == "output"]
@@ -204,4 +211,3 @@ def logits_of(output: Any) -> Tensor:
     if isinstance(logits, Tensor):
         return logits
     return next(tensor for _, tensor in tensors_in(output) if tensor.is_floating_point())
-

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsdp_runtime._torch_compat import fingerprint, hooked_before
 from fsdp_runtime._transformers_compat.recomputation import checkpointing_through
 from fsdp_runtime.errors import ModelError, RoutesError
+from fsdp_runtime.model.whole import require_whole
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.compiled_blocks import compile_again, leave_to_python
 from fsdp_runtime.steps.context.attention import ContextAttention
@@ -64,6 +65,7 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
         >>> torch.equal(again, logits)
         True
     """
+    require_whole(model, "record_routes")
     routes = Routes()
     tokens = _Tokens(model)
     session = Session(_routers_of(model))
@@ -109,6 +111,7 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
         >>> bool(model.model.layers[0].mlp.gate.weight.grad.any())
         True
     """
+    require_whole(model, "replay_routes")
     routers = _routers_of(model)
     layers = checked_routes(routers, routes)
     tokens = _Tokens(model)

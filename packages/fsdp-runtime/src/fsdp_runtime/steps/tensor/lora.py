@@ -27,6 +27,7 @@ from fsdp_runtime._peft_compat import (
 from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.state import state_entries
+from fsdp_runtime.model.whole import require_whole
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, naming_write_errors
 from fsdp_runtime.sharded.gather import full_tensors
@@ -135,6 +136,7 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         >>> sorted(path.name for path in Path("adapter").iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
+    require_whole(model, "save_adapter")
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(model, entries)
     with raise_on_all(ranks) as step:
