@@ -20,6 +20,15 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_
 
 #: Lists with one entry per layer; one layer of every kind stays.
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
+#: Further sizes of models with many layers.
+_PER_LAYER = {
+    "vocab_size_per_layer_input": _VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 #: Fields that count the layers of the decoder.
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"),
@@ -79,9 +88,22 @@ def _sizes(tp: int) -> dict[str, int]:
     }
 
 
-def shrunk_config(config: Any, *, tp: int) -> Any:
+def shrunk_config(config: Any, *, tp: int, all_blocks: bool = False) -> Any:
     """Return a copy of a config at small sizes, heads and experts being multiples of ``tp``."""
-    return type(config).from_dict(_shrunk(config.to_dict(), tp))
+    fields = config.to_dict()
+    return type(config).from_dict(_shrunk(fields, tp) if not all_blocks else _as_deep(fields, _shrunk(fields, tp)))
+
+
+def _as_deep(fields: Mapping[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """Return the small fields with the original numbers and kinds of layers."""
+    for name, value in fields.items():
+        if name in (*_LAYERS, *_KINDS):
+            small[name] = value
+        elif name in _PER_LAYER and is_integer(value):
+            small[name] = _PER_LAYER[name]
+        elif isinstance(value, dict) and isinstance(small.get(name), dict):
+            small[name] = _as_deep(value, small[name])
+    return small
 
 
 def _shrunk(fields: Mapping[str, Any], tp: int) -> dict[str, Any]:

@@ -32,8 +32,8 @@ class TinyModel:
     ran: str
 
 
-def tiny_model(model: Any, *, tp: int) -> TinyModel:
-    """Return a copy of a model with the same parts that is small enough to run."""
+def tiny_model(model: Any, *, tp: int, all_blocks: bool = False) -> TinyModel:
+    """Return a copy of a model with the same parts that is small enough to run; by default with fewer blocks."""
     # In this order: the small model itself with its weights moved a little; a model of its config at small sizes; the
     # model with one block of each kind and random weights.
     tree = ModelTree.of(model)
@@ -46,7 +46,8 @@ def tiny_model(model: Any, *, tp: int) -> TinyModel:
         if size <= MAX_PARAMETERS and not _on_meta(tree):
             return TinyModel(_prepared(copy.deepcopy(model)), f"with its own weights ({size:,} parameters)")
         reasons: list[str] = []
-        for build in (_as_configured, _from_shrunk_config, _with_fewer_blocks):
+        smaller = (_with_all_blocks,) if all_blocks else (_from_shrunk_config, _with_fewer_blocks)
+        for build in (_as_configured, *smaller):
             try:
                 small = build(model, tree, tp)
             except Exception as error:  # noqa: BLE001 (the code of a model may raise anything)
@@ -71,6 +72,10 @@ def _as_configured(model: Any, tree: ModelTree, tp: int) -> nn.Module:
 
 def _from_shrunk_config(model: Any, tree: ModelTree, tp: int) -> nn.Module:
     return _from_config(model, shrunk_config(model.config, tp=tp))
+
+
+def _with_all_blocks(model: Any, tree: ModelTree, tp: int) -> nn.Module:
+    return _from_config(model, shrunk_config(model.config, tp=tp, all_blocks=True))
 
 
 def _from_config(model: Any, config: Any) -> nn.Module:

@@ -17,6 +17,7 @@ from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, WholeRun, running, stage_inputs
 from fsdp_runtime.steps.pipeline.trace import logits_of
 from fsdp_runtime.steps.pipeline.values import Value
+from tp_plans import TpPlansError
 from tp_plans.runtime import tiny_model
 
 #: Two shapes of rows: dims of tensors that differ between them are rows or tokens.
@@ -27,9 +28,13 @@ _BOUND = 1e-9
 
 def small_copy(model: nn.Module, blocks: int) -> Any:
     """Return a copy with the same number of blocks that runs on the CPU in float64."""
-    small: Any = tiny_model(model, tp=1).model
+    name = type(model).__name__
+    try:
+        small: Any = tiny_model(model, tp=1, all_blocks=True).model
+    except TpPlansError as error:
+        raise ModelError(f"the stages of {name} cannot be verified, since no small copy of it runs: {error}") from error
     if len(inspect_model(small).decoder) != blocks:
-        raise ModelError(f"no small copy of {type(model).__name__} has its {blocks} blocks: use a mesh without pp")
+        raise ModelError(f"no small copy of {name} has its {blocks} blocks: use a mesh without pp")
     return small
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from fsdp_runtime.steps.pipeline.parts import Call, Run, StagedModel, StagePart
 from fsdp_runtime.steps.pipeline.values import Path, Value, at, filled, tensors_in, with_tensor
 
-#: Keywords of a call with media, which only the first stage reads.
+#: Keywords of a call with media; later stages would need their features.
 MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "audio_values", "image_patches")
+#: Keywords and config entries for outputs of all blocks.
+RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class WholeRun:
@@ -103,6 +105,5 @@ def running(staged: StagedModel, run: Run) -> Iterator[None]:
 
 def stage_inputs(inputs: Mapping[str, Any], stage: int, stages: int) -> dict[str, Any]:
     """Return the keywords of the model's forward on a stage."""
-    last = stage == stages - 1
-    dropped = (*(() if last else ("labels",)), *(MEDIA if stage else ()))
+    dropped = ("labels",) if stage < stages - 1 else ()
     return {**{name: value for name, value in inputs.items() if name not in dropped}, "use_cache": False}

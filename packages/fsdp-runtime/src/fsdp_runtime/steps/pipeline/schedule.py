@@ -18,7 +18,7 @@ from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.runtime_state import RUNTIME_STATE
 from fsdp_runtime.steps.pipeline.parts import StagedModel
-from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
+from fsdp_runtime.steps.pipeline.runs import MEDIA, RECORDED, StageRun, running, stage_inputs
 from fsdp_runtime.steps.pipeline.shapes import sent_shapes
 from fsdp_runtime.steps.pipeline.shared import summing_shared_gradients
 from fsdp_runtime.steps.pipeline.values import Value
@@ -95,7 +95,7 @@ def forward_only(
 
 
 class _Stage(PipelineStage):
-    """A stage that takes its micro-batch from the call, and whose FSDP modules reduce once, after the schedule."""
+    """A stage that takes its micro-batch from the call; its FSDP modules reduce once, after the schedule."""
 
     # torch divides batches into equal parts of tensors; micro-batches here are dicts of any shapes.
     forward: Callable[..., Any]
@@ -233,6 +233,13 @@ def _staged(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> StagedMode
         )
     if len(micro_batches) != (count := staged.schedules.microbatches):
         raise OptionError(f"{len(micro_batches)} micro-batches were given: the step has Pipeline(microbatches={count})")
+    for index, batch in enumerate(micro_batches):
+        for name in (*MEDIA, *RECORDED, "past_key_values", "use_cache"):
+            if batch.get(name) is not None and batch[name] is not False:
+                raise OptionError(
+                    f"micro-batch {index} has {name}, which one stage cannot serve for all blocks: leave it out, or "
+                    "use a mesh without pp"
+                )
     return staged
 
 

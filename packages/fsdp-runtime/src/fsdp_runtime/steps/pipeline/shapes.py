@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
+from fsdp_runtime.steps.pipeline.values import Value
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,29 @@ def sent_shapes(model: nn.Module, staged: StagedModel, batches: Sequence[Mapping
     known = staged.shapes
     for index, size in enumerate(sizes):
         if size not in known:
-            known[size] = _probe(model, staged, batches[index])
+            known[size] = _computed(staged, size) or _probe(model, staged, batches[index])
     shapes: Shapes = []
     for boundary in range(len(staged.sent)):
         by_batch: dict[int | None, tuple[Sent, ...]] = {i: known[size][boundary] for i, size in enumerate(sizes)}
         by_batch[None] = tuple(_largest(same) for same in zip(*by_batch.values(), strict=True))
         shapes.append(by_batch)
     return shapes
+
+
+def _computed(staged: StagedModel, size: tuple[int, ...]) -> list[tuple[Sent, ...]] | None:
+    """Return the tensors of micro-batches of a new size from known ones; ``None`` where that is not certain."""
+    known = next(iter(staged.shapes.values()), None)
+    if known is None or any(sent.whole for boundary in known for sent in boundary):
+        return None
+    if any("unknown" in dims for dims in staged.varying.values()):
+        return None
+    sizes = dict(zip(("rows", "tokens"), size, strict=True))
+
+    def of(value: Value, sent: Sent) -> Sent:
+        dims = zip(staged.varying[value], sent.shape, strict=True)
+        return replace(sent, shape=tuple(fixed if dim is None else sizes[dim] for dim, fixed in dims))
+
+    return [tuple(map(of, values, sent)) for values, sent in zip(staged.sent, known, strict=True)]
 
 
 def _rows_and_tokens(batch: Mapping[str, Any]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.runtime_state import runtime_state
@@ -17,6 +18,7 @@ from fsdp_runtime.setup import Setup
 from fsdp_runtime.step import Step
 from fsdp_runtime.steps.pipeline.copies import SHAPES, absent_tensors, require_equal, rows, small_copy
 from fsdp_runtime.steps.pipeline.parts import StagedModel, StagePart, add_parts, outer_modules
+from fsdp_runtime.steps.pipeline.runs import RECORDED
 from fsdp_runtime.steps.pipeline.split import ranges_of, split_blocks
 from fsdp_runtime.steps.pipeline.state import recorded_state
 from fsdp_runtime.steps.pipeline.trace import Record, crossing, places, record
@@ -183,7 +185,11 @@ def require_pipeline_step(steps: Iterable[object], mesh: DeviceMesh | None) -> N
 def _require_decoder(setup: Setup) -> None:
     facts = setup.facts
     facts.require_not_compiled()
-    if getattr(getattr(facts.base_model, "config", None), "is_encoder_decoder", False):
+    config = getattr(facts.base_model, "config", None)
+    for name in RECORDED:
+        if getattr(config, name, False):
+            raise ModelError(f"{facts.name} has {name}=True, and each rank records only its blocks: set it to False")
+    if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"{facts.name} is an encoder-decoder: the stages are parts of one stack; use a mesh without pp"
         )
@@ -211,7 +217,10 @@ def _width(module: Any, absent: str) -> int:
 
 def _find_crossing_tensors(model: nn.Module, staged: StagedModel) -> None:
     """Fill in the record of the stages from runs of a small copy."""
-    small = small_copy(model, len(staged.blocks))
+    base = base_model(model)
+    prefix = next(f"{path}." if path else "" for path, module in model.named_modules() if module is base)
+    small = small_copy(base, len(staged.blocks))
+    staged.blocks = tuple(path.removeprefix(prefix) for path in staged.blocks)
     paths = [path for path, _ in outer_modules(small, inspect_model(small))]
     staged.outer = dict.fromkeys(paths, "every")
     staged.replaced = dict.fromkeys(paths, "like")
@@ -228,6 +237,9 @@ def _find_crossing_tensors(model: nn.Module, staged: StagedModel) -> None:
     values = {value for sent in staged.sent for value in sent}
     staged.varying = {value: _varying(value, whole, longer) for value in values}
     staged.unused = require_equal(small, staged, inputs[0])
+    staged.blocks = tuple(prefix + path for path in staged.blocks)
+    staged.outer = {prefix + path: where for path, where in staged.outer.items()}
+    staged.replaced = {prefix + path: absent for path, absent in staged.replaced.items()}
 
 
 def _varying(value: Value, whole: Record, longer: Record) -> tuple[str | None, ...]:
