@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.ranks import RankPool
-from refusals import architectures, around, calls, context, documents, layers, plans, ranks
+from refusals import architectures, around, calls, context, documents, layers, pipeline, plans, ranks
 from refusals.outcomes import Raised, outcome
 
 #: The check of a plan raises one error for the findings of all its files.
@@ -21,7 +21,7 @@ def _cases(*modules: Any) -> dict[tuple[str, str], Any]:
     return {(file, text): call for file, texts in files for text, call in texts.items()}
 
 
-CASES = _cases(calls, architectures, plans, documents, layers, context, around)
+CASES = _cases(calls, architectures, plans, documents, layers, context, around, pipeline)
 ON_RANKS = _cases(ranks)
 
 

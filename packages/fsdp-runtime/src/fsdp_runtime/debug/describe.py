@@ -35,6 +35,8 @@ class ParallelismReport:
         full_bytes: bytes of all parameters of the model.
         quantized: the format of each weight in packed bytes, such as ``"nf4, blocks of 64"``.
         not_quantized: the matrices that keep their dtype beside a quantized base or float8 layers, with the reason.
+        stages: the first and the last block of each pipeline stage on this rank, by its number; parameters and bytes
+            are of these stages.
     """
 
     fsdp_modules: tuple[str, ...]
@@ -48,6 +50,7 @@ class ParallelismReport:
     full_bytes: int
     quantized: Mapping[str, str] = field(default_factory=dict)
     not_quantized: Mapping[str, str] = field(default_factory=dict)
+    stages: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         axes, wrapped = Counter(self.sharded.values()), Counter(self.wrapped.values())
@@ -61,7 +64,8 @@ class ParallelismReport:
             ),
             *(f"in front of the forward of {n} modules: {', then '.join(effects)}" for effects, n in wrapped.items()),
             *(f"sharded over {' and '.join(names)}: {count} parameters" for names, count in axes.items()),
-            f"replicated on every rank (all axes): {_summary(self.replicated)}",
+            *(f"pipeline stage {stage}: blocks {first} to {last}" for stage, (first, last) in self.stages.items()),
+            f"replicated on every rank{' of the stage' if self.stages else ''} (all axes): {_summary(self.replicated)}",
             *(f"{count} weights in packed bytes: {fmt}" for fmt, count in Counter(self.quantized.values()).items()),
             *(f"{count} not quantized: {reason}" for reason, count in Counter(self.not_quantized.values()).items()),
             f"bytes on this rank: {self.local_bytes:,} of {self.full_bytes:,}",
@@ -118,6 +122,7 @@ def describe_parallelism(model: nn.Module) -> ParallelismReport:
         full_bytes=full_bytes,
         quantized=quantized,
         not_quantized={} if state is None else state.not_quantized,
+        stages={} if state is None or state.stages is None else state.stages.blocks_by_stage,
     )
 
 

@@ -68,6 +68,11 @@ class StagedModel:
         """The stages of this rank."""
         return tuple(stage for stage, rank in enumerate(self.ranks) if rank == self.rank)
 
+    @property
+    def blocks_by_stage(self) -> dict[int, tuple[int, int]]:
+        """The first and the last block of each stage of this rank."""
+        return {stage: (self.ranges[stage][0], self.ranges[stage][1] - 1) for stage in self.stages}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StagedModel:
         raise ModelError("a model in pipeline stages cannot be copied: this rank has only its own blocks")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.functional import pad
 
-from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.errors import LayoutError, ModelError, OptionError
 from fsdp_runtime.steps.pipeline.parts import StagedModel
 from fsdp_runtime.steps.pipeline.runs import StageRun, running, stage_inputs
 from fsdp_runtime.steps.pipeline.values import Value
@@ -69,6 +69,8 @@ def sent_shapes(model: nn.Module, staged: StagedModel, batches: Sequence[Mapping
     """Return the tensors that each stage but the last sends, by micro-batch; ``None`` has their largest sizes."""
     sizes = [_rows_and_tokens(batch) for batch in batches]
     known = staged.shapes
+    if not known:
+        _require_equal_sizes(staged, sizes)
     for index, size in enumerate(sizes):
         if size not in known:
             known[size] = _computed(staged, size) or _probe(model, staged, batches[index])
@@ -78,6 +80,17 @@ def sent_shapes(model: nn.Module, staged: StagedModel, batches: Sequence[Mapping
         by_batch[None] = tuple(_largest(same) for same in zip(*by_batch.values(), strict=True))
         shapes.append(by_batch)
     return shapes
+
+
+def _require_equal_sizes(staged: StagedModel, sizes: list[tuple[int, ...]]) -> None:
+    """Check that all stages were given micro-batches of the same sizes."""
+    by_rank: list[Any] = [None] * staged.mesh.size()
+    dist.all_gather_object(by_rank, sizes, group=staged.mesh.get_group())
+    if other := next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None):
+        raise LayoutError(
+            f"rank 0 of pp has micro-batches of rows and tokens {by_rank[0]}, and rank {other} of pp {by_rank[other]}: "
+            "give all ranks of pp the same batch"
+        )
 
 
 def _computed(staged: StagedModel, size: tuple[int, ...]) -> list[tuple[Sent, ...]] | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_runtime._peft_compat import base_model
-from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.errors import FsdpRuntimeError, ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.setup import Setup
@@ -117,7 +117,15 @@ class Pipeline(Step[StagedModel | None]):
             blocks=setup.structure.decoder,
             schedules=self,
         )
-        _find_crossing_tensors(setup.facts.model, staged)
+        try:
+            _find_crossing_tensors(setup.facts.model, staged)
+        except FsdpRuntimeError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"the stages of {setup.facts.name} cannot be verified: its small copy raises {type(error).__name__}: "
+                f"{error}; use a mesh without pp"
+            ) from error
         _find_shared_parameters(setup.facts.model, staged)
         return staged
 

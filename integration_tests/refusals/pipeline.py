@@ -1,0 +1,95 @@
+"""What pipeline stages refuse: options, models when they are parallelized, and batches of their schedules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fsdp_runtime import record_routes
+from fsdp_runtime.steps import Pipeline, forward_backward, forward_only
+from harness.models import tiny_model
+from refusals import Provocations
+from refusals.worlds import Own, ids, parallelized, refuse, row
+
+PP = {"pp": 2}
+
+
+def _llama() -> Any:
+    return tiny_model("LlamaForCausalLM")
+
+
+def _refuse(step: Pipeline | None = None, model: Any = None, axes: Mapping[str, int] = PP) -> None:
+    refuse(_llama() if model is None else model, axes, steps=() if step is None else (step,))
+
+
+def _scheduled(**batch: Any) -> None:
+    """Call a schedule on the first of two stages."""
+    with parallelized(_llama(), PP, steps=(Pipeline(microbatches=2),)) as staged:
+        forward_backward(staged, [batch, batch])
+
+
+def _in_stages(call: Any) -> None:
+    with parallelized(_llama(), PP, steps=(Pipeline(),)) as staged:
+        call(staged)
+
+
+def _routes(model: Any) -> None:
+    with record_routes(model):
+        pass
+
+
+def _own() -> Any:
+    """A model with another keyword for its tokens."""
+    return Own()
+
+
+def _recording() -> Any:
+    model = row("mixtral, batched")
+    model.config.output_router_logits = True
+    return model
+
+
+CASES: Provocations = {
+    "fsdp_runtime/steps/pipeline/step.py": {
+        "OptionError: the mesh has no axis pp": lambda: _refuse(Pipeline(), axes={}),
+        "OptionError: times Pipeline: give one": _refuse,
+        "OptionError: give a positive integer": lambda: Pipeline(microbatches=0),
+        "OptionError: takes 2": lambda: Pipeline("ZBVZeroBubble", stages_per_rank=3),
+        "OptionError: give a positive number of blocks": lambda: Pipeline(layers=(0, 2)),
+        "OptionError: takes at least 2": lambda: _refuse(Pipeline(microbatches=1)),
+        "OptionError: takes multiples of pp=2": lambda: _refuse(Pipeline("interleaved1f1b", 3)),
+        "OptionError: and the model 2 blocks": lambda: _refuse(Pipeline(layers=(1, 2))),
+        "OptionError: FSDP2 has freed the gathered": lambda: _refuse(
+            Pipeline("ZBVZeroBubble"), axes={**PP, "dp_shard": 2}
+        ),
+        "ModelError: is an encoder-decoder": lambda: _refuse(Pipeline(), tiny_model("T5ForConditionalGeneration")),
+        "ModelError: records only its blocks": lambda: _refuse(Pipeline(), _recording()),
+        "ModelError: its small copy raises": lambda: _refuse(Pipeline(), _own()),
+    },
+    "fsdp_runtime/steps/pipeline/split.py": {
+        "OptionError: each stage needs a block": lambda: _refuse(Pipeline(), axes={"pp": 4}),
+    },
+    "fsdp_runtime/steps/pipeline/trace.py": {
+        "ModelError: calls its blocks in the order": lambda: _refuse(Pipeline(), row("dory")),
+        "ModelError: after its last block": lambda: _refuse(Pipeline(), row("inkling2_text")),
+    },
+    "fsdp_runtime/steps/pipeline/parts.py": {
+        "ModelError: outside of a pipeline schedule": lambda: _in_stages(lambda model: model(input_ids=ids(1, 4))),
+        "ModelError: cannot be copied": lambda: _in_stages(lambda model: copy.deepcopy(model)),
+    },
+    "fsdp_runtime/steps/pipeline/schedule.py": {
+        "ModelError: is not in pipeline stages": lambda: forward_only(_llama(), []),
+        "OptionError: micro-batches were given": lambda: _in_stages(lambda model: forward_only(model, [])),
+        "OptionError: cannot serve for all blocks": lambda: _scheduled(pixel_values=torch.zeros(1)),
+        "OptionError: has no labels": lambda: _scheduled(input_ids=ids(1, 4)),
+    },
+    "fsdp_runtime/steps/pipeline/shapes.py": {
+        "OptionError: has neither input_ids": lambda: _scheduled(labels=ids(1, 4)),
+    },
+    "fsdp_runtime/model/whole.py": {
+        "ModelError: does not support a model in pipeline stages": lambda: _in_stages(_routes),
+    },
+}
