@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.ranks import RankPool
-from refusals import architectures, around, calls, context, documents, layers, pipeline, plans, ranks
+from refusals import architectures, around, calls, context, documents, layers, pipeline, plans, ranks, stages
 from refusals.outcomes import Raised, outcome
 
 #: The check of a plan raises one error for the findings of all its files.
@@ -22,7 +22,7 @@ def _cases(*modules: Any) -> dict[tuple[str, str], Any]:
 
 
 CASES = _cases(calls, architectures, plans, documents, layers, context, around, pipeline)
-ON_RANKS = _cases(ranks)
+ON_RANKS = _cases(ranks, stages)
 
 
 def _assert_refused(file: str, text: str, errors: Sequence[Raised]) -> None:

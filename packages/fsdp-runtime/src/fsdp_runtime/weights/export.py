@@ -101,12 +101,12 @@ def export_groups(
         sources = {source: tensors[source] for source in dtypes}
         for factor in (factor for members in adapters.values() for factor in members):
             sources |= {factor.a_name: factor.a, factor.b_name: factor.b}
-        ranks = _common_ranks({source: holders[source] for source in dtypes})
+        ranks = common_ranks({source: holders[source] for source in dtypes})
         groups.append(ExportGroup(sources, exported, None if target else conversion, adapters, dtypes, ranks))
     return groups
 
 
-def _common_ranks(holders: Mapping[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
+def common_ranks(holders: Mapping[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
     """Return the ranks with all tensors of a conversion."""
     sets = [set(ranks) for ranks in holders.values() if ranks is not None]
     if sets and not (common := set.intersection(*sets)):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fsdp_runtime import (
@@ -30,7 +30,7 @@ from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights import Quantization
 from harness.models import tiny_config, tiny_model
 from harness.parity import mesh_for
-from harness.ranks import RankPool
+from harness.ranks import RankPool, RanksFailed
 from tp_plans.transfer import plan_transfer
 
 #: Architecture, tied embeddings, mesh, and the step.
@@ -93,6 +93,29 @@ def test_weights_of_stages_equal_the_checkpoint_of_save_pretrained(
     assert {tensors for tensors, _ in reports} == {len(reference.state_dict()) - tied}
     total = sum(tensor.nbytes for tensor in expected.values())
     assert all(0 < nbytes < total for _, nbytes in reports)
+
+
+def _load(folder: Path, **options: Any) -> tuple[int, tuple[str, ...]]:
+    staged = parallelize(_empty("LlamaForCausalLM", tied=False), mesh_for({"pp": 2}), steps=(Pipeline(),))
+    report = load_weights(staged, folder, **options)
+    return report.tensors, report.unexpected
+
+
+def test_load_of_stages_reports_missing_and_unexpected_tensors_on_every_rank(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    tensors = {name: tensor.contiguous() for name, tensor in _model("LlamaForCausalLM").state_dict().items()}
+    save_file({**tensors, "extra": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert two_ranks.run(_load, tmp_path) == [(len(tensors), ("extra",))] * 2
+    with pytest.raises(RanksFailed) as refused:
+        two_ranks.run(_load, tmp_path, strict=True)
+    assert {error.type_name for error in refused.value.errors.values()} == {"MismatchError"}
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"):
+        save_file({other: tensor for other, tensor in tensors.items() if other != name}, tmp_path / "model.safetensors")
+        with pytest.raises(RanksFailed) as failed:
+            two_ranks.run(_load, tmp_path)
+        assert all(f"{name}: missing" in error.message for error in failed.value.errors.values())
+        assert len(failed.value.errors) == 2
 
 
 def _trainer(axes: dict[str, int], *, seed: int = 0) -> tuple[nn.Module, list[torch.optim.Optimizer]]:

@@ -1,0 +1,59 @@
+"""Refusals of a model in pipeline stages: each function is called on two ranks, and both raise."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_runtime import MeshSpec, parallelize, save_weights
+from fsdp_runtime.steps.pipeline.step import Pipeline
+from fsdp_runtime.sync import ModelShards
+from fsdp_runtime.training_state import save_training_state
+from fsdp_runtime.weights.export import common_ranks
+from harness.models import tiny_model
+from refusals import Provocations
+
+
+def _staged(call: Callable[[Any, str], Any]) -> Callable[[], None]:
+    def run() -> None:
+        mesh = MeshSpec(pp=2).build(device_type="cpu")
+        model = parallelize(tiny_model("LlamaForCausalLM"), mesh, steps=(Pipeline(),))
+        with tempfile.TemporaryDirectory() as directory:
+            shared = [directory]
+            dist.broadcast_object_list(shared)
+            call(model, shared[0])
+
+    return run
+
+
+def _with_a_parameter(model: Any, directory: str) -> None:
+    model.scale = nn.Parameter(torch.ones(()))
+    save_weights(model, directory)
+
+
+def _groups_by_stage(model: Any, directory: str) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    save_training_state(directory, model, optimizer, step=1)
+
+
+CASES: Provocations = {
+    "fsdp_runtime/model/stages.py": {
+        "ModelError: is a part of a model in pipeline stages": _staged(lambda m, d: save_weights(m.model, d)),
+        "ModelError: when parallelize divided the model": _staged(lambda m, d: save_weights(m.to(torch.bfloat16), d)),
+        "ModelError: 1 tensors were added": _staged(_with_a_parameter),
+    },
+    "fsdp_runtime/sync/model_layout.py": {
+        "OptionError: is not listed as shards": _staged(lambda m, _: ModelShards(m, adapter="default"))
+    },
+    "fsdp_runtime/training_state/optimizers.py": {
+        "OptionError: give every pipeline stage the same": _staged(_groups_by_stage)
+    },
+    "fsdp_runtime/weights/export.py": {
+        "ConversionError: no pipeline stage has all": lambda: common_ranks({"query": (0, 2), "key": (1, 3)})
+    },
+}
