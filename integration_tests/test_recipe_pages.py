@@ -1,7 +1,8 @@
-"""Recipes of models: the pages show the kept results, and a dry run gives these results again."""
+"""Recipes and levers: the pages show the kept results, and a dry run gives these results again."""
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import pytest
@@ -24,3 +25,11 @@ def test_a_dry_run_gives_the_row_of_the_page(name: str) -> None:
     config = recipes.config_of(name)
     again = recipes.fewest(config, "lora", 8192, kept["parameters"])
     assert json.loads(json.dumps(again)) == rows
+
+
+def test_levers_of_the_page_are_generated_and_a_dry_run_gives_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(recipes.DOCS / "generate")
+    levers = importlib.import_module("levers")
+    kept, page = json.loads(levers.KEPT.read_text()), levers.PAGE.read_text()
+    assert page == levers.rewritten(page, kept)
+    assert kept[levers.key("Qwen3-8B", 8192, "LoRA, nf4")] == levers.measured("Qwen3-8B", 8192, "LoRA, nf4")

@@ -42,7 +42,7 @@ class Settings:
         timeout: of ``monitor_ranks``, in seconds.
         fault: what happens on one rank.
         axes: of the mesh.
-        levers: what saves memory: nothing, ``"host"`` (adapters on a base in nf4, their optimizer and activations on
+        levers: options that save memory: none, ``"host"`` (adapters on a base in nf4, their optimizer and activations on
             the host) or ``"8bit"`` (moments of all parameters).
     """
 
