@@ -216,26 +216,21 @@ def _true_allows(mask: Tensor) -> bool:
     return mask.dtype != torch.bool or bool(mask[0, 0, 0, 0])
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
+def _constant(function: Callable[[type], Any]) -> Callable[[type], Any]:
+    """Cache a function of a class; its results are constants for the compiler, which does not trace it."""
+    cached = cache(function)  # not around the constant function: the compiler ignores such a cache, and warns
+    return torch.compiler.assume_constant_result(lambda cls: cached(cls))  # type: ignore[no-any-return,no-untyped-call]
+
+
+@_constant
 def uses_interface(cls: type) -> bool:
     """Return True for attention through ``transformers.AttentionInterface``: true in its masks allows."""
-    return _uses_interface(cls)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler does not trace it
-def _argument_names(cls: type) -> tuple[str, ...]:
-    """Return the argument names of a class's own forward; a wrapper's forward takes ``*args, **kwargs``."""
-    return _names_of_arguments(cls)
-
-
-# The caches of the two functions above: the compiler ignores a cache around a constant function, and warns.
-@cache
-def _uses_interface(cls: type) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in referenced_names(cls)
 
 
-@cache
-def _names_of_arguments(cls: type) -> tuple[str, ...]:
+@_constant
+def _argument_names(cls: type) -> tuple[str, ...]:
+    """Return the argument names of a class's own forward; a wrapper's forward takes ``*args, **kwargs``."""
     variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     for base in cls.__mro__:
         if (forward := vars(base).get("forward")) is not None:

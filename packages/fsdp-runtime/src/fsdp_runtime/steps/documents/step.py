@@ -21,7 +21,7 @@ from fsdp_runtime.step import Step
 from fsdp_runtime.steps.attention.rows import attention_of_rows
 from fsdp_runtime.steps.context.attention import ContextAttention
 from fsdp_runtime.steps.documents.documents import find_documents
-from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, PackedMixer
+from fsdp_runtime.steps.documents.isolation import BOUNDARIES, CurrentDocuments, PackedMixer, is_padding_mask
 from fsdp_runtime.steps.documents.recurrences import compute_rows
 from fsdp_runtime.steps.documents.unpacked_warning import warn_of_packed_rows
 from fsdp_runtime.values import require_bool
@@ -85,8 +85,8 @@ class PackedSequences(Step[None]):
 
 
 def _is_padded(mask: Any) -> bool:
-    """Return True for a mask with padding: positions restart after it.  Waits for the device."""
-    return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+    """Return True for a mask with padding.  Waits for the device."""
+    return is_padding_mask("mask", mask) and not bool(mask.all())
 
 
 def _has_chunks(model: nn.Module) -> bool:
@@ -107,7 +107,8 @@ class _PackedInputs:
         self.documents.current = None
         if self.attention is not None:
             self.attention.whole_rows = True
-        named = dict(kwargs)
+        named: dict[str, Any] = dict(kwargs)
+        mask = named.get("attention_mask")
         tokens = next((named[n] for n in ("input_ids", "inputs_embeds") if named.get(n) is not None), None)
         if tokens is None and args and isinstance(args[0], Tensor):
             tokens = args[0]
@@ -118,7 +119,7 @@ class _PackedInputs:
         if documents is None:
             return None
         if given_cache(named) is not None or named.get("use_cache"):
-            if documents.packed and not _is_padded(named.get("attention_mask")):
+            if documents.packed and not _is_padded(mask):  # positions restart after padding
                 raise LayoutError("a key/value cache has no boundaries of documents: pass use_cache=False")
             return None  # one document a row, as in generation
         self.documents.current = documents
@@ -127,14 +128,14 @@ class _PackedInputs:
         if named.get("position_ids") is None:
             named["position_ids"] = documents.positions
         if self.attention is not None:
-            padding, packed = named.get("attention_mask"), documents.bounds is not None or documents.packed
-            self.attention.whole_rows = not packed and padding is not None
-            self.attention.begin(padding=padding, documents=documents if packed else None)
-            if padding is None:  # transformers then does not look for documents, which waits
+            packed = documents.bounds is not None or documents.packed
+            self.attention.whole_rows = not packed and mask is not None
+            self.attention.begin(padding=mask, documents=documents if packed else None)
+            if mask is None:  # transformers then does not look for documents, which waits
                 named["attention_mask"] = torch.ones_like(documents.begins)
-        elif isinstance(named.get("attention_mask"), Tensor) and _has_chunks(module) and documents.packed:
+        elif is_padding_mask("mask", mask) and _has_chunks(module) and documents.packed:
             # transformers counts chunks by positions only where no mask is given.
-            if _is_padded(named["attention_mask"]):
+            if _is_padded(mask):
                 raise LayoutError(
                     f"attention_mask has padding in packed rows of {type(module).__name__}, which attends within "
                     "chunks: leave attention_mask out and give the padding its own position_ids from 0, as a document"
