@@ -8,9 +8,11 @@ from typing import Any
 
 import peft
 import pytest
+import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_runtime import _torchao_compat
+from fsdp_runtime import FSDP2, _torchao_compat
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.steps import Compile, Float8, Quantized, SelectiveCheckpoint
 from fsdp_runtime.steps.compile import async_compile_options
@@ -102,6 +104,15 @@ def _with_another_prototype() -> None:
         _in_float8(Float8("mxfp8", emulate=True))
 
 
+def _gathers(**fsdp: Any) -> None:
+    refuse(
+        tiny_model("LlamaForCausalLM", dtype=torch.float32),
+        {"dp_shard": 2},
+        steps=(Float8(emulate=True, gather=True),),
+        fsdp=FSDP2(**fsdp),
+    )
+
+
 ASYNC = Compile(async_tensor_parallel=True)
 CASES: Provocations = {
     "fsdp_runtime/steps/refused_adapters.py": {
@@ -166,6 +177,11 @@ CASES: Provocations = {
             _adapted(target_modules=["q_proj"]), plan=None, steps=(Quantized("nf4"), Float8(emulate=True))
         ),
         "OptionError: not torch's styles": _float8_by_styles_of_torch,
+        "OptionError: casts a weight twice": lambda: Float8("rowwise", gather=True),
+    },
+    "fsdp_runtime/steps/fsdp/float8_gather.py": {
+        "OptionError: casts shards on the device": lambda: _gathers(offload_policy=CPUOffloadPolicy()),
+        "OptionError: would round small weights": lambda: _gathers(mp_policy=MixedPrecisionPolicy(torch.float16)),
     },
     "fsdp_runtime/_torchao_compat.py": {
         "OptionError: needs torchao": _without_torchao,

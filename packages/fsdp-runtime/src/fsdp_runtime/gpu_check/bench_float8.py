@@ -5,7 +5,7 @@ On a GPU both are compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, get_args
 
@@ -18,9 +18,9 @@ from fsdp_runtime.steps import Float8
 from fsdp_runtime.steps.float8 import Recipe
 
 #: A block of Qwen3-8B.
-BLOCK: Mapping[str, int] = {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32}
+BLOCK: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32}
 #: A CPU tries the logic.
-SMALL_BLOCK: Mapping[str, int] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8}
+SMALL_BLOCK: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8}
 #: Rows of the output that are compared.
 COMPARED = 256
 
@@ -51,7 +51,7 @@ def float8_rows(
     yield from contend("A block in float8", f"{tokens} x {sizes['hidden_size']}", contenders, measure)
 
 
-def _block(sizes: Mapping[str, int], recipe: Any, *, device: torch.device, compiled: bool) -> nn.Module:
+def _block(sizes: dict[str, Any], recipe: Any, *, device: torch.device, compiled: bool) -> nn.Module:
     from transformers import Qwen3Config, Qwen3Model
 
     torch.manual_seed(0)

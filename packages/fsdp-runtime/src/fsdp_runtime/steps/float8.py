@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -42,42 +42,24 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Casts(Protocol):
-    """The casts and products of a recipe."""
-
-    multiple: ClassVar[int]  # of the sizes of a weight on a rank
-    tokens: ClassVar[int]  # rows of inputs are filled up to a multiple
-
-    @property
-    def products(self) -> int:
-        """The number of a layer's three products in float8."""
-
-    def cast(self, tensor: Tensor, operand: str, *, sharded: int | None, mesh: DeviceMesh | None) -> Any:
-        """Cast an operand ``[rows, columns]``, and put the dim last that its product sums over."""
-
-    def product(self, left: Any, right: Any, dtype: torch.dtype) -> Tensor:
-        """Return ``left @ right.T`` of two cast operands."""
-
-
 @dataclass(frozen=True)
 class LinearCasts:
     """The casts of a linear layer, and the dim of its weight ``[out, in]`` that is sharded over ``tp``."""
 
-    recipe: Casts
+    recipe: Any  # a ``Float8Recipe``, ``BlockwiseRecipe`` or ``MXFP8Recipe``
     sharded: int | None = None
     mesh: DeviceMesh | None = None
 
     def product(self, left: tuple[Tensor, str], right: tuple[Tensor, str], scale: Tensor | None = None) -> Tensor:
-        """Multiply two operands, a weight or ``[tokens, features]``, by the names of their casts.
+        """Multiply two operands, a weight or ``[tokens, features]``, by the names of their casts."""
+        rows, columns = self._cast(*left, None), self._cast(*right, scale)
+        product: Tensor = self.recipe.product(rows, columns, left[0].dtype)
+        return product
 
-        ``scale`` is the weight's, if FSDP2 gathered it in float8.
-        """
-        rows = self.recipe.cast(*left, sharded=self._sharded_dim(left[1]), mesh=self.mesh)
-        if scale is None:
-            columns = self.recipe.cast(*right, sharded=self._sharded_dim(right[1]), mesh=self.mesh)
-        else:
-            columns = self.recipe.cast_by(scale, *right)  # type: ignore[attr-defined]
-        return self.recipe.product(rows, columns, left[0].dtype)
+    def _cast(self, tensor: Tensor, operand: str, scale: Tensor | None) -> Any:
+        if scale is not None:  # of a weight that FSDP2 gathered in float8
+            return self.recipe.cast_by(scale, tensor, operand)
+        return self.recipe.cast(tensor, operand, sharded=self._sharded_dim(operand), mesh=self.mesh)
 
     def _sharded_dim(self, operand: str) -> int | None:
         if self.sharded is None or operand.startswith("weight"):
@@ -221,7 +203,7 @@ class Float8(Step[Float8Layers]):
             wrap(map(model.get_submodule, paths), _InFloat8, layer=layer, gathers_in_float8=self.gather)
         runtime_state(model).not_quantized = checked.kept
 
-    def _casts(self) -> Casts:
+    def _casts(self) -> Any:
         match self.recipe:
             case "blockwise":
                 return BlockwiseRecipe(self.emulate)
@@ -232,7 +214,7 @@ class Float8(Step[Float8Layers]):
 
 def float8_products(module: nn.Module) -> int:
     """Return the number of a module's products in float8, of forward and the two gradients."""
-    return module.layer.recipe.products if isinstance(module, _InFloat8) else 0
+    return int(module.layer.recipe.products) if isinstance(module, _InFloat8) else 0
 
 
 def _rules(setup: Setup) -> Mapping[str, object]:

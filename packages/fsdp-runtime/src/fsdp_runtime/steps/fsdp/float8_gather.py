@@ -34,9 +34,7 @@ def check_float8_gather(steps: Sequence[object], offload_policy: Any, dtype: tor
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise OptionError("Float8(gather=True) casts shards on the device: leave out offload_policy, or gather=True")
     if dtype is torch.float16:
-        raise OptionError(
-            "Float8(gather=True) with param_dtype=torch.float16, which rounds small weights: use bfloat16"
-        )
+        raise OptionError("Float8(gather=True) with param_dtype=torch.float16 would round small weights: use bfloat16")
 
 
 class _Float8Gather:
@@ -45,35 +43,35 @@ class _Float8Gather:
     def __init__(self, layer: Any, dtype: torch.dtype | None) -> None:
         self.layer, self.shard = layer, layer.weight
         self.dtype = dtype or layer.weight.dtype
-        self.version = -1
+        self.version = -1  # of the values that the layer's scale belongs to
 
     @property
     def is_stale(self) -> bool:
         """Whether FSDP2 gathers the weight in float8, and its scale belongs to earlier values."""
-        return hasattr(local_tensor(self.shard), "fsdp_pre_all_gather") and not self.is_current
+        return hasattr(local_tensor(self.shard), "fsdp_pre_all_gather") and self.version != self._version()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the scale belongs to the shard's values."""
-        return self.version == self.shard._version + local_tensor(self.shard)._version
+    def _version(self) -> int:
+        return int(self.shard._version + local_tensor(self.shard)._version)
+
+    def largest(self) -> Tensor:
+        """Return the largest magnitude of the shard in the compute dtype, 0-d."""
+        return local_tensor(self.shard).detach().abs().amax().to(self.dtype)
 
     def set_scale(self, scale: Tensor) -> None:
-        """Keep the scale of the full weight, in one tensor for compiled code."""
+        """Set the scale of the full weight, in one tensor for compiled code."""
         if self.layer.weight_scale is None:
             self.layer.weight_scale = torch.empty_like(scale)
         self.layer.weight_scale.copy_(scale)
-        self.version = self.shard._version + local_tensor(self.shard)._version
+        self.version = self._version()
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any) -> Any:
         """Cast the shard; FSDP2's ``fsdp_pre_all_gather``."""
-        if not self.is_current:
+        if self.is_stale:
             _agree_on_scales([self])
         scale, local = self.layer.weight_scale, local_tensor(self.shard).to(self.dtype)
         return (self.layer.layer.recipe.cast_by(scale, local, "weight")._data,), (scale,)
 
-    def after(
-        self, outputs: tuple[Tensor, ...], scales: tuple[Tensor], dtype: Any, *, out: Tensor | None = None
-    ) -> Any:
+    def after(self, outputs: tuple[Tensor], scales: tuple[Tensor], dtype: Any, *, out: Tensor | None = None) -> Any:
         """Return the gathered weight, or write it to ``out``; FSDP2's ``fsdp_post_all_gather``."""
         values = (outputs[0].float() / scales[0]).to(dtype)
         return (values, (values,)) if out is None else write_gathered(out, values)
@@ -82,19 +80,20 @@ class _Float8Gather:
 def gather_in_float8(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     """Gather the weights in float8 that have as many rows on every rank."""
     gathers: dict[nn.Module, _Float8Gather] = {}
-    for module in model.modules():
-        if getattr(module, "gathers_in_float8", False) and isinstance(module.weight, DTensor):
-            tp = module.layer.mesh.size() if module.layer.sharded == 0 else 1
-            if module.weight.shape[0] % (tp * mesh.size(mesh.ndim - 1)) == 0:
-                gathers[module] = _Float8Gather(module, dtype)
+    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "gathers_in_float8", False)]
+    for layer in layers:
+        tp = layer.layer.mesh.size() if layer.layer.sharded == 0 else 1
+        if isinstance(layer.weight, DTensor) and layer.weight.shape[0] % (tp * mesh.size(mesh.ndim - 1)) == 0:
+            gathers[layer] = _Float8Gather(layer, dtype)
     if not gathers:
         return
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def agree(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if stale := [gather for gather in gathers.values() if gather.is_stale]:
             _agree_on_scales(stale)
 
-    hook_forward(model, "agrees on the scales of float8 weights", before=torch.compiler.disable(agree), first=True)
+    hook_forward(model, "agrees on the scales of float8 weights", before=agree, first=True)
     after_initialization(model, lambda: set_gathers(model, gathers))
     logger.info("FSDP2: %d weights are gathered in float8", len(gathers))
 
@@ -107,7 +106,7 @@ def _agree_on_scales(gathers: Sequence[_Float8Gather]) -> None:
     for gather in gathers:
         by_mesh[gather.shard.device_mesh].append(gather)
     for mesh, weights in by_mesh.items():
-        largest = torch.stack([local_tensor(each.shard).detach().abs().amax().to(each.dtype) for each in weights])
+        largest = torch.stack([weight.largest() for weight in weights])
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(axis))

@@ -214,11 +214,11 @@ def _apply(model: nn.Module, setup: Setup, mesh: DeviceMesh, fsdp: FSDP2, dtypes
         reduce_gradients(parameter, ranks, fsdp.gradient_divide_factor or mesh.size())
     keep_recording(model)
     gather_outside_inference_mode(model)
-    keep_readers_on_shards(model)
+    gather_in_float8(model, mesh, policy.param_dtype)
+    keep_readers_on_shards(model)  # its hook runs before the float8 gather's
     runtime_state(model).is_fsdp_root = True
     gather_root_modules(model, structure, replicated)
     apply_absent_media(model, structure, mesh)
-    gather_in_float8(model, mesh, policy.param_dtype)
     _set_prefetching([blocks[path] for path in structure.decoder if path in blocks], experts.values(), fsdp)
     logger.info("FSDP2: %d blocks and the root over %d ranks", len(blocks), mesh.size())
 
