@@ -65,7 +65,7 @@ def _model(name: str) -> nn.Module:
     if name != "wide":
         return tiny_model(coverage_entries()[name])
     torch.manual_seed(0)  # blocks of 128 elements on every rank
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=131))
 
 
@@ -118,6 +118,29 @@ def test_float8_over_tp_equals_one_process(two_ranks: RankPool, name: str, recip
         assert max(two_ranks.run(*run, sequence_parallel=sequence_parallel)) < rounding
 
 
+def _losses(axes: dict[str, int]) -> list[float]:
+    model = _model("wide")
+    mesh = MeshSpec(**axes).build(device_type="cpu")
+    parallelize(model, mesh, logits="full", steps=(Float8(emulate=True),))
+    assert len(_layers(model)) == 7
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(4):
+        loss = model(**tiny_inputs(model, batch=2, length=9), use_cache=False).logits.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_float8_takes_the_same_steps_on_every_mesh(two_ranks: RankPool, four_ranks: RankPool) -> None:
+    expected = _losses({})
+    assert expected[-1] < 0.95 * expected[0]
+    assert two_ranks.run(_losses, {"tp": 2})[0] == pytest.approx(expected, rel=1e-4)
+    for axes in ({"tp": 4}, {"dp_shard": 2, "tp": 2}):  # both ranks of dp_shard have the same tokens
+        assert four_ranks.run(_losses, axes)[0] == pytest.approx(expected, rel=1e-4)
+
+
 def _kept(name: str, recipe: Any, tp: int) -> dict[str, str]:
     model = _model(name).float()
     setup: Any = SimpleNamespace(
@@ -134,7 +157,7 @@ def _kept(name: str, recipe: Any, tp: int) -> dict[str, str]:
 def test_float8_keeps_the_dtype_of_layers_with_shared_heads_or_cut_blocks() -> None:
     shared = "ranks of tp share key and value heads"
     heads = {f"self_attn.{name}_proj.weight": shared for name in "kv"}
-    assert heads.items() <= _kept("wide", "tensorwise", 4).items()
+    assert heads.items() <= _kept("qwen3", "tensorwise", 8).items()
     assert not any("self_attn" in path for path in _kept("wide", "blockwise", 2))
     with pytest.raises(ModelError, match="'a size on a rank of tp is no multiple of 128': 5"):
         _kept("wide", "blockwise", 8)
