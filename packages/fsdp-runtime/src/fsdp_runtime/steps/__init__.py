@@ -7,7 +7,7 @@ Memory:   ``ActivationCheckpointing``, ``Quantized``
 Speed:    ``Compile``, ``Float8``
 Checks:   ``CheckInputs``
 Your own: a subclass of ``Step``
-Mixtures: ``RouterBalance``, ``GlobalAuxLoss``
+Mixtures: ``RouterBalance`` and ``load_table``, ``GlobalAuxLoss``
 Heads:    ``MultiTokenHeads``
 Values:   ``SelectiveCheckpoint`` of a checkpointing step, ``ContextAttention`` of a model, ``Routes`` of a mixture and
           ``routes_from_generator``

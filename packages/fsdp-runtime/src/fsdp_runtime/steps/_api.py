@@ -17,7 +17,7 @@ from fsdp_runtime.steps.multi_token_heads import MultiTokenHeads
 from fsdp_runtime.steps.pipeline.schedule import forward_backward, forward_only
 from fsdp_runtime.steps.pipeline.step import Pipeline
 from fsdp_runtime.steps.quantized.step import Quantized
-from fsdp_runtime.steps.routing.balance import RouterBalance
+from fsdp_runtime.steps.routing.balance import RouterBalance, load_table
 from fsdp_runtime.steps.routing.global_aux_loss import GlobalAuxLoss
 from fsdp_runtime.steps.routing.routes import Routes, routes_from_generator
 from fsdp_runtime.steps.tensor.step import TensorParallel
@@ -44,5 +44,6 @@ __all__ = [
     "TensorParallel",
     "forward_backward",
     "forward_only",
+    "load_table",
     "routes_from_generator",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from coverage.table import entries, tiny_model
 from fsdp_runtime import ModelError, OptionError, parallelize, record_routes, sequence_layout, submesh
 from fsdp_runtime.errors import RoutesError
-from fsdp_runtime.steps import RouterBalance
+from fsdp_runtime.steps import RouterBalance, load_table
 from harness.models import tiny_inputs
 from harness.parity import mesh_for
 from harness.ranks import RankPool
@@ -130,3 +131,18 @@ def test_router_balance_refuses_models_counts_and_masks() -> None:
         balance.step()
     with pytest.raises(RoutesError, match="mask has 3 tokens"), balance.counting(torch.ones(3)), torch.no_grad():
         model(tiny_inputs(model, batch=1, length=4)["input_ids"], use_cache=False)
+
+
+def test_load_table_has_a_row_for_each_router_of_the_last_step() -> None:
+    model = tiny_model(entries()["deepseek_v3"])
+    balance = RouterBalance(model)
+    with balance.counting(), torch.no_grad():
+        model(tiny_inputs(model, batch=2, length=LENGTH)["input_ids"], use_cache=False)
+    balance.step()
+    (row,) = load_table(balance.loads)
+    shares = torch.tensor(row["loads"]).double() / (2 * LENGTH * 2)
+    assert row["router"] == "model.layers.1.mlp.gate"
+    assert row["entropy"] == pytest.approx(float(torch.special.entr(shares).sum()) / math.log(len(shares)))
+    assert (row["most"], row["least"]) == (float(shares.max()) * len(shares), float(shares.min()) * len(shares))
+    (idle,) = load_table({"gate": torch.zeros(4)})
+    assert (idle["entropy"], idle["most"]) == (0, 0)

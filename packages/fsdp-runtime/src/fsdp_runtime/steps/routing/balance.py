@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,6 +137,32 @@ class RouterBalance:
                 local, box = local_part(bias)
                 full = (change - change.mean()).reshape(bias.shape)
                 local.add_(full[slices_of(box)].to(local.device, local.dtype))
+
+
+def load_table(loads: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Return one row per router for a logger.
+
+    Args:
+        loads: ``RouterBalance.loads``, or other numbers of tokens ``[experts]`` by router.
+
+    Returns:
+        Rows of ``router``, ``entropy`` (of the experts' shares, 1 for equal loads), ``most`` and ``least`` (largest and
+        smallest load over the mean) and ``loads``.  Waits for the device once per router.
+
+    Example:
+        >>> import torch
+        >>> from fsdp_runtime.steps import load_table
+        >>> load_table({"gate": torch.tensor([2, 2, 0, 0])})
+        [{'router': 'gate', 'entropy': 0.5, 'most': 2.0, 'least': 0.0, 'loads': [2, 2, 0, 0]}]
+    """
+    rows: list[dict[str, Any]] = []
+    for router, counts in loads.items():
+        numbers = counts.tolist()
+        shares = [number / max(sum(numbers), 1) for number in numbers]
+        entropy = -sum(share * math.log(share) for share in shares if share) / math.log(max(len(shares), 2))
+        most, least = max(shares) * len(shares), min(shares) * len(shares)
+        rows.append({"router": router, "entropy": entropy, "most": most, "least": least, "loads": numbers})
+    return rows
 
 
 def batch_groups(model: nn.Module) -> list[ProcessGroup]:
