@@ -160,8 +160,8 @@ def load_table(loads: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         numbers = counts.tolist()
         shares = [number / max(sum(numbers), 1) for number in numbers]
         entropy = -sum(share * math.log(share) for share in shares if share) / math.log(max(len(shares), 2))
-        most, least = max(shares) * len(shares), min(shares) * len(shares)
-        rows.append({"router": router, "entropy": entropy, "most": most, "least": least, "loads": numbers})
+        extremes = {"most": max(shares) * len(shares), "least": min(shares) * len(shares)}
+        rows.append({"router": router, "entropy": entropy, **extremes, "loads": numbers})
     return rows
 
 

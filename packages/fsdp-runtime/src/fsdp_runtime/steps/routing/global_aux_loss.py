@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -68,10 +69,7 @@ class GlobalAuxLoss:
     def __init__(self, model: nn.Module) -> None:
         base = base_model(model)
         if not computes_balancing_loss(base):
-            raise ModelError(
-                f"{type(base).__name__} computes no auxiliary loss from router logits: balance its experts by "
-                "RouterBalance"
-            )
+            raise ModelError(f"{type(base).__name__} computes no auxiliary loss from router logits: use RouterBalance")
         if _EFFECT in effects_of(base):
             raise ModelError(f"{type(base).__name__} has a GlobalAuxLoss already: use it, or a fresh model")
         self._model, self._base, self._mask = model, base, None
@@ -127,9 +125,8 @@ class GlobalAuxLoss:
                 f"return_dict=False beside output_router_logits of {type(self._base).__name__}: leave return_dict out, "
                 "so that the auxiliary loss has a name"
             )
-        if not isinstance(local, Tensor):  # no block of the model is a mixture
-            return output
-        if not (self._is_counting or (torch.is_grad_enabled() and local.requires_grad)):
+        is_mixture = isinstance(local, Tensor)  # else no block of the model is one
+        if not is_mixture or not (self._is_counting or (torch.is_grad_enabled() and local.requires_grad)):
             return output
         sums = _sums(output.router_logits, mask, self._base.config.get_text_config().num_experts_per_tok)
         self._check_formula(local, sums)
@@ -148,16 +145,13 @@ class GlobalAuxLoss:
         self._groups = groups = self._groups or batch_groups(self._model)
         experts = len(sums.loads)
         total = all_reduce_over(groups, _packed(sums), dist.ReduceOp.SUM)
-        probabilities = total[experts:-1]
         batch, count = total, 1
         if self._remaining and self._batch is not None:
             self._remaining -= 1
             batch, count = self._batch
         # A rank has the gradient of its tokens, and gradients are divided by the number of ranks.
-        ranks = 1
-        for group in groups:
-            ranks *= group.size()
-        probabilities = probabilities + ranks * (sums.probabilities - sums.probabilities.detach())
+        ranks = math.prod(group.size() for group in groups)
+        probabilities = total[experts:-1] + ranks * (sums.probabilities - sums.probabilities.detach())
         return experts * count * (batch[:experts] * probabilities).sum() / batch[-1].square()
 
     def _check_formula(self, local: Tensor, sums: _Sums) -> None:
