@@ -8,12 +8,16 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from fsdp_runtime.errors import OptionError
+from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.optim.roles import MATRICES, Role, parameter_roles
+from fsdp_runtime.sharded.collectives import all_gather_objects
+from fsdp_runtime.sharded.stages import StageRanks
 from fsdp_runtime.values import require_one_of
 from tp_plans.model_tree import ModelTree, is_at_or_below, parent
 
 #: The roles without weight decay in the recipes of GPT-3, Llama and transformers' trainer.
 NO_DECAY: tuple[Role, ...] = ("norm", "bias", "other")
+_Settings = tuple[float, float, bool]  # learning rate, weight decay, ``use_muon``
 
 
 def param_groups(
@@ -29,7 +33,8 @@ def param_groups(
     """Return the parameter groups of a model, for :class:`Muon` or any optimizer of torch.
 
     A group has the parameters with one learning rate, one weight decay and one ``use_muon``.  The groups do not depend
-    on the mesh.  Frozen parameters are in no group.
+    on the mesh.  Frozen parameters are in no group.  Pipeline stages have the same groups, some without parameters: a
+    collective over ``pp``.
 
     Args:
         model: the model; build the groups after ``parallelize``.
@@ -61,19 +66,31 @@ def param_groups(
     if layer_decay <= 0:
         raise OptionError(f"layer_decay={layer_decay!r}: give a positive factor, at most 1 in the papers")
     roles, distances = parameter_roles(model), _distances(model)
-    groups: dict[tuple[float, float, bool], list[Tensor]] = {}
-    for path, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            role = roles[path]
-            use_muon = role in MATRICES
-            rate = lr if use_muon or adamw_lr is None else adamw_lr
-            rate *= layer_decay ** distances[path] * scales.get(role, 1.0)
-            decay = 0.0 if role in no_decay else weight_decay
-            groups.setdefault((rate, decay, use_muon), []).append(parameter)
+    trained = {path: parameter for path, parameter in model.named_parameters() if parameter.requires_grad}
+    settings: dict[str, _Settings] = {}
+    for path in trained:
+        role = roles[path]
+        use_muon = role in MATRICES
+        rate = lr if use_muon or adamw_lr is None else adamw_lr
+        rate *= layer_decay ** distances[path] * scales.get(role, 1.0)
+        settings[path] = rate, 0.0 if role in no_decay else weight_decay, use_muon
+    groups: dict[_Settings, list[Tensor]] = {key: [] for key in _of_all_stages(model, settings).values()}
+    for path, parameter in trained.items():
+        groups[settings[path]].append(parameter)
     return [
         {"params": parameters, "lr": rate, "weight_decay": decay, "use_muon": use_muon}
         for (rate, decay, use_muon), parameters in groups.items()
     ]
+
+
+def _of_all_stages(model: nn.Module, settings: dict[str, _Settings]) -> dict[str, _Settings]:
+    """Return the settings of the parameters of all pipeline stages, in model order.  Collective over ``pp``."""
+    if (stages := StageRanks.of(model)) is None:
+        return settings
+    gathered = all_gather_objects(stages.line, settings).values()
+    whole = {path: key for of_stage in gathered for path, key in of_stage.items()}
+    order = {name: place for place, entry in enumerate(stages_of(model).state) for name in entry.names}
+    return dict(sorted(whole.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def _distances(model: nn.Module) -> dict[str, int]:

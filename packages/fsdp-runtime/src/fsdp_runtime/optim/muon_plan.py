@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._torch_compat import group_of_axes
@@ -141,11 +142,12 @@ def require_same_gradients(stored: Mapping[Tensor, StoredMatrices]) -> None:
 
 
 def group_of(parameters: Sequence[Tensor]) -> ProcessGroup | None:
-    """Return the group of all ranks of the parameters' mesh, ``None`` for one rank."""
+    """Return the group of all ranks of the parameters' mesh and pipeline stage, ``None`` for one rank."""
     # Only ``parallelize`` says that the ranks of the other axes of a sliced mesh have the same values.
     meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
     models = models_with(parameters)
-    meshes = {mesh for model in models if (mesh := collectives.model_mesh(model, parameters)) is not None} or meshes
+    roots = (mesh for model in models if (mesh := collectives.model_mesh(model, parameters)) is not None)
+    meshes = {stage for mesh in roots if (stage := _of_stage(mesh)) is not None} or meshes
     ranks = {tuple(sorted(mesh.mesh.flatten().tolist())): mesh for mesh in meshes}
     if len(ranks) > 1:
         listed = " and ".join(map(str, sorted(ranks)))
@@ -153,6 +155,15 @@ def group_of(parameters: Sequence[Tensor]) -> ProcessGroup | None:
     if not meshes or len(next(iter(ranks))) == 1:
         return None
     return dist.group.WORLD if len(next(iter(ranks))) == dist.get_world_size() else group_of_axes(next(iter(meshes)))
+
+
+def _of_stage(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the mesh of this rank's pipeline stages, ``None`` for one rank per stage."""
+    names = mesh.mesh_dim_names or ()
+    axes = tuple(axis for axis in names if axis != "pp")
+    if axes == names:
+        return mesh
+    return mesh[axes] if axes else None
 
 
 def _ranks_of(group: ProcessGroup | None) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -92,9 +93,11 @@ def _require_same_settings(
 ) -> None:
     one, other = ([(saved["class"], *map(_settings, saved["groups"])) for saved in s] for s in (expected, optimizers))
     if one != other:
+        pairs = zip_longest(chain.from_iterable(one), chain.from_iterable(other))
+        here, there = next(pair for pair in pairs if pair[0] != pair[1])
         raise OptionError(
-            f"optimizer: rank {first} has the groups {one}, and rank {rank} {other}: give every pipeline stage the "
-            'same optimizers and groups, with "params": [] where the stage has no parameters of a group'
+            f"optimizer: rank {first} has {here}, and rank {rank} {there}: give every pipeline stage the same "
+            'optimizers and groups, as param_groups(model) does, with "params": [] where the stage has no parameters of a group'
         )
 
 

@@ -23,6 +23,7 @@ from fsdp_runtime import (
     unsharded,
 )
 from fsdp_runtime.errors import GradientError
+from fsdp_runtime.optim import Muon
 from fsdp_runtime.steps.pipeline.schedule import forward_backward
 from fsdp_runtime.steps.pipeline.step import Pipeline
 from fsdp_runtime.sync import ModelShards, WeightExport, WeightSync, digest
@@ -237,3 +238,26 @@ def test_digests_and_checks_of_stages_count_the_whole_model(four_ranks: RankPool
     assert "1 parameters" in messages[0]
     assert "model.norm.weight" in messages[0]
     assert len({*messages}) == 1
+
+
+def _muon_steps(axes: dict[str, int], folder: Path) -> float:
+    staged, _ = _trainer(axes)
+    reference = _model("Qwen3MoeForCausalLM", tied=True)
+    for model, mesh in ((staged, axes), (reference, {})):
+        optimizer = Muon(model)
+        for _ in range(2):
+            _stepped(model, [optimizer], mesh)
+        if model is staged:
+            save_training_state(folder, model, optimizer, step=2)
+    resumed = parallelize(_model("Qwen3MoeForCausalLM", tied=True, seed=1), mesh_for({"tp": 4}))
+    load_training_state(folder, resumed, Muon(resumed))
+    weights, expected = dict(stream_weights(staged)), dict(stream_weights(reference))
+    _assert_equal(dict(stream_weights(resumed)), weights)
+    return max(float((weights[name] - tensor).abs().max()) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"pp": 4}], ids=str)
+def test_muon_steps_of_stages_equal_the_single_process(
+    four_ranks: RankPool, tmp_path: Path, axes: dict[str, int]
+) -> None:
+    assert max(four_ranks.run(_muon_steps, axes, tmp_path)) < 1e-9
