@@ -1,4 +1,4 @@
-"""The state of a whole model in pipeline stages: this rank's tensors, and empty tensors for those of other stages."""
+"""The state of a whole model in pipeline stages: this rank's tensors, and empty tensors in place of all others."""
 
 from __future__ import annotations
 

@@ -71,34 +71,22 @@ class StageRanks:
     ) -> Iterator[Tensor]:
         """Return an iterator over the full tensors of ``holders``, on all ranks or on ``to``.  Collective."""
         # The first stage with the tensors gathers them; then its rank of each line sends them along the line.
-        source = next(rank for rank in self.line_of(own_rank()) if rank in holders)
+        own, group, device = own_rank(), self.group, self.mesh.device_type
+        source = next(rank for rank in self.line_of(own) if rank in holders)
         target = None if to is None else next(rank for rank in self.line_of(to) if rank in holders)
-        is_source = source == own_rank()
-        full = full_tensors(tensors, dtypes=dtypes, to=target) if is_source else None
-        return self._passed_on(tensors, dtypes, full, source, to, target)
+        full = full_tensors(tensors, dtypes=dtypes, to=target) if source == own else None
 
-    def _passed_on(
-        self,
-        tensors: Sequence[Tensor],
-        dtypes: Sequence[torch.dtype],
-        full: Iterator[Tensor] | None,
-        source: int,
-        to: int | None,
-        target: int | None,
-    ) -> Iterator[Tensor]:
-        takes_part = to is None or own_rank() in (to, target)
-        for tensor, dtype in zip(tensors, dtypes, strict=True):
-            values = None if full is None else next(full)
-            if not takes_part:
-                yield torch.empty(0)
-                continue
-            if values is None:
-                values = torch.empty(tensor.shape, dtype=dtype, device=self.mesh.device_type)
-            values = values.to(self.mesh.device_type).contiguous()
-            if to is None:
-                dist.broadcast(flat_bytes(values), source, group=self.group)
-            elif own_rank() == target:
-                dist.send(flat_bytes(values), to, group=self.group)
-            else:
-                dist.recv(flat_bytes(values), target, group=self.group)
-            yield values
+        def passed_on() -> Iterator[Tensor]:
+            for tensor, dtype in zip(tensors, dtypes, strict=True):
+                shape = tensor.shape if to in (None, own) else (0,)
+                values = torch.empty(shape, dtype=dtype, device=device) if full is None else next(full).to(device)
+                data = flat_bytes(values)
+                if to is None:
+                    dist.broadcast(data, source, group=group)
+                elif own == target:
+                    dist.send(data, to, group=group)
+                elif own == to:
+                    dist.recv(data, target, group=group)
+                yield values
+
+        return passed_on()

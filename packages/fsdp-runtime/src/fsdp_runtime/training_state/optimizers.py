@@ -97,7 +97,7 @@ def _require_same_settings(
         here, there = next(pair for pair in pairs if pair[0] != pair[1])
         raise OptionError(
             f"optimizer: rank {first} has {here}, and rank {rank} {there}: give every pipeline stage the same "
-            'optimizers and groups, as param_groups(model) does, with "params": [] where the stage has no parameters of a group'
+            'optimizers and groups, as param_groups(model) does; groups may be empty, as {"params": [], "lr": 0.1}'
         )
 
 
