@@ -82,7 +82,7 @@ def checks_of(world: World) -> list[list[Check]]:
         Check("Offload", "bytes", training.check_offload),
         Check("Kernels", "Triton against torch", check_kernels),
     ]
-    memory = [Check("Memory", "steps against the dry run", check_memory)]
+    memory = [Check("Memory", "steps and levers against the dry run", check_memory)]
     return [checks, memory]
 
 
