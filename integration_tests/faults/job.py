@@ -42,8 +42,8 @@ class Settings:
         timeout: of ``monitor_ranks``, in seconds.
         fault: what happens on one rank.
         axes: of the mesh.
-        levers: options that save memory: none, ``"host"`` (adapters on a base in nf4, their optimizer and activations on
-            the host) or ``"8bit"`` (moments of all parameters).
+        levers: options that save memory: none, ``"host"`` (adapters on a base in nf4, with their optimizer and the
+            activations on the host) or ``"8bit"`` (moments of all parameters).
     """
 
     folder: str
