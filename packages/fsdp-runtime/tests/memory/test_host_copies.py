@@ -70,8 +70,11 @@ def test_device_copies_wait_for_the_computation_and_the_computation_for_them(mon
         "the host waits",
     ]
     LOG.clear()
-    copies.for_thread().copy(host, source)  # on a stream that waits once
-    assert LOG == ["copies wait for computation", "enter", "leave"]
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: LOG.append(f"thread on {device}"))
+    for_thread = copies.for_thread()  # on a stream that waits once
+    for_thread.enter_thread()
+    for_thread.copy(host, source)
+    assert LOG == ["copies wait for computation", "thread on cpu", "enter", "leave"]
     assert torch.equal(back, source)
     assert copies.empty(5).shape == (5,)
     assert pinned == [True, False, True]  # the device's memory belongs to the stream of the computation

@@ -69,6 +69,9 @@ class HostCopies:
         """Return copies for another thread, behind the work that the current stream has now, but no later work."""
         return self
 
+    def enter_thread(self) -> None:
+        """Make the device current in the thread of the call."""
+
     def wait(self, event: Any) -> None:
         """Let the current stream wait for an event; the host goes on."""
 
@@ -115,6 +118,10 @@ class DeviceCopies(HostCopies):
         copies = DeviceCopies(self._device, waits=False)
         copies._stream.wait_stream(torch.accelerator.current_stream(self._device))
         return copies
+
+    def enter_thread(self) -> None:
+        """See :class:`HostCopies`."""
+        torch.accelerator.set_device_index(self._device)
 
     def record(self) -> Any:
         """See :class:`HostCopies`."""

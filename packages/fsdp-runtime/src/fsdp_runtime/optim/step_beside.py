@@ -64,7 +64,7 @@ class StepBeside:
             hooks += [module.register_state_dict_pre_hook(lambda *_: self._wait(self._last))]  # type: ignore[no-untyped-call]
             hooks += [module.register_forward_pre_hook(lambda *_, read=read: self._wait(read), prepend=True)]
         try:
-            with ThreadPoolExecutor(1) as pool:
+            with ThreadPoolExecutor(1, initializer=copies.enter_thread) as pool:
                 self._result = pool.submit(torch.no_grad()(step), self._sent)
                 self._result.add_done_callback(self._notify)
                 output.set_result(forward())
