@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from coverage.table import coverage_entries
+from coverage.table import tiny_model as build_model
 from fsdp_runtime import FSDP2, forward_with_lm_head, parallelize, unsharded
 from fsdp_runtime.memory import host_copies
 from fsdp_runtime.model import inspect_model
@@ -153,9 +155,9 @@ def _balance() -> RouterBalance:
     return RouterBalance(tiny_model("DeepseekV3ForCausalLM"))
 
 
-def _aux_loss(*, top_k: int = 2, times: int = 1, **options: Any) -> None:
-    """Call a mixture for router logits, inside and outside of a count."""
-    model = tiny_model("Qwen3MoeForCausalLM")
+def _aux_loss(model: Any = None, *, top_k: int = 2, times: int = 1, **options: Any) -> None:
+    """Call a mixture inside of a count."""
+    model = model or tiny_model("Qwen3MoeForCausalLM")
     model.num_experts_per_tok = top_k
     for _ in range(times):
         aux_loss = GlobalAuxLoss(model)
@@ -358,6 +360,9 @@ CASES: Provocations = {
         "ModelError: computes no auxiliary loss": lambda: GlobalAuxLoss(tiny_model("DeepseekV3ForCausalLM")),
         "ModelError: has a GlobalAuxLoss already": lambda: _aux_loss(times=2),
         "ModelError: another formula": lambda: _aux_loss(top_k=1, output_router_logits=True),
+        "ModelError: are not [tokens, experts] for a mask": lambda: _aux_loss(
+            build_model(coverage_entries()["doge, mixture"]), output_router_logits=True, attention_mask=torch.ones(1, 4)
+        ),
         "OptionError: return_dict=False beside": lambda: _aux_loss(output_router_logits=True, return_dict=False),
         "RoutesError: no forward inside counting": _aux_loss,
     },

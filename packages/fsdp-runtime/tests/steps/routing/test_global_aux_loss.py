@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from coverage.table import entries, tiny_model
+from coverage.table import coverage_entries, entries, tiny_model
 from fsdp_runtime import ModelError, OptionError, parallelize, sequence_layout, submesh
 from fsdp_runtime.errors import RoutesError
 from fsdp_runtime.steps import GlobalAuxLoss
@@ -135,3 +135,17 @@ def test_global_aux_loss_refuses_other_formulas_and_a_second_one_and_is_copied()
     GlobalAuxLoss(other)
     with pytest.raises(ModelError, match="the class has another formula"):
         other(rows, **OPTIONS)
+    product_keys = tiny_model(coverage_entries()["doge, mixture"])
+    GlobalAuxLoss(product_keys)
+    with pytest.raises(ModelError, match=r"router logits \(2, \d+, \d+\) of DogeForCausalLM are not"):
+        product_keys(rows, attention_mask=torch.ones_like(rows), **OPTIONS)
+
+
+def test_global_aux_loss_reads_nested_configs_and_leaves_dense_models_alone() -> None:
+    mixture, dense = (tiny_model(coverage_entries()[name]) for name in ("dbrx", "doge"))
+    rows = tiny_inputs(dense, batch=2, length=LENGTH)["input_ids"]
+    for model in (mixture, dense):
+        expected = model(rows, **OPTIONS).aux_loss
+        GlobalAuxLoss(model)
+        actual = model(rows, **OPTIONS).aux_loss
+        assert actual is None if expected is None else torch.allclose(actual, expected)

@@ -120,7 +120,7 @@ class GlobalAuxLoss:
         if not self._asked or output is None:  # the forward raised
             return output
         local = getattr(output, "aux_loss", None)
-        if local is None:
+        if isinstance(output, tuple):
             raise OptionError(
                 f"return_dict=False beside output_router_logits of {type(self._base).__name__}: leave return_dict out, "
                 "so that the auxiliary loss has a name"
@@ -128,7 +128,15 @@ class GlobalAuxLoss:
         is_mixture = isinstance(local, Tensor)  # else no block of the model is one
         if not is_mixture or not (self._is_counting or (torch.is_grad_enabled() and local.requires_grad)):
             return output
-        sums = _sums(output.router_logits, mask, self._base.config.get_text_config().num_experts_per_tok)
+        rows, config = output.router_logits[0].shape, self._base.config.get_text_config()
+        if mask is not None and mask.numel() != rows[0]:
+            raise ModelError(
+                f"router logits {tuple(rows)} of {type(self._base).__name__} are not [tokens, experts] for a mask "
+                f"{tuple(mask.shape)}: use output_router_logits=False"
+            )
+        sums = _sums(
+            output.router_logits, mask, getattr(config, "num_experts_per_tok", 0) or self._base.num_experts_per_tok
+        )
         self._check_formula(local, sums)
         if self._is_counting:
             self._counted.append(_Sums(*(each.detach() for each in sums)))
