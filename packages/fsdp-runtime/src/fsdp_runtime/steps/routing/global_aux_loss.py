@@ -72,7 +72,8 @@ class GlobalAuxLoss:
             raise ModelError(f"{type(base).__name__} computes no auxiliary loss from router logits: use RouterBalance")
         if _EFFECT in effects_of(base):
             raise ModelError(f"{type(base).__name__} has a GlobalAuxLoss already: use it, or a fresh model")
-        self._model, self._base, self._mask = model, base, None
+        self._model, self._base = model, base
+        self._mask: Tensor | None = None
         self._asked = self._is_counting = self._is_checked = False
         self._groups: list[ProcessGroup] = []
         self._counted: list[_Sums] = []
@@ -119,7 +120,7 @@ class GlobalAuxLoss:
         mask, self._mask = self._mask, None
         if not self._asked or output is None:  # the forward raised
             return output
-        local = getattr(output, "aux_loss", None)
+        local: Any = getattr(output, "aux_loss", None)
         if isinstance(output, tuple):
             raise OptionError(
                 f"return_dict=False beside output_router_logits of {type(self._base).__name__}: leave return_dict out, "
@@ -134,9 +135,8 @@ class GlobalAuxLoss:
                 f"router logits {tuple(rows)} of {type(self._base).__name__} are not [tokens, experts] for a mask "
                 f"{tuple(mask.shape)}: use output_router_logits=False"
             )
-        sums = _sums(
-            output.router_logits, mask, getattr(config, "num_experts_per_tok", 0) or self._base.num_experts_per_tok
-        )
+        top_k = getattr(config, "num_experts_per_tok", 0) or self._base.num_experts_per_tok
+        sums = _sums(output.router_logits, mask, top_k)
         self._check_formula(local, sums)
         if self._is_counting:
             self._counted.append(_Sums(*(each.detach() for each in sums)))
