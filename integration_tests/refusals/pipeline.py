@@ -31,8 +31,8 @@ def _scheduled(**batch: Any) -> None:
         forward_backward(staged, [batch, batch])
 
 
-def _in_stages(call: Any) -> None:
-    with parallelized(_llama(), PP, steps=(Pipeline(),)) as staged:
+def _in_stages(call: Any, model: Any = None) -> None:
+    with parallelized(_llama() if model is None else model, PP, steps=(Pipeline(),)) as staged:
         call(staged)
 
 
@@ -84,6 +84,9 @@ CASES: Provocations = {
         "ModelError: is not in pipeline stages": lambda: forward_only(_llama(), []),
         "OptionError: micro-batches were given": lambda: _in_stages(lambda model: forward_only(model, [])),
         "OptionError: cannot serve for all blocks": lambda: _scheduled(pixel_values=torch.zeros(1)),
+        "OptionError: are not next tokens": lambda: _in_stages(
+            lambda model: forward_backward(model, [{}] * 4), row("qwen3, classifier")
+        ),
         "OptionError: has no labels": lambda: _scheduled(input_ids=ids(1, 4)),
     },
     "fsdp_runtime/steps/pipeline/shapes.py": {

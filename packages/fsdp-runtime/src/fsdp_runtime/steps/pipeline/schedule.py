@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.runtime_state import RUNTIME_STATE
@@ -51,7 +52,7 @@ def forward_backward(model: nn.Module, micro_batches: Sequence[MicroBatch], loss
 
     """
     staged = _staged(model, micro_batches)
-    weights = [1.0] * len(micro_batches) if loss is not None else _label_weights(micro_batches)
+    weights = [1.0] * len(micro_batches) if loss is not None else _label_weights(base_model(model), micro_batches)
 
     def weighted(index: int, output: Any) -> Tensor:
         batch = micro_batches[index]
@@ -243,8 +244,10 @@ def _staged(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> StagedMode
     return staged
 
 
-def _label_weights(micro_batches: Sequence[MicroBatch]) -> list[Any]:
+def _label_weights(model: Any, micro_batches: Sequence[MicroBatch]) -> list[Any]:
     """Return each micro-batch's share of the labels, by which its mean loss is weighted."""
+    if getattr(model, "loss_type", None) not in ("ForCausalLM", "ForConditionalGeneration"):
+        raise OptionError(f"the labels of {type(model).__name__} are not next tokens: give a loss")
     for index, batch in enumerate(micro_batches):
         if batch.get("labels") is None:
             raise OptionError(f"micro-batch {index} has no labels, and no loss was given: give one of the two")

@@ -105,7 +105,7 @@ class Pipeline(Step[StagedModel | None]):
         self._require_microbatches(mesh.size())
         if setup.meshes.fsdp is not None and self.kind in SPLIT_BACKWARD:
             raise OptionError(
-                f"the schedule {self.schedule!r} computes gradients of weights apart from gradients of inputs, when "
+                f"the schedule {self.schedule!r} computes gradients of weights after gradients of inputs, when "
                 "FSDP2 has freed the gathered weights: use '1F1B' or 'Interleaved1F1B', or no dp_shard and cp"
             )
         staged = StagedModel(
