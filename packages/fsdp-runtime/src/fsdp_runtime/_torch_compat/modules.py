@@ -23,6 +23,12 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return parameters
 
 
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own buffers, including absent ones (private in torch 2.11 to 2.15, as parameters)."""
+    buffers: dict[str, Any] = module._buffers
+    return buffers
+
+
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return every module of a model once, the model itself first."""
     # Every forward calls this: ``Module.modules`` takes ten times as long on the host (private in torch 2.11 to 2.15).

@@ -41,7 +41,7 @@ def grad_norm(
         parameters: a tensor or an iterable of tensors, DTensors and plain tensors mixed; parameters without a
             gradient count as zero.  Every rank must pass the same parameters, also those without a gradient.
         norm_type: order of the norm, positive, ``math.inf`` included.
-        groups: process groups of ranks with different parameters, such as pipeline stages of your own; the norm then
+        groups: process groups of ranks with different parameters, such as pipeline stages of another library; it then
             covers the parameters of all their ranks.  Stages of ``fsdp_runtime.parallelize`` need none: the norm always
             covers all stages, and a parameter of several stages counts once.
         error_if_nonfinite: wait for the norm and raise if it is not finite.

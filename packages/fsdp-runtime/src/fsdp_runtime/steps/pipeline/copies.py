@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_runtime._torch_compat import own_buffers, own_parameters
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.runtime_state import runtime_state
@@ -86,7 +87,7 @@ def absent_tensors(model: nn.Module, staged: StagedModel, rank: int) -> list[Slo
 
 
 def _own(module: nn.Module) -> Iterator[Slot]:
-    for tensors in (module._parameters, module._buffers):
+    for tensors in (own_parameters(module), own_buffers(module)):
         for name, tensor in tensors.items():
             if tensor is not None:
                 yield Slot(module, tensors, name, tensor)

@@ -86,4 +86,4 @@ def filled(skeleton: Any, tensor: Callable[[Path], Tensor]) -> Any:
 
 
 def _like(nest: Any, values: list[Any]) -> Any:
-    return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
+    return type(nest)(values) if type(nest) in (list, tuple) else type(nest)(*values)  # a named tuple
