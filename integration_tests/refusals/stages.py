@@ -12,7 +12,6 @@ from torch import nn
 
 from fsdp_runtime import MeshSpec, parallelize, save_weights
 from fsdp_runtime.steps.pipeline.step import Pipeline
-from fsdp_runtime.sync import ModelShards
 from fsdp_runtime.training_state import save_training_state
 from fsdp_runtime.weights.export import common_ranks
 from harness.models import tiny_model
@@ -46,9 +45,6 @@ CASES: Provocations = {
         "ModelError: is a part of a model in pipeline stages": _staged(lambda m, d: save_weights(m.model, d)),
         "ModelError: when parallelize divided the model": _staged(lambda m, d: save_weights(m.to(torch.bfloat16), d)),
         "ModelError: 1 tensors were added": _staged(_with_a_parameter),
-    },
-    "fsdp_runtime/sync/model_layout.py": {
-        "OptionError: is not listed as shards": _staged(lambda m, _: ModelShards(m, adapter="default"))
     },
     "fsdp_runtime/training_state/optimizers.py": {
         "OptionError: give every pipeline stage the same": _staged(_groups_by_stage)

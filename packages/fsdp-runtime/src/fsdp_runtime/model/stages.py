@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -50,6 +51,23 @@ def whole_entries(model: nn.Module, entries: Sequence[StateEntry]) -> list[State
             "ranks cannot know; change the model before parallelize"
         )
     return whole
+
+
+@contextmanager
+def with_absent_tensors(entries: Sequence[StateEntry]) -> Iterator[None]:
+    """Let modules hold the empty tensors of other stages inside the ``with``, for code that reads their names."""
+    absent = [
+        (entry.module._parameters, entry)
+        for entry in entries
+        if entry.is_absent and entry.attribute in entry.module._parameters
+    ]
+    for parameters, entry in absent:
+        parameters[entry.attribute] = cast(nn.Parameter, entry.tensor)
+    try:
+        yield
+    finally:
+        for parameters, entry in absent:
+            parameters[entry.attribute] = None
 
 
 def _form(entry: StateEntry) -> str:

@@ -12,7 +12,7 @@ from fsdp_runtime._peft_compat import BASE, base_model
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import ConversionError, OptionError
-from fsdp_runtime.model import stages_of, state_entries
+from fsdp_runtime.model import state_entries, whole_entries
 from fsdp_runtime.sharded import (
     BoxOwners,
     StageRanks,
@@ -73,13 +73,10 @@ class ModelShards:
             prepared = export.prepare(model, entries)
             groups, quantize = prepared.groups, prepared.quantize
         else:
-            if stages_of(model) is not None:
-                raise OptionError(
-                    f"adapter={adapter!r}: an adapter of a model in pipeline stages is not listed as shards; send the "
-                    "merged weights (adapter=None)"
-                )
-            tensors_of_adapter = saved_tensors(model, entries, adapter, embeddings=False)
-            groups = _adapter_groups(base_model(model), tensors_of_adapter, export.exported_dtype)
+            whole = whole_entries(model, entries)
+            tensors_of_adapter = saved_tensors(model, whole, adapter, embeddings=False)
+            ranks_of = {id(entry.tensor): entry.ranks for entry in whole}
+            groups = _adapter_groups(base_model(model), tensors_of_adapter, export.exported_dtype, ranks_of)
         self._held = HeldTensors(model, entries)
         mesh = model_mesh(model, (entry.tensor for entry in entries))
         own, stages = own_rank(), StageRanks.of(model)
@@ -171,7 +168,12 @@ def present_tensors(side: Mapping[str, Tensor] | ModelShards | None) -> Mapping[
     return side or {}
 
 
-def _adapter_groups(base: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[ExportGroup]:
+def _adapter_groups(
+    base: nn.Module,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    ranks_of: Mapping[int, tuple[int, ...] | None],
+) -> list[ExportGroup]:
     """Return one export group per adapter tensor, under the tensor's name."""
     groups, copies = [], {name: name.removeprefix(f"{BASE}.") for name in tensors if ".lora_" not in name}
     kept = {} if dtype is None else kept_dtypes(base, copies.values(), dtype)
@@ -180,5 +182,5 @@ def _adapter_groups(base: nn.Module, tensors: Mapping[str, Tensor], dtype: torch
         rounded = kept.get(copies.get(name, ""), dtype)
         exported = rounded if rounded and tensor.is_floating_point() else tensor.dtype
         item = ExportedTensor(name, exported, shape, [identity_chunk(name, shape)])
-        groups.append(ExportGroup({name: tensor}, [item], None, {}, {name: exported}))
+        groups.append(ExportGroup({name: tensor}, [item], None, {}, {name: exported}, ranks_of[id(tensor)]))
     return groups

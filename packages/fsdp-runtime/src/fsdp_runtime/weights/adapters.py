@@ -18,6 +18,7 @@ from fsdp_runtime._peft_compat import (
     kind_of,
 )
 from fsdp_runtime.errors import ModelError, OptionError
+from fsdp_runtime.model.stages import with_absent_tensors
 from fsdp_runtime.model.state import StateEntry
 
 
@@ -144,7 +145,8 @@ def saved_tensors(
     """Return the tensors that peft saves for an adapter, by the names in the adapter's file."""
     _require_adapter(model, adapter)
     tensors = {name: entry.tensor for entry in entries for name in entry.names}
-    saved = adapter_file(model, adapter, tensors, embeddings=embeddings)
+    with with_absent_tensors(entries):
+        saved = adapter_file(model, adapter, tensors, embeddings=embeddings)
     known = {id(tensor) for tensor in tensors.values()}
     if odd := next((name for name, tensor in saved.items() if id(tensor) not in known), None):
         kind = type(model.peft_config[adapter]).__name__

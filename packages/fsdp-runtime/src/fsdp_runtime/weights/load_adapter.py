@@ -17,8 +17,9 @@ from fsdp_runtime._peft_compat import BASE, adapter_settings, base_model, lora_l
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
+from fsdp_runtime.model.stages import whole_entries
 from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
-from fsdp_runtime.model.whole import require_whole
+from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.sharded.chunks import fill_from, fill_local, identity_chunk
 from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.paths import require_path
@@ -82,7 +83,6 @@ def init_adapters(model: nn.Module, *, adapter: str = "default", seed: int = 0) 
         ...     "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"].any())
         False
     """
-    require_whole(model, "init_adapters")
     entries = state_entries(model)
     tensors = adapter_tensors(model, entries, adapter)
     layers = list(lora_layers(base_model(model)))
@@ -139,7 +139,6 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         ...     save_adapter(model, directory)
         ...     load_adapter(model, directory)
     """
-    require_whole(model, "load_adapter")
     entries = state_entries(model)
     ranks = mesh_or_world_ranks(model, entries)
     with raise_on_all(ranks) as step:
@@ -148,8 +147,9 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         wrappers = (place for place in places(base_model(model)) if place.wrapper)
         if merged := next((place.path for place in wrappers if getattr(place.module, "merged", False)), None):
             raise OptionError(f"{merged} has adapters that are merged into its weight: unmerge them first")
-        tensors = saved_tensors(model, entries, adapter, embeddings=False)
-        with_embeddings = saved_tensors(model, entries, adapter, embeddings=True)
+        whole = whole_entries(model, entries)
+        tensors = saved_tensors(model, whole, adapter, embeddings=False)
+        with_embeddings = saved_tensors(model, whole, adapter, embeddings=True)
         saved = _saved_settings(folder)
     require_equal_on_all(step.values)
     checkpoint = open_on_all(folder / _WEIGHTS, ranks)
@@ -160,6 +160,8 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             if problems:
                 listed = "\n  ".join(problems)
                 raise MismatchError(f"the adapter in {folder} does not fit the model's {adapter!r}:\n  {listed}")
+        absent = {id(entry.tensor) for entry in whole if entry.is_absent}
+        tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) not in absent}
         _materialize(model, entries, tensors.values())
         reshard_all(model)
         with raise_on_all(ranks):
@@ -169,7 +171,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
 
 
 def _materialize(model: nn.Module, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:
-    device = torch.device("cpu") if offloads_to_cpu(model) else compute_device(entries)
+    device = torch.device("cpu") if offloads_to_cpu(model) else compute_device(entries, runtime_state(model).mesh)
     for tensor in tensors:
         if isinstance(tensor, nn.Parameter) and tensor.is_meta:
             materialize_parameter(tensor, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from fsdp_runtime import (
     assert_finite_gradients,
     assert_replicas_equal,
+    load_adapter,
     load_weights,
     offload,
     onload,
     parallelize,
+    save_adapter,
     save_weights,
     stream_weights,
     unsharded,
@@ -26,7 +29,7 @@ from fsdp_runtime.errors import GradientError
 from fsdp_runtime.optim import Muon
 from fsdp_runtime.steps.pipeline.schedule import forward_backward
 from fsdp_runtime.steps.pipeline.step import Pipeline
-from fsdp_runtime.sync import ModelShards, WeightExport, WeightSync, digest
+from fsdp_runtime.sync import ModelShards, WeightExport, WeightSync, digest, execute_transfer
 from fsdp_runtime.training_state import load_training_state, save_training_state
 from fsdp_runtime.weights import Quantization
 from harness.models import tiny_config, tiny_model
@@ -256,3 +259,35 @@ def _muon_steps(axes: dict[str, int], folder: Path) -> float:
 
 def test_muon_steps_of_stages_equal_the_single_process(four_ranks: RankPool, tmp_path: Path) -> None:
     assert max(four_ranks.run(_muon_steps, {"pp": 2, "tp": 2}, tmp_path)) < 1e-9
+
+
+def _adapted(seed: int) -> Any:
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(_model("LlamaForCausalLM"), options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.normal_(generator=generator)
+    return model
+
+
+def _adapters(axes: dict[str, int], folder: Path) -> None:
+    """Save an adapter, load it into stages with other values, and send it to a model on ``tp``."""
+    reference = _adapted(0)
+    staged, other = (parallelize(_adapted(seed), mesh_for(axes), steps=(Pipeline(),)) for seed in (0, 1))
+    save_adapter(staged, folder)
+    load_adapter(other, folder)
+    assert digest(other) == digest(staged) == digest(reference)
+    engine = parallelize(_adapted(2), mesh_for({"tp": 4}))
+    shards, target = (ModelShards(model, adapter="default") for model in (staged, engine))
+    plan = plan_transfer(shards.layout, target.layout)
+    execute_transfer(plan, source=shards.local, destination=target.local)
+    assert digest(engine) == digest(reference)
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"pp": 4}], ids=str)
+def test_adapters_of_stages_equal_the_file_of_peft(four_ranks: RankPool, tmp_path: Path, axes: dict[str, int]) -> None:
+    four_ranks.run(_adapters, axes, tmp_path / "ours")
+    _adapted(0).save_pretrained(tmp_path / "theirs")
+    _assert_equal(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")))
