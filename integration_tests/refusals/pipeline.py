@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_runtime import record_routes
-from fsdp_runtime.steps import Pipeline, forward_backward, forward_only
+from fsdp_runtime.steps import MultiTokenHeads, Pipeline, forward_backward, forward_only
 from harness.models import tiny_model
 from refusals import Provocations
 from refusals.worlds import Own, ids, parallelized, refuse, row
@@ -46,6 +46,12 @@ def _own() -> Any:
     return Own()
 
 
+def _with_heads() -> Any:
+    model = row("glm4_moe")
+    MultiTokenHeads(model)
+    return model
+
+
 def _recording() -> Any:
     model = row("mixtral, batched")
     model.config.output_router_logits = True
@@ -66,6 +72,7 @@ CASES: Provocations = {
             Pipeline("ZBVZeroBubble"), axes={**PP, "dp_shard": 2}
         ),
         "ModelError: is an encoder-decoder": lambda: _refuse(Pipeline(), tiny_model("T5ForConditionalGeneration")),
+        "ModelError: multi-token heads": lambda: _refuse(Pipeline(), _with_heads()),
         "ModelError: records only its blocks": lambda: _refuse(Pipeline(), _recording()),
         "ModelError: its small copy raises": lambda: _refuse(Pipeline(), _own()),
     },

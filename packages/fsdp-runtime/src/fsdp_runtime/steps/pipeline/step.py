@@ -105,7 +105,7 @@ class Pipeline(Step[StagedModel | None]):
         self._require_microbatches(mesh.size())
         if setup.meshes.fsdp is not None and self.kind in SPLIT_BACKWARD:
             raise OptionError(
-                f"the schedule {self.schedule!r} computes gradients of weights after gradients of inputs, when "
+                f"the schedule {self.schedule!r} computes gradients of weights after the gradients of inputs, when "
                 "FSDP2 has freed the gathered weights: use '1F1B' or 'Interleaved1F1B', or no dp_shard and cp"
             )
         staged = StagedModel(
@@ -200,6 +200,11 @@ def _require_decoder(setup: Setup) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"{facts.name} is an encoder-decoder: the stages are parts of one stack; use a mesh without pp"
+        )
+    if (heads := runtime_state(facts.base_model).multi_token) > 0:
+        raise ModelError(
+            f"{facts.name} has {heads} multi-token heads, which need the embedding of the first stage and the states of "
+            "the last one: use a mesh without pp, or leave MultiTokenHeads out"
         )
 
 
