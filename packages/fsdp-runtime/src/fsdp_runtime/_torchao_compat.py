@@ -138,9 +138,12 @@ class MXFP8Recipe:
         )
         return result
 
-    def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    def product(self, left: Any, right: Any, dtype: torch.dtype) -> Tensor:
         """Return ``left @ right.T``; torchao's product on a GPU has the dtype bfloat16."""
-        return (left @ right.t()).to(dtype)
+        if self.emulate:  # under autocast a weight has another dtype
+            left, right = left.dequantize(dtype), right.dequantize(dtype)
+        product: Tensor = (left @ right.t()).to(dtype)
+        return product
 
 
 def missing_units(device_type: str, recipe: str) -> str:

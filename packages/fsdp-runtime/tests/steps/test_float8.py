@@ -102,6 +102,19 @@ def test_float8_on_one_process_equals_torchaos_conversion(recipe: str) -> None:
     assert _largest_error("qwen3", recipe, {}) == 0
 
 
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise", "mxfp8"])
+def test_float8_multiplies_under_autocast(recipe: Any) -> None:
+    model = _model("wide")
+    parallelize(model, MeshSpec().build(device_type="cpu"), steps=(Float8(recipe, emulate=True),))
+    inputs = tiny_inputs(model, batch=1, length=9)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(**inputs, use_cache=False).logits
+    logits.float().square().mean().backward()
+    expected = _model("wide")(**inputs, use_cache=False).logits
+    assert 0 < _error(expected, logits.float()) < 0.1
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
