@@ -18,6 +18,7 @@ TWO_RANKS = {
     "tied, sliding and full attention": ("gemma2", Pipeline("GPipe"), {"activation_checkpointing": "block"}),
     "shared keys, per-layer inputs, interleaved": ("gemma4_text", Pipeline("Interleaved1F1B"), {}),
     "shared keys, per-layer inputs, V": ("gemma4_text", Pipeline("ZBVZeroBubble"), {}),
+    "adapters": ("gemma2", Pipeline(), {"adapted": True}),
     "hybrid of a vision model": ("qwen3_5, vision", Pipeline(layers=(1, 1)), {}),
     "packed rows of a hybrid": ("qwen3_next", Pipeline(), {"packed": True, "packed_sequences": True}),
 }

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from coverage.measure import default_dtype
@@ -16,6 +17,7 @@ from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
 from fsdp_runtime.steps.pipeline.schedule import forward_backward, forward_only
 from fsdp_runtime.steps.pipeline.step import Pipeline
+from harness.adapters import filled
 from harness.float64 import compute_in_float64
 from harness.parity import gradient_errors, largest, mesh_for
 from rl_logprobs import grad_norm
@@ -24,7 +26,7 @@ PIPELINE_BOUND = 1e-12
 
 
 def measure_pipeline(
-    name: str, axes: Mapping[str, int], step: Pipeline, *, packed: bool = False, **options: Any
+    name: str, axes: Mapping[str, int], step: Pipeline, *, packed: bool = False, adapted: bool = False, **options: Any
 ) -> dict[str, float]:
     """Compare one architecture in pipeline stages with the plain model, on this rank.
 
@@ -33,10 +35,14 @@ def measure_pipeline(
         axes: the mesh.
         step: the schedule.
         packed: give rows of several documents.
+        adapted: train adapters alone.
         options: further keywords of ``parallelize``.
     """
     with default_dtype(torch.float64), compute_in_float64():
         plain = tiny_model(coverage_entries()[name])
+        if adapted:
+            torch.manual_seed(0)
+            plain = filled(get_peft_model(plain, LoraConfig(r=4, target_modules="all-linear")))
         mesh = mesh_for(axes)
         staged = parallelize(copy.deepcopy(plain), mesh, steps=(step,), logits="full", **options)
         data = submesh(mesh, "dp")
