@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp_runtime import (
     assert_replicas_equal,
     load_adapter,
     load_weights,
+    meta_device,
     offload,
     onload,
     parallelize,
@@ -261,9 +263,11 @@ def test_muon_steps_of_stages_equal_the_single_process(four_ranks: RankPool, tmp
     assert max(four_ranks.run(_muon_steps, {"pp": 2, "tp": 2}, tmp_path)) < 1e-9
 
 
+ADAPTER = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+
+
 def _adapted(seed: int) -> Any:
-    options = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
-    model = peft.get_peft_model(_model("LlamaForCausalLM"), options)
+    model = peft.get_peft_model(_model("LlamaForCausalLM"), copy.deepcopy(ADAPTER))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -273,11 +277,14 @@ def _adapted(seed: int) -> Any:
 
 
 def _adapters(axes: dict[str, int], folder: Path) -> None:
-    """Save an adapter, load it into stages with other values, and send it to a model on ``tp``."""
+    """Save an adapter, load it into stages without values, and send it to a model on ``tp``."""
     reference = _adapted(0)
-    staged, other = (parallelize(_adapted(seed), mesh_for(axes), steps=(Pipeline(),)) for seed in (0, 1))
-    save_adapter(staged, folder)
-    load_adapter(other, folder)
+    with meta_device():
+        empty = peft.get_peft_model(_empty("LlamaForCausalLM", tied=False), copy.deepcopy(ADAPTER)).to(torch.float64)
+    staged, other = (parallelize(model, mesh_for(axes), steps=(Pipeline(),)) for model in (_adapted(0), empty))
+    save_adapter(staged, folder / "ours")
+    load_adapter(other, folder / "ours")
+    load_weights(other, folder / "base")
     assert digest(other) == digest(staged) == digest(reference)
     engine = parallelize(_adapted(2), mesh_for({"tp": 4}))
     shards, target = (ModelShards(model, adapter="default") for model in (staged, engine))
@@ -288,6 +295,7 @@ def _adapters(axes: dict[str, int], folder: Path) -> None:
 
 @pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"pp": 4}], ids=str)
 def test_adapters_of_stages_equal_the_file_of_peft(four_ranks: RankPool, tmp_path: Path, axes: dict[str, int]) -> None:
-    four_ranks.run(_adapters, axes, tmp_path / "ours")
+    _model("LlamaForCausalLM").save_pretrained(tmp_path / "base")
+    four_ranks.run(_adapters, axes, tmp_path)
     _adapted(0).save_pretrained(tmp_path / "theirs")
     _assert_equal(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")))

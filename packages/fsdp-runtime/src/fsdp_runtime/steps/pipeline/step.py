@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._peft_compat import base_model, without_adapters
 from fsdp_runtime.errors import FsdpRuntimeError, ModelError, OptionError
 from fsdp_runtime.model.structure import inspect_model
 from fsdp_runtime.runtime_state import runtime_state
@@ -232,7 +232,7 @@ def _find_crossing_tensors(model: nn.Module, staged: StagedModel) -> None:
     """Fill in the record of the stages from runs of a small copy."""
     base = base_model(model)
     prefix = next(f"{path}." if path else "" for path, module in model.named_modules() if module is base)
-    small = small_copy(base, len(staged.blocks))
+    small = small_copy(without_adapters(base), len(staged.blocks))
     staged.blocks = tuple(path.removeprefix(prefix) for path in staged.blocks)
     paths = [path for path, _ in outer_modules(small, inspect_model(small))]
     staged.outer = dict.fromkeys(paths, "every")
