@@ -10,6 +10,7 @@ import torch
 
 from fsdp_runtime import record_routes
 from fsdp_runtime.steps import MultiTokenHeads, Pipeline, forward_backward, forward_only
+from fsdp_runtime.steps.pipeline.shapes import Sent
 from harness.models import tiny_model
 from refusals import Provocations
 from refusals.worlds import Own, ids, parallelized, refuse, row
@@ -97,6 +98,9 @@ CASES: Provocations = {
         "OptionError: has no labels": lambda: _scheduled(input_ids=ids(1, 4)),
     },
     "fsdp_runtime/steps/pipeline/shapes.py": {
+        "ModelError: a stage sends torch.float32": lambda: Sent((2,), torch.float32).sent(
+            torch.ones(2), Sent((3,), torch.float32)
+        ),
         "OptionError: has neither input_ids": lambda: _scheduled(labels=ids(1, 4)),
     },
     "fsdp_runtime/model/whole.py": {

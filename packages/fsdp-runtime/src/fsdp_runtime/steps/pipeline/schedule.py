@@ -192,7 +192,8 @@ class _Schedule:
             output = self.model(**stage_inputs(self.batches[index], stage, count))
         if stage == count - 1:
             return self.end(index, output)
-        return tuple(largest.sent(tensor) for largest, tensor in zip(self.shapes[stage][None], run.sent(), strict=True))
+        sizes = zip(self.shapes[stage][None], run.sent(), self.shapes[stage][index], strict=True)
+        return tuple(largest.sent(tensor, expected) for largest, tensor, expected in sizes)
 
     def _on_all_ranks(self, losses: list[Tensor]) -> Tensor:
         group, last = self.staged.mesh.get_group(), self.staged.ranks[-1]

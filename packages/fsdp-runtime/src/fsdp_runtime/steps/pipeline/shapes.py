@@ -38,9 +38,14 @@ class Sent:
             self.shape, dtype=self.dtype, device="meta", requires_grad=backward and self.dtype.is_floating_point
         )
 
-    def sent(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part, padded to the shape."""
+    def sent(self, tensor: Tensor, expected: Sent) -> Tensor:
+        """Return this rank's part, padded to the shape; the receiver cuts it to the ``expected`` shape."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if (tuple(local.shape), local.dtype) != (expected.shape, expected.dtype):
+            raise ModelError(
+                f"a stage sends {local.dtype} {tuple(local.shape)}, and the next stage receives {expected.dtype} "
+                f"{expected.shape}: call the model in the same mode, autocast included, as in its first call"
+            )
         missing = [size - actual for size, actual in zip(self.shape, local.shape, strict=True)]
         return pad(local, [n for m in reversed(missing) for n in (0, m)]) if any(missing) else local.contiguous()
 
