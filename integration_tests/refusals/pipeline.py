@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from fsdp_runtime import record_routes
+from fsdp_runtime.mesh import require_axes
 from fsdp_runtime.steps import MultiTokenHeads, Pipeline, forward_backward, forward_only
 from fsdp_runtime.steps.pipeline.shapes import Sent
 from harness.models import tiny_model
 from refusals import Provocations
-from refusals.worlds import Own, ids, parallelized, refuse, row
+from refusals.worlds import Own, ids, parallelized, refuse, row, world
 
 PP = {"pp": 2}
 
@@ -59,7 +60,13 @@ def _recording() -> Any:
     return model
 
 
+def _trainer() -> None:
+    with world(**PP) as mesh:
+        require_axes(mesh, stages=False)
+
+
 CASES: Provocations = {
+    "fsdp_runtime/mesh/spec.py": {"MeshError: and a trainer calls the whole model": _trainer},
     "fsdp_runtime/steps/pipeline/step.py": {
         "OptionError: the mesh has no axis pp": lambda: _refuse(Pipeline(), axes={}),
         "OptionError: times Pipeline: give one": _refuse,

@@ -311,10 +311,15 @@ def axis_size(mesh: DeviceMesh, axis: str) -> int:
     return mesh.size(names.index(axis)) if axis in names else 1
 
 
-def require_axes(mesh: DeviceMesh) -> None:
-    """Check the axis names of a mesh."""
+def require_axes(mesh: DeviceMesh, *, stages: bool = True) -> None:
+    """Check the axis names of a mesh; without ``stages`` it must not have pipeline stages."""
     require_mesh(mesh)
     names = mesh.mesh_dim_names or ()
+    if PIPELINE in names and not stages:
+        raise MeshError(
+            f"the mesh has pp={mesh[PIPELINE].size()}, and a trainer calls the whole model: use a mesh without pp, or "
+            "call forward_backward of fsdp_runtime.steps in your loop"
+        )
     if not names or (unknown := [name for name in names if name not in (PIPELINE, *AXES)]):
         axes = f"axes {', '.join(unknown)}" if names else "unnamed axes"
         raise MeshError(

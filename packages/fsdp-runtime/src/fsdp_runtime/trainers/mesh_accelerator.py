@@ -69,7 +69,7 @@ class MeshAccelerator(StateMixin, Accelerator):
     _preparing: Sequence[nn.Module] = ()
 
     def __init__(self, mesh: DeviceMesh, *, parallelize_kwargs: Options | None = None, **settings: Any) -> None:
-        require_axes(mesh)
+        require_axes(mesh, stages=False)
         rl_logprobs()  # raises where it is missing
         self.mesh = mesh
         self._source = ModelSource(mesh, {**(parallelize_kwargs or {})})

@@ -79,7 +79,7 @@ class MeshTrainerMixin(LogStepValues):
         parallelize_kwargs: Options | None = None,
         **kwargs: Any,
     ) -> None:
-        require_axes(mesh)
+        require_axes(mesh, stages=False)
         options: Options = {**(parallelize_kwargs or {})}
         sharded = isinstance(model, nn.Module) and is_sharded(model)
         if sharded and parallelize_kwargs:

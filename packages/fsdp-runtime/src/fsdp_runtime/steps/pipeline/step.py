@@ -203,8 +203,8 @@ def _require_decoder(setup: Setup) -> None:
         )
     if (heads := runtime_state(facts.base_model).multi_token) > 0:
         raise ModelError(
-            f"{facts.name} has {heads} multi-token heads, which need the embedding of the first stage and the states of "
-            "the last one: use a mesh without pp, or leave MultiTokenHeads out"
+            f"{facts.name} has {heads} multi-token heads, which need the embedding of the first stage and the states "
+            "of the last one: use a mesh without pp, or leave MultiTokenHeads out"
         )
 
 
