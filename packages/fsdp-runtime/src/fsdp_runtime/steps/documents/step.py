@@ -123,7 +123,7 @@ class _PackedInputs:
                 raise LayoutError("a key/value cache has no boundaries of documents: pass use_cache=False")
             return None  # one document a row, as in generation
         self.documents.current = documents
-        if documents.begins.is_cpu:
+        if self.attention is None and documents.begins.is_cpu:
             _ = documents.packed  # compiled blocks read the answer and cannot compute it
         if named.get("position_ids") is None:
             named["position_ids"] = documents.positions
