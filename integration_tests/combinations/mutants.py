@@ -182,9 +182,9 @@ MUTANTS: Mapping[str, Mutant] = {
     "keys without the gradients of other ranks": Mutant(
         _replaced(exchange._Gather, "backward", staticmethod(_local_backward)), _case("dense", _CP)
     ),
-    "head norms with one rank's gradient": Mutant(_unsummed(boundaries._SummedPart), _case("head norms", _TP)),
+    "head norms with one rank's gradient": Mutant(_unsummed(boundaries._Parts), _case("head norms", _TP)),
     "norms of the stream with one rank's gradient": Mutant(
-        _unsummed(boundaries._StreamAndParameters), _case("dense", _TP, SEQUENCE_PARALLEL)
+        _unsummed(boundaries._Parts), _case("dense", _TP, SEQUENCE_PARALLEL)
     ),
     "a shared key with one rank's gradient": Mutant(_unsummed(boundaries._SumGradient), _case("latent attention", _TP)),
     "a row-wise bias on every rank": Mutant(

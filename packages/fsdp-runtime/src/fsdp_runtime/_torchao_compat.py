@@ -111,6 +111,11 @@ class Float8Recipe:
         result = hp_tensor_and_scale_to_float8(weight, scale, dtype, self.settings, role)
         return result.t() if "_for_" in operand else result
 
+    def values_by(self, scale: Tensor, weight: Tensor) -> Tensor:
+        """Return the float8 values of a weight, without their scale."""
+        values: Tensor = self.cast_by(scale, weight, "weight")._data
+        return values
+
     def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``left @ right.T``."""
         return left @ right.t()

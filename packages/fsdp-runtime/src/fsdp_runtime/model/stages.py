@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import ModelError
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.runtime_state import RUNTIME_STATE, RuntimeState
@@ -57,9 +58,9 @@ def whole_entries(model: nn.Module, entries: Sequence[StateEntry]) -> list[State
 def with_absent_tensors(entries: Sequence[StateEntry]) -> Iterator[None]:
     """Let modules hold the empty tensors of other stages inside the ``with``, for code that reads their names."""
     absent = [
-        (entry.module._parameters, entry)
+        (own_parameters(entry.module), entry)
         for entry in entries
-        if entry.is_absent and entry.attribute in entry.module._parameters
+        if entry.is_absent and entry.attribute in own_parameters(entry.module)
     ]
     for parameters, entry in absent:
         parameters[entry.attribute] = cast(nn.Parameter, entry.tensor)

@@ -17,6 +17,9 @@ from fsdp_runtime.errors import ModelError
 from fsdp_runtime.memory.host_copies import HostCopies
 from fsdp_runtime.model import inspect_model
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.wrap import hook_forward
+
+_EFFECT = "waits for parameters of a step beside the forward"
 
 
 class StepBeside:
@@ -58,11 +61,11 @@ class StepBeside:
         output: Future[Any] = Future()
         self._copies = copies
         self._last = {parameter: number for number, chunk in enumerate(chunks) for parameter in chunk}
-        hooks = []
+        hooks: list[Any] = []
         for module, read in self._reads.items():
             runtime_state(module).arriving = partial(self._wait, self._last)
             hooks += [module.register_state_dict_pre_hook(lambda *_: self._wait(self._last))]  # type: ignore[no-untyped-call]
-            hooks += [module.register_forward_pre_hook(lambda *_, read=read: self._wait(read), prepend=True)]
+            hooks += [hook_forward(module, _EFFECT, before=lambda *_, read=read: self._wait(read), first=True)]
         try:
             with ThreadPoolExecutor(1, initializer=copies.enter_thread) as pool:
                 self._result = pool.submit(torch.no_grad()(step), self._sent)

@@ -25,7 +25,7 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.context.outputs import GlobalRows
 from fsdp_runtime.steps.context.step import inputs_of, under_context_parallelism
 from fsdp_runtime.steps.documents.documents import Documents
-from fsdp_runtime.wrap import hook_forward, hook_model
+from fsdp_runtime.wrap import Wrapper, hook_forward, hook_model, wrap
 
 #: Prefixes in checkpoints of Qwen, by prefixes in a head.
 _QWEN = {
@@ -154,8 +154,10 @@ class MultiTokenHeads:
         return loss
 
 
-class _Head:
+class _Head(Wrapper):
     """Mixed in before the class of a decoder's block."""
+
+    effect = "is a multi-token head"
 
     enorm: nn.Module
     hnorm: nn.Module
@@ -176,8 +178,7 @@ def _append(base: Any, blocks: nn.ModuleList, count: int) -> nn.Module:
     with longer_config(base.config, count):
         for index in range(len(blocks), len(blocks) + count):
             head = initial_head(base, last, base.config, index)
-            names = {"__module__": type(head).__module__, "__qualname__": type(head).__qualname__}
-            head.__class__ = type(type(head).__name__, (_Head, type(head)), names)
+            wrap([head], _Head)
             blocks.append(head)
     return last
 

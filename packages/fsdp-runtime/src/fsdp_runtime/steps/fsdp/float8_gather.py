@@ -69,7 +69,7 @@ class _Float8Gather:
         if self.is_stale:
             _agree_on_scales([self])
         scale, local = self.layer.weight_scale, local_tensor(self.shard).to(self.dtype)
-        return (self.layer.layer.recipe.cast_by(scale, local, "weight")._data,), (scale,)
+        return (self.layer.layer.recipe.values_by(scale, local),), (scale,)
 
     def after(self, outputs: tuple[Tensor], scales: tuple[Tensor], dtype: Any, *, out: Tensor | None = None) -> Any:
         """Return the gathered weight, or write it to ``out``; FSDP2's ``fsdp_post_all_gather``."""

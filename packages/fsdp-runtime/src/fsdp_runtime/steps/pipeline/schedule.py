@@ -50,6 +50,11 @@ def forward_backward(model: nn.Module, micro_batches: Sequence[MicroBatch], loss
         ModelError: the model is not in pipeline stages.
         OptionError: the number of micro-batches is not the step's, or a micro-batch has neither ``labels`` nor a loss.
 
+    Example:
+        >>> from fsdp_runtime.steps import forward_backward
+        >>> def train(model, tokens):  # [rows, length]; on every rank of a mesh with pp
+        ...     losses = forward_backward(model, [{"input_ids": rows, "labels": rows} for rows in tokens.chunk(4)])
+        ...     return losses.sum()
     """
     staged = _staged(model, micro_batches)
     weights = [1.0] * len(micro_batches) if loss is not None else _label_weights(base_model(model), micro_batches)
@@ -82,6 +87,12 @@ def forward_only(
     Raises:
         ModelError: the model is not in pipeline stages.
         OptionError: the number of micro-batches is not the step's.
+
+    Example:
+        >>> from fsdp_runtime.steps import forward_only
+        >>> def score(model, tokens):  # [rows, length]; on every rank of a mesh with pp
+        ...     batches = [{"input_ids": rows} for rows in tokens.chunk(4)]
+        ...     return forward_only(model, batches, lambda output, batch: output.logits.argmax(-1))
     """
     staged = _staged(model, micro_batches)
     results: dict[int, Any] = {}

@@ -59,6 +59,13 @@ class Pipeline(Step[StagedModel | None]):
         OptionError: a value is not allowed.
 
     Source: D. Narayanan et al., arXiv:2104.04473 (1F1B, interleaved); P. Qi et al., arXiv:2401.10241 (zero bubble).
+
+    Example:
+        >>> from fsdp_runtime.steps import Pipeline
+        >>> Pipeline("1F1B", microbatches=8).stage_ranks(2)  # of pp, by stage
+        (0, 1)
+        >>> Pipeline("Interleaved1F1B", microbatches=8).stage_ranks(2)
+        (0, 1, 0, 1)
     """
 
     schedule: str = "1F1B"

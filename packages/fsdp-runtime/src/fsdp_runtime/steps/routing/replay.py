@@ -65,7 +65,6 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
         >>> torch.equal(again, logits)
         True
     """
-    require_whole(model, "record_routes")
     routes = Routes()
     tokens = _Tokens(model)
     session = Session(_routers_of(model))
@@ -111,7 +110,6 @@ def replay_routes(model: nn.Module, routes: Routes | Mapping[str, Tensor] | Tens
         >>> bool(model.model.layers[0].mlp.gate.weight.grad.any())
         True
     """
-    require_whole(model, "replay_routes")
     routers = _routers_of(model)
     layers = checked_routes(routers, routes)
     tokens = _Tokens(model)
@@ -172,6 +170,7 @@ class _Found(NamedTuple):
 
 
 def _find(model: nn.Module, modules: Any) -> _Found:
+    require_whole(model, "a record or replay of routes")
     routers = find_routers(model)
     paths = {path for router in routers.by_path for path in ("", router, *ancestors(router))}
     by_path = dict(model.named_modules())
