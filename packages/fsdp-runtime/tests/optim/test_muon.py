@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from coverage.table import entries, tiny_model
+from coverage.table import coverage_entries, entries, tiny_model
 from fsdp_runtime import FSDP2, ModelError, OptionError, load_training_state, parallelize, save_training_state, submesh
 from fsdp_runtime.optim import Muon
 from harness.collectives import RecordCollectives
@@ -66,7 +66,7 @@ def _uneven() -> nn.Module:
 
 
 def _model(name: str) -> nn.Module:
-    return _uneven() if name == "uneven" else tiny_model(entries()[name], dtype=torch.float32)
+    return _uneven() if name == "uneven" else tiny_model(coverage_entries()[name], dtype=torch.float32)
 
 
 def _backward(model: nn.Module, rows: slice = slice(None), scale: float = 1.0) -> None:
@@ -122,6 +122,11 @@ def _assert_equal(results: list[tuple[float, str]]) -> None:
 @pytest.mark.parametrize("name", ["phi3", "deepseek_v3", "qwen3_moe", "olmo_hybrid"])
 def test_muon_on_two_ranks_equals_one_process(two_ranks: RankPool, name: str, axes: Axes) -> None:
     _assert_equal(two_ranks.run(_on, name, axes))
+
+
+@pytest.mark.parametrize("name", ["dbrx", "gpt_bigcode"])
+def test_muon_takes_fused_rows_that_the_plan_of_tp_adds_or_leaves_out(two_ranks: RankPool, name: str) -> None:
+    _assert_equal(two_ranks.run(_on, name, {"tp": 2}))
 
 
 @pytest.mark.parametrize(

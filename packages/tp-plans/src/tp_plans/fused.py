@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from tp_plans.errors import TpPlansError
@@ -15,20 +17,17 @@ from tp_plans.registry import architecture_plan
 
 def fused_rows(model: Any, plan: Plan | None = None) -> dict[str, tuple[int, ...]]:
     """Return the rows of each matrix in every fused weight of a model, by the path of the module."""
+    # Without ``plan`` all sources of plans are read: a plan leaves out the weights that its mesh cannot divide.
     tree = ModelTree.of(model)
-    planned = PlannedTree(tree, _any_plan(tree) if plan is None else plan)
-    rows = {path: planned.fused_rows(path) for path, _ in planned.styled_modules()}
-    return {path: parts for path, parts in rows.items() if parts}
+    rows: dict[str, tuple[int, ...]] = {}
+    for read in _known_plans(tree) if plan is None else (plan,):
+        planned = PlannedTree(tree, read)
+        rows |= {path: parts for path, _ in planned.styled_modules() if (parts := planned.fused_rows(path))}
+    return rows
 
 
-def _any_plan(tree: ModelTree) -> Plan:
-    """Return the first plan that a source knows; nothing is run."""
-    for source in (architecture_plan, from_hugging_face):
-        try:
-            return source(tree)
-        except TpPlansError:
-            continue
-    try:
-        return suggest(tree).plan
-    except TpPlansError:
-        return Plan({}, name="no plan")
+def _known_plans(tree: ModelTree) -> Iterator[Plan]:
+    """Yield the plan of every source that knows the model, the one to prefer last; nothing is run."""
+    for source in (lambda tree: suggest(tree).plan, from_hugging_face, architecture_plan):
+        with suppress(TpPlansError):
+            yield source(tree)

@@ -134,10 +134,12 @@ def stored_matrices(model: nn.Module) -> dict[Tensor, StoredMatrices]:
 
 def _fused_rows(model: nn.Module, matrices: Mapping[str, Tensor]) -> dict[int, tuple[int, ...]]:
     """Return the rows of fused matrices by the ``id`` of the parameter."""
-    known = runtime_state(model).fused_rows
-    base = model if known is not None else base_model(model)
-    rows = known if known is not None else fused_rows(base) if matrices else {}
-    return {id(base.get_submodule(path).weight): parts for path, parts in rows.items()}
+    if not matrices:
+        return {}
+    base = base_model(model)
+    by_plans = {base.get_submodule(path): rows for path, rows in fused_rows(base).items()}
+    by_tp = {model.get_submodule(path): rows for path, rows in (runtime_state(model).fused_rows or {}).items()}
+    return {id(module.weight): rows for module, rows in {**by_plans, **by_tp}.items()}
 
 
 def _gate_and_up(tree: ModelTree, path: str) -> StoredMatrices:
