@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list as cache_entries
 from torch._dynamo.utils import counters as torch_counters
@@ -172,6 +173,58 @@ def compiled(build: Callable[..., nn.Module], layers: int, **options: Any) -> nn
     return model
 
 
+def _everyone() -> Any:
+    return dist.group.WORLD
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather rows forward and reduce-scatter their gradients backward."""
+
+    @staticmethod
+    def forward(_: Any, rows: Tensor) -> Any:
+        return funcol.all_gather_tensor(rows, 0, _everyone())
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        return funcol.reduce_scatter_tensor(gradients[0].contiguous(), "sum", 0, _everyone())
+
+
+class _Scatter(torch.autograd.Function):
+    """Reduce-scatter rows forward and all-gather their gradients backward."""
+
+    @staticmethod
+    def forward(_: Any, rows: Tensor) -> Any:
+        return funcol.reduce_scatter_tensor(rows.contiguous(), "sum", 0, _everyone())
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        return funcol.all_gather_tensor(gradients[0].contiguous(), 0, _everyone())
+
+
+def collectives_alone(layers: int, *, ranks: int) -> nn.Module:
+    """Plain parameters of a rank's size and the four collectives of a block: the least of any sequence parallelism."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    class Block(LlamaDecoderLayer):
+        """The forward of a decoder layer with its collectives."""
+
+        def forward(self, hidden_states: Tensor, **options: Any) -> Any:
+            """Add the attention and the MLP of all rows to this rank's rows of one sample."""
+            rows = _Gather.apply(self.input_layernorm(hidden_states)[0])  # type: ignore[no-untyped-call]
+            attention, _ = self.self_attn(hidden_states=rows[None], **options)
+            hidden_states = hidden_states + _Scatter.apply(attention[0])[None]  # type: ignore[no-untyped-call]
+            rows = _Gather.apply(self.post_attention_layernorm(hidden_states)[0])  # type: ignore[no-untyped-call]
+            return hidden_states + _Scatter.apply(self.mlp(rows[None])[0])[None]  # type: ignore[no-untyped-call]
+
+    model: Any = llama(layers, ranks=ranks)
+    for block in model.model.layers:
+        block.__class__ = Block
+    length = TOKENS // ranks
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0][:, :length], *args[1:]))
+    model.model.norm.register_forward_pre_hook(lambda _, args: (args[0].repeat(1, ranks, 1),))
+    return model  # type: ignore[no-any-return]
+
+
 #: Contender: the plain model that its time is compared with, a model of so many layers, and the call around a step.
 Contender = tuple[str, Callable[[int], nn.Module], str]
 CONTENDERS: dict[str, Contender] = {
@@ -203,6 +256,7 @@ CONTENDERS: dict[str, Contender] = {
     "compiled": ("compiled", partial(compiled, llama, ranks=2), ""),
     "tp by hand, compiled": ("compiled", partial(compiled, by_hand, tp=2), ""),
     "tp, compiled": ("compiled", partial(compiled, ours, axes={"tp": 2}), ""),
+    "sp, collectives alone, compiled": ("compiled", partial(compiled, collectives_alone, ranks=2), ""),
     "sp by hand, compiled": ("compiled", partial(compiled, by_hand, tp=2, sequence_parallel=True), ""),
     "sp, compiled": ("compiled", partial(compiled, ours, axes={"tp": 2}, sequence_parallel=True), ""),
     "sp, recomputed, compiled": (
@@ -353,7 +407,7 @@ def main() -> None:
         sizes = {"tp": 2} if build is by_transformers else getattr(build, "keywords", {})
         sizes = sizes.get("axes", sizes)
         torch.compiler.reset()
-        world = math.prod(sizes.get(axis, 1) for axis in ("dp", "dp_shard", "cp", "tp"))
+        world = math.prod(sizes.get(axis, 1) for axis in ("dp", "dp_shard", "cp", "tp", "ranks"))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         times[name] = time_of_a_layer(name, options.layers, options.rounds)
         counts[name] = counts_of_a_layer(name)
