@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, MappingType
+from torchao.quantization.granularity import PerGroup
+from transformers import TorchAoConfig
 
 from fsdp_runtime import MeshSpec, load_weights, parallelize, save_weights, stream_weights
 from fsdp_runtime.errors import ConversionError
@@ -72,13 +75,72 @@ def _fp8(name: str, shape: tuple[int, int], *, blocks: bool) -> tuple[dict[str, 
     return {name: codes, f"{name}_scale_inv": scales}, codes.float() * full
 
 
-_SCHEMES: dict[str, tuple[Any, dict[str, bool], str]] = {
+def _words(integers: Tensor, dim: int, *, bits: int = 4, order: tuple[int, ...] = ()) -> Tensor:
+    """Pack integers into words of 32 bits along a dim, the first of ``order`` in the lowest bits."""
+    count = 32 // bits
+    split = integers.movedim(dim, -1).long().unflatten(-1, (-1, count))[..., list(order or range(count))]
+    words = (split << torch.arange(count) * bits).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).int().movedim(-1, dim).contiguous()
+
+
+def _groups(shape: tuple[int, int], bits: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes ``[out, in]``, scales and zeros ``[out, groups]`` for 64 columns each, and the values."""
+    codes, count = torch.randint(2**bits, shape), shape[1] // 64
+    scales, zeros = (torch.rand(shape[0], count) + 0.5).half(), torch.randint(2**bits, (shape[0], count))
+    centered = codes.unflatten(1, (count, 64)) - zeros[..., None]
+    return codes, scales, zeros, (centered * scales.double()[..., None]).flatten(1).float()
+
+
+def _gptq(name: str, shape: tuple[int, int], *, bits: int = 4, added: int = 1) -> tuple[dict[str, Tensor], Tensor]:
+    """As AutoGPTQ stores it: words along the inputs, zeros one too low, of words too; every group has its columns."""
+    layer, (codes, scales, zeros, values) = name.removesuffix("weight"), _groups(shape, bits)
+    low = _words(zeros.T, 1, bits=bits).long() - added * sum(1 << bits * place for place in range(32 // bits))
+    stored = {f"{layer}qweight": _words(codes.T, 0, bits=bits), f"{layer}scales": scales.T.contiguous()}
+    stored[f"{layer}qzeros"] = torch.where(low < -(2**31), low + 2**32, low).int()
+    return stored | {f"{layer}g_idx": (torch.arange(shape[1]) // 64).int()}, values
+
+
+def _awq(name: str, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
+    """As AutoAWQ's ``gemm`` stores it: words along the outputs."""
+    layer, (codes, scales, zeros, values) = name.removesuffix("weight"), _groups(shape)
+    words, low = (_words(each.T, 1, order=(0, 2, 4, 6, 1, 3, 5, 7)) for each in (codes, zeros))
+    return {f"{layer}qweight": words, f"{layer}qzeros": low, f"{layer}scales": scales.T.contiguous()}, values
+
+
+def _compressed_int4(name: str, shape: tuple[int, int], *, symmetric: bool) -> tuple[dict[str, Tensor], Tensor]:
+    codes, scales, zeros, values = _groups(shape)
+    stored = {f"{name}_packed": _words(codes, 1), f"{name}_scale": scales, f"{name}_shape": torch.tensor(shape)}
+    if not symmetric:
+        return stored | {f"{name}_zero_point": _words(zeros, 0)}, values
+    return stored, ((codes.unflatten(1, (-1, 64)) - 8) * scales.double()[..., None]).flatten(1).float()
+
+
+def _torchao_int4(name: str, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
+    """As ``Int4Tensor`` has it: signed codes, two per byte, and zeros that are floats."""
+    layer, codes = name.removesuffix("weight"), torch.randint(-8, 8, shape)
+    scales, zeros = torch.rand(2, shape[0], shape[1] // 64).bfloat16()
+    values = (codes.unflatten(1, (-1, 64)) * scales.double()[..., None] + zeros.double()[..., None]).flatten(1)
+    parts = {
+        "qdata": (codes[:, ::2] & 15 | codes[:, 1::2] << 4).to(torch.int8),
+        "scale": scales.T,
+        "zero_point": zeros.T,
+    }
+    return {f"{layer}_weight_{part}": each.contiguous() for part, each in parts.items()}, values.float()
+
+
+_SCHEMES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "bitsandbytes nf4": (_nf4, {"nested": False}, "nf4"),
     "bitsandbytes nf4, nested": (_nf4, {"nested": True}, "nf4"),
     "bitsandbytes int8": (_int8, {"bitsandbytes": True}, "int8"),
     "compressed-tensors int8": (_int8, {"bitsandbytes": False}, "int8"),
     "fp8 blocks": (_fp8, {"blocks": True}, "fp8"),
     "fp8 tensor": (_fp8, {"blocks": False}, "fp8"),
+    "gptq": (_gptq, {}, "int4"),
+    "gptq_v2": (_gptq, {"added": 0}, "int4"),
+    "awq": (_awq, {}, "int4"),
+    "compressed-tensors int4": (_compressed_int4, {"symmetric": True}, "int4"),
+    "compressed-tensors int4, zeros": (_compressed_int4, {"symmetric": False}, "int4"),
+    "torchao int4": (_torchao_int4, {}, "int4"),
 }
 
 
@@ -93,6 +155,8 @@ def _checkpoint(directory: Path, scheme: str) -> dict[str, Tensor]:
         stored |= parts
     directory.mkdir(parents=True)
     save_file(stored, directory / "model.safetensors")
+    config = {"quantization_config": {"quant_method": scheme, "checkpoint_format": scheme}}
+    (directory / "config.json").write_text(json.dumps(config))
     return values
 
 
@@ -112,6 +176,63 @@ def _off(directory: str, values: dict[str, dict[str, Tensor]]) -> list[str]:
 def test_load_weights_keeps_the_values_of_quantized_checkpoints(tmp_path: Path, two_ranks: RankPool) -> None:
     values = {scheme: _checkpoint(tmp_path / scheme, scheme) for scheme in _SCHEMES}
     assert two_ranks.run(_off, str(tmp_path), values) == [[], []]
+
+
+_TORCHAO = {
+    "int8": (Int8WeightOnlyConfig(), "int8"),
+    "int8 groups": (Int8WeightOnlyConfig(granularity=PerGroup(32)), "int8"),
+    "fp8": (Float8WeightOnlyConfig(), "fp8"),
+    "zeros": (IntxWeightOnlyConfig(torch.int4, PerGroup(32), mapping_type=MappingType.ASYMMETRIC), None),
+}
+
+
+def _off_of_torchao(directory: str, values: dict[str, dict[str, Tensor]]) -> list[str]:
+    """The schemes with other values after a load over ``tp``."""
+    wrong = []
+    for scheme, expected in values.items():
+        kind: Any = _TORCHAO[scheme][1]
+        for steps in ((), *([(Quantized(kind, block_size=16),)] if kind else [])):
+            model: Any = tiny_model("LlamaForCausalLM").float().requires_grad_(False)
+            load_weights(
+                parallelize(model.to("meta"), mesh_for({"tp": 2}), steps=steps), f"{directory}/{scheme}", strict=True
+            )
+            loaded = dict(stream_weights(model))
+            wrong += [f"{scheme} {name}" for name in loaded if not torch.equal(loaded[name], expected[name])]
+    return wrong
+
+
+def test_load_weights_keeps_the_values_of_torchaos_checkpoints(tmp_path: Path, two_ranks: RankPool) -> None:
+    model: Any = tiny_model("LlamaForCausalLM").float()
+    model.save_pretrained(tmp_path / "float32")
+    values = {}
+    for scheme, (config, _) in _TORCHAO.items():
+        quantized = type(model).from_pretrained(tmp_path / "float32", quantization_config=TorchAoConfig(config))
+        quantized.save_pretrained(tmp_path / scheme)
+        state = quantized.state_dict()
+        values[scheme] = {name: each.dequantize() if type(each) is not Tensor else each for name, each in state.items()}
+        assert sum(not torch.equal(each, model.state_dict()[name]) for name, each in values[scheme].items()) == 14
+    assert two_ranks.run(_off_of_torchao, str(tmp_path), values) == [[], []]
+
+
+def test_load_weights_reads_groups_of_scattered_columns(tmp_path: Path) -> None:
+    """GPTQ with ``desc_act`` lists the group of each column; its codes fit no packed format."""
+    values = _checkpoint(tmp_path / "gptq", "gptq")
+    file, order = tmp_path / "gptq/model.safetensors", torch.randperm(256)
+    stored = load_file(file)
+    stored["0.0.0.g_idx"] = stored["0.0.0.g_idx"][order].contiguous()
+    words = _words(_unpacked(stored["0.0.0.qweight"])[order], 0)
+    save_file({**stored, "0.0.0.qweight": words}, file)
+    expected = {**values, _NAMES[0]: values[_NAMES[0]][:, order]}
+    for steps in ((), (Quantized("int4", block_size=32),)):
+        model = parallelize(_model(), MeshSpec().build(device_type="cpu"), steps=steps)
+        load_weights(model, tmp_path / "gptq", strict=True)
+        for name, loaded in stream_weights(model):
+            error = (loaded - expected[name]).norm() / expected[name].norm()
+            assert error < 0.1 if steps and name == _NAMES[0] else error == 0
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    return (words[:, None] >> torch.arange(8)[:, None] * 4 & 15).flatten(0, 1)
 
 
 def _of_empty_shards(directory: str) -> list[str]:
@@ -164,7 +285,13 @@ def test_load_weights_quantizes_codes_of_another_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"0.0.0.weight_packed": torch.zeros(2)}, "0.0.0.weight_packed .* is of a scheme that is not read"),
+        ({"0.0.0.weight_packed": torch.zeros(2)}, "0.0.0.weight_packed .* is of a scheme or layout that is not read"),
+        ({"0.0.0._weight_qdata": torch.zeros(2, 2, dtype=torch.int32)}, "_weight_qdata .* I32 in .* not read"),
+        (
+            {**_gptq("0.0.1.weight", (192, 256))[0], "0.0.1.qweight": torch.zeros(24, 192).int()},
+            r"qweight \(24, 192\) I32 in .* not read",
+        ),
+        (_gptq("0.0.1.weight", (192, 256))[0], "checkpoint_format=None .* write 'gptq'"),
         (
             {f"{_NAMES[0]}_scale_inv": torch.zeros(3, 2)},
             r"has scales \(3, 2\), .* need \(2, 2\)",

@@ -23,9 +23,9 @@ from fsdp_runtime.values import require_one_of
 from fsdp_runtime.weights.quantize.kernels import FP8, FP8_MAX, to_fp4
 from tp_plans.boxes import Box, box_shape, split_box
 
-PackedKind = Literal["nf4", "int8", "fp8", "mxfp4"]
+PackedKind = Literal["nf4", "int4", "int8", "fp8", "mxfp4"]
 #: The elements of a block by default.
-BLOCKS: dict[str, int] = {"nf4": 64, "int8": 128, "fp8": 128, "mxfp4": 32}
+BLOCKS: dict[str, int] = {"nf4": 64, "int4": 128, "int8": 128, "fp8": 128, "mxfp4": 32}
 #: The key in ``module.__dict__`` of the packed parameters by name.
 PACKED = "_fsdp_runtime_packed"
 #: Elements that are converted at a time: their float32 copies take 64 MiB.
@@ -37,7 +37,11 @@ NF4 = (
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_LEVELS: dict[str, tuple[float, ...]] = {"nf4": NF4, "mxfp4": (*_FP4, *(-level for level in _FP4))}
+_LEVELS: dict[str, tuple[float, ...]] = {
+    "nf4": NF4,
+    "mxfp4": (*_FP4, *(-level for level in _FP4)),
+    "int4": tuple(map(float, range(16))),
+}
 Dim = TypeVar("Dim")
 #: Returns a box of a stored weight in the bytes of a format, or ``None``.
 ReadCodes = Callable[[str, Box, "PackedFormat"], Tensor | None]
@@ -68,8 +72,8 @@ class PackedFormat:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block: its codes and its scale."""
-        return self.code_bytes + (1 if self.kind == "mxfp4" else 4)
+        """Bytes of a block: its codes and its scale; int4 has an offset too."""
+        return self.code_bytes + {"mxfp4": 1, "int4": 8}.get(self.kind, 4)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,9 +90,13 @@ class PackedFormat:
         return packed.view(self.dtype)
 
     def join(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the bytes of codes ``[..., blocks * code_bytes]`` in uint8 and scales ``[..., blocks]``."""
+        """Return the bytes of codes ``[..., blocks * code_bytes]`` in uint8 and scales ``[..., blocks]``.
+
+        The last dim of int4's scales has the scale and the offset.
+        """
         scale = scales.float().contiguous().view(torch.uint8) if self.kind != "mxfp4" else scales
-        parts = [codes.reshape(*scales.shape, -1), scale.reshape(*scales.shape, -1)]
+        shape = scales.shape[:-1] if self.kind == "int4" else scales.shape
+        parts = [codes.reshape(*shape, -1), scale.reshape(*shape, -1)]
         return torch.cat(parts, -1).flatten(-2)
 
     def dequantize(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,6 +114,8 @@ class PackedFormat:
 
     def _quantize(self, blocks: Tensor) -> Tensor:
         """Return the bytes of float32 blocks ``[rows, blocks, block]``."""
+        if self.kind == "int4":
+            return self._quantize_int4(blocks)
         amax = blocks.abs().amax(-1)
         if self.kind == "mxfp4":
             exponents = (((amax.view(torch.int32) >> 23) & 255) - 2).clamp(0, 254)  # 6 = 1.5 * 2**2
@@ -121,6 +131,16 @@ class PackedFormat:
         middles = ((levels[1:] + levels[:-1]) / 2).to(scaled)
         return self.join(_halves(torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8)), scale)
 
+    def _quantize_int4(self, blocks: Tensor) -> Tensor:
+        """Spread the codes from the least to the largest element."""
+        low, high = blocks.aminmax(dim=-1)
+        # A scale of 11 bits and an offset in sixteenths of it: the values are exact, and have the same codes again.
+        scale = ((((high - low) / 15).view(torch.int32) + 0xFFF) & ~0xFFF).view(torch.float32)
+        offset = torch.where(scale == 0, low, (low / scale * 16).floor() * (scale / 16))
+        scaled = (blocks - offset[..., None]) / torch.where(scale == 0, 1.0, scale)[..., None]
+        codes = scaled.round_().clamp_(0, 15).to(torch.uint8)
+        return self.join(_halves(codes), torch.stack((scale, offset), -1))
+
     def _dequantize(self, packed: Tensor) -> Tensor:
         """Return the float32 values of the bytes ``[rows, bytes]``."""
         blocks = packed.reshape(len(packed), -1, self.block_bytes)
@@ -131,7 +151,8 @@ class PackedFormat:
         else:
             values = codes.contiguous().view(FP8 if self.kind == "fp8" else torch.int8).float()
         scale = _power_of_two(scales.int()) if self.kind == "mxfp4" else scales.contiguous().view(torch.float32)
-        return values.mul_(scale).view(len(packed), -1)
+        values.mul_(scale[..., :1])
+        return (values.add_(scale[..., 1:]) if self.kind == "int4" else values).view(len(packed), -1)
 
 
 @dataclass(frozen=True)

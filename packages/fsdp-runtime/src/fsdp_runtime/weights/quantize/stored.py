@@ -1,7 +1,7 @@
 """Quantized weights in checkpoints: one tensor of codes with tensors of scales beside it, read as one weight.
 
 Schemes: bitsandbytes' nf4 (nested scales included) and int8, FP8 with scales per block, row or tensor (DeepSeek-V3,
-compressed-tensors), int8 per row (compressed-tensors), and gpt-oss' MXFP4.
+compressed-tensors, torchao), int8 per row or group (compressed-tensors, torchao), gpt-oss' MXFP4, and packed integers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch import Tensor
 from fsdp_runtime.errors import ConversionError
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, HubTensor
 from fsdp_runtime.weights.quantize.packed import NF4, PackedFormat
+from fsdp_runtime.weights.quantize.stored_integers import IntegerWeight, ReadPart, Words, integer_weight
 from tp_plans.boxes import Box
 
 _BNB = ".quant_state.bitsandbytes__"
-#: Name endings of tensors beside codes of a scheme that is not read.
-_UNKNOWN = (".weight_packed", ".weight_zero_point", ".weight_scale_2", ".qweight", f"{_BNB}fp4")
-ReadPart = Callable[..., Tensor]
+#: Name endings of tensors of a scheme that is not read.
+_UNKNOWN = (".weight_packed", ".weight_zero_point", ".weight_scale_2", ".qweight", "_qdata", f"{_BNB}fp4")
+_KINDS = {"F8_E4M3": "fp8", "I8": "int8"}
+_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,12 @@ class StoredWeight:
     divisor: float = 1.0  # of the stored scales
     state: Mapping[str, Any] | None = None  # bitsandbytes' state of nf4
     transposed: bool = False  # the model's weight is ``[experts, in, out]``
+    zeros: str = ""  # name of the stored codes of the value zero, one beside each scale
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the stored tensors."""
+        return self.codes, self.scales, self.zeros
 
     def box(self, box: Box) -> Box:
         """Return the box of the matrix for a box of the model's weight."""
@@ -45,7 +54,7 @@ class StoredWeight:
 
     def packed(self, read: ReadPart, box: Box, fmt: PackedFormat) -> Tensor | None:
         """Return a box in the bytes of a format; ``None`` for a format of another kind."""
-        if self.kind != fmt.kind:
+        if self.kind != fmt.kind or (self.zeros and bool(read(self.zeros).any())):
             return None
         columns = (*box[-1], self.cell[1])
         if any(column % fmt.block for column in columns) and (self.cell[1] < self.shape[-1] or box[-1][0] % fmt.block):
@@ -59,7 +68,10 @@ class StoredWeight:
         """Return the float32 values of a box."""
         if self.kind in ("int8", "fp8"):
             dtype = torch.int8 if self.kind == "int8" else torch.float8_e4m3fn
-            return self._codes(read, box).view(dtype).float() * self._scales(read, box, 1)
+            values = self._codes(read, box).view(dtype).float()
+            if self.zeros:
+                values -= self._table(read(self.zeros).float(), box, 1)
+            return values * self._scales(read, box, 1)
         fmt, (start, stop) = PackedFormat(self.kind, self.cell[1]), box[-1]
         around = (*box[:-1], (start // fmt.block * fmt.block, -(-stop // fmt.block) * fmt.block))
         packed = fmt.join(self._codes(read, around), self._scales(read, around, fmt.block))
@@ -85,10 +97,13 @@ class StoredWeight:
             per_row = self.shape[-1] // self.cell[1]
             amax = self._nf4_amax(read, first * per_row, last * per_row).view(-1, per_row)
             return amax.repeat_interleave(self.cell[1] // block, 1)[:, start // block : stop // block]
-        scales = read(self.scales).float() / self.divisor
-        scales = scales.view(-1, scales.shape[-1] if scales.ndim > 1 else 1)
-        rows, columns = torch.arange(first, last) // self.cell[0], torch.arange(start, stop, block) // self.cell[1]
-        return scales[rows[:, None], columns]
+        return self._table(read(self.scales).float() / self.divisor, box, block)
+
+    def _table(self, table: Tensor, box: Box, block: int) -> Tensor:
+        """Return the number of a cell at the first column of each block of a box."""
+        table = table.view(-1, table.shape[-1] if table.ndim > 1 else 1)
+        rows, columns = torch.arange(*box[-2]) // self.cell[0], torch.arange(*box[-1], block) // self.cell[1]
+        return table[rows[:, None], columns]
 
     def _nf4_amax(self, read: ReadPart, start: int, stop: int) -> Tensor:
         amax, state = read(self.scales, ((start, stop),)), self.state or {}
@@ -102,58 +117,95 @@ class StoredWeight:
 
 def read_stored_weights(checkpoint: HubCheckpoint) -> None:
     """Let a checkpoint show each quantized weight as one tensor in float32, and read its values."""
-    # Headers decide, and bitsandbytes' state of a weight; only the size of FP8 blocks is in ``config.json``.
+    # Headers decide, and bitsandbytes' state of a weight.  Only ``config.json`` has
+    # the size of FP8 blocks and GPTQ's version.
     tensors = dict(checkpoint.tensors)
     stored = dict(_found(checkpoint))
     for name, weight in stored.items():
-        parts = [part for part in tensors if part in (weight.codes, weight.scales) or _is_beside(part, name)]
-        file = tensors[weight.codes].file
-        for part in parts:
-            del tensors[part]
+        file = checkpoint.tensors[weight.parts[0]].file
+        for part in (*weight.parts, *_beside(name)):
+            tensors.pop(part, None)
         shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if weight.transposed else weight.shape
         tensors[name] = HubTensor(file, shape, "F32")
     checkpoint.show(tensors, stored)
 
 
-def _is_beside(part: str, name: str) -> bool:
-    others = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", f"{_BNB}nf4")
-    return part in (*(name + end for end in others), f"{name.removesuffix('weight')}weight_format", f"{name}_shape")
+def _beside(name: str) -> Iterator[str]:
+    """Yield the names of further stored tensors of a weight."""
+    yield from (f"{name.removesuffix('weight')}weight_format", f"{name}_shape", f"{name}{_BNB}nf4")
+    yield from (f"{name}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map"))
 
 
-def _found(checkpoint: HubCheckpoint) -> Iterator[tuple[str, StoredWeight]]:
-    tensors = checkpoint.tensors
+def _found(checkpoint: HubCheckpoint) -> Iterator[tuple[str, StoredWeight | IntegerWeight]]:
+    tensors, settings = checkpoint.tensors, cache(partial(_settings, checkpoint.folder))
     for name, tensor in tensors.items():
-        if unknown := next((end for end in _UNKNOWN if name.endswith(end)), None):
-            raise ConversionError(
-                f"{name} in {tensor.file} is of a scheme that is not read ({unknown}): bitsandbytes nf4 and int8, FP8, "
-                "int8 per row and MXFP4 are; take one of these checkpoints, or dequantize it first"
-            )
         base = name.removesuffix("weight")
-        if name.endswith("_blocks") and (scales := f"{name.removesuffix('_blocks')}_scales") in tensors:
+        if (weight := integer_weight(checkpoint, name, settings) or _torchao(checkpoint, name)) is not None:
+            yield weight
+        elif unknown := next((end for end in _UNKNOWN if name.endswith(end) and not _is_read(tensors, name)), None):
+            raise ConversionError(
+                f"{name} {tensor.shape} {tensor.dtype} in {tensor.file} is of a scheme or layout that is not read "
+                f"({unknown}): bitsandbytes nf4 and int8, FP8, MXFP4, int8, and int4 of GPTQ, AWQ (gemm), "
+                "compressed-tensors and torchao (plain) are; take one of these checkpoints, or dequantize it first"
+            )
+        elif name.endswith("_blocks") and (scales := f"{name.removesuffix('_blocks')}_scales") in tensors:
             shape = (*tensor.shape[:-2], tensor.shape[-2] * 32)
             yield name.removesuffix("_blocks"), StoredWeight("mxfp4", name, scales, shape, (1, 32), transposed=True)
         elif f"{name}{_BNB}nf4" in tensors:
             yield name, _bitsandbytes(checkpoint, name)
         elif tensor.dtype == "I8" and f"{base}SCB" in tensors:
             yield name, StoredWeight("int8", name, f"{base}SCB", tensor.shape, (1, tensor.shape[1]), divisor=127.0)
-        elif kind := {"F8_E4M3": "fp8", "I8": "int8"}.get(tensor.dtype):
+        elif kind := _KINDS.get(tensor.dtype):
             scales = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in tensors), "")
             if scales and len(tensor.shape) == 2:
-                cell = _cell(checkpoint.folder, name, tensor, tensors[scales])
+                cell = _cell(settings, name, tensor, tensors[scales])
                 yield name, StoredWeight(kind, name, scales, tensor.shape, cell)
 
 
-def _cell(folder: Path | None, name: str, codes: HubTensor, scales: HubTensor) -> tuple[int, int]:
+def _is_read(tensors: Mapping[str, HubTensor], name: str) -> bool:
+    """Return whether a tensor of zeros is a part of packed integers."""
+    packed = tensors.get(f"{name.removesuffix('zero_point')}packed")
+    return name.endswith(".weight_zero_point") and packed is not None
+
+
+def _torchao(checkpoint: HubCheckpoint, name: str) -> tuple[str, StoredWeight | IntegerWeight] | None:
+    """Return a weight of torchao if ``name`` has its codes: ``Int8Tensor``, ``Float8Tensor`` or ``Int4Tensor``."""
+    tensors, (module, _, codes) = checkpoint.tensors, name.rpartition("._")
+    stem = name.removesuffix("qdata")
+    scales, zeros = (tensors.get(f"{stem}{part}") for part in ("scale", "zero_point"))
+    if not codes.endswith("_qdata") or scales is None or f"{stem}act_pre_scale" in tensors:
+        return None
+    shape, kind = tensors[name].shape, _KINDS.get(tensors[name].dtype)
+    if kind is None or scales.dtype not in _FLOATS or len(shape) != 2 or len(scales.shape) != 2:
+        return None
+    weight, beside = f"{module}.{codes.removesuffix('_qdata')}", (f"{stem}scale", f"{stem}zero_point")
+    if zeros is not None and zeros.dtype in _FLOATS:
+        words = Words(name, 1, word=8, flipped=8)
+        groups, columns = scales.shape[0], 2 * shape[1]
+        if kind != "int8" or scales.shape[1] != shape[0] or columns % groups:
+            return None
+        return weight, IntegerWeight(words, *beside, (shape[0], columns), groups, groups_first=True)
+    if any(size % parts for size, parts in zip(shape, scales.shape, strict=True)):
+        return None
+    cell = (shape[0] // scales.shape[0], shape[1] // scales.shape[1])
+    return weight, StoredWeight(kind, name, beside[0], shape, cell, zeros=beside[1] if zeros is not None else "")
+
+
+def _settings(folder: Path | None) -> Mapping[str, Any]:
+    """Return the ``quantization_config`` of a checkpoint's config."""
+    if folder is None or not (folder / "config.json").is_file():
+        return {}
+    return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config") or {}
+
+
+def _cell(settings: Callable[[], Mapping[str, Any]], name: str, codes: HubTensor, scales: HubTensor) -> tuple[int, int]:
     """Return the rows and columns that share a scale, from the shapes and the config's size of a block."""
     rows, columns = codes.shape
     if scales.shape in ((), (1,), (1, 1)):
         return rows, columns
     if scales.shape in ((rows,), (rows, 1)):
         return 1, columns
-    block = (128, 128)
-    if folder is not None and (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config") or {}
-        block = tuple(config.get("weight_block_size") or block)
+    block = tuple(settings().get("weight_block_size") or (128, 128))
     if scales.shape != (-(-rows // block[0]), -(-columns // block[1])):
         raise ConversionError(
             f"{name} {codes.shape} has scales {scales.shape}, and blocks of {block} need "

@@ -1,0 +1,163 @@
+"""Integers of 4 or 8 bits, packed in words of a checkpoint: GPTQ, AWQ, compressed-tensors and torchao's int4.
+
+A code has the value ``code * scale + offset``, with one scale and one offset for a group of columns of a row.  The
+layouts: GPTQ's of AutoGPTQ and GPTQModel, AWQ's ``gemm``, compressed-tensors' ``pack-quantized``, torchao's plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_runtime.errors import ConversionError
+from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
+from fsdp_runtime.weights.quantize.packed import PackedFormat
+from tp_plans.boxes import Box
+
+#: The positions of eight columns in a word of AWQ.
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+ReadPart = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Words:
+    """A matrix of integers, packed in words along one dim."""
+
+    name: str
+    dim: int
+    bits: int = 4
+    word: int = 32
+    positions: tuple[int, ...] = ()  # of the integers in a word; empty for their order
+    added: int = 0  # to every integer of a word, with carries
+    flipped: int = 0  # bits of every integer
+
+    def read(self, read: ReadPart, box: Box) -> Tensor:
+        """Return a box of the matrix in int64."""
+        count, (start, stop) = self.word // self.bits, box[self.dim]
+        outer = (start // count, -(-stop // count))
+        words = read(self.name, (*box[: self.dim], outer, *box[self.dim + 1 :])).long()
+        words += self.added * sum(1 << self.bits * place for place in range(count))
+        shifts = torch.tensor(self.positions or range(count)) * self.bits
+        integers = words.unsqueeze(self.dim + 1) >> shifts.view(-1, *[1] * (1 - self.dim)) & (1 << self.bits) - 1
+        return integers.flatten(self.dim, self.dim + 1).narrow(self.dim, start % count, stop - start) ^ self.flipped
+
+
+@dataclass(frozen=True)
+class IntegerWeight:
+    """A weight ``[out, in]`` in packed integers."""
+
+    words: Words
+    scales: str
+    zeros: Words | str | int  # codes of the value zero, floats added to the values, or one code for all groups
+    shape: tuple[int, int]
+    groups: int  # of columns
+    columns_first: bool = False  # codes are stored as ``[in, out]``
+    groups_first: bool = False  # scales and zeros are stored as ``[groups, out]``
+    group_of_column: str = ""
+    transposed: bool = False  # as a :class:`StoredWeight`
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the stored tensors."""
+        zeros = self.zeros.name if isinstance(self.zeros, Words) else str(self.zeros)
+        return self.words.name, self.scales, zeros, self.group_of_column
+
+    def box(self, box: Box) -> Box:
+        """Return the box of the stored matrix for a box of the model's weight."""
+        return box
+
+    def packed(self, read: ReadPart, box: Box, fmt: PackedFormat) -> Tensor | None:
+        """Return a box in the bytes of a format; ``None`` for another kind, or groups of scattered columns."""
+        if fmt.kind != "int4" or self.words.bits != 4:
+            return None
+        columns = torch.arange(self.shape[1])
+        group = -(-self.shape[1] // self.groups)
+        if self.group_of_column and not torch.equal(read(self.group_of_column).long(), columns // group):
+            return None
+        if group % fmt.block and self.groups > 1:
+            raise ConversionError(
+                f"{self.words.name}: {group} columns share a stored scale, and columns are read in blocks of "
+                f"{fmt.block}: take a block_size that divides {group}"
+            )
+        scale, offset = self._affine(read, box, columns[slice(*box[1])][:: fmt.block] // group)
+        codes = self._codes(read, box).to(torch.uint8)
+        return fmt.join(codes[:, ::2] | codes[:, 1::2] << 4, torch.stack((scale, offset), -1))
+
+    def values(self, read: ReadPart, box: Box) -> Tensor:
+        """Return the float32 values of a box."""
+        if self.group_of_column:
+            groups = read(self.group_of_column, (box[1],)).long()
+        else:
+            groups = torch.arange(*box[1]) // (self.shape[1] // self.groups)
+        scale, offset = self._affine(read, box, groups)
+        return self._codes(read, box).float().mul_(scale).add_(offset)
+
+    def _codes(self, read: ReadPart, box: Box) -> Tensor:
+        codes = self.words.read(read, box[::-1] if self.columns_first else box)
+        return codes.mT if self.columns_first else codes
+
+    def _affine(self, read: ReadPart, box: Box, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scale and the offset ``[rows, groups]`` of some groups in float32."""
+        table = ((0, self.groups), box[0]) if self.groups_first else (box[0], (0, self.groups))
+        scale = read(self.scales, table).float()
+        if isinstance(self.zeros, Words):
+            offset = self.zeros.read(read, table) * -scale
+        elif isinstance(self.zeros, int):
+            offset = self.zeros * -scale
+        else:
+            offset = read(self.zeros, table).float() - (1 << self.words.bits - 1) * scale
+        tables = (scale.mT, offset.mT) if self.groups_first else (scale, offset)
+        return tables[0][:, groups], tables[1][:, groups]
+
+
+def integer_weight(
+    checkpoint: HubCheckpoint, name: str, settings: Callable[[], Mapping[str, Any]]
+) -> tuple[str, IntegerWeight] | None:
+    """Return a weight with its name if ``name`` has its packed integers; ``settings`` reads the checkpoint's config."""
+    tensors, base = checkpoint.tensors, name.removesuffix("qweight").removesuffix("weight_packed")
+    if name.endswith(".qweight") and f"{base}scales" in tensors and f"{base}qzeros" in tensors:
+        weight = _gptq_or_awq(checkpoint, base, settings)
+    elif name.endswith(".weight_packed") and tensors[name].dtype == "I32" and f"{base}weight_shape" in tensors:
+        weight = _compressed(checkpoint, base)
+    else:
+        return None
+    return (f"{base}weight", weight) if weight is not None else None
+
+
+def _gptq_or_awq(
+    checkpoint: HubCheckpoint, base: str, settings: Callable[[], Mapping[str, Any]]
+) -> IntegerWeight | None:
+    tensors, index = checkpoint.tensors, f"{base}g_idx"
+    (rows, packed), (groups, columns) = tensors[f"{base}qweight"].shape, tensors[f"{base}scales"].shape
+    if packed * 8 == columns and index not in tensors and rows % groups == 0:
+        codes, zeros = (Words(f"{base}{part}", 1, positions=_AWQ) for part in ("qweight", "qzeros"))
+        return IntegerWeight(codes, f"{base}scales", zeros, (columns, rows), groups, True, True)
+    inputs = tensors[index].shape[0] if index in tensors else 0
+    if packed != columns or (bits := 32 * rows // max(inputs, 1)) not in (4, 8) or 32 * rows != bits * inputs:
+        return None
+    version = settings().get("checkpoint_format") or ("gptq" if settings().get("quant_method") == "gptq" else None)
+    if version not in ("gptq", "gptq_v2"):
+        raise ConversionError(
+            f"{base}qweight: checkpoint_format={version!r} in the quantization_config of config.json does not say "
+            "whether stored zeros are one too low: write 'gptq' (AutoGPTQ; one too low) or 'gptq_v2'"
+        )
+    codes = Words(f"{base}qweight", 0, bits)
+    zeros = Words(f"{base}qzeros", 1, bits, added=int(version == "gptq"))
+    return IntegerWeight(codes, f"{base}scales", zeros, (columns, inputs), groups, True, True, index)
+
+
+def _compressed(checkpoint: HubCheckpoint, base: str) -> IntegerWeight | None:
+    tensors, index, zero = checkpoint.tensors, f"{base}weight_g_idx", f"{base}weight_zero_point"
+    rows, columns = checkpoint.read(f"{base}weight_shape").tolist()
+    words = tensors[f"{base}weight_packed"].shape[-1]
+    groups = tensors[f"{base}weight_scale"].shape[-1]
+    bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words), 0)
+    if not bits or (columns % groups and index not in tensors) or (zero in tensors and tensors[zero].dtype != "I32"):
+        return None
+    zeros = Words(zero, 0, bits) if zero in tensors else 1 << bits - 1
+    codes, grouped = Words(f"{base}weight_packed", 1, bits), index if index in tensors else ""
+    return IntegerWeight(codes, f"{base}weight_scale", zeros, (rows, columns), groups, group_of_column=grouped)
