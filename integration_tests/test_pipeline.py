@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 
+from coverage.measure import default_dtype
 from coverage.pipeline import PIPELINE_BOUND, measure_pipeline, pipeline_outcome
-from coverage.table import coverage_entries
-from fsdp_runtime.steps import Pipeline
+from coverage.table import coverage_entries, tiny_model
+from fsdp_runtime import parallelize
+from fsdp_runtime.steps import Pipeline, forward_backward
+from harness.adapters import filled
+from harness.parity import mesh_for
 from harness.ranks import RankPool
+from rl_logprobs import clip_grad_norm_, grad_norm, grad_norms
 
 #: Each schedule, and each kind of model that other implementations of stages refuse.
 TWO_RANKS = {
@@ -61,3 +70,27 @@ def test_stages_of_every_architecture_are_right_or_refused(two_ranks: RankPool) 
     assert statuses.pop("refused") == REFUSED
     assert set(statuses) == {"right"}
     assert len(statuses["right"]) >= 150
+
+
+def _norms_of_one_adapted_block(block: int) -> tuple[list[float], float]:
+    """The norms of the trained parameters, which one of two stages has all, in stages and in one process."""
+    config = LoraConfig(r=4, target_modules=rf".*layers\.{block}\..*(q_proj|down_proj)")
+    with default_dtype(torch.float64):
+        plain = filled(get_peft_model(tiny_model(coverage_entries()["llama"]), config))
+    staged = parallelize(copy.deepcopy(plain), mesh_for({"pp": 2}), steps=(Pipeline(microbatches=2),), logits="full")
+    batches = [{"input_ids": torch.arange(9).view(1, 9), "labels": torch.arange(9).view(1, 9)}] * 2
+    forward_backward(staged, batches)
+    (sum(plain(**batch, use_cache=False).loss for batch in batches) / 2).backward()
+    trained = [parameter for parameter in staged.parameters() if parameter.requires_grad]
+    norms = [grad_norm(trained), clip_grad_norm_(trained, 0.5), grad_norm(trained), grad_norm(trained, math.inf)]
+    assert {norm.dtype for norm in norms} == {torch.float64}
+    norms.append(grad_norms({"trained": trained})["trained"])
+    return [float(norm) for norm in norms], float(grad_norm(plain.parameters()))
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_grad_norm_covers_all_stages_from_a_stage_without_parameters(block: int, two_ranks: RankPool) -> None:
+    for norms, expected in two_ranks.run(_norms_of_one_adapted_block, block):
+        assert norms[0] == norms[1] == pytest.approx(expected, rel=1e-6)
+        assert norms[2] == norms[4] == pytest.approx(min(0.5, expected), rel=1e-4)
+        assert 0 < norms[3] < norms[2]

@@ -43,7 +43,7 @@ def grad_norm(
         norm_type: order of the norm, positive, ``math.inf`` included.
         groups: process groups of ranks with different parameters, such as pipeline stages of another library; it then
             covers the parameters of all their ranks.  Stages of ``fsdp_runtime.parallelize`` need none: the norm always
-            covers all stages, and a parameter of several stages counts once.
+            covers all stages, a parameter of several stages counts once, and the list of a stage may be empty.
         error_if_nonfinite: wait for the norm and raise if it is not finite.
 
     Returns:
@@ -237,12 +237,14 @@ def _norms(
     if not norm_type > 0:
         raise OptionError(f"norm_type must be positive or infinity, got {norm_type}")
     is_max = norm_type == math.inf
-    result_device = everything[0].device if everything else torch.device("cpu")
+    stages = stages_of(everything)
+    result_device = everything[0].device if everything else torch.device("cpu") if stages is None else stages.device
     complete = complete_partial_sums(gradients)
     if not listed:
         return {}
-    stages = stages_of(everything)
-    groups = [group for group in groups if group is not stages]  # the norm covers all stages anyway
+    groups = [
+        group for group in groups if stages is None or group is not stages.group
+    ]  # the norm covers all stages anyway
     powers = []
     for group, members in reduce_groups(everything, groups).items():
         device, weights = group.device(result_device), _weights(complete, members, group, is_max=is_max)
@@ -257,11 +259,13 @@ def _norms(
     if len(powers) > 1:
         total = torch.stack(powers).amax(0) if is_max else torch.stack(powers).sum(0)
     if stages is not None:
-        over_stages = ReduceGroup(None, (stages,))
-        total = over_stages.max(total) if is_max else over_stages.sum(total)
+        over_stages = ReduceGroup(None, (stages.group,))
+        total = total.to(stages.device)
+        total = (over_stages.max(total) if is_max else over_stages.sum(total)).to(result_device)
     total = total if is_max else total.pow(1 / norm_type)
-    any_float64 = any(part.dtype is torch.float64 for part in gradients.parts.values())
-    return dict(zip(listed, total.to(torch.float64 if any_float64 else torch.float32).unbind(), strict=True))
+    dtypes = [part.dtype for part in gradients.parts.values()] if stages is None else [stages.dtype]
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    return dict(zip(listed, total.to(dtype).unbind(), strict=True))
 
 
 def _weights(

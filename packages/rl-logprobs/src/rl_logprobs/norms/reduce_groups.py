@@ -20,14 +20,33 @@ from torch.distributed.tensor.placement_types import Placement
 
 from rl_logprobs._torch_compat import joint_group, ranks_of, same_root
 
-#: The attribute of a parameter in a pipeline stage: the group of all stages, and whether this rank counts it.
-#: ``fsdp_runtime.parallelize`` sets it; of the ranks with a tied parameter, the first counts it.
+#: The attribute of a parameter in a pipeline stage: the group of all stages, whether this rank counts the parameter, and
+#: the device and dtype of a norm over all stages.  ``fsdp_runtime.parallelize`` sets it.  Of the ranks with a tied
+#: parameter, the first counts it.  ``torch.distributed.group`` has the last model's, for a stage without parameters.
 STAGES = "_pipeline_stages"
 
 
-def stages_of(parameters: Sequence[torch.Tensor]) -> dist.ProcessGroup | None:
-    """Return the group over the pipeline stages of a model with these parameters."""
-    return next((stages[0] for p in parameters if (stages := getattr(p, STAGES, None)) is not None), None)
+class Stages(NamedTuple):
+    """The pipeline stages of a model, and the norm over all of them."""
+
+    group: dist.ProcessGroup
+    counted: bool
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+
+
+def stages_of(parameters: Sequence[torch.Tensor]) -> Stages | None:
+    """Return the stages of a model with these parameters; without any, the last model's, which then waits for all."""
+    owners = parameters or (dist.group,)
+    stages = next((stages for owner in owners if (stages := getattr(owner, STAGES, None)) is not None), None)
+    return None if stages is None or not _is_current(stages[0]) else Stages(*stages)
+
+
+def _is_current(group: dist.ProcessGroup) -> bool:
+    try:
+        return bool(dist.get_backend(group))
+    except ValueError:  # the group was destroyed
+        return False
 
 
 def counts(parameter: torch.Tensor) -> bool:

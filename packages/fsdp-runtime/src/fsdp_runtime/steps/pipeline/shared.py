@@ -19,12 +19,18 @@ STAGES = "_pipeline_stages"
 
 
 def mark_stage_parameters(model: nn.Module) -> None:
-    """Record on each parameter the group of the stages, and whether this rank counts it in a norm."""
+    """Record on each parameter the group, device and dtype of norms over all stages, and whether this rank counts it."""
     staged: StagedModel | None = runtime_state(model).stages
-    if staged is not None:
-        for name, parameter in model.named_parameters():
-            counted = staged.shared.get(name, (staged.rank,))[0] == staged.rank
-            setattr(parameter, STAGES, (staged.mesh.get_group(), counted))
+    if staged is None:
+        return
+    trained = [entry.tensor.dtype for entry in staged.state if entry.tensor.requires_grad]
+    dtype = torch.float64 if torch.float64 in trained else torch.float32
+    norm = torch.device(staged.mesh.device_type), dtype
+    # torch has one value per process here: the norm of a stage without trained parameters needs the group as well.
+    setattr(dist.group, STAGES, (staged.mesh.get_group(), False, *norm))
+    for name, parameter in model.named_parameters():
+        counted = staged.shared.get(name, (staged.rank,))[0] == staged.rank
+        setattr(parameter, STAGES, (staged.mesh.get_group(), counted, *norm))
 
 
 @contextmanager
