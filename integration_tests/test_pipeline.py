@@ -27,9 +27,23 @@ TWO_RANKS = {
     "tied, sliding and full attention": ("gemma2", Pipeline("GPipe"), {"activation_checkpointing": "block"}),
     "shared keys, per-layer inputs, interleaved": ("gemma4_text", Pipeline("Interleaved1F1B"), {}),
     "shared keys, per-layer inputs, V": ("gemma4_text", Pipeline("ZBVZeroBubble"), {}),
-    "adapters": ("gemma2", Pipeline(), {"adapted": True}),
+    "adapters": ("gemma2", Pipeline(), {"adapted": "all-linear"}),
     "hybrid of a vision model": ("qwen3_5, vision", Pipeline(layers=(1, 1)), {}),
     "packed rows of a hybrid": ("qwen3_next", Pipeline(), {"packed": True, "packed_sequences": True}),
+    "deepstack": ("qwen3_vl", Pipeline(layers=(3, 1), microbatches=2), {"media": "image"}),
+    "per-layer inputs of images": ("gemma4", Pipeline(microbatches=2), {"media": "image"}),
+}
+#: Modules of the language model that get adapters.
+LANGUAGE = r".*language_model.*(q_proj|down_proj)"
+MEDIA = {
+    "images in V": ("llava", {"pp": 2}, Pipeline("ZBVZeroBubble", microbatches=2, layers=(1,) * 4), {}),
+    "adapters, frozen tower": ("gemma3", {"pp": 2}, Pipeline(microbatches=2), {"adapted": LANGUAGE}),
+    "video": ("qwen2_5_vl", {"pp": 2}, Pipeline(microbatches=2), {"media": "video"}),
+    "parameter of the model": ("llava_next", {"pp": 2}, Pipeline(microbatches=2), {}),
+    "sound": ("qwen2_audio", {"pp": 2}, Pipeline(microbatches=2), {"media": "audio"}),
+    "sound of a Mistral": ("voxtral", {"pp": 2}, Pipeline(microbatches=2), {"media": "audio"}),
+    "FSDP2": ("qwen2_5_vl", {"pp": 2, "dp_shard": 2}, Pipeline(microbatches=2), {}),
+    "SP": ("qwen2_5_vl", {"pp": 2, "tp": 2}, Pipeline(microbatches=2), {"sequence_parallel": True}),
 }
 FOUR_RANKS = {
     "four stages, tied": ("gemma4_text", {"pp": 4}, {}),
@@ -55,6 +69,14 @@ def test_stages_on_two_ranks_match_the_whole_model(case: str, two_ranks: RankPoo
 def test_stages_with_another_axis_match_the_whole_model(case: str, four_ranks: RankPool) -> None:
     name, axes, options = FOUR_RANKS[case]
     _assert_right(four_ranks.run(measure_pipeline, name, axes, Pipeline(), **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MEDIA)
+def test_stages_of_a_multimodal_model_match_the_whole(case: str, two_ranks: RankPool, four_ranks: RankPool) -> None:
+    name, axes, step, options = MEDIA[case]
+    ranks = two_ranks if axes == {"pp": 2} else four_ranks
+    _assert_right(ranks.run(measure_pipeline, name, axes, step, **{"media": "image", **options}))
 
 
 #: Rows of the coverage table that are refused: they run a block several times, or read blocks after the last one.

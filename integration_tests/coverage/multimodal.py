@@ -34,18 +34,23 @@ def multimodal_classes() -> dict[str, str]:
     return images | dict(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 
 
-def multimodal_model(model_type: str, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+def multimodal_model(
+    model_type: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, blocks: int | None = None
+) -> nn.Module:
     """Return the tiny jittered model of a model type, without dropout, the same on every rank."""
-    return copy_of_one_build(lambda: _built(model_type, dtype, seed), ("multimodal", model_type, dtype, seed))
+    key = ("multimodal", model_type, dtype, seed, blocks)
+    return copy_of_one_build(lambda: _built(model_type, dtype, seed, blocks), key)
 
 
-def _built(model_type: str, dtype: torch.dtype, seed: int) -> nn.Module:
+def _built(model_type: str, dtype: torch.dtype, seed: int, blocks: int | None) -> nn.Module:
     import transformers
 
     torch.manual_seed(seed)
     model_class: Any = getattr(transformers, multimodal_classes()[model_type])
     config = multimodal_config(model_type)
     config.get_text_config()._experts_implementation = "eager"
+    if blocks is not None:
+        config.get_text_config().num_hidden_layers = blocks
     options = {"experts_implementation": "eager"} if model_class._can_set_experts_implementation() else {}
     default = torch.float64 if model_type in DEFAULT_FLOAT64 else torch.float32
     with memory_filled(), default_dtype(default):

@@ -11,10 +11,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from coverage.measure import default_dtype
+from coverage.multimodal import multimodal_model
+from coverage.multimodal_inputs import multimodal_inputs
 from coverage.packing import ROWS, documents, packed_positions
 from coverage.shrink import VOCAB
 from coverage.table import coverage_entries, tiny_model
 from fsdp_runtime import FsdpRuntimeError, parallelize, submesh
+from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.steps.pipeline.schedule import forward_backward, forward_only
 from fsdp_runtime.steps.pipeline.step import Pipeline
 from harness.adapters import filled
@@ -26,7 +29,14 @@ PIPELINE_BOUND = 1e-12
 
 
 def measure_pipeline(
-    name: str, axes: Mapping[str, int], step: Pipeline, *, packed: bool = False, adapted: bool = False, **options: Any
+    name: str,
+    axes: Mapping[str, int],
+    step: Pipeline,
+    *,
+    packed: bool = False,
+    adapted: str | None = None,
+    media: str = "",
+    **options: Any,
 ) -> dict[str, float]:
     """Compare one architecture in pipeline stages with the plain model, on this rank.
 
@@ -35,18 +45,23 @@ def measure_pipeline(
         axes: the mesh.
         step: the schedule.
         packed: give rows of several documents.
-        adapted: train adapters alone.
+        adapted: train adapters of these modules alone.
+        media: give rows with ``"image"``, ``"video"`` or ``"audio"`` to a multimodal model of this type.
         options: further keywords of ``parallelize``.
     """
     with default_dtype(torch.float64), compute_in_float64():
-        plain = tiny_model(coverage_entries()[name])
+        plain = (
+            multimodal_model(name, blocks=sum(step.layers or ()) or None)
+            if media
+            else tiny_model(coverage_entries()[name])
+        )
         if adapted:
             torch.manual_seed(0)
-            plain = filled(get_peft_model(plain, LoraConfig(r=4, target_modules="all-linear")))
+            plain = filled(get_peft_model(plain, LoraConfig(r=4, target_modules=adapted)))
         mesh = mesh_for(axes)
         staged = parallelize(copy.deepcopy(plain), mesh, steps=(step,), logits="full", **options)
         data = submesh(mesh, "dp")
-        batches = [_batches(step.microbatches, rank, packed) for rank in range(data.size())]
+        batches = [_batches(step.microbatches, rank, packed, base_model(plain), media) for rank in range(data.size())]
         for mine in batches:
             for batch in mine:
                 _weighted(_alone(plain, batch, packed), batch).backward()
@@ -69,8 +84,11 @@ def measure_pipeline(
     return errors | gradient_errors({name: p.grad for name, p in plain.named_parameters()}, staged)
 
 
-def _batches(count: int, rank: int, packed: bool) -> list[dict[str, Tensor]]:
-    """Return micro-batches of two lengths, or packed rows."""
+def _batches(count: int, rank: int, packed: bool, model: nn.Module, media: str) -> list[dict[str, Tensor]]:
+    """Return micro-batches of two lengths, packed rows, or rows with media; one micro-batch has text alone."""
+    if media:
+        rows = [multimodal_inputs(model, media=media, seed=rank * count + i) for i in range(count)]
+        return [*rows[:-1], {"input_ids": torch.randint(3, 90, (2, 7))}]
     generator = torch.Generator().manual_seed(rank)
     if packed:
         positions = packed_positions()

@@ -98,11 +98,14 @@ CASES: Provocations = {
     "fsdp_runtime/steps/pipeline/schedule.py": {
         "ModelError: is not in pipeline stages": lambda: forward_only(_llama(), []),
         "OptionError: micro-batches were given": lambda: _in_stages(lambda model: forward_only(model, [])),
-        "OptionError: cannot serve for all blocks": lambda: _scheduled(pixel_values=torch.zeros(1)),
+        "OptionError: cannot serve for all blocks": lambda: _scheduled(output_hidden_states=True),
         "OptionError: are not next tokens": lambda: _in_stages(
             lambda model: forward_backward(model, [{}] * 4), row("qwen3, classifier")
         ),
         "OptionError: has no labels": lambda: _scheduled(input_ids=ids(1, 4)),
+    },
+    "fsdp_runtime/steps/pipeline/media.py": {
+        "OptionError: does not take: leave the media out": lambda: _scheduled(pixel_values=torch.zeros(1)),
     },
     "fsdp_runtime/steps/pipeline/shapes.py": {
         "ModelError: a stage sends torch.float32": lambda: Sent((2,), torch.float32).sent(

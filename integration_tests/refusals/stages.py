@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from coverage.multimodal import multimodal_model
+from coverage.multimodal_inputs import multimodal_inputs
 from fsdp_runtime import MeshSpec, parallelize, save_weights
+from fsdp_runtime.steps.pipeline.schedule import forward_only
 from fsdp_runtime.steps.pipeline.step import Pipeline
 from fsdp_runtime.training_state import save_training_state
 from fsdp_runtime.weights.export import common_ranks
@@ -30,6 +33,13 @@ def _staged(call: Callable[[Any, str], Any]) -> Callable[[], None]:
     return run
 
 
+def _deepstack() -> None:
+    mesh = MeshSpec(pp=2).build(device_type="cpu")
+    model = multimodal_model("qwen3_vl")
+    inputs = multimodal_inputs(model)
+    forward_only(parallelize(model, mesh, steps=(Pipeline(microbatches=2),)), [inputs] * 2)
+
+
 def _with_a_parameter(model: Any, directory: str) -> None:
     model.scale = nn.Parameter(torch.ones(()))
     save_weights(model, directory)
@@ -46,6 +56,7 @@ CASES: Provocations = {
         "ModelError: when parallelize divided the model": _staged(lambda m, d: save_weights(m.to(torch.bfloat16), d)),
         "ModelError: 1 tensors were added": _staged(_with_a_parameter),
     },
+    "fsdp_runtime/steps/pipeline/media.py": {"ModelError: after the first stage": _deepstack},
     "fsdp_runtime/training_state/optimizers.py": {
         "OptionError: give every pipeline stage the same": _staged(_groups_by_stage)
     },

@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from rl_logprobs._torch_compat import joint_group, ranks_of, same_root
 
-#: The attribute of a parameter in a pipeline stage: the group of all stages, whether this rank counts the parameter, and
-#: the device and dtype of a norm over all stages.  ``fsdp_runtime.parallelize`` sets it.  Of the ranks with a tied
+#: The attribute of a parameter in a pipeline stage: the group of all stages, whether this rank counts the parameter,
+#: and the device and dtype of a norm over all stages.  ``fsdp_runtime.parallelize`` sets it.  Of the ranks with a tied
 #: parameter, the first counts it.  ``torch.distributed.group`` has the last model's, for a stage without parameters.
 STAGES = "_pipeline_stages"
 

@@ -54,6 +54,7 @@ class StagedModel:
     outer: dict[str, Where] = field(default_factory=dict)  # by path
     skeletons: tuple[Any, ...] = ()  # of the outputs of blocks
     entries: tuple[dict[Any, Any], ...] = ()  # skeletons of the entries that blocks add, by path
+    media: frozenset[str] = frozenset()  # checked keywords of media
     replaced: dict[str, Absent] = field(default_factory=dict)  # outputs of absent outer modules, by path
     shapes: dict[Any, Any] = field(default_factory=dict)  # of sent tensors, by rows and tokens
     varying: dict[Value, tuple[str | None, ...]] = field(default_factory=dict)  # dims of batch and length
@@ -123,15 +124,35 @@ class OnStage(Wrapper):
         return part.call(super().__call__, args, kwargs)  # type: ignore[misc]  # mypy: of the module's class
 
 
+class _OfParameters:
+    """The device or dtype of a module's parameters, or of the stream in the forward of a stage where all are absent."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        try:
+            return getattr(super(OuterOnStage, module), self.name)
+        except StopIteration:  # of transformers' property, for a module without parameters
+            stream = module.stage_stream
+            return getattr(torch.empty(0) if stream is None else stream, self.name)
+
+
 class OuterOnStage(OnStage):
     """The same for a module outside of blocks; model code may read the dtype or device of its absent parameters."""
 
+    device, dtype = _OfParameters("device"), _OfParameters("dtype")
+
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]  # of the module's class
-        if value is None and name in (part := self.__dict__[RUNTIME_STATE].part).removed:
-            stream = getattr(part.staged.run, "stream", None)
-            return value if stream is None else stream.new_empty(0)
+        if value is None and name in self.__dict__[RUNTIME_STATE].part.removed:
+            return None if self.stage_stream is None else self.stage_stream.new_empty(0)
         return value
+
+    @property
+    def stage_stream(self) -> Tensor | None:
+        """The hidden states in the forward of a stage that received some."""
+        return getattr(self.__dict__[RUNTIME_STATE].part.staged.run, "stream", None)
 
 
 def add_parts(model: nn.Module, parts: list[StagePart]) -> None:

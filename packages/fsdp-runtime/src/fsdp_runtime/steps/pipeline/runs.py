@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from fsdp_runtime.steps.pipeline.parts import Call, Run, StagedModel, StagePart
 from fsdp_runtime.steps.pipeline.values import Path, Value, at, filled, tensors_in, with_tensor
 
-#: Keywords of a call with media; later stages would need their features.
-MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values", "audio_values", "image_patches")
+#: Parts of the names of keywords of media.
+_MEDIA = ("pixel", "image", "video", "audio", "speech", "input_features", "input_values")
 #: Keywords and config entries for outputs of all blocks.
 RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -103,7 +103,18 @@ def running(staged: StagedModel, run: Run) -> Iterator[None]:
         staged.run = None
 
 
+def media_names(keywords: Iterable[str]) -> list[str]:
+    """Return the keywords of media, with their sizes, positions and masks."""
+    return [name for name in keywords if any(part in name for part in _MEDIA)]
+
+
+def media_of(inputs: Mapping[str, Any]) -> list[str]:
+    """Return the keywords with pixels and samples, which the first stage alone gets."""
+    floats = {path[0] for path, tensor in tensors_in(inputs) if tensor.is_floating_point()}
+    return [name for name in media_names(inputs) if name in floats or name == "audio_input_ids"]  # sound in codes
+
+
 def stage_inputs(inputs: Mapping[str, Any], stage: int, stages: int) -> dict[str, Any]:
-    """Return the keywords of the model's forward on a stage."""
-    dropped = ("labels",) if stage < stages - 1 else ()
+    """Return the keywords of the model's forward on a stage: media for the first stage, labels for the last."""
+    dropped = [*(["labels"] if stage < stages - 1 else []), *(media_of(inputs) if stage else [])]
     return {**{name: value for name, value in inputs.items() if name not in dropped}, "use_cache": False}

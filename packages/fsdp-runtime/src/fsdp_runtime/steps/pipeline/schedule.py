@@ -18,8 +18,9 @@ from fsdp_runtime._peft_compat import base_model
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.runtime_state import RUNTIME_STATE
+from fsdp_runtime.steps.pipeline.media import require_media_on_first_stage
 from fsdp_runtime.steps.pipeline.parts import StagedModel
-from fsdp_runtime.steps.pipeline.runs import MEDIA, RECORDED, StageRun, running, stage_inputs
+from fsdp_runtime.steps.pipeline.runs import RECORDED, StageRun, running, stage_inputs
 from fsdp_runtime.steps.pipeline.shapes import sent_shapes
 from fsdp_runtime.steps.pipeline.shared import summing_shared_gradients
 from fsdp_runtime.steps.pipeline.values import Value
@@ -247,12 +248,13 @@ def _staged(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> StagedMode
     if len(micro_batches) != (count := staged.schedules.microbatches):
         raise OptionError(f"{len(micro_batches)} micro-batches were given: the step has Pipeline(microbatches={count})")
     for index, batch in enumerate(micro_batches):
-        for name in (*MEDIA, *RECORDED, "past_key_values", "use_cache"):
+        for name in (*RECORDED, "past_key_values", "use_cache"):
             if batch.get(name) is not None and batch[name] is not False:
                 raise OptionError(
                     f"micro-batch {index} has {name}, which one stage cannot serve for all blocks: leave it out, or "
                     "use a mesh without pp"
                 )
+    require_media_on_first_stage(model, staged, micro_batches)
     return staged
 
 

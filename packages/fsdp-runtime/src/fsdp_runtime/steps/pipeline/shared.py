@@ -19,7 +19,7 @@ STAGES = "_pipeline_stages"
 
 
 def mark_stage_parameters(model: nn.Module) -> None:
-    """Record on each parameter the group, device and dtype of norms over all stages, and whether this rank counts it."""
+    """Record on each parameter the group, device and dtype of norms over all stages, and whether the rank counts it."""
     staged: StagedModel | None = runtime_state(model).stages
     if staged is None:
         return
@@ -42,21 +42,32 @@ def summing_shared_gradients(model: nn.Module, staged: StagedModel) -> Iterator[
         parameter.grad = None
     yield
     parameters = {name: p for name, p in model.named_parameters() if name in staged.shared}
+    unused = _without_gradients(parameters, staged)
     with torch.no_grad():
         for name in staged.shared:
-            if name in parameters:
+            if name in parameters and name not in unused:
                 _sum(name, parameters[name], staged)
         for name, gradient in earlier.items():
             if gradient is not None:
-                parameters[name].grad = gradient.add_(parameters[name].grad)  # type: ignore[arg-type]
+                current = parameters[name].grad
+                parameters[name].grad = gradient if current is None else gradient.add_(current)
+
+
+def _without_gradients(parameters: dict[str, nn.Parameter], staged: StagedModel) -> set[str]:
+    """Return the parameters that no rank has a gradient of; media may reach parameters that the small copy left out."""
+    unused = staged.unused & staged.shared.keys()
+    names = {name for name in unused if name in parameters and parameters[name].grad is not None}
+    if unused and staged.media:
+        by_rank: list[set[str]] = [set()] * staged.mesh.size()
+        dist.all_gather_object(by_rank, names, group=staged.mesh.get_group())
+        names = set().union(*by_rank)
+    elif names:
+        raise ModelError(f"{min(names)} got a gradient, and none in the small copy of the model: report this model")
+    return {*unused - names}
 
 
 def _sum(name: str, parameter: nn.Parameter, staged: StagedModel) -> None:
     """Exchange a gradient with the other ranks of the parameter, and add in the order of ranks: equal bits on all."""
-    if name in staged.unused:
-        if parameter.grad is not None:
-            raise ModelError(f"{name} got a gradient, and none in the small copy of the model: report this model")
-        return
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
