@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,27 +37,26 @@ def initialize_module(owner: Any, module: nn.Module) -> None:
 
 
 @contextmanager
-def longer_config(config: Any, count: int) -> Iterator[None]:
-    """A decoder's config with ``count`` further blocks of full attention and experts, inside the ``with``."""
+def longer_config(config: Any, types: Mapping[str, list[str]], count: int) -> Iterator[None]:
+    """A decoder's config with ``count`` further blocks, of ``types`` by the config's list, inside the ``with``."""
     # ``get_mtp_config`` (since 5.24) restarts the indices at 0 and needs fields that Qwen3-Next's config lacks.
-    types = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
     before = {
         name: value for name in ("num_hidden_layers", *types) if (value := getattr(config, name, None)) is not None
     }
     try:
         config.num_hidden_layers += count
         for name in types.keys() & before.keys():
-            setattr(config, name, [*before[name], *([types[name]] * count)])
+            setattr(config, name, [*before[name], *types[name]])
         yield
     finally:
         for name, value in before.items():
             setattr(config, name, value)
 
 
-def initial_head(owner: Any, block: Any, config: Any, index: int) -> Any:
-    """Return a block with the modules of a multi-token head and initial values."""
+def initial_head(owner: Any, block: Any, blocks: nn.ModuleList, index: int) -> Any:
+    """Return a block of the decoder's class with the modules of a multi-token head and initial values."""
     # The modules are ``MtpLayer``'s (5.24), under DeepSeek-V3's names.
-    weight = next(block.parameters())
+    weight, config = next(block.parameters()), owner.config
     norm: Any = type(block.input_layernorm)
     with torch.device(weight.device):
         head: Any = type(block)(config, index)
@@ -68,7 +67,7 @@ def initial_head(owner: Any, block: Any, config: Any, index: int) -> Any:
         head.shared_head.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
     for module in head.modules():
         owner._init_weights(module)
-    dtypes = {name: parameter.dtype for name, parameter in block.named_parameters()}
+    dtypes = {name: parameter.dtype for each in blocks for name, parameter in each.named_parameters()}
     for name, parameter in head.named_parameters():
         parameter.data = parameter.data.to(dtypes.get(name, weight.dtype))
     return head

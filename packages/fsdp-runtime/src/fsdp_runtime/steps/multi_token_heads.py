@@ -7,13 +7,13 @@ further blocks in its list do not change it.  Plans, FSDP2, checkpointing and lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import pad
 
 from fsdp_runtime._peft_compat import base_model
@@ -25,26 +25,8 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.context.outputs import GlobalRows
 from fsdp_runtime.steps.context.step import inputs_of, under_context_parallelism
 from fsdp_runtime.steps.documents.documents import Documents
+from fsdp_runtime.steps.multi_token_layouts import head_layout
 from fsdp_runtime.wrap import Wrapper, hook_forward, hook_model, wrap
-
-#: Prefixes in checkpoints of Qwen, by prefixes in a head.
-_QWEN = {
-    "mtp.layers.0.": "",
-    "mtp.fc.": "eh_proj.",
-    "mtp.pre_fc_norm_embedding.": "enorm.",
-    "mtp.pre_fc_norm_hidden.": "hnorm.",
-    "mtp.norm.": "shared_head.norm.",
-}
-#: Prefixes by ``model_type``; none for blocks beyond the last one with a head's names.
-_PREFIXES: dict[Any, dict[str, str]] = {
-    "deepseek_v3": {},
-    "glm4_moe": {},
-    "glm4_moe_lite": {},
-    "qwen3_next": _QWEN,
-    "qwen3_5_text": _QWEN,
-    "qwen3_5_moe_text": _QWEN,
-}
-
 
 class MultiTokenHeads:
     """Train the heads of a decoder that predict further tokens: head ``k`` predicts the token ``k + 1`` places ahead.
@@ -82,15 +64,16 @@ class MultiTokenHeads:
         base = base_model(model)
         config: Any = getattr(base, "config", None)
         kind = getattr(config, "model_type", None)
-        if kind not in _PREFIXES or not calls_loss_function(base):
-            raise ModelError(f"{type(base).__name__} has no known multi-token heads: known are {', '.join(_PREFIXES)}")
+        layout = head_layout(kind if calls_loss_function(base) else None, type(base).__name__)
         if runtime_state(base).multi_token:
             raise ModelError(f"{type(base).__name__} has multi-token heads already: use them, or a fresh model")
         if any(isinstance(parameter, DTensor) for parameter in base.parameters()):
             raise ModelError(f"{type(base).__name__} is parallelized: add multi-token heads before parallelize")
-        count = getattr(config, "num_mtp_layers", None) or 1 if count is None else count
-        if count < 1 or (count > 1 and _PREFIXES[kind]):
-            raise OptionError(f"count={count}: {kind} has 1 head{'' if _PREFIXES[kind] else ' or more'}")
+        stated = (getattr(config, name, None) for name in ("num_mtp_layers", "num_nextn_predict_layers"))
+        count = next(filter(None, stated), 1) if count is None else count
+        if count < 1 or (count > 1 and not layout.several):
+            raise OptionError(f"count={count}: {kind} has 1 head{' or more' if layout.several else ''}")
+        types = layout.types(config, count)
         self.detach, self._base = detach, base
         #: The states of each head, ``[batch, seq, features]``, of the last forward; the LM head gives its logits.
         self.hidden_states: list[Tensor] = []
@@ -99,8 +82,10 @@ class MultiTokenHeads:
         self._inputs: dict[str, Any] = {}
         self._arguments: dict[str, Any] = {}
         trunk = base.get_decoder()
-        lender, head = _append(base, trunk.layers, count), f"{base.base_model_prefix}.layers.{len(trunk.layers) - 1}."
-        rename_in_checkpoints(base, {prefix: head + inside for prefix, inside in _PREFIXES[kind].items()})
+        lender = _lender(trunk.layers, config, types["layer_types"][0])
+        first = _append(base, trunk.layers, lender, types, count)
+        prefixes = {depth: f"{base.base_model_prefix}.layers.{first + depth}." for depth in range(count)}
+        rename_in_checkpoints(base, layout.renamings(prefixes))
         runtime_state(base).multi_token = count
         if hasattr(config, "num_mtp_layers"):
             config.num_mtp_layers = count
@@ -166,21 +151,43 @@ class _Head(Wrapper):
 
     def forward(self, hidden: Tensor, embedded: Tensor, **arguments: Any) -> Tensor:
         """Return the states ``[batch, seq, features]`` of a head from the states before it and the next embeddings."""
-        joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        output = super().forward(joined, **arguments)  # type: ignore[misc]  # of the block's class
-        states: Tensor = self.shared_head.norm(output[0] if isinstance(output, tuple) else output)
-        return states
+        output = super().forward(_on_full_rows(self._join, hidden, embedded), **arguments)  # type: ignore[misc]
+        return _on_full_rows(self.shared_head.norm, output[0] if isinstance(output, tuple) else output)
+
+    def _join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        joined: Tensor = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        return joined
 
 
-def _append(base: Any, blocks: nn.ModuleList, count: int) -> nn.Module:
-    """Append heads to a decoder's blocks, and return the last earlier block with attention."""
-    last = next(block for block in reversed(blocks) if hasattr(block, "self_attn"))
-    with longer_config(base.config, count):
-        for index in range(len(blocks), len(blocks) + count):
-            head = initial_head(base, last, base.config, index)
+def _on_full_rows(call: Callable[..., Tensor], *states: Tensor) -> Tensor:
+    """Call modules of a head without a plan on full rows; the result is sharded as the states."""
+    first = states[0]
+    if not isinstance(first, DTensor):
+        return call(*states)
+    full = [Replicate()] * first.device_mesh.ndim
+    local = [each.redistribute(placements=full).to_local() if isinstance(each, DTensor) else each for each in states]
+    result = DTensor.from_local(call(*local), first.device_mesh, full, run_check=False)
+    return result.redistribute(placements=first.placements)
+
+
+def _lender(blocks: nn.ModuleList, config: Any, attention: str) -> Any:
+    """Return the last block with the heads' type of attention, which shares its masks and rotary embeddings."""
+    types = getattr(config, "layer_types", None) or [attention] * len(blocks)
+    alike = [block for block, kind in zip(blocks, types, strict=True) if kind == attention and hasattr(block, "self_attn")]
+    if not alike:
+        raise ModelError(f"multi-token heads need a block of {attention}: layer_types={types} has none")
+    return alike[-1]
+
+
+def _append(base: Any, blocks: nn.ModuleList, last: Any, types: Mapping[str, list[str]], count: int) -> int:
+    """Append heads to a decoder's blocks, and return the place of the first."""
+    first = len(blocks)
+    with longer_config(base.config, types, count):
+        for index in range(first, first + count):
+            head = initial_head(base, last, blocks, index)
             wrap([head], _Head)
             blocks.append(head)
-    return last
+    return first
 
 
 def _shifted(tokens: Tensor, places: int, rows: GlobalRows | None, filler: int) -> Tensor:

@@ -100,10 +100,9 @@ def heads_at_source(model: Any, exported: Collection[str]) -> Sequence[CopiedTen
         logger.debug("no multi-token heads: %s", error)
         return []
     names = [name for name in stored if name not in exported and _is_head(model, name, stored)]
+    trained = runtime_state(model).multi_token  # beside them are copies of the shared embedding and LM head
+    names = [name for name in names if _depth(model, name) >= trained]
     if not names:
-        return []
-    if runtime_state(model).multi_token:
-        logger.info("%d tensors of %s are replaced by trained heads and their shared embedding", len(names), folder)
         return []
     reason = "the vocabulary was resized" if is_resized(model, folder) else ""
     if packed := next((name for name in names if stored[name].dtype not in ("F64", "F32", "F16", "BF16")), None):
@@ -118,6 +117,14 @@ def heads_at_source(model: Any, exported: Collection[str]) -> Sequence[CopiedTen
         )
         for name in names
     ]
+
+
+def _depth(model: Any, name: str) -> int:
+    """Return the depth of a head, from 0, by a name in a checkpoint."""
+    if block := _BLOCK.match(name):
+        return int(block[1]) - int(model.config.get_text_config().num_hidden_layers)
+    number = re.search(r"\.(\d+)\.", name)
+    return 0 if number is None else int(number[1])
 
 
 def _is_head(model: Any, name: str, stored: Collection[str]) -> bool:
