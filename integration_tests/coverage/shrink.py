@@ -133,3 +133,11 @@ def _kinds(default: Mapping[str, Any]) -> dict[str, Any]:
 def wider(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a wide model that differ from those of a tiny one."""
     return {name: 8 for name in _WIDER if fields.get(name) == 4}
+
+
+def more_layers(fields: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The fields of a tiny config that change with its number of layers."""
+    if isinstance(text := fields.get("text_config"), dict):
+        return {"text_config": more_layers(text, layers)}
+    kinds = {name: list(islice(cycle(fields[name]), layers)) for name in _KINDS if fields.get(name)}
+    return {"num_hidden_layers": layers, **kinds}

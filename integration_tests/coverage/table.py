@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coverage.extras import EXTRAS, WIDE_EXTRAS
-from coverage.shrink import tiny_fields, wider
+from coverage.shrink import more_layers, tiny_fields, wider
 from coverage.unplanned import DEFAULT_FLOAT64, UNPLANNED
 from fsdp_runtime._transformers_compat.dtypes import kept_in_float32
 from harness.models import copy_of_one_build, jitter
@@ -114,6 +114,14 @@ def unplanned_causal_models() -> list[Entry]:
         for name, fields in UNPLANNED.items()
         if name in CLASSES and name not in planned  # older releases lack some, newer ones ship more plans
     ]
+
+
+def deeper(entry: Entry, layers: int) -> Entry:
+    """Return the row with more blocks, of its kinds of layers in turn."""
+    changes = more_layers(text_fields(entry.model_type, entry.changes), layers)
+    if "text_config" in changes:
+        changes["text_config"] = {**entry.changes.get("text_config", {}), **changes["text_config"]}
+    return replace(entry, changes={**entry.changes, **changes})
 
 
 def tiny_model(entry: Entry, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
