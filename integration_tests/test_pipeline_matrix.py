@@ -56,8 +56,8 @@ MATRIX: dict[str, tuple[str, Mapping[str, int], Pipeline, dict[str, Any]]] = {
     "sliding window, CP, packed": ("gemma3_text", CP, Pipeline(), PACKED),
     "hybrid, CP": ("qwen3_next", CP, Pipeline(), {}),
     # adapters
-    "adapters of a mixture, interleaved": ("qwen3_moe", PP4, INTERLEAVED, {"layers": 8, "adapted": True}),
-    "adapters of MLA, TP": ("deepseek_v2", TP, Pipeline(), {"adapted": True}),
+    "adapters of a mixture, interleaved": ("qwen3_moe", PP4, INTERLEAVED, {"layers": 8, "adapted": "all-linear"}),
+    "adapters of MLA, TP": ("deepseek_v2", TP, Pipeline(), {"adapted": "all-linear"}),
 }
 
 
