@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime._peft_compat import base_model
+from fsdp_runtime._torch_compat.pipelining import merged_parameter_groups
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.memory.gradient_accumulation import drop_placeholders
 from fsdp_runtime.runtime_state import RUNTIME_STATE
@@ -127,6 +128,13 @@ class _Stage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if backward_type == "weight":
+            bwd_kwargs["param_groups"] = merged_parameter_groups(bwd_kwargs["param_groups"])
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: the stages of a rank reduce together."""
