@@ -82,6 +82,13 @@ def is_gkd(trainer_class: type) -> bool:
     return any(cls.__module__ == _GKD and hasattr(cls, "generalized_jsd_loss") for cls in trainer_class.__mro__)
 
 
+def is_sft(trainer_class: type) -> bool:
+    """Return True if a trainer derives from TRL's SFT trainer."""
+    import trl
+
+    return issubclass(trainer_class, trl.SFTTrainer)
+
+
 def nearest(trainer_class: type) -> str:
     """Return the name of the trl trainer nearest to an experimental trainer."""
     names = [cls.__name__ for cls in trainer_class.__mro__]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from fsdp_runtime.errors import BackendError, OptionError, OtherRankError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size, require_axes
 from fsdp_runtime.model import rng_states, set_rng_states
+from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.trainers._accelerate_compat import is_prepared
 from fsdp_runtime.trainers._trl_compat import swapped
 from fsdp_runtime.trainers.accelerator_settings import accelerator_settings, check_ranks
@@ -67,6 +68,7 @@ class MeshAccelerator(StateMixin, Accelerator):
     flag_tensor: Tensor | None
     _source: ModelSource | None = None
     _preparing: Sequence[nn.Module] = ()
+    _scheduled: list[Tensor] | None = None
 
     def __init__(self, mesh: DeviceMesh, *, parallelize_kwargs: Options | None = None, **settings: Any) -> None:
         require_axes(mesh, stages=False)
@@ -214,7 +216,24 @@ class MeshAccelerator(StateMixin, Accelerator):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Accumulate gradients locally; the first backward after the ``with`` reduces them over ``dp``."""
-        return no_sync(self.unwrap_model(model))
+        own = self.unwrap_model(model)
+        return no_sync(own) if stages_of(own) is None else nullcontext()  # a schedule reduces once
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward of a loss; inside of :meth:`scheduled_losses` leave it to the schedule."""
+        if self._scheduled is None:
+            super().backward(loss, **kwargs)
+        else:
+            self._scheduled.append(loss)
+
+    @contextmanager
+    def scheduled_losses(self) -> Iterator[list[Tensor]]:
+        """Yield the list of the losses whose backward a schedule of pipeline stages runs."""
+        self._scheduled = []
+        try:
+            yield self._scheduled
+        finally:
+            self._scheduled = None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm of all gradients, each shard counted once; return the norm before clipping."""
@@ -297,10 +316,10 @@ class MeshAccelerator(StateMixin, Accelerator):
     @property
     def model_group(self) -> ProcessGroup | None:
         """The ranks that hold one replica of the batch, or ``None`` where each rank has its own."""
-        ways = tuple(axis for axis in ("cp", "tp") if axis_size(self.mesh, axis) > 1)
+        ways = tuple(axis for axis in ("pp", "cp", "tp") if axis_size(self.mesh, axis) > 1)
         if len(ways) < 2:
             return self.mesh[ways[0]].get_group() if ways else None
-        return flatten_axes(self.mesh, ways, "cp_tp").get_group()
+        return flatten_axes(self.mesh, ways, "_".join(ways)).get_group()
 
     def share_random_state(self) -> None:
         """Give every rank of ``cp`` and ``tp`` the random state of the first, so that they sample the same tokens."""

@@ -16,7 +16,7 @@ from fsdp_runtime import load_training_state, load_weights, save_training_state,
 from fsdp_runtime._peft_compat import base_model, is_peft_model
 from fsdp_runtime.errors import CheckpointError, ModelError, OptionError
 from fsdp_runtime.keywords import Options
-from fsdp_runtime.mesh import require_axes
+from fsdp_runtime.mesh import axis_size, require_axes
 from fsdp_runtime.sharded import first_rank_speaks
 from fsdp_runtime.steps.outputs.generation import gather_logits
 from fsdp_runtime.trainers import training_arguments as arguments
@@ -31,6 +31,7 @@ from fsdp_runtime.trainers.logits import (
 from fsdp_runtime.trainers.mesh_accelerator import MeshAccelerator, over_mesh
 from fsdp_runtime.trainers.model_source import ModelSource, is_sharded
 from fsdp_runtime.trainers.rl_logprobs_backend import rl_logprobs
+from fsdp_runtime.trainers.stages import StagedTraining, prepare_stages
 from fsdp_runtime.trainers.step_values import LogStepValues
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,9 @@ class MeshTrainerMixin(LogStepValues):
       them.
     - The norm of the gradients, and clipping by it, count every shard once.
     - ``save_model`` writes files for ``from_pretrained``; checkpoints resume on this mesh or another.
-    - Logged steps come with the values of a ``StepMeter``.
+    - Logged steps come with the values of a ``StepMeter``, but in pipeline stages.
+    - In pipeline stages one schedule runs the micro-batches of an optimizer step.  transformers' trainer and TRL's
+      SFT trainer take such meshes.
 
     Args:
         model: a model after ``parallelize`` and ``load_weights``; or an unsharded model with its weights,
@@ -68,6 +71,7 @@ class MeshTrainerMixin(LogStepValues):
     accelerator: MeshAccelerator
     mesh: DeviceMesh
     _takes_dispatched_batches = False
+    _stages: StagedTraining | None = None
 
     @first_rank_speaks()
     def __init__(
@@ -79,7 +83,7 @@ class MeshTrainerMixin(LogStepValues):
         parallelize_kwargs: Options | None = None,
         **kwargs: Any,
     ) -> None:
-        require_axes(mesh, stages=False)
+        require_axes(mesh, stages=self._takes_stages())
         options: Options = {**(parallelize_kwargs or {})}
         sharded = isinstance(model, nn.Module) and is_sharded(model)
         if sharded and parallelize_kwargs:
@@ -90,7 +94,9 @@ class MeshTrainerMixin(LogStepValues):
             if kwargs.get("optimizers", (None, None))[0] is None and kwargs.get("optimizer_cls_and_kwargs") is None:
                 arguments.check_optimizer(args)
         rl_logprobs()  # raises where it is missing
+        prepare_stages(mesh, args, options, model if sharded else None)
         self.mesh = mesh
+        self._stages = StagedTraining(self) if axis_size(mesh, "pp") > 1 else None
         self._reads_logits = getattr(args, "label_smoothing_factor", 0) > 0
         self._evaluated: set[int] = set()
         self._source = ModelSource(mesh, options, seed=getattr(args, "seed", 0))
@@ -105,6 +111,11 @@ class MeshTrainerMixin(LogStepValues):
         attributes: dict[str, Any] = self.__dict__
         if (label_smoother := attributes["label_smoother"]) is not None:
             attributes["label_smoother"] = label_smoother_for(label_smoother, base_model(self.model))
+
+    @classmethod
+    def _takes_stages(cls) -> bool:
+        """Return True if the trainer calls the model for the loss of a micro-batch alone."""
+        return True
 
     def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the model and the other arguments, with sharded models in place of plain ones."""
@@ -163,7 +174,22 @@ class MeshTrainerMixin(LogStepValues):
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's part of the operations of a forward and backward on ``inputs``."""
-        return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.mesh.size()
+        ranks = self.mesh.size() // axis_size(self.mesh, "pp")  # a stage counts its own parameters
+        return super().floating_point_ops(inputs) * self.accelerator.num_processes / ranks
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the micro-batches of an optimizer step, and the number of their labels."""
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        if self._stages is not None:
+            self._stages.begin(batches)
+        return batches, items
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run forward and backward of a micro-batch; in pipeline stages, of all of the step at the first."""
+        step = super().training_step
+        if self._stages is None:
+            return step(model, inputs, num_items_in_batch)
+        return self._stages.train(lambda batch: step(model, batch, num_items_in_batch))
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -203,9 +229,12 @@ class MeshTrainerMixin(LogStepValues):
         self._check_evaluated("evaluation", dataloader.dataset)
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch; logits come back as plain tensors."""
-        return full(super().prediction_step(*args, **kwargs))
+        step = super().prediction_step
+        if self._stages is None:
+            return full(step(model, inputs, *args, **kwargs))
+        return self._stages.predict(inputs, lambda batch: step(model, batch, *args, **kwargs))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):

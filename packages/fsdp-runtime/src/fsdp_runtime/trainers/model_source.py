@@ -15,6 +15,7 @@ from fsdp_runtime import init_adapters, load_weights, meta_device, parallelize, 
 from fsdp_runtime._transformers_compat.models import auto_class_builds, model_from_config
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
+from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.steps.context.step import under_context_parallelism
 
 #: Arguments of ``from_pretrained`` that concern one process alone, or are its defaults here.
@@ -29,6 +30,7 @@ def is_sharded(model: nn.Module) -> bool:
     """Return True if a model has been parallelized, by this package or another."""
     return (
         isinstance(model, FSDPModule)
+        or stages_of(model) is not None
         or under_context_parallelism(model)
         or any(isinstance(parameter, DTensor) for parameter in model.parameters())
     )

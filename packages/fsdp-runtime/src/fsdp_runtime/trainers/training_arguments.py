@@ -15,6 +15,7 @@ from fsdp_runtime import describe_parallelism
 from fsdp_runtime.errors import ModelError, OptionError
 from fsdp_runtime.keywords import Options
 from fsdp_runtime.mesh import axis_size
+from fsdp_runtime.model.stages import stages_of
 from fsdp_runtime.steps import Compile
 from fsdp_runtime.trainers.model_source import is_sharded
 
@@ -111,6 +112,10 @@ def check_model(model: Any, mesh: DeviceMesh, args: Any) -> None:
 
 def check_on_mesh(model: Any, mesh: DeviceMesh) -> None:
     """Raise :class:`ModelError` unless a model is parallelized on ``mesh``."""
+    stages, pp = stages_of(model), axis_size(mesh, "pp")
+    if pp != (1 if stages is None else stages.mesh.size()):
+        now = "not in pipeline stages" if stages is None else f"in stages over pp={stages.mesh.size()}"
+        raise ModelError(f"the model is {now}, and the trainer's mesh has pp={pp}: call parallelize(model, mesh) first")
     sharded = [tensor.device_mesh for tensor in model.parameters() if isinstance(tensor, DTensor)]
     lacks_dp = axis_size(mesh, "dp_shard") * axis_size(mesh, "dp_replicate") > 1 and not isinstance(model, FSDPModule)
     if lacks_dp or (axis_size(mesh, "tp") > 1 and not sharded):

@@ -58,7 +58,19 @@ class TrlMixin(MeshTrainerMixin):
         self._adds_reference = of_trl.adds_reference_adapter(type(self), args, kwargs.get("ref_model"))
         with of_trl.replaced(type(self), functions):
             super().__init__(model, mesh=mesh, args=args, **kwargs)
-        self._refuse_router_logits_over_cp()
+        self._refuse_router_logits()
+
+    @classmethod
+    def _takes_stages(cls) -> bool:
+        return of_trl.is_sft(cls)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the metrics that the last pipeline stage has counted."""
+        if self._stages is not None:
+            self._metrics, self._total_train_tokens = self._stages.of_last_stage(
+                (self._metrics, self._total_train_tokens)
+            )
+        super().log(logs, *args, **kwargs)
 
     def _shard_models(self, model: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if isinstance(model, nn.Module):
@@ -78,8 +90,13 @@ class TrlMixin(MeshTrainerMixin):
                 kwargs = {**kwargs, name: self._shard_other(kwargs[name])}
         return model, kwargs
 
-    def _refuse_router_logits_over_cp(self) -> None:
-        """Refuse the auxiliary loss of routers where rows have a padding mask, which counts tokens of the full rows."""
+    def _refuse_router_logits(self) -> None:
+        """Refuse the auxiliary loss of routers in stages, and with a padding mask, which counts tokens of full rows."""
+        if self._stages is not None and getattr(self, "aux_loss_enabled", False):
+            raise OptionError(
+                f"the auxiliary loss of the routers of {type(base_model(self.model)).__name__} reads all blocks, and "
+                f"pp={axis_size(self.mesh, 'pp')} divides them: set router_aux_loss_coef=0.0 in the trainer's arguments"
+            )
         is_padded = not getattr(self, "padding_free", False)
         if not (is_padded and getattr(self, "aux_loss_enabled", False) and under_context_parallelism(self.model)):
             return

@@ -34,6 +34,7 @@ class StageRun:
 
     def __init__(self, staged: StagedModel, stage: int, received: Mapping[Value, Tensor]) -> None:
         self.staged, self.stage, self.received = staged, stage, received
+        self.arrived = received
         self.first, self.end = staged.ranges[stage]
         self.captured: dict[Value, Tensor] = {}
         self.is_last = stage == len(staged.ranges) - 1
@@ -43,6 +44,8 @@ class StageRun:
     def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an own block, and replace another."""
         inputs = [list(args), kwargs]
+        if index == 0:  # copies, which model code may change in place; a loss may call the model again
+            self.received = {value: tensor.clone() for value, tensor in self.arrived.items()}
         if index < self.first:
             return self._earlier(index, inputs)
         if index >= self.end:

@@ -28,6 +28,8 @@ from fsdp_runtime.steps.pipeline.values import Value
 
 MicroBatch = Mapping[str, Any]
 Loss = Callable[[Any, MicroBatch], Tensor]
+#: The loss of a micro-batch from its index and the model's output.
+End = Callable[[int, Any], Tensor]
 
 
 def forward_backward(model: nn.Module, micro_batches: Sequence[MicroBatch], loss: Loss | None = None) -> Tensor:
@@ -68,8 +70,7 @@ def forward_backward(model: nn.Module, micro_batches: Sequence[MicroBatch], loss
             raise OptionError(f"the loss of micro-batch {index} is {value!r}: return a tensor without dimensions")
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    with summing_shared_gradients(model, staged):
-        return _Schedule(model, staged, micro_batches, weighted).run(backward=True)
+    return _run(model, staged, micro_batches, weighted, backward=True)
 
 
 def forward_only(
@@ -103,9 +104,32 @@ def forward_only(
         results[index] = output if outputs is None else outputs(output, micro_batches[index])
         return torch.zeros((), device=_device(model))
 
-    with torch.no_grad():
-        _Schedule(model, staged, micro_batches, keep).run(backward=False)
+    _run(model, staged, micro_batches, keep, backward=False)
     return [results[index] for index in range(len(micro_batches))] if results else None
+
+
+def run_stages(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], last: Callable[[int], Tensor], *, backward: bool
+) -> Tensor:
+    """Run any number of micro-batches; on the last stage ``last`` calls the model with one, and returns its loss.
+
+    A number that the step's schedule does not take runs by a plain schedule over the same stages.
+    """
+    staged = _staged(model, micro_batches, any_number=True)
+    return _run(model, staged, micro_batches, lambda index, _: last(index), backward=backward, calls=False)
+
+
+def _run(
+    model: nn.Module,
+    staged: StagedModel,
+    batches: Sequence[MicroBatch],
+    end: End,
+    *,
+    backward: bool,
+    calls: bool = True,
+) -> Tensor:
+    with summing_shared_gradients(model, staged) if backward else torch.no_grad():
+        return _Schedule(model, staged, batches, end, calls).run(backward=backward)
 
 
 class _Stage(PipelineStage):
@@ -161,16 +185,16 @@ class _Schedule:
     """One call of a schedule."""
 
     def __init__(
-        self, model: nn.Module, staged: StagedModel, batches: Sequence[MicroBatch], end: Callable[[int, Any], Tensor]
+        self, model: nn.Module, staged: StagedModel, batches: Sequence[MicroBatch], end: End, calls: bool
     ) -> None:
-        self.model, self.staged, self.batches, self.end = model, staged, batches, end
+        self.model, self.staged, self.batches, self.end, self.calls = model, staged, batches, end, calls
 
     def run(self, *, backward: bool) -> Tensor:
         """Run all micro-batches; return the losses."""
         step, count = self.staged.schedules, len(self.batches)
         self.shapes = sent_shapes(self.model, self.staged, self.batches)
         stages = [self._stage(stage, backward) for stage in self.staged.stages]
-        kind = get_schedule_class(step.schedule)
+        kind = get_schedule_class(step.schedule_of(count, self.staged.mesh.size()))
         single = issubclass(kind, PipelineScheduleSingle)
         schedule = kind(stages[0] if single else stages, count, loss_fn=_identity, scale_grads=False)
         losses: list[Tensor] = []
@@ -208,10 +232,12 @@ class _Schedule:
             value: shape.received(tensor) for value, shape, tensor in zip(values, shapes, tensors, strict=True)
         }
         run = StageRun(staged, stage, received)
+        is_last = stage == count - 1
         with running(staged, run):
-            output = self.model(**stage_inputs(self.batches[index], stage, count))
-        if stage == count - 1:
-            return self.end(index, output)
+            called = self.calls or not is_last
+            output = self.model(**stage_inputs(self.batches[index], stage, count)) if called else None
+            if is_last:
+                return self.end(index, output)
         sizes = zip(self.shapes[stage][None], run.sent(), self.shapes[stage][index], strict=True)
         return tuple(largest.sent(tensor, expected) for largest, tensor, expected in sizes)
 
@@ -246,14 +272,14 @@ def _identity(loss: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
-def _staged(model: nn.Module, micro_batches: Sequence[MicroBatch]) -> StagedModel:
+def _staged(model: nn.Module, micro_batches: Sequence[MicroBatch], *, any_number: bool = False) -> StagedModel:
     staged: StagedModel | None = getattr(model.__dict__.get(RUNTIME_STATE), "stages", None)
     if staged is None:
         raise ModelError(
             f"{type(model).__name__} is not in pipeline stages: parallelize it on a mesh with pp of 2 or more, with "
             "steps=(Pipeline(...),)"
         )
-    if len(micro_batches) != (count := staged.schedules.microbatches):
+    if len(micro_batches) != (count := staged.schedules.microbatches) and not any_number:
         raise OptionError(f"{len(micro_batches)} micro-batches were given: the step has Pipeline(microbatches={count})")
     for index, batch in enumerate(micro_batches):
         for name in (*RECORDED, "past_key_values", "use_cache"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ class Sent:
         return pad(local, [n for m in reversed(missing) for n in (0, m)]) if any(missing) else local.contiguous()
 
     def received(self, buffer: Tensor) -> Tensor:
-        """Return the tensor without padding; a copy, which model code may change in place."""
-        local = buffer[tuple(slice(size) for size in self.shape)].clone()
+        """Return the tensor without padding."""
+        local = buffer[tuple(slice(size) for size in self.shape)]
         if local.requires_grad:
             local.register_hook(_contiguous)  # type: ignore[no-untyped-call]
         if self.whole is None:
@@ -100,18 +101,21 @@ def _require_equal_sizes(staged: StagedModel, sizes: list[tuple[int, ...]]) -> N
 
 def _computed(staged: StagedModel, size: tuple[int, ...]) -> list[tuple[Sent, ...]] | None:
     """Return the tensors of micro-batches of a new size from known ones; ``None`` where that is not certain."""
-    known = next(iter(staged.shapes.values()), None)
+    first, known = next(iter(staged.shapes.items()), ((), None))
     if known is None or any(sent.whole for boundary in known for sent in boundary):
         return None
     if any("unknown" in dims for dims in staged.varying.values()):
         return None
-    sizes = dict(zip(("rows", "tokens"), size, strict=True))
 
-    def of(value: Value, sent: Sent) -> Sent:
+    def of(size: tuple[int, ...], value: Value, sent: Sent) -> Sent:
+        sizes = dict(zip(("rows", "tokens"), size, strict=True))
         dims = zip(staged.varying[value], sent.shape, strict=True)
         return replace(sent, shape=tuple(fixed if dim is None else sizes[dim] for dim, fixed in dims))
 
-    return [tuple(map(of, values, sent)) for values, sent in zip(staged.sent, known, strict=True)]
+    def boundaries(size: tuple[int, ...]) -> list[tuple[Sent, ...]]:
+        return [tuple(map(partial(of, size), *both)) for both in zip(staged.sent, known, strict=True)]
+
+    return boundaries(size) if boundaries(first) == known else None  # else a hook cuts the rows over ``cp``
 
 
 def _rows_and_tokens(batch: Mapping[str, Any]) -> tuple[int, ...]:

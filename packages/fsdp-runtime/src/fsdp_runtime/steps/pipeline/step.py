@@ -136,10 +136,17 @@ class Pipeline(Step[StagedModel | None]):
         _find_shared_parameters(setup.facts.model, staged)
         return staged
 
+    def schedule_of(self, microbatches: int, pp: int) -> str:
+        """Return the schedule for a call, or the one that takes any number of micro-batches on the same stages."""
+        if microbatches >= self._least(pp) and not (self.kind in INTERLEAVED and microbatches % pp):
+            return self.schedule
+        return "ZBVZeroBubble" if self.kind in V_SHAPED else "LoopedBFS" if self.kind in INTERLEAVED else "GPipe"
+
+    def _least(self, pp: int) -> int:
+        return {"dualpipev": pp * self.per_rank, "zbvzerobubble": 1, "gpipe": 1}.get(self.kind, pp)
+
     def _require_microbatches(self, pp: int) -> None:
-        stages = pp * self.per_rank
-        least = {"dualpipev": stages, "zbvzerobubble": 1, "gpipe": 1}.get(self.kind, pp)
-        if self.microbatches < least:
+        if self.microbatches < (least := self._least(pp)):
             raise OptionError(
                 f"microbatches={self.microbatches}: the schedule {self.schedule!r} over pp={pp} takes at least {least}"
             )
