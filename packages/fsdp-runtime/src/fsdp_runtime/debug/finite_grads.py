@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import GradientError
-from fsdp_runtime.model.state import require_memory, state_entries
-from fsdp_runtime.sharded.collectives import all_gather_objects, mesh_ranks, required_device
+from fsdp_runtime.model.state import require_memory
+from fsdp_runtime.sharded.collectives import all_gather_objects, required_device
+from fsdp_runtime.sharded.model_state import ModelState
 
 #: The most parameters that a message names; it counts further parameters.
 _MAX_NAMED = 8
@@ -39,7 +40,7 @@ def assert_finite_gradients(model: nn.Module) -> None:
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> assert_finite_gradients(model)
     """
-    ranks = mesh_ranks(model, state_entries(model, allow_offloaded=True))
+    ranks = ModelState(model, allow_offloaded=True).ranks
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     require_memory(gradients, "gradients")
     counts = {name: _count_nonfinite(gradient) for name, gradient in gradients.items()}

@@ -17,16 +17,29 @@ from fsdp_runtime.runtime_state import RUNTIME_STATE, RuntimeState
 
 def stages_of(model: nn.Module) -> Any:
     """Return the record of a model in pipeline stages, ``None`` for any other; refuse a part of such a model."""
-    states: list[RuntimeState] = [m.__dict__[RUNTIME_STATE] for m in model.modules() if RUNTIME_STATE in m.__dict__]
     root = model.__dict__.get(RUNTIME_STATE)
     if root is not None and root.stages is not None:
         return root.stages
-    if any(state.stages is not None or state.part is not None for state in states):
+    if any(state.stages is not None or state.part is not None for state in _recorded_states(model)):
         raise ModelError(
             f"{type(model).__name__} is a part of a model in pipeline stages, or a module around one: pass the model "
             "that parallelize returned"
         )
     return None
+
+
+def require_whole(model: nn.Module, call: str) -> None:
+    """Check that a model is not in pipeline stages, for a function that needs every block on every rank."""
+    for state in _recorded_states(model):
+        if state.stages is not None:
+            raise ModelError(
+                f"{call} does not support a model in pipeline stages (pp={state.stages.mesh.size()}): its ranks have "
+                "different blocks; use a mesh without pp"
+            )
+
+
+def _recorded_states(model: nn.Module) -> Iterator[RuntimeState]:
+    return (module.__dict__[RUNTIME_STATE] for module in model.modules() if RUNTIME_STATE in module.__dict__)
 
 
 def whole_entries(model: nn.Module, entries: Sequence[StateEntry]) -> list[StateEntry]:

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_runtime._torch_compat import root_mesh
 from fsdp_runtime.errors import OptionError, OtherRankError
 from fsdp_runtime.mesh.spec import axis_size
-from fsdp_runtime.model.state import StateEntry
-from fsdp_runtime.runtime_state import RUNTIME_STATE, runtime_state
+from fsdp_runtime.runtime_state import RUNTIME_STATE
 
 #: Packages with loggers that :func:`first_rank_speaks` silences.
 _PACKAGES = ("fsdp_runtime", "tp_plans")
@@ -44,23 +43,21 @@ class ModelRanks:
 def model_mesh(model: nn.Module, tensors: Iterable[Tensor]) -> DeviceMesh | None:
     """Return the mesh of a model with these tensors, ``None`` for plain tensors outside of pipeline stages."""
     on_mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
-    recorded = next(_recorded_meshes(model), None)
+    recorded = next(recorded_meshes(model), None)
     if on_mesh is None:
         return None if recorded is None or axis_size(recorded, "pp") == 1 else recorded
     # torch's caches of specs may give a DTensor the equal slice of an earlier mesh with other axes.
     return recorded or root_mesh(on_mesh)
 
 
-def _recorded_meshes(model: nn.Module) -> Iterator[DeviceMesh]:
+def recorded_meshes(model: nn.Module) -> Iterator[DeviceMesh]:
     """Yield the meshes that a model, or parts of a model, were parallelized on."""
-    for module in model.modules():
-        if RUNTIME_STATE in module.__dict__ and (mesh := runtime_state(module).mesh) is not None:
-            yield mesh
+    states = (module.__dict__.get(RUNTIME_STATE) for module in model.modules())
+    return (state.mesh for state in states if state is not None and state.mesh is not None)
 
 
-def mesh_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> ModelRanks:
-    """Return all ranks of the model's mesh, replicas included; only this rank for a model of plain tensors."""
-    mesh = model_mesh(model, (entry.tensor for entry in entries))
+def ranks_of(mesh: DeviceMesh | None) -> ModelRanks:
+    """Return all ranks of a mesh; only this rank without a mesh."""
     if mesh is None:
         return ModelRanks(global_first=own_rank())
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
@@ -81,14 +78,6 @@ def world_ranks() -> ModelRanks:
         return ModelRanks()
     world = dist.group.WORLD
     return ModelRanks(() if world is None else (world,), dist.get_rank(), dist.get_world_size())
-
-
-def mesh_or_world_ranks(model: nn.Module, entries: Sequence[StateEntry]) -> ModelRanks:
-    """Return the ranks that write a model's checkpoint: its mesh's ranks, or the world for a model without a mesh."""
-    # A model, or a part of a model, that was parallelized on a mesh of one rank has plain tensors.
-    one_rank = any(mesh.size() == 1 for mesh in _recorded_meshes(model))
-    on_mesh = one_rank or model_mesh(model, (entry.tensor for entry in entries)) is not None
-    return mesh_ranks(model, entries) if on_mesh else world_ranks()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -18,19 +17,6 @@ from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.sharded.async_saves import flat_bytes
 from fsdp_runtime.sharded.collectives import ModelRanks, own_rank
 from fsdp_runtime.sharded.gather import full_tensors
-
-
-def full_tensors_of_stages(
-    model: nn.Module, tensors: Sequence[Tensor], entries: Sequence[StateEntry]
-) -> Iterator[Tensor]:
-    """Iterate over full tensors of the whole model's ``entries``, on every rank.  Collective."""
-    stages, ranks = StageRanks.of(model), {id(entry.tensor): entry.ranks for entry in entries}
-    for holders, members in groupby(tensors, lambda tensor: ranks[id(tensor)]):
-        run = list(members)
-        if stages is None or holders is None:
-            yield from full_tensors(run)
-        else:
-            yield from stages.full_tensors(run, [tensor.dtype for tensor in run], holders, None)
 
 
 @dataclass(frozen=True)

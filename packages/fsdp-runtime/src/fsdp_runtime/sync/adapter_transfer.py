@@ -17,8 +17,7 @@ from torch.distributed import ProcessGroup
 from fsdp_runtime import save_adapter
 from fsdp_runtime._peft_compat import base_model, is_peft_model, lora_layers
 from fsdp_runtime.errors import OptionError, WeightSyncError
-from fsdp_runtime.model import state_entries, whole_entries
-from fsdp_runtime.sharded import own_rank, require_path
+from fsdp_runtime.sharded import ModelState, own_rank, require_path
 from fsdp_runtime.sync.engine_client import EngineClient
 from fsdp_runtime.sync.weight_transfer import on_every_rank
 from fsdp_runtime.weights import saved_tensors
@@ -115,7 +114,7 @@ class AdapterTransfer:
             raise OptionError(f"version={version}: the server has version {last}; give a larger one")
         for adapter in self._adapters:
             require_servable(model, adapter)
-        entries, nbytes = whole_entries(model, state_entries(model)), 0
+        entries, nbytes = ModelState(model).whole, 0
         for adapter in self._adapters:
             tensors = saved_tensors(model, entries, adapter, embeddings=False)
             nbytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model import state_entries
-from fsdp_runtime.sharded import WeightInfo, all_gather_objects, flat_bytes, mesh_ranks
+from fsdp_runtime.sharded import ModelState, WeightInfo, all_gather_objects, flat_bytes
 from fsdp_runtime.weights import Bucket, WeightExport
 
 
@@ -50,9 +49,9 @@ def send_weights(
         >>> from fsdp_runtime.sync import send_weights
         >>> send_weights(nn.Linear(2, 3), None, print)  # a rank that does not send
     """
-    entries = state_entries(model)
-    prepared = export.prepare(model, entries)
-    sends = all_gather_objects(mesh_ranks(model, entries), group is not None)
+    state = ModelState(model)
+    prepared = export.prepare(state)
+    sends = all_gather_objects(state.ranks, group is not None)
     senders = [rank for rank, value in sends.items() if value]
     for bucket in prepared.buckets(to=senders[0] if len(senders) == 1 else None):
         if group is None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_runtime.errors import WeightSyncError
-from fsdp_runtime.model import state_entries
-from fsdp_runtime.sharded import all_reduce_over, block_view, hash_box, inside, mesh_ranks, own_rank
+from fsdp_runtime.sharded import ModelState, all_reduce_over, block_view, hash_box, inside, own_rank
 from fsdp_runtime.sync.groups import rank_in
 from fsdp_runtime.sync.model_layout import ModelShards, present_tensors
 from fsdp_runtime.sync.tensor_views import box_views, torch_dtype
@@ -43,7 +42,7 @@ def digest(model: nn.Module, *, export: WeightExport = WeightExport()) -> dict[s
     """
     shards = ModelShards(model, export=export)
     shards.refresh()
-    return _digests(shards.layout, shards.local, own_rank(), mesh_ranks(model, state_entries(model)).groups)
+    return _digests(shards.layout, shards.local, own_rank(), ModelState(model).ranks.groups)
 
 
 def digest_layout(

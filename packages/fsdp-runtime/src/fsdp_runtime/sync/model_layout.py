@@ -12,17 +12,7 @@ from fsdp_runtime._peft_compat import BASE, base_model
 from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import ConversionError, OptionError
-from fsdp_runtime.model import state_entries, whole_entries
-from fsdp_runtime.sharded import (
-    BoxOwners,
-    StageRanks,
-    all_gather_objects,
-    identity_chunk,
-    mesh_ranks,
-    model_mesh,
-    own_rank,
-    stored_part,
-)
+from fsdp_runtime.sharded import BoxOwners, ModelState, all_gather_objects, identity_chunk, own_rank, stored_part
 from fsdp_runtime.sync.quantized_shards import QuantizedShards
 from fsdp_runtime.weights import ExportedTensor, ExportGroup, HeldTensors, MergedShards, WeightExport, saved_tensors
 from tp_plans.transfer import CheckpointTensor, StoredBlock, TransferLayout
@@ -67,20 +57,17 @@ class ModelShards:
         export: WeightExport = WeightExport(),
         adapter: str | None = None,
     ) -> None:
-        entries = state_entries(model)
+        state = ModelState(model)
         quantize = export.quantize
         if adapter is None:
-            prepared = export.prepare(model, entries)
+            prepared = export.prepare(state)
             groups, quantize = prepared.groups, prepared.quantize
         else:
-            whole = whole_entries(model, entries)
-            tensors_of_adapter = saved_tensors(model, whole, adapter, embeddings=False)
-            ranks_of = {id(entry.tensor): entry.ranks for entry in whole}
-            groups = _adapter_groups(base_model(model), tensors_of_adapter, export.exported_dtype, ranks_of)
-        self._held = HeldTensors(model, entries)
-        mesh = model_mesh(model, (entry.tensor for entry in entries))
-        own, stages = own_rank(), StageRanks.of(model)
-        everyone = [own] if mesh is None else mesh.mesh.flatten().tolist()
+            tensors_of_adapter = saved_tensors(model, state.whole, adapter, embeddings=False)
+            groups = _adapter_groups(base_model(model), tensors_of_adapter, export.exported_dtype, state.holders)
+        self._held = HeldTensors(model, state.entries)
+        own, stages = own_rank(), state.stages
+        everyone = [own] if state.mesh is None else state.mesh.mesh.flatten().tolist()
         members = everyone if stages is None else stages.own
         tensors: dict[str, CheckpointTensor] = {}
         blocks: dict[str, list[StoredBlock]] = {}
@@ -118,8 +105,7 @@ class ModelShards:
         self.storage = {**local, **merged.local}  # ``local``; merged and quantized copies may lack values
         self._derived: list[MergedShards | QuantizedShards] = [merged] if merged.local else []
         if quantize is not None:
-            groups_of_ranks = mesh_ranks(model, entries).groups
-            quantized = QuantizedShards(self.layout, self.storage, quantize, own, groups_of_ranks)
+            quantized = QuantizedShards(self.layout, self.storage, quantize, own, state.ranks.groups)
             self.layout, self.storage = quantized.layout, quantized.local
             self._derived.append(quantized)
         self._is_fresh = not self._derived

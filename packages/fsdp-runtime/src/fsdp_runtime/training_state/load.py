@@ -22,15 +22,14 @@ from fsdp_runtime.model.generators import require_rng_states, set_rng_states
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, settings_at_source, source_folder
-from fsdp_runtime.model.stages import whole_entries
-from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all, state_entries
+from fsdp_runtime.model.state import StateEntry, refresh_buffers, reshard_all
 from fsdp_runtime.sharded.chunks import fill_local, whole_chunk
 from fsdp_runtime.sharded.collectives import (
     first_rank_speaks,
-    mesh_or_world_ranks,
     raise_on_all,
     require_equal_on_all,
 )
+from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsReader, memory_of
 from fsdp_runtime.sharded.shard_offsets import require_layouts
@@ -116,8 +115,8 @@ def load_training_state(
         >>> state.step, state.extra, state.rng_restored
         (7, {'tokens': 4096}, True)
     """
-    entries = state_entries(model)
-    ranks = mesh_or_world_ranks(model, entries)
+    held = ModelState(model)
+    entries, ranks = held.entries, held.writers
     optimizers = as_list(optimizer)
     with raise_on_all(ranks) as newest:
         root = require_path("directory", directory)
@@ -132,14 +131,14 @@ def load_training_state(
         with raise_on_all(ranks) as checked, first_rank_speaks(ranks.groups):
             checked.value = settings_at_source(base_model(model))
             shared = read_object(folder, SHARED_FILE, manifest.files, _SHARED)
-            same_mesh = (mesh_sizes(model, entries), ranks.count) == (dict(manifest.mesh), manifest.world_size)
+            same_mesh = (mesh_sizes(held.mesh), ranks.count) == (dict(manifest.mesh), manifest.world_size)
             rng = read_object(folder, rng_file(ranks.index), manifest.files, {"rng": dict}) if same_mesh else None
             if rng is not None:
                 require_rng_states(folder / rng_file(ranks.index), rng["rng"])
             for index, saved in enumerate(shared["optimizers"]):
                 require_saved_optimizer(folder / SHARED_FILE, index, saved, manifest.tensors)
             require_layouts({entry.names[0]: entry.tensor for entry in entries})
-            whole = whole_entries(model, entries)
+            whole = held.whole
             absent = {entry.names[0] for entry in whole if entry.is_absent}
             shared["optimizers"] = [of_parameters(saved, absent) for saved in shared["optimizers"]]
             _check(whole, optimizers, scheduler, manifest, shared)

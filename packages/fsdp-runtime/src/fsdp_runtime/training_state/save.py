@@ -11,13 +11,13 @@ from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.generators import rng_states
-from fsdp_runtime.model.stages import whole_entries
-from fsdp_runtime.model.state import StateEntry, require_memory, state_entries
+from fsdp_runtime.model.state import StateEntry, require_memory
 from fsdp_runtime.sharded.async_saves import (
     SAVES_WAIT,
     HostStaging,
@@ -30,15 +30,13 @@ from fsdp_runtime.sharded.chunks import local_part
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
     all_gather_objects,
-    mesh_or_world_ranks,
-    model_mesh,
     raise_on_all,
     require_equal_on_all,
 )
+from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
 from fsdp_runtime.sharded.shard_offsets import require_layouts, shard_steps
-from fsdp_runtime.sharded.stages import StageRanks
 from fsdp_runtime.sharded.work_directory import work_directory
 from fsdp_runtime.training_state.directory import commit
 from fsdp_runtime.training_state.manifest import Manifest, StoredChunk, StoredTensor
@@ -154,19 +152,17 @@ def save_training_state(
         ...     save_training_state(directory, model, optimizer, step=7, extra={"tokens": 4096}).name
         'step-00000007'
     """
-    entries = state_entries(model)
-    ranks = mesh_or_world_ranks(model, entries)
+    held = ModelState(model)
+    entries, ranks = held.entries, held.writers
     optimizers = as_list(optimizer)
     with raise_on_all(ranks) as agreed:
         require_no_removed("save_training_state", removed, {"if_saving": SAVES_WAIT})
         if step < 0 or (keep is not None and keep < 0):
             raise OptionError(f"step={step}, keep={keep}: give numbers of at least 0")
         folder = require_path("directory", directory)
-        stages = StageRanks.of(model)
+        stages = held.stages
         writers = ranks if stages is None else stages.stage
-        tensors = named_tensors(
-            entries, optimizers, [] if stages is None else stages.foreign(whole_entries(model, entries))
-        )
+        tensors = named_tensors(entries, optimizers, [] if stages is None else stages.foreign(held.whole))
         require_memory(tensors, "tensors of the training state")
         require_layouts(tensors)
         names = parameter_names(entries, optimizers)
@@ -192,7 +188,7 @@ def save_training_state(
         objects = {rng_file(ranks.index): rng, **({SHARED_FILE: shared} if ranks.is_first else {})}
         described = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
         described = described if writers.is_first else {}
-        save = _Save(work, step, keep, mesh_sizes(model, entries), writes, objects, described)
+        save = _Save(work, step, keep, mesh_sizes(held.mesh), writes, objects, described)
         if not asynchronous:
             return save.finish(ranks)
         return save_in_thread(save.finish, ranks, list(agreed.values), resources)
@@ -246,9 +242,8 @@ def rng_file(index: int) -> str:
     return f"rank-{index:05d}.rng.pt"
 
 
-def mesh_sizes(model: nn.Module, entries: Sequence[StateEntry]) -> dict[str, int]:
+def mesh_sizes(mesh: DeviceMesh | None) -> dict[str, int]:
     """Return the sizes of the axes of the model's mesh that are larger than 1, by name."""
-    mesh = model_mesh(model, (entry.tensor for entry in entries))
     if mesh is None:
         return {}
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))

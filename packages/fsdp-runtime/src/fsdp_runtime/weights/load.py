@@ -18,10 +18,10 @@ from fsdp_runtime.errors import MismatchError
 from fsdp_runtime.model.inference_mode import leave_inference_mode
 from fsdp_runtime.model.materialize import materialize_entries
 from fsdp_runtime.model.pretrained_source import adopt, source_folder
-from fsdp_runtime.model.stages import whole_entries
-from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all, state_entries
+from fsdp_runtime.model.state import StateEntry, refresh_buffers, require_unquantized, reshard_all
 from fsdp_runtime.sharded.chunks import fill_from, fill_local
-from fsdp_runtime.sharded.collectives import first_rank_speaks, mesh_ranks, raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.collectives import first_rank_speaks, raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.shard_offsets import require_layouts
 from fsdp_runtime.values import require_no_removed
 from fsdp_runtime.weights.adapters import base_state_entries, require_materialized_adapters
@@ -124,8 +124,8 @@ def load_weights(
         LoadReport(tensors=2, bytes_read=36, unexpected=())
     """
     with leave_inference_mode():
-        entries = state_entries(model)
-        ranks = mesh_ranks(model, entries)
+        state = ModelState(model)
+        ranks = state.ranks
         with raise_on_all(ranks) as step:
             require_no_removed("load_weights", removed, _REMOVED)
             step.value = {"training": training, "new_modules": {**(new_modules or {})}, "prefix": prefix}
@@ -138,9 +138,9 @@ def load_weights(
         with checkpoint:
             with raise_on_all(ranks) as matched, first_rank_speaks(ranks.groups):
                 read_stored_weights(checkpoint)
-                base_entries = base_state_entries(base, whole_entries(model, entries))
+                base_entries = base_state_entries(base, state.whole)
                 own_entries = [entry for entry in base_entries if not entry.is_absent]
-                require_materialized_adapters(base, entries)
+                require_materialized_adapters(base, state.entries)
                 require_layouts({entry.names[0]: entry.tensor for entry in own_entries})
                 require_unquantized(own_entries)
                 weights = map_into(base.module, prefix, base_entries, checkpoint.tensors)
@@ -153,7 +153,7 @@ def load_weights(
                 matched.value = ties, read_generation_settings(folder) if folder and generates else None
             require_equal_ties([tie for ties, _ in matched.values.values() for tie in ties])
             with raise_on_all(ranks):
-                materialize_entries(model, entries, device)
+                materialize_entries(model, state.entries, device)
             reshard_all(model)
             present = refresh_buffers(own_entries)
             with raise_on_all(ranks):

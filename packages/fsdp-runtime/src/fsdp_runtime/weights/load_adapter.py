@@ -17,11 +17,11 @@ from fsdp_runtime._peft_compat import BASE, adapter_settings, base_model, lora_l
 from fsdp_runtime._torch_compat import offloads_to_cpu
 from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.materialize import compute_device, materialize_parameter
-from fsdp_runtime.model.stages import whole_entries
 from fsdp_runtime.model.state import StateEntry, reshard_all, state_entries
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.sharded.chunks import fill_from, fill_local, identity_chunk
-from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.collectives import raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.weights.adapters import adapter_tensors, saved_tensors
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
@@ -139,17 +139,16 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         ...     save_adapter(model, directory)
         ...     load_adapter(model, directory)
     """
-    entries = state_entries(model)
-    ranks = mesh_or_world_ranks(model, entries)
+    state = ModelState(model)
+    ranks = state.writers
     with raise_on_all(ranks) as step:
         folder = require_path("directory", directory)
         step.value = {"adapter": adapter}
         wrappers = (place for place in places(base_model(model)) if place.wrapper)
         if merged := next((place.path for place in wrappers if getattr(place.module, "merged", False)), None):
             raise OptionError(f"{merged} has adapters that are merged into its weight: unmerge them first")
-        whole = whole_entries(model, entries)
-        tensors = saved_tensors(model, whole, adapter, embeddings=False)
-        with_embeddings = saved_tensors(model, whole, adapter, embeddings=True)
+        tensors = saved_tensors(model, state.whole, adapter, embeddings=False)
+        with_embeddings = saved_tensors(model, state.whole, adapter, embeddings=True)
         saved = _saved_settings(folder)
     require_equal_on_all(step.values)
     checkpoint = open_on_all(folder / _WEIGHTS, ranks)
@@ -160,9 +159,9 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
             if problems:
                 listed = "\n  ".join(problems)
                 raise MismatchError(f"the adapter in {folder} does not fit the model's {adapter!r}:\n  {listed}")
-        absent = {id(entry.tensor) for entry in whole if entry.is_absent}
+        absent = {id(entry.tensor) for entry in state.whole if entry.is_absent}
         tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) not in absent}
-        _materialize(model, entries, tensors.values())
+        _materialize(model, state.entries, tensors.values())
         reshard_all(model)
         with raise_on_all(ranks):
             for name, tensor in tensors.items():

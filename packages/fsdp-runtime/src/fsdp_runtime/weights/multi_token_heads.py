@@ -20,9 +20,8 @@ from fsdp_runtime._transformers_compat.checkpoints import is_ignored_on_load
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.model.pretrained_source import source_folder
-from fsdp_runtime.model.stages import whole_entries
-from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.runtime_state import runtime_state
+from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
 from fsdp_runtime.weights.companion_files import is_resized
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
@@ -81,7 +80,7 @@ def multi_token_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         >>> list(multi_token_weights(nn.Linear(2, 3)))
         []
     """
-    entries = whole_entries(model, state_entries(model, allow_offloaded=True))
+    entries = ModelState(model, allow_offloaded=True).whole
     names = {name for entry in entries for name in entry.names}
     for head in heads_at_source(base_of(model).module, names):
         for item, tensor in head.produce({}):

@@ -20,7 +20,6 @@ from torch import nn
 
 from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.model.inference_mode import leave_inference_mode
-from fsdp_runtime.model.state import state_entries
 from fsdp_runtime.model.unloaded import require_loaded
 from fsdp_runtime.sharded.async_saves import (
     SAVES_WAIT,
@@ -33,11 +32,11 @@ from fsdp_runtime.sharded.async_saves import (
 from fsdp_runtime.sharded.collectives import (
     ModelRanks,
     first_rank_speaks,
-    mesh_or_world_ranks,
     raise_on_all,
     require_equal_on_all,
 )
 from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, naming_total, write_and_fsync
+from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
 from fsdp_runtime.sharded.work_directory import machine, others_at_work, remove_work, work_directory
@@ -165,8 +164,8 @@ def save_weights(
         ...     [file.name for file in Path(directory).iterdir()], report.bytes_written
         (['model.safetensors'], 36)
     """
-    entries = state_entries(model)
-    ranks = mesh_or_world_ranks(model, entries)
+    state = ModelState(model)
+    ranks = state.writers
     with raise_on_all(ranks) as step, first_rank_speaks(ranks.groups):
         require_no_removed("save_weights", removed, _REMOVED)
         target = require_path("directory", directory)
@@ -178,9 +177,9 @@ def save_weights(
             "asynchronous": asynchronous,
             "directory": os.path.normpath(target),
         }
-        require_loaded([entry.names[0] for entry in entries if entry.tensor.is_meta], "save_weights")
+        require_loaded([entry.names[0] for entry in state.entries if entry.tensor.is_meta], "save_weights")
         exporter = WeightExport(dtype=dtype, names=names, quantize=quantize)
-        export = exporter.resolve(model, entries)
+        export = exporter.resolve(state)
         copies_heads = ranks.is_first and names == "checkpoint"
         heads = heads_at_source(export.base, export.parts.keys()) if copies_heads else []
         step.value = machine(), options, heads, plain_groups(export.groups, ranks.rank)

@@ -16,10 +16,10 @@ from fsdp_runtime._torch_compat import local_tensor
 from fsdp_runtime._transformers_compat.dtypes import kept_dtypes
 from fsdp_runtime.errors import OptionError
 from fsdp_runtime.model.inference_mode import without_inference_mode
-from fsdp_runtime.model.stages import whole_entries
 from fsdp_runtime.model.state import StateEntry, state_entries
-from fsdp_runtime.sharded.collectives import first_rank_speaks, mesh_ranks, own_rank
+from fsdp_runtime.sharded.collectives import first_rank_speaks, own_rank
 from fsdp_runtime.sharded.gather import full_tensors
+from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.safetensors_io import WeightInfo
 from fsdp_runtime.sharded.stages import StageRanks
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup, export_groups
@@ -104,20 +104,16 @@ class WeightExport:
         """
         yield from self.prepare(model).buckets()
 
-    def prepare(self, model: nn.Module, entries: Sequence[StateEntry] | None = None) -> ExportedModel:
-        """Resolve names and conversions once for several uses, for instance one per step; no communication.
+    def prepare(self, model: nn.Module | ModelState) -> ExportedModel:
+        """Resolve names and conversions once for several uses, for instance one per step; no communication."""
+        state = model if isinstance(model, ModelState) else ModelState(model)
+        with first_rank_speaks(state.ranks.groups):
+            return self.resolve(state)
 
-        ``entries`` are the model's state entries, if the caller has them.
-        """
-        entries = state_entries(model) if entries is None else entries
-        with first_rank_speaks(mesh_ranks(model, entries).groups):
-            return self.resolve(model, entries)
-
-    def resolve(self, model: nn.Module, entries: Sequence[StateEntry]) -> ExportedModel:
+    def resolve(self, state: ModelState) -> ExportedModel:
         """Do the work of :meth:`prepare`; every rank logs."""
-        base, quantize = base_of(model), self.quantize
-        whole = whole_entries(model, entries)
-        groups = export_groups(base, whole, dtype=self.exported_dtype, names=self.names)
+        base, quantize = base_of(state.model), self.quantize
+        groups = export_groups(base, state.whole, dtype=self.exported_dtype, names=self.names)
         if quantize is not None:  # the class keeps some tensors in another dtype while the model is in bfloat16
             fixed = kept_dtypes(base.module, [name for group in groups for name in group.dtypes], torch.bfloat16)
             items = [item for group in groups if fixed.keys() & group.dtypes.keys() for item in group.tensors]
@@ -129,7 +125,7 @@ class WeightExport:
             if quantize is not None and quantize.applies(item.name, item.shape):
                 stored = quantize.parts(item.name, item.shape)
                 parts[item.name] = [ExportedTensor(part.name, part.dtype, part.shape, None) for part in stored]
-        return ExportedModel(replace(self, quantize=quantize), base.module, groups, parts, StageRanks.of(model))
+        return ExportedModel(replace(self, quantize=quantize), base.module, groups, parts, state.stages)
 
 
 class ExportedModel:

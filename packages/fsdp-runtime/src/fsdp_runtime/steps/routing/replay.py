@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fsdp_runtime._torch_compat import fingerprint, hooked_before
 from fsdp_runtime._transformers_compat.recomputation import checkpointing_through
 from fsdp_runtime.errors import ModelError, RoutesError
-from fsdp_runtime.model.whole import require_whole
+from fsdp_runtime.model.stages import require_whole
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.steps.compiled_blocks import compile_again, leave_to_python
 from fsdp_runtime.steps.context.attention import ContextAttention

@@ -26,13 +26,11 @@ from fsdp_runtime._peft_compat import (
 )
 from fsdp_runtime._torch_compat import own_parameters
 from fsdp_runtime.errors import OptionError
-from fsdp_runtime.model.stages import whole_entries
-from fsdp_runtime.model.state import state_entries
-from fsdp_runtime.sharded.collectives import mesh_or_world_ranks, raise_on_all, require_equal_on_all
+from fsdp_runtime.sharded.collectives import raise_on_all, require_equal_on_all
 from fsdp_runtime.sharded.fsync import fsync_path, move_into_place, naming_write_errors
+from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter, WeightInfo
-from fsdp_runtime.sharded.stages import full_tensors_of_stages
 from fsdp_runtime.sharded.work_directory import remove_work, work_directory
 from fsdp_runtime.steps.refused_adapters import refuse_adapters
 from fsdp_runtime.weights.adapters import saved_tensors
@@ -136,18 +134,17 @@ def save_adapter(model: nn.Module, directory: str | os.PathLike[str], *, adapter
         >>> sorted(path.name for path in Path("adapter").iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
-    entries = state_entries(model)
-    ranks = mesh_or_world_ranks(model, entries)
+    state = ModelState(model)
+    ranks = state.writers
     with raise_on_all(ranks) as step:
         target = require_path("directory", directory)
-        whole = whole_entries(model, entries)
-        tensors, names = saved_tensors(model, whole, adapter, embeddings=True), []
+        tensors, names = saved_tensors(model, state.whole, adapter, embeddings=True), []
         if ranks.is_first:  # which alone looks up the base model's config
-            names = list(saved_tensors(model, whole, adapter, embeddings="auto"))
+            names = list(saved_tensors(model, state.whole, adapter, embeddings="auto"))
         step.value = {"directory": os.path.normpath(target), "adapter": adapter}, names
     require_equal_on_all({rank: given for rank, (given, _) in step.values.items()})
     tensors = {name: tensors[name] for name in step.values[ranks.global_first][1]}
-    full = dict(zip(tensors, full_tensors_of_stages(model, list(tensors.values()), whole), strict=True))
+    full = dict(zip(tensors, state.full_tensors(list(tensors.values())), strict=True))
     headers = [WeightInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in full.items()]
     with work_directory(target, ranks) as work, raise_on_all(ranks):
         if ranks.is_first:
