@@ -27,26 +27,19 @@ class PretrainedSource:
     generation: tuple[Any, Any] = (None, None)  # the generation config that the load has set, and the checkpoint's own
 
 
-def saved_source(model: Any) -> tuple[Path | None, Any]:
-    """Return the folder that a transformers model came from, and the generation config to save with the model."""
-    source = runtime_state(model).source
-    folder = _named_folder(model) if source is None or source.folder is None else source.folder
-    generation = getattr(model, "generation_config", None)
-    settings = None if source is not None or folder is None else _read_settings(folder)
+def saved_generation(model: Any) -> Any:
+    """Return the generation config to save with a transformers model."""
+    settings = settings_at_source(model)
     if settings is not None and model.can_generate():
-        generation = generation_config(model, settings, (None, None))[0]
-    return folder, generation
+        return generation_config(model, settings, (None, None))[0]
+    return getattr(model, "generation_config", None)
 
 
 def settings_at_source(model: Any) -> GenerationSettings | None:
     """Return the generation settings of a model's source folder, ``None`` after a recorded load."""
     folder = None if runtime_state(model).source else source_folder(model)
-    return None if folder is None else _read_settings(folder)
-
-
-def _read_settings(folder: Path) -> GenerationSettings | None:
     try:
-        return read_generation_settings(folder)
+        return None if folder is None else read_generation_settings(folder)
     except CheckpointError as error:  # a save does not fail for it
         logger.warning("%s", error)
         return None
@@ -71,18 +64,14 @@ def source_folder(model: Any) -> Path | None:
     source = runtime_state(model).source
     if source is not None and source.folder is not None:
         return source.folder  # type: ignore[no-any-return]
-    return _named_folder(model) if is_transformers_model(model) else None
-
-
-def _named_folder(model: Any) -> Path | None:
-    """Return the folder of a transformers model's ``name_or_path``."""
-    if not (name := model.config.name_or_path):
-        return None
-    return Path(name) if os.path.isdir(name) else _cached_snapshot(name)
+    name = model.config.name_or_path if is_transformers_model(model) else ""
+    return Path(name) if name and os.path.isdir(name) else _cached_snapshot(name)
 
 
 def _cached_snapshot(repository: str) -> Path | None:
     """Return the folder of a hub id in the local cache, if it is there."""
+    if not repository:
+        return None
     try:
         from huggingface_hub import snapshot_download
 

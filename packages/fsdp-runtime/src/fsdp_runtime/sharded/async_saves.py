@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 
 from fsdp_runtime._torch_compat import local_group
 from fsdp_runtime.sharded.collectives import ModelRanks
-from fsdp_runtime.sharded.safetensors_io import SafetensorsWriter
 
 T = TypeVar("T")
 #: Bytes of a piece of host memory; pinned memory comes in powers of two.
@@ -56,26 +55,6 @@ class HostStaging:
         if len(room) > nbytes:
             self._room[kind] = room[nbytes:]
         return room[:nbytes]
-
-
-class StagedWriter:
-    """Pending writes to a file, in host memory; :meth:`finish` writes them."""
-
-    def __init__(self, file: SafetensorsWriter, staging: HostStaging) -> None:
-        self._file, self._staging = file, staging
-        self._writes: list[tuple[str, int, list[Tensor]]] = []
-
-    def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
-        """Stage a :meth:`SafetensorsWriter.write`, with a copy of the tensor; return the tensor's bytes."""
-        self._writes.append((name, start * tensor.itemsize, self._staging.copy(tensor)))
-        return tensor.nbytes
-
-    def finish(self) -> None:
-        """Write the copies, and close the file once they are on the disk."""
-        for name, start, pieces in drained(self._writes):
-            for piece in drained(pieces):
-                start += self._file.write(name, piece, start)
-        self._file.finish()
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsdp_runtime.errors import CheckpointError, WeightsError
+from fsdp_runtime.sharded.async_saves import HostStaging, drained
 from fsdp_runtime.sharded.chunks import inside
 from fsdp_runtime.sharded.fsync import MOVED_AT_ONCE, create_file, naming_write_errors, start_writing, write_all
 from tp_plans.boxes import Box, box_shape, full_box, intersection, split_box, volume
@@ -119,14 +120,30 @@ class SafetensorsLayout:
 class SafetensorsWriter:
     """Create a safetensors file with known layout and full size, and write its tensors in any order."""
 
-    # A write keeps the file open until :meth:`close`: its descriptor reports a failed write-back.
+    # A write keeps the file open until :meth:`close`: its descriptor reports a failed write-back. With ``staging``,
+    # :meth:`add` copies tensors to host memory, and :meth:`finish` writes the copies.
 
-    def __init__(self, path: Path, tensors: Sequence[WeightInfo], *, with_checksums: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tensors: Sequence[WeightInfo],
+        *,
+        staging: HostStaging | None = None,
+        with_checksums: bool = False,
+    ) -> None:
         self._layout = SafetensorsLayout(tensors)
         self.path, self._descriptor, self._unstarted = path, -1, 0
+        self._staging, self._staged = staging, list[tuple[str, list[Tensor]]]()
         # CRC-32 of each written tensor, for tensors that are written in order
         self.checksums = defaultdict[str, int](int) if with_checksums else None
         create_file(path, self._layout.header, self._layout.nbytes)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write or stage a tensor."""
+        if self._staging is None:
+            self.write(name, tensor)
+        else:
+            self._staged.append((name, self._staging.copy(tensor)))
 
     def write(self, name: str, tensor: Tensor, start: int = 0) -> int:
         """Write a tensor, or a run of its elements from ``start`` in row-major order, and return the bytes."""
@@ -164,8 +181,12 @@ class SafetensorsWriter:
         return naming_write_errors(self.path, self._layout.nbytes)
 
     def finish(self) -> None:
-        """Close the file once it is on the disk."""
+        """Write staged tensors, and close the file once it is on the disk."""
         try:
+            for name, pieces in drained(self._staged):
+                start = 0
+                for piece in drained(pieces):
+                    start += self.write(name, piece, start)
             self.fsync()
         finally:
             self.close()

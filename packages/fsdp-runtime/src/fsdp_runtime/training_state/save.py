@@ -22,7 +22,6 @@ from fsdp_runtime.sharded.async_saves import (
     SAVES_WAIT,
     HostStaging,
     SaveFuture,
-    StagedWriter,
     save_in_thread,
     wait_for_running,
 )
@@ -296,17 +295,16 @@ def _started_writes(
 ) -> Callable[[], dict[str, StoredChunk]]:
     """Write this rank's chunks, or copy them to host memory; return a function that completes the file."""
     headers = [WeightInfo(name, local.dtype, tuple(local.shape)) for name, _, local in chunks]
-    file = SafetensorsWriter(path, headers, with_checksums=True)
-    resources.callback(file.close)
     staging = HostStaging()
-    writer = StagedWriter(file, staging) if asynchronous else file
+    file = SafetensorsWriter(path, headers, staging=staging if asynchronous else None, with_checksums=True)
+    resources.callback(file.close)
     for name, _, local in chunks:
-        writer.write(name, local)
+        file.add(name, local)
     staging.synchronize()
     starts = {name: tuple(start for start, _ in box) for name, box, _ in chunks}
 
     def finish() -> dict[str, StoredChunk]:
-        writer.finish()
+        file.finish()
         checksums: Mapping[str, int] = file.checksums or {}
         return {h.name: StoredChunk(file.path.name, starts[h.name], h.shape, checksums.get(h.name, 0)) for h in headers}
 

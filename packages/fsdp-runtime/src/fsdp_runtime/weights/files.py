@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol, TypeVar
 
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_runtime.errors import OptionError
@@ -47,15 +48,12 @@ class _SizedGroup:
         return sum(item.nbytes for item in self.tensors)
 
 
-def plain_groups(groups: Sequence[ExportGroup], rank: int) -> set[int]:
-    """Return the positions of groups with plain tensors on this rank of a pipeline stage."""
-    return {position for position, group in enumerate(groups) if rank in (group.ranks or ()) and _has_plain(group)}
-
-
 def _has_plain(group: ExportGroup) -> bool:
-    """Return whether a source is a plain tensor, or is copied from a file."""
+    """Return whether copies of a source may differ between ranks, or a source is a file: the first rank writes it."""
     sources = group.sources.values()
-    return not sources or not all(isinstance(tensor, DTensor) for tensor in sources)
+    if group.ranks is None:
+        return not sources or not all(isinstance(tensor, DTensor) for tensor in sources)
+    return not all(isinstance(tensor, nn.Parameter) for tensor in sources)  # equal on the ranks of all stages
 
 
 def plan_files(
@@ -63,20 +61,13 @@ def plan_files(
     parts: Mapping[str, Sequence[ExportedTensor]],
     max_shard_size: int | str,
     machines: Mapping[int, str],
-    plain: Collection[int] = (),
 ) -> dict[int, RankFiles]:
     """Return the files of each rank that writes, equal on every rank.
 
-    ``parts`` maps each exported tensor to the tensors in the files, ``machines`` each rank to its host, and ``plain``
-    has the :func:`plain_groups` of all pipeline stages.
+    ``parts`` maps each exported tensor to the tensors in the files, and ``machines`` each rank to its host.
     """
     sized = [
-        _SizedGroup(
-            group,
-            position,
-            [part for item in group.tensors for part in parts[item.name]],
-            has_plain=_has_plain(group) if group.ranks is None else position in plain,
-        )
+        _SizedGroup(group, position, [part for item in group.tensors for part in parts[item.name]], _has_plain(group))
         for position, group in enumerate(groups)
     ]
     ranks = _by_machine(machines)

@@ -29,28 +29,13 @@ from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint, open_on_all
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 #: LoRA settings that change an adapter's output and are invisible in its tensors.
 _SCALING = (
-    "peft_type",
-    "lora_alpha",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_dora",
-    "fan_in_fan_out",
+    *("peft_type", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out"),
     "trainable_token_indices",
 )
 #: All other settings: they do not change the output, or they show in the tensor names.
 _NOT_COMPARED = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "modules_to_save",
-    "peft_version",
-    "revision",
-    "target_modules",
-    "task_type",
+    *("auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern"),
+    *("layers_to_transform", "modules_to_save", "peft_version", "revision", "target_modules", "task_type"),
 }
 
 

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from fsdp_runtime._peft_compat import base_of
 from fsdp_runtime._transformers_compat.checkpoints import is_ignored_on_load
-from fsdp_runtime._transformers_compat.models import is_transformers_model
 from fsdp_runtime.errors import CheckpointError
-from fsdp_runtime.model.pretrained_source import source_folder
 from fsdp_runtime.runtime_state import runtime_state
 from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.safetensors_io import STORED_DTYPES, SafetensorsReader
-from fsdp_runtime.weights.companion_files import is_resized
+from fsdp_runtime.weights.companion_files import SourceFolder
 from fsdp_runtime.weights.export import ExportedTensor, ExportGroup
 from fsdp_runtime.weights.hub_checkpoint import HubCheckpoint
 
@@ -82,14 +80,14 @@ def multi_token_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     entries = ModelState(model, allow_offloaded=True).whole
     names = {name for entry in entries for name in entry.names}
-    for head in heads_at_source(base_of(model).module, names):
+    for head in heads_at_source(SourceFolder(base_of(model).module), names):
         for item, tensor in head.produce({}):
             yield item.name, tensor
 
 
-def heads_at_source(model: Any, exported: Collection[str]) -> Sequence[CopiedTensor]:
+def heads_at_source(source: SourceFolder, exported: Collection[str]) -> Sequence[CopiedTensor]:
     """Return the heads in the folder that a model came from; ``exported`` names belong to the model."""
-    folder = source_folder(model) if is_transformers_model(model) else None
+    model, folder = source.model, source.folder
     if folder is None:
         return []
     try:
@@ -103,7 +101,7 @@ def heads_at_source(model: Any, exported: Collection[str]) -> Sequence[CopiedTen
     names = [name for name in names if _depth(model, name) >= trained]
     if not names:
         return []
-    reason = "the vocabulary was resized" if is_resized(model, folder) else ""
+    reason = "the vocabulary was resized" if source.is_resized else ""
     if packed := next((name for name in names if stored[name].dtype not in ("F64", "F32", "F16", "BF16")), None):
         reason = f"{packed} is stored as {stored[packed].dtype}, which needs scales"
     if reason:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,7 +22,6 @@ from fsdp_runtime.sharded.async_saves import (
     SAVES_WAIT,
     HostStaging,
     SaveFuture,
-    StagedWriter,
     save_in_thread,
     wait_for_running,
 )
@@ -35,22 +31,19 @@ from fsdp_runtime.sharded.collectives import (
     raise_on_all,
     require_equal_on_all,
 )
-from fsdp_runtime.sharded.fsync import freed_in_background, fsync_path, naming_total, write_and_fsync
+from fsdp_runtime.sharded.fsync import naming_total
 from fsdp_runtime.sharded.model_state import ModelState
 from fsdp_runtime.sharded.paths import require_path
 from fsdp_runtime.sharded.safetensors_io import SafetensorsLayout, SafetensorsWriter
-from fsdp_runtime.sharded.work_directory import machine, others_at_work, remove_work, work_directory
+from fsdp_runtime.sharded.work_directory import machine, remove_work, work_directory
 from fsdp_runtime.values import require_no_removed
-from fsdp_runtime.weights.companion_files import files_in_order, leave_out_present, save_companions
-from fsdp_runtime.weights.export import ExportedTensor
-from fsdp_runtime.weights.files import RankFiles, parse_bytes, plain_groups, plan_files, shard_name
-from fsdp_runtime.weights.hub_checkpoint import INDEX_FILE, SINGLE_FILE
-from fsdp_runtime.weights.multi_token_heads import heads_at_source
+from fsdp_runtime.weights.commit import commit
+from fsdp_runtime.weights.companion_files import SourceFolder, save_companions
+from fsdp_runtime.weights.files import RankFiles, parse_bytes, plan_files
+from fsdp_runtime.weights.multi_token_heads import CopiedTensor, heads_at_source
 from fsdp_runtime.weights.naming import Names
 from fsdp_runtime.weights.quantize.formats import Quantization
 from fsdp_runtime.weights.stream import ExportedModel, WeightExport, started_ahead
-
-_SHARD_FILE = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
 #: Options of earlier releases.
 _REMOVED = {
@@ -70,6 +63,15 @@ class SaveReport:
     """
 
     bytes_written: int = 0
+
+
+@dataclass(frozen=True)
+class _RankPart:
+    """The values of one rank that all ranks need."""
+
+    machine: str
+    options: Mapping[str, object]
+    heads: Sequence[CopiedTensor]  # of the source checkpoint, by the first rank
 
 
 class _WeightOptions(TypedDict, total=False):
@@ -181,14 +183,15 @@ def save_weights(
         exporter = WeightExport(dtype=dtype, names=names, quantize=quantize)
         export = exporter.resolve(state)
         copies_heads = ranks.is_first and names == "checkpoint"
-        heads = heads_at_source(export.base, export.parts.keys()) if copies_heads else []
-        step.value = machine(), options, heads, plain_groups(export.groups, ranks.rank)
+        source = SourceFolder(export.base)
+        heads = heads_at_source(source, export.parts.keys()) if copies_heads else []
+        step.value = _RankPart(machine(), options, heads)
         wait_for_running()
-    require_equal_on_all({rank: options for rank, (_, options, *_) in step.values.items()})
-    plain = set[int]().union(*(positions for *_, positions in step.values.values()))
-    machines = {rank: machine for rank, (machine, *_) in step.values.items()}
-    export.append(step.values[ranks.global_first][2])
-    plan = plan_files(export.groups, export.parts, max_shard_size, machines, plain)
+    parts: Mapping[int, _RankPart] = step.values
+    require_equal_on_all({rank: part.options for rank, part in parts.items()})
+    export.append(parts[ranks.global_first].heads)
+    machines = {rank: part.machine for rank, part in parts.items()}
+    plan = plan_files(export.groups, export.parts, max_shard_size, machines)
     with ExitStack() as resources:
         work = resources.enter_context(work_directory(target, ranks))
         staging = HostStaging() if asynchronous else None
@@ -196,11 +199,11 @@ def save_weights(
             on_disk = _write_files(plan, export, work, ranks, staging, resources)
         with raise_on_all(ranks):
             if ranks.is_first and is_transformers_model(export.base):
-                save_companions(export.base, work, target, export.config_dtype, export.quantization_config)
+                save_companions(source, work, target, export.config_dtype, export.quantization_config)
         if staging is not None:
             staging.synchronize()
         finish = partial(_finish, on_disk, plan, work, target)
-        return save_in_thread(finish, ranks, list(step.values), resources) if asynchronous else finish(ranks)
+        return save_in_thread(finish, ranks, list(parts), resources) if asynchronous else finish(ranks)
 
 
 def _write_files(
@@ -215,14 +218,11 @@ def _write_files(
     contents = plan[ranks.rank].files if ranks.rank in plan else []
     total = sum(SafetensorsLayout(items).nbytes for share in plan.values() for _, items in share.files)
     with raise_on_all(ranks), naming_total(total):
-        written = [SafetensorsWriter(work / name, items) for name, items in contents]  # with their full sizes
-    files: Sequence[SafetensorsWriter | StagedWriter] = (
-        written if staging is None else [StagedWriter(file, staging) for file in written]
-    )
+        files = [SafetensorsWriter(work / name, items, staging=staging) for name, items in contents]
     file_of = {item.name: file for file, (_, items) in zip(files, contents, strict=True) for item in items}
     last = {items[-1].name for _, items in contents}
-    for written_file in written:
-        resources.callback(written_file.close)
+    for written in files:
+        resources.callback(written.close)
     on_disk: list[Callable[[], None]] = []
     pool = resources.enter_context(ThreadPoolExecutor(1, "fsync"))
     rounds = (
@@ -233,7 +233,7 @@ def _write_files(
         with raise_on_all(ranks):
             for item, tensor in chain.from_iterable(gathers):  # the tensors of this rank's files
                 file = file_of[item.name]
-                file.write(item.name, tensor)
+                file.add(item.name, tensor)
                 if item.name in last:
                     on_disk.append(file.finish if staging is not None else pool.submit(file.finish).result)
                 del tensor
@@ -250,76 +250,6 @@ def _finish(
     with raise_on_all(ranks):
         if ranks.is_first:
             contents = sorted(file for share in plan.values() for file in share.files)
-            _commit(work, target, [items for _, items in contents])
+            commit(work, target, [items for _, items in contents])
             remove_work(work)
     return SaveReport(sum(item.nbytes for _, items in plan.get(ranks.rank, RankFiles()).files for item in items))
-
-
-def _commit(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> None:
-    """Move the files of a complete checkpoint into the directory; the file that readers open first is moved last."""
-    # If several jobs save to the directory, the last job to move that file wins. An existing index stays: if one job
-    # replaced the index by a single file while another job did the reverse, both files could be removed.
-    indexed = len(shards) > 1 or (target / INDEX_FILE).exists()
-    decisive = INDEX_FILE if indexed else SINGLE_FILE
-    if indexed:
-        metadata = {"total_size": sum(item.nbytes for items in shards for item in items)}
-        index = {"metadata": metadata, "weight_map": _name_shards(work, target, shards)}
-        write_and_fsync(work / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-    else:
-        (work / shard_name(1, 1)).rename(work / SINGLE_FILE)
-    leave_out_present(work, target)
-    others = [file for file in files_in_order(work) if file.name != decisive]
-    for file in (*others, work / decisive):  # a full disk raises before the first file is moved
-        fsync_path(file)
-    for file in others:
-        moved = target / file.relative_to(work)
-        moved.parent.mkdir(exist_ok=True)
-        file.replace(moved)
-    for folder in {(target / file.relative_to(work)).parent for file in others} | {target}:
-        fsync_path(folder)
-    with freed_in_background(target / SINGLE_FILE):
-        (work / decisive).replace(target / decisive)
-        fsync_path(target)
-        if indexed:
-            (target / SINGLE_FILE).unlink(missing_ok=True)  # readers prefer the single file to an index
-            fsync_path(target)
-    _remove_old_shards(work, target)
-
-
-def _remove_old_shards(work: Path, target: Path) -> None:
-    """Remove the shards that the index lacks, unless another job is saving: its index may not be in place yet."""
-    shards = [file for file in target.iterdir() if _SHARD_FILE.fullmatch(file.name)]
-    if not shards or others_at_work(work):
-        return
-    try:
-        used = set(json.loads((target / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
-    except FileNotFoundError:
-        used = set()
-    for file in shards:
-        if file.name not in used:
-            with freed_in_background(file):
-                file.unlink(missing_ok=True)
-
-
-def _name_shards(work: Path, target: Path, shards: Sequence[Sequence[ExportedTensor]]) -> dict[str, str]:
-    """Rename the shards to names never used before in the target; return the weight map."""
-    # Only the first checkpoint of a directory gets the usual names: another job could remove files with reused names.
-    usual = [shard_name(number, len(shards)) for number in range(1, len(shards) + 1)]
-    stem = "model" if _claims_usual_names(target, usual[0]) else f"model-{uuid.uuid4().hex[:8]}"
-    weight_map = {}
-    for name, items in zip(usual, shards, strict=True):
-        final = name.replace("model", stem, 1)
-        (work / name).rename(work / final)
-        weight_map.update({item.name: final for item in items})
-    return weight_map
-
-
-def _claims_usual_names(target: Path, first: str) -> bool:
-    """Return whether the directory has no file of a checkpoint, and no other job is creating its first file."""
-    if any(file.name in (SINGLE_FILE, INDEX_FILE) or _SHARD_FILE.fullmatch(file.name) for file in target.iterdir()):
-        return False
-    try:
-        (target / first).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
