@@ -17,7 +17,7 @@ from fsdp_runtime.errors import WeightSyncError
 
 #: Tags separate messages of different kinds: after a failure some ranks are still in a round while others report it,
 #: and gloo ends a process that receives more bytes than expected.  NCCL has no tags.
-ROUND, TAKEN, SIZES, CHANGES, HANDSHAKE, SHARED_BUCKETS, WINDOWS = 1, 2, 3, 4, 1000, 2000, 2500
+ROUND, SIZES, CHANGES, HANDSHAKE, WINDOWS = 1, 2, 3, 1000, 2000
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,6 @@ class WeightSync:
         delta: send differences; ``False`` sends full weights always and keeps no copy.
         staged: keep full weights on the host until all have arrived, which takes as much host memory as a destination
             rank stores; ``False`` takes one bucket, and the engine must not serve during a full update.
-        shared_memory: exchange full weights on one host in shared memory; see :func:`execute_transfer`.
 
     Raises:
         WeightSyncError: a local tensor is missing, too small, or of a dtype that cannot hold the sent values.
@@ -112,11 +111,10 @@ class WeightSync:
         timeout: timedelta = DEFAULT_TIMEOUT,
         delta: bool = True,
         staged: bool = True,
-        shared_memory: bool = False,
     ) -> None:
         self._plan, self._group = plan, group
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
-        self._delta, self._staged, self._shared_memory = delta, staged, shared_memory
+        self._delta, self._staged = delta, staged
         self._rank = rank_in(group)
         self._shards = source if isinstance(source, ModelShards) else None
         tensors = source.storage if isinstance(source, ModelShards) else source or {}
@@ -180,7 +178,7 @@ class WeightSync:
         if not self._staged and self._rank in full_ranks:
             self._version = NO_VERSION  # until the update is complete
         with self._handshake.agreement():
-            self._receive(full, target, max(state.windows for state in states.values()), any_full=bool(full_ranks))
+            self._receive(full, target, max(state.windows for state in states.values()))
             differences = self._changes.exchange(records, changes.transfers)
         self._version = NO_VERSION
         self._apply(full, target, differences)
@@ -215,11 +213,11 @@ class WeightSync:
         names = {block.local for block in blocks}
         return {name: torch.empty_like(self._sides.destination[name], device="cpu") for name in names}
 
-    def _receive(self, full: TransferPlan, target: Mapping[str, Tensor], windows: int, *, any_full: bool) -> None:
+    def _receive(self, full: TransferPlan, target: Mapping[str, Tensor], windows: int) -> None:
         sides = Sides(full, self._rank, self._sides.source, target)
         sides.require_tensors()
         rounds = rounds_of(full, split_transfers(full, sides.transfers, self._bucket_bytes), windows)
-        run_rounds(sides, rounds, self._peers, self._sides.device, shared_memory=self._shared_memory and any_full)
+        run_rounds(sides, rounds, self._peers, self._sides.device)
 
     def _apply(self, full: TransferPlan, arrived: Mapping[str, Tensor], differences: ArrivedChanges) -> None:
         """Write received weights, and this rank's local copies, to the destination."""
