@@ -202,20 +202,3 @@ def test_missing_and_small_local_tensors_are_named_before_anything_is_sent() -> 
     with pytest.raises(WeightSyncError, match=r"weight has shape \(2, 2\) on rank 0"):
         execute_transfer(plan, source=shards.local, destination=small)
     assert small["bias"].eq(7).all()
-
-
-def test_progress_is_told_after_each_round(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_rounds) == [[(1, 2), (2, 2)]] * 2
-
-
-def _rounds() -> list[tuple[int, int]]:
-    plan, ours, theirs = _plain_pair()
-    heard: list[tuple[int, int]] = []
-    execute_transfer(
-        plan,
-        source=ours,
-        destination=theirs,
-        bucket_bytes=1024,
-        on_round=lambda done, total: heard.append((done, total)),
-    )
-    return heard

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ def param_groups(
     adamw_lr: float | None = None,
     layer_decay: float = 1.0,
     lr_scales: Mapping[Role, float] | None = None,
-    no_decay: Collection[Role] = NO_DECAY,
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of a model, for :class:`Muon` or any optimizer of torch.
 
@@ -39,12 +38,11 @@ def param_groups(
     Args:
         model: the model; build the groups after ``parallelize``.
         lr: the learning rate of the last block and of the parameters after it.
-        weight_decay: the weight decay of roles outside ``no_decay``.
+        weight_decay: the weight decay of all roles but ``"norm"``, ``"bias"`` and ``"other"``.
         adamw_lr: the learning rate of roles without a Muon update, by default ``lr``.
         layer_decay: the factor of the learning rate from each block to the block before it, and to the parameters
             before the first block (ELECTRA, arXiv:2003.10555; BEiT, arXiv:2106.08254).
         lr_scales: a further factor for roles of :func:`parameter_roles`, as ``{"router": 0.1, "embedding": 0.5}``.
-        no_decay: the roles without weight decay.
 
     Returns:
         The groups, each with ``params``, ``lr``, ``weight_decay`` and ``use_muon``.
@@ -61,7 +59,7 @@ def param_groups(
         [(0.1, 1), (0.2, 1), (0.2, 1), (0.4, 1), (0.4, 1)]
     """
     scales = dict(lr_scales or {})
-    for role in (*scales, *no_decay):
+    for role in scales:
         require_one_of("a role", role, get_args(Role))
     if layer_decay <= 0:
         raise OptionError(f"layer_decay={layer_decay!r}: give a positive factor, at most 1 in the papers")
@@ -73,7 +71,7 @@ def param_groups(
         use_muon = role in MATRICES
         rate = lr if use_muon or adamw_lr is None else adamw_lr
         rate *= layer_decay ** distances[path] * scales.get(role, 1.0)
-        settings[path] = rate, 0.0 if role in no_decay else weight_decay, use_muon
+        settings[path] = rate, 0.0 if role in NO_DECAY else weight_decay, use_muon
     groups: dict[_Settings, list[Tensor]] = {key: [] for key in _of_all_stages(model, settings).values()}
     for path, parameter in trained.items():
         groups[settings[path]].append(parameter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -36,7 +36,6 @@ def execute_transfer(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     timeout: timedelta = DEFAULT_TIMEOUT,
     device: torch.device | str | None = None,
-    on_round: Callable[[int, int], object] | None = None,
 ) -> None:
     """Send blocks of weights from source to destination ranks by a plan, shard to shard.
 
@@ -53,7 +52,6 @@ def execute_transfer(
         timeout: maximum time of a round.  With NCCL the group's own timeout applies.
         device: device of the buffer; ``None`` for the device of the first local tensor.  Shards that are offloaded to
             the host need the group's device here.
-        on_round: called after each of this rank's rounds with the numbers of completed rounds and of all rounds.
 
     Raises:
         OptionError: a bucket is smaller than an element.
@@ -83,22 +81,14 @@ def execute_transfer(
     if not fits_in_one_round(plan, bucket_bytes):
         handshake = Handshake(plan.ranks or (rank,), peers, where, WINDOWS)
         windows = max(number for (number,) in handshake.gather([windows_of(plan, transfers, bucket_bytes)]).values())
-    run_rounds(sides, rounds_of(plan, transfers, windows), peers, where, on_round)
+    run_rounds(sides, rounds_of(plan, transfers, windows), peers, where)
 
 
-def run_rounds(
-    sides: Sides,
-    rounds: Sequence[Round],
-    peers: PointToPoint,
-    device: torch.device,
-    on_round: Callable[[int, int], object] | None = None,
-) -> None:
+def run_rounds(sides: Sides, rounds: Sequence[Round], peers: PointToPoint, device: torch.device) -> None:
     """Run this rank's rounds of a plan."""
     rank_rounds = RankRounds(rounds, sides, peers, device)
-    for number, messages in enumerate(rounds):
+    for messages in rounds:
         rank_rounds.run(messages)
-        if on_round is not None:
-            on_round(number + 1, len(rounds))
 
 
 class RankRounds:
