@@ -91,8 +91,6 @@ CRAFTED: dict[str, Callable[[Path], None]] = {
     "huge shape and chunk": _tensor(shape=[2**40, 4], chunks=[_part([0, 0], [2**40, 4])]),
     "number beyond 64 bits": _chunk(start=[2**80, 0]),
     "no chunks": _tensor(chunks=[]),
-    "overlapping chunks": _tensor(chunks=[_part([0, 0], [3, 4]), _part([2, 0], [1, 4])]),
-    "a chunk twice": _tensor(chunks=[_part([0, 0], [2, 4]), _part([0, 0], [2, 4])]),
     "missing chunk": _tensor(chunks=[_part([0, 0], [2, 4])]),
     "unknown dtype": _tensor(dtype="Tensor"),
     "dtype that is not the file's": lambda state: _manifest(
@@ -185,9 +183,6 @@ def _refused(directory: Path, change: str) -> str:
 
 ON_TWO: dict[str, Callable[[dict[str, Any]], object]] = {
     "one rank's chunks missing": lambda fields: [tensor["chunks"].pop() for tensor in fields["tensors"].values()],
-    "one rank's chunks at the other's": lambda fields: [
-        tensor["chunks"][-1].update(start=tensor["chunks"][0]["start"]) for tensor in fields["tensors"].values()
-    ],
 }
 
 

@@ -526,24 +526,6 @@ def test_the_state_of_another_optimizer_class_is_refused(tmp_path: Path) -> None
     load_training_state(tmp_path, model)
 
 
-def test_a_state_without_the_optimizers_class_is_loaded_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.Linear(2, 3)
-    metadata = save.optimizer_metadata
-
-    def without_class(*args: Any) -> dict[str, Any]:
-        return {key: value for key, value in metadata(*args).items() if key != "class"}
-
-    monkeypatch.setattr(save, "optimizer_metadata", without_class)
-    save_training_state(tmp_path, model, AdamW(model.parameters(), lr=0.25), step=1)
-    optimizer = AdamW(model.parameters())
-    with caplog.at_level("WARNING", logger="fsdp_runtime"):
-        load_training_state(tmp_path, model, optimizer)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    assert "does not name the saved class" in caplog.text
-
-
 def test_names_outside_the_directory_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
     outside = save_training_state(tmp_path / "other", model, step=1)

@@ -77,23 +77,20 @@ def load_training_state(
     *,
     scheduler: Stateful | None = None,
     device: torch.device | str | None = None,
-    verify: bool = True,
 ) -> TrainingState:
     """Load a state of :func:`save_training_state` in place; each rank reads its own shards.
 
-    On the same mesh, training continues bit for bit as if it had not stopped.  Collective over the model's mesh, or
-    over the world for a model of plain tensors.
+    On the same mesh, training continues bit for bit as if it had not stopped.  The ranks share the check of all
+    checksums.  Collective over the model's mesh, or over the world for a model of plain tensors.
 
     Args:
         directory: the directory of all states, to load the newest state, or the directory of one state.
         model: on any mesh or none; a model on the meta device is materialized first.
         optimizer: one optimizer or several, of the saved class and with the saved groups of the model's parameters.
-            ``None`` leaves saved optimizers unread.  States of earlier versions do not name the class: a warning says
-            that the class is not compared.
+            ``None`` leaves saved optimizers unread.
         scheduler: the object for the saved scheduler state; ``None`` leaves that state unread.
         device: the device to materialize on, by default the current device of the mesh's type; see
             :func:`materialize`.
-        verify: check the checksum of every tensor first; the ranks share this work.
 
     Raises:
         CheckpointError: a file is missing, truncated, corrupt, written to while it was read, or outside the directory.
@@ -142,8 +139,7 @@ def load_training_state(
             absent = {entry.names[0] for entry in whole if entry.is_absent}
             shared["optimizers"] = [of_parameters(saved, absent) for saved in shared["optimizers"]]
             _check(whole, optimizers, scheduler, manifest, shared)
-            if verify:
-                reader.verify(range(ranks.index, len(manifest.tensors), ranks.count))
+            reader.verify(range(ranks.index, len(manifest.tensors), ranks.count))
         with raise_on_all(ranks):
             materialize_entries(model, entries, device)
             reshard_all(model)

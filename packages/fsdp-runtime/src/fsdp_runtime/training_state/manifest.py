@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ import torch
 from fsdp_runtime.errors import CheckpointError
 from fsdp_runtime.sharded.fsync import write_and_fsync
 from fsdp_runtime.sharded.paths import is_file_name
-from tp_plans.boxes import Box, intersection, volume
+from tp_plans.boxes import Box, volume
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -107,9 +107,8 @@ def _tensor(name: str, shape: Any, dtype: Any, chunks: Any) -> StoredTensor:
     stored = StoredTensor(_numbers(shape), dtype, parts)
     if not all(_is_inside(chunk, stored.shape) for chunk in stored.chunks):
         raise ValueError(f"a chunk of {name} is not inside of its shape {stored.shape}")
-    boxes = [chunk.box for chunk in parts]
-    if sum(map(volume, boxes)) != math.prod(stored.shape) or _overlap(boxes):
-        raise ValueError(f"its chunks lack a part of {name}, of shape {stored.shape}, or overlap")
+    if sum(volume(chunk.box) for chunk in parts) != math.prod(stored.shape):
+        raise ValueError(f"its chunks lack a part of {name}, of shape {stored.shape}")
     return stored
 
 
@@ -127,23 +126,6 @@ def _is_inside(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
     return len(chunk.start) == len(chunk.shape) == len(shape) and all(
         stop <= full for (_, stop), full in zip(chunk.box, shape, strict=True)
     )
-
-
-def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return whether two boxes have an element in common."""
-    # A box is compared with earlier boxes that reach its first index. For shards of a mesh these boxes are few along
-    # the dim with the most different first indices.
-    filled = [box for box in boxes if volume(box)]
-    if len(filled) < 2 or not filled[0]:
-        return len(filled) > 1  # one element, twice
-    sweep = max(range(len(filled[0])), key=lambda dim: len({box[dim][0] for box in filled}))
-    reaching: list[Box] = []
-    for box in sorted(filled, key=lambda box: box[sweep]):
-        reaching = [other for other in reaching if other[sweep][1] > box[sweep][0]]
-        if any(intersection(box, other) is not None for other in reaching):
-            return True
-        reaching.append(box)
-    return False
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

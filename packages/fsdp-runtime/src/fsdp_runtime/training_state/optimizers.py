@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -18,8 +17,6 @@ from fsdp_runtime.errors import CheckpointError, MismatchError, OptionError
 from fsdp_runtime.model.state import StateEntry
 from fsdp_runtime.sharded.shard_offsets import zeros_by_rows
 from fsdp_runtime.training_state.manifest import StoredTensor
-
-logger = logging.getLogger(__name__)
 
 #: Placement of a state tensor: as its parameter; as its parameter's rows, with another last dim; replicated over the
 #: mesh of a DTensor parameter; or plain.
@@ -129,14 +126,8 @@ def parameter_names(entries: Sequence[StateEntry], optimizers: Sequence[Optimize
 def require_same_optimizer(
     index: int, optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> None:
-    """Refuse the saved state of another class or of other groups; a state without a class name gets a warning."""
-    if (name := saved.get("class")) is None:
-        logger.warning(
-            "optimizer %d is a %s; the training state does not name the saved class, so it is not compared",
-            index,
-            _class_name(optimizer),
-        )
-    elif name != _class_name(optimizer):
+    """Refuse the saved state of another class or of other groups."""
+    if (name := saved.get("class")) != _class_name(optimizer):
         raise MismatchError(
             f"optimizer {index} is a {_class_name(optimizer)}, and the state of a {name} was saved: build that "
             "optimizer, or pass optimizer=None to load the rest"
