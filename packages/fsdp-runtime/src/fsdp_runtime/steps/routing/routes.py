@@ -35,7 +35,8 @@ class Routes(Mapping[str, Tensor]):
 
     def __init__(self, layers: Mapping[str, Tensor] | None = None) -> None:
         self._layers = dict(layers or {})
-        self._recorded = self._complete = False
+        #: Whether ``record_routes`` wrote the routes, so that their values need no check; and for every token.
+        self.is_recorded = self.is_complete = False
 
     def __getitem__(self, path: str) -> Tensor:
         return self._layers[path]
@@ -48,16 +49,6 @@ class Routes(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"Routes({ {path: tuple(ids.shape) for path, ids in self._layers.items()} })"
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether ``record_routes`` wrote the routes, so that their values need no check."""
-        return self._recorded
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether ``record_routes`` wrote the routes, for every token."""
-        return self._complete
 
     def take(self, tokens: Tensor) -> Routes:
         """Return the routes of the given tokens, in their order, as for a micro-batch or packed sequences.
@@ -75,7 +66,7 @@ class Routes(Mapping[str, Tensor]):
     def to(self, device: torch.device | str) -> Routes:
         """Return the routes on a device."""
         moved = self._changed({path: ids.to(device) for path, ids in self._layers.items()})
-        moved._complete = self._complete
+        moved.is_complete = self.is_complete
         return moved
 
     def stacked(self) -> Tensor:
@@ -91,14 +82,14 @@ class Routes(Mapping[str, Tensor]):
 
     def _changed(self, layers: dict[str, Tensor]) -> Routes:
         changed = Routes(layers)
-        changed._recorded = self._recorded
+        changed.is_recorded = self.is_recorded
         return changed
 
 
 def fill_recorded(routes: Routes, layers: Mapping[str, Tensor]) -> None:
     """Fill ``routes`` with the routes of a recorded forward."""
     routes._layers.update(layers)
-    routes._recorded = routes._complete = True
+    routes.is_recorded = routes.is_complete = True
 
 
 def routes_from_generator(sequences: Sequence[Any], attention_mask: Tensor) -> Tensor:

@@ -26,14 +26,11 @@ class Selection(TorchFunctionMode):
 
     choice: Tensor | None = None
 
-    def __init__(
-        self, router: Router, wanted: Tensor | None, *, has_holes: bool = False, trusted: bool = False
-    ) -> None:
+    def __init__(self, router: Router, wanted: Tensor | None, *, has_holes: bool = False) -> None:
         # ``wanted`` are ``[tokens, k]`` int64, the experts to select, and with ``has_holes`` -1 in rows routed as
-        # usual. ``trusted`` experts, selected by this router earlier, need no check; a check may wait for a device.
+        # usual.
         super().__init__()
-        self.router, self.wanted = router, wanted
-        self.has_holes, self.trusted = has_holes, trusted
+        self.router, self.wanted, self.has_holes = router, wanted, has_holes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
@@ -87,27 +84,10 @@ class TopKSelection(Selection):
         routes = self.wanted.to(scores.device, torch.int64)  # type: ignore[union-attr]  # set, see call
         if routes.shape[0] != scores.shape[0]:
             return ids  # the selection refuses the routes, with the numbers
-        self._require_few_groups(groups=scores.shape[-1], allowed=ids.shape[-1])
         missing = routes < 0
         group = torch.where(missing, ids[:, :1].to(torch.int64), routes // size)
         raised = scores.detach().scatter(-1, group, float("inf"))
         return raised.topk(ids.shape[-1], dim=-1).indices
-
-    def _require_few_groups(self, *, groups: int, allowed: int) -> None:
-        """Refuse a token with experts in more groups than the router takes; waits for the routes' device."""
-        if allowed == groups or self.trusted or self.wanted is None or self.wanted.numel() == 0:
-            return
-        size = self.router.experts // groups
-        member = torch.zeros(len(self.wanted), groups, dtype=torch.int8, device=self.wanted.device)
-        member.scatter_(-1, self.wanted.to(torch.int64).clamp(min=0) // size, 1)
-        used = member.sum(-1)
-        if int(used.max()) > allowed:
-            token = int((used > allowed).nonzero()[0])
-            raise RoutesError(
-                f"{self.router.path} selects experts from {allowed} of {groups} groups of {size}, and token {token} "
-                f"has experts {self.wanted[token].tolist()} of {int(used[token])} groups: these are not routes of this "
-                "architecture"
-            )
 
 
 class SparseMixerSelection(Selection):

@@ -31,7 +31,6 @@ class Session:
     routers: Routers
     wanted: Callable[[Router], Tensor | None] | None = None  # the routes of one forward's local tokens, to be replayed
     has_holes: bool = False  # some tokens have no route
-    trusted: bool = False  # the model selected the routes itself
     recorded: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -44,12 +43,7 @@ class Session:
         # ``kept`` are the experts of a recomputed part's first run; the first run writes them.
         again = None if kept is None else kept.get(router.path)
         wanted = again if again is not None or self.wanted is None else self.wanted(router)
-        selection = SELECTIONS[router.kind](
-            router,
-            wanted,
-            has_holes=again is None and self.has_holes,
-            trusted=again is not None or self.trusted,
-        )
+        selection = SELECTIONS[router.kind](router, wanted, has_holes=again is None and self.has_holes)
         with selection:
             output = forward()
         experts = selection.selected().detach()
